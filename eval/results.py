@@ -1,0 +1,162 @@
+"""results.jsonl: one row per figure, each with its count and interval; and its text table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mclclip.artifacts import write_bytes
+from mclclip.eval.metrics import wilson_interval
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of one benchmark, before it is known whose it is.
+
+    value, ci_low, ci_high: percent; count: number of trials; protocol: how it was measured.
+    """
+
+    metric: str
+    value: float
+    count: int
+    ci_low: float
+    ci_high: float
+    protocol: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of results.jsonl; value, ci_low and ci_high in percent, 95 % interval."""
+
+    model: str
+    benchmark: str
+    metric: str
+    value: float
+    count: int
+    ci_low: float
+    ci_high: float
+    protocol: dict[str, Any] | str = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A published figure printed beside the own ones: percent, and where it stands."""
+
+    model: str
+    benchmark: str
+    metric: str
+    value: float
+    source: str
+
+
+def proportion(metric: str, hits: int, count: int, protocol: Mapping[str, Any]) -> Figure:
+    """The figure of ``hits`` right trials out of ``count``, with its Wilson interval."""
+    low, high = wilson_interval(hits, count)
+    return Figure(metric, 100.0 * hits / count, count, 100.0 * low, 100.0 * high, dict(protocol))
+
+
+def of_model(figures: Iterable[Figure], model: str, benchmark: str) -> list[Result]:
+    """The rows of one model on one benchmark."""
+    return [Result(model=model, benchmark=benchmark, **asdict(figure)) for figure in figures]
+
+
+def read(path: Path) -> list[Result]:
+    """The rows of a results.jsonl in order; an absent file has none.
+
+    ValueError names the line that is not a row.
+    """
+    if not Path(path).exists():
+        return []
+    names = {f.name for f in fields(Result)}
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict) or set(row) != names:
+            raise ValueError(
+                f"{path} line {number} is not a result row: its fields must be {names}"
+            )
+        rows.append(Result(**row))
+    return rows
+
+
+def write(path: Path, rows: Sequence[Result]) -> None:
+    """Adds rows to a results.jsonl: the file is the old one or the whole new one, never half.
+
+    Earlier rows of the same (model, benchmark) are replaced, so a benchmark that runs again does
+    not appear twice. To be called by one process at a time: the run directory's lock sees to it.
+    ValueError where a value is not finite (JSON could not hold it).
+    """
+    for row in rows:
+        if not all(map(math.isfinite, (row.value, row.ci_low, row.ci_high))):
+            raise ValueError(f"{row.model} {row.benchmark} {row.metric} is {row.value}: not finite")
+    renewed = {(row.model, row.benchmark) for row in rows}
+    kept = [row for row in read(path) if (row.model, row.benchmark) not in renewed]
+    lines = [json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in kept + [*rows]]
+    write_bytes(Path(path), ("\n".join(lines) + "\n" if lines else "").encode())
+
+
+def table(
+    results: Sequence[Result],
+    references: Sequence[Reference] = (),
+    *,
+    intervals: bool = True,
+) -> str:
+    """The results as text: a block per benchmark, rows are models, columns are metrics.
+
+    Models and metrics stand in the order of their first appearance; published references come
+    last, marked. Cells are percent, with the 95 % interval below them unless ``intervals`` is off.
+    """
+    benchmarks = list(dict.fromkeys(row.benchmark for row in results))
+    blocks = []
+    for benchmark in benchmarks:
+        rows = [row for row in results if row.benchmark == benchmark]
+        published = [row for row in references if row.benchmark == benchmark]
+        blocks.append(_block(benchmark, rows, published, intervals))
+    return "\n\n".join(blocks)
+
+
+def _block(
+    benchmark: str, rows: Sequence[Result], published: Sequence[Reference], intervals: bool
+) -> str:
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    cells: dict[str, dict[str, tuple[str, str]]] = {}
+    for row in rows:
+        interval = f"{row.ci_low:.1f}-{row.ci_high:.1f}"
+        cells.setdefault(row.model, {})[row.metric] = (f"{row.value:.1f}", interval)
+    for reference in published:
+        name = f"{reference.model} [{reference.source}]"
+        cells.setdefault(name, {})[reference.metric] = (f"{reference.value:.1f}", "")
+    lines = [[benchmark, *metrics]]
+    lines.append(["trials", *(_trials(rows, metric) for metric in metrics)])
+    own = {row.model for row in rows}
+    for model, by_metric in cells.items():
+        pairs = [by_metric.get(metric, ("-", "")) for metric in metrics]
+        lines.append([model, *(value for value, _ in pairs)])
+        if intervals and model in own:
+            lines.append(["", *(interval for _, interval in pairs)])
+    return _align(lines)
+
+
+def _trials(rows: Sequence[Result], metric: str) -> str:
+    counts = sorted({row.count for row in rows if row.metric == metric})
+    return "/".join(map(str, counts))
+
+
+def _align(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = []
+    for line in lines:
+        first = line[0].ljust(widths[0])
+        rest = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        text.append("  ".join([first, *rest]).rstrip())
+    text.insert(1, "-" * max(map(len, text)))
+    return "\n".join(text)

@@ -1,0 +1,285 @@
+"""The verb ``eval``: encoders x benchmarks -> rows of results.jsonl.
+
+A suite is a set of named benchmarks: the run's own (``eval.suite`` of the configuration), or a YAML
+file (``suites/*.yaml``) with data folders as variables and published figures beside.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import string
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+
+from mclclip.artifacts import digest_file, digest_json
+from mclclip.config import BenchmarkConfig, Config
+from mclclip.eval import mmvp, results, retrieval, zeroshot
+from mclclip.eval.features import Extractor
+from mclclip.eval.results import Figure, Reference, Result
+from mclclip.layout import Layout
+from mclclip.models.concat import load_model
+from mclclip.models.encoder import Encoder
+from mclclip.parallel.collectives import on_main, together
+from mclclip.parallel.process_group import SINGLE, Context
+
+log = logging.getLogger("mclclip")
+
+EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
+    "mmvp": mmvp.evaluate,
+    "retrieval": retrieval.evaluate,
+    "zeroshot": zeroshot.evaluate,
+}
+"""Benchmark kind -> ``evaluate(extractor, path, **options)``."""
+
+SUITES = Path(__file__).resolve().parent / "suites"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Benchmarks by name, and published figures to print beside the own ones."""
+
+    benchmarks: Mapping[str, BenchmarkConfig]
+    references: Sequence[Reference] = field(default_factory=tuple)
+
+
+def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
+    """A suite that is shipped (by name, such as ``mcl``) or a YAML file.
+
+    ``variables`` replace ``${name}`` in the file. FileNotFoundError for an unknown suite;
+    ValueError for a variable without a value or a file that is no suite.
+    """
+    path = Path(where) if where.endswith((".yaml", ".yml")) else SUITES / f"{where}.yaml"
+    if not path.is_file():
+        shipped = ", ".join(sorted(file.stem for file in SUITES.glob("*.yaml")))
+        raise FileNotFoundError(f"no suite {where!r}: give a YAML file or one of {shipped}")
+    try:
+        tree = _substitute(yaml.safe_load(path.read_text(encoding="utf-8")), variables or {})
+        benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
+        references = [
+            Reference(item["model"], item["benchmark"], metric, float(value), item["source"])
+            for item in tree.get("references", [])
+            for metric, value in item["values"].items()
+        ]
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        raise ValueError(f"{path}: benchmark {_first_problem(error)}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a suite: {error}") from None
+    return Suite(benchmarks, references)
+
+
+def _substitute(value: Any, variables: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _substitute(item, variables) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_substitute(item, variables) for item in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        return string.Template(value).substitute(variables)
+    except KeyError as error:
+        name = error.args[0]
+        raise ValueError(f"the suite asks for the variable {name!r}: set {name}=VALUE") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    name = ".".join(str(part) for part in problem["loc"])
+    return f"{name}: {problem['msg']} (got {problem['input']!r})"
+
+
+@cache
+def _options_of(evaluate: Callable[..., list[Figure]]) -> type[BaseModel]:
+    """The evaluator's keyword options with their types, as a model that checks them."""
+    hints = typing.get_type_hints(evaluate)
+    fields: dict[str, Any] = {
+        name: (hints[name], ... if parameter.default is parameter.empty else parameter.default)
+        for name, parameter in inspect.signature(evaluate).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    return create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+    """Raises ValueError for a wrong option and FileNotFoundError for missing data, in one line."""
+    for name, benchmark in benchmarks.items():
+        model = _options_of(EVALUATORS[benchmark.kind])
+        try:
+            model.model_validate(benchmark.options)
+        except ValidationError as error:
+            valid = ", ".join(model.model_fields)
+            raise ValueError(
+                f"benchmark {name!r}: option {_first_problem(error)}; options of "
+                f"{benchmark.kind}: {valid}"
+            ) from None
+        if not Path(benchmark.path).is_dir():
+            raise FileNotFoundError(f"benchmark {name!r}: no folder {benchmark.path}")
+
+
+def run_suite(
+    encoder: Encoder,
+    benchmarks: Mapping[str, BenchmarkConfig],
+    results_path: Path,
+    model_name: str,
+    *,
+    context: Context = SINGLE,
+    identity: str = "",
+    **settings: Any,
+) -> list[Result]:
+    """Evaluates one encoder on every benchmark; returns its rows and adds them to the file.
+
+    Rows of the same model and benchmark are replaced; each benchmark is written when it is done.
+    ``identity`` (such as ``identity_of`` the model) lets a later call see that nothing changed.
+    ``settings``: batch_size, precision, max_image_pixels, num_workers (see ``Extractor``). All
+    ranks of ``context`` take part; the first one writes.
+    """
+    check(benchmarks)
+    extractor = Extractor(encoder, context, **settings)
+    rows: list[Result] = []
+    for name, benchmark in benchmarks.items():
+        log.info("evaluate %s on %s", model_name, name)
+        evaluate = EVALUATORS[benchmark.kind]
+        figures = evaluate(extractor, Path(benchmark.path), **benchmark.options)
+        if identity:
+            digest = evaluation_digest(benchmark, identity, extractor.precision)
+            figures = [replace(f, protocol=f.protocol | {"evaluation": digest}) for f in figures]
+        new = results.of_model(figures, model_name, name)
+        on_main(partial(results.write, results_path, new))
+        rows += new
+    return rows
+
+
+def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str) -> str:
+    """Names what a row was measured with: equal digests mean the row need not be made again."""
+    parts = [benchmark.kind, benchmark.path, dict(benchmark.options), precision, identity]
+    return digest_json(parts)[:16]
+
+
+def identity_of(model: str | Path, pretrained: str | None = None) -> str:
+    """Digest of a model's files, or of its name where it is no directory."""
+    directory = Path(str(model).removeprefix("local-dir:"))
+    if not directory.is_dir():
+        files = [Path(name) for name in (str(model), pretrained) if name]
+        return digest_json([digest_file(f) if f.is_file() else str(f) for f in files])
+    members = sorted(p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors"))
+    # A manifest carries the time of writing, which is no property of the model.
+    contents = [(p.relative_to(directory), digest_file(p)) for p in members if p.stem != "manifest"]
+    return digest_json(contents)
+
+
+def evaluate(
+    config: Config,
+    context: Context,
+    models: Mapping[str, str | Path],
+    *,
+    benchmarks: Mapping[str, BenchmarkConfig] | None = None,
+    force: bool = False,
+) -> list[Result]:
+    """Evaluates models (name -> directory, or open_clip name, or NAME@PRETRAINED).
+
+    Benchmarks are those of ``eval.suite`` unless given. What results.jsonl already holds for the
+    same model files, benchmark and precision is skipped unless ``force``. Returns the new rows.
+    """
+    benchmarks = config.eval.suite if benchmarks is None else benchmarks
+    together(lambda: check(benchmarks))
+    path = Layout.of(config).results
+    rows: list[Result] = []
+    for name, where in models.items():
+        location, pretrained = _split(str(where))
+        identity = on_main(partial(identity_of, location, pretrained))
+        done = set() if force else on_main(lambda: {_key(row) for row in results.read(path)})
+        pending = {
+            title: benchmark
+            for title, benchmark in benchmarks.items()
+            if (name, title, evaluation_digest(benchmark, identity, config.eval.precision))
+            not in done
+        }
+        if not pending:
+            log.info("%s is evaluated already", name)
+            continue
+        encoder = together(partial(load_model, location, pretrained, device=str(context.device)))
+        rows += run_suite(
+            encoder,
+            pending,
+            path,
+            name,
+            context=context,
+            identity=identity,
+            batch_size=config.eval.batch_size,
+            precision=config.eval.precision,
+            max_image_pixels=config.data.max_image_pixels,
+            num_workers=config.data.num_workers,
+        )
+    return rows
+
+
+def _key(row: Result) -> tuple[str, str, str]:
+    digest = row.protocol.get("evaluation", "") if isinstance(row.protocol, dict) else ""
+    return (row.model, row.benchmark, digest)
+
+
+def _split(where: str) -> tuple[str, str | None]:
+    """``NAME@PRETRAINED`` -> both; a path that exists is one, whatever it holds."""
+    if Path(where).exists() or "@" not in where:
+        return where, None
+    name, _, tag = where.rpartition("@")
+    return name, tag
+
+
+def exports_of(config: Config) -> dict[str, Path]:
+    """Every export of the run that is there, by the name it has in results.jsonl."""
+    found: dict[str, Path] = {}
+    for variant in ("mcl", *config.controls):
+        layout = Layout.of(config, variant)
+        first = 0 if variant == "mcl" else 1
+        for stage in range(first, config.num_stages + 1):
+            found[layout.model_name(f"stage_{stage}")] = layout.export(stage)
+        for name in ("concat_raw", "concat_stage_norm", "soup_uniform"):
+            found[layout.model_name(name)] = layout.joined(name)
+    return {name: path for name, path in found.items() if (path / "open_clip_config.json").exists()}
+
+
+def run(
+    config: Config,
+    context: Context,
+    *,
+    models: Sequence[str] = (),
+    suite: str | None = None,
+    variables: Mapping[str, str] | None = None,
+    only: Sequence[str] = (),
+    force: bool = False,
+) -> list[Result]:
+    """Evaluates models given as ``[NAME=]PATH`` (default: all exports of the run).
+
+    ``suite``: a shipped suite or a YAML file instead of ``eval.suite``, with ``variables`` for its
+    data folders; ``only``: some of its benchmarks. Logs the table and returns the new rows.
+    """
+    chosen = load_suite(suite, variables) if suite else Suite(config.eval.suite)
+    if unknown := [name for name in only if name not in chosen.benchmarks]:
+        raise ValueError(f"no benchmark {unknown[0]!r}: there are {', '.join(chosen.benchmarks)}")
+    benchmarks = {n: b for n, b in chosen.benchmarks.items() if not only or n in only}
+    if not benchmarks:
+        raise ValueError("there is nothing to evaluate on: set eval.suite or give a suite")
+    named = dict(map(_named, models)) if models else exports_of(config)
+    if not named:
+        raise FileNotFoundError(f"{config.run_dir} has no exports: run 'mclclip export' first")
+    rows = evaluate(config, context, named, benchmarks=benchmarks, force=force)
+    if context.is_main:
+        shown = [row for row in results.read(Layout.of(config).results) if row.model in named]
+        log.info("results\n%s", results.table(shown, chosen.references))
+    return rows
+
+
+def _named(text: str) -> tuple[str, str | Path]:
+    """``NAME=PATH`` -> both; without a name the path is it."""
+    name, equals, where = text.partition("=")
+    return (name, where) if equals and not Path(text).exists() else (text, text)

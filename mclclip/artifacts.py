@@ -1,0 +1,321 @@
+"""Run directory, manifests, atomic writes.
+
+Verbs meet only on disk. Each writes one artifact: a directory whose ``manifest.json`` is written
+last, by rename. A directory without a manifest is unfinished work, never a result::
+
+    runs/NAME/
+      run.lock  config.yaml
+      index/                    samples.arrow  shards.json  bad_samples.json  manifest.json
+      stage_0/  embeddings/     00000.npy ...            one file per shard of the index
+                text_embeddings/
+                clusters/       centroids.npy  cluster_labels.npy  distances.npy
+                train/          checkpoints/step_00000400/  metrics.jsonl   (trained from scratch)
+                export/         open_clip_config.json  open_clip_model.safetensors
+      stage_1/  pseudo_labels/  pseudo_labels.npy
+                train/          grouped_index/  checkpoints/  metrics.jsonl
+                export/  embeddings/  clusters/
+      ...
+      exports/  concat_raw/  concat_stage_norm/  soup_uniform/
+      controls/ungrouped/       stage_1/ ... exports/    the same layout again
+      controls/random_groups/
+      results.jsonl
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip import __version__
+
+MANIFEST = "manifest.json"
+INTENT = "in_progress.json"
+SCHEMA_VERSION = 1
+
+
+# --- atomic writes ---------------------------------------------------------------------------
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file that is either the old one or the whole new one (rename after fsync)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes ``value`` as indented JSON, atomically; paths and numpy numbers are plain there."""
+    write_bytes(path, (json.dumps(value, indent=2, default=_plain) + "\n").encode())
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: a path as text, a numpy number as a number."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} does not fit into JSON: {value!r}")
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file; ValueError names the file when it is not JSON."""
+    try:
+        return json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def save_npy(path: Path, array: np.ndarray) -> None:
+    """Saves one array as .npy, atomically."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    write_bytes(path, buffer.getvalue())
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes a rename in ``directory`` durable (a no-op where directories cannot be opened)."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- digests ---------------------------------------------------------------------------------
+
+
+def digest_json(value: Any) -> str:
+    """Digest of a JSON-able value; the order of mapping keys does not matter."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """Digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_array(array: np.ndarray) -> str:
+    """Digest of an array's dtype, shape and values."""
+    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).data)  # no copy: arrays may fill half the memory
+    return digest.hexdigest()
+
+
+def digest_keys(keys: Iterable[str]) -> str:
+    """Digest of ordered sample keys: equal digests allow a join by position."""
+    digest = hashlib.sha256()
+    for key in keys:
+        digest.update(key.encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+# --- manifests -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artifact is and what it was made from; ``digest`` names its content to readers."""
+
+    kind: str
+    config: dict[str, Any]
+    inputs: dict[str, str]
+    counts: dict[str, Any]
+    digest: str
+    dtype: str | None = None
+    schema_version: int = SCHEMA_VERSION
+    package_version: str = __version__
+    finished: str = ""
+
+
+def read_manifest(directory: Path, kind: str) -> Manifest:
+    """The manifest of a finished artifact.
+
+    Raises FileNotFoundError where there is none (the verb did not run or did not finish) and
+    ValueError where it is of another kind, of a newer schema, or damaged.
+    """
+    path = Path(directory) / MANIFEST
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no finished {kind} at {directory}: run the verb that writes it first"
+        )
+    fields = read_json(path)
+    if not isinstance(fields, dict) or "kind" not in fields:
+        raise ValueError(f"{path} is not a manifest: remove {directory} and make it again")
+    if fields["kind"] != kind:
+        raise ValueError(f"{directory} holds {fields['kind']!r}, expected {kind!r}")
+    if fields.get("schema_version", 0) > SCHEMA_VERSION:
+        raise ValueError(
+            f"{directory} has schema {fields['schema_version']}, this mclclip {__version__} reads "
+            f"up to {SCHEMA_VERSION}: update mclclip"
+        )
+    try:
+        return Manifest(**fields)
+    except TypeError as error:  # a field too many, or one too few
+        raise ValueError(f"{path}: {error}: remove {directory} and make it again") from error
+
+
+def is_finished(directory: Path) -> bool:
+    """True where a manifest marks the artifact as complete."""
+    return (Path(directory) / MANIFEST).exists()
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, Any]:
+    """Nested mappings and lists as one mapping from dotted names to plain values."""
+    below: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        below = {f"{prefix}.{key}" if prefix else str(key): value[key] for key in value}
+    elif isinstance(value, list):
+        below = {f"{prefix}[{number}]": item for number, item in enumerate(value)}
+    if not below:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for name, item in below.items():
+        flat.update(_flatten(name, item))
+    return flat
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """The first field in which two nested mappings differ, with both values; None if equal."""
+    flat_old = _flatten("", json.loads(json.dumps(old, default=_plain)))
+    flat_new = _flatten("", json.loads(json.dumps(new, default=_plain)))
+    for key in sorted(flat_old.keys() | flat_new.keys()):
+        if key not in flat_old or key not in flat_new:
+            before, now = (repr(f[key]) if key in f else "absent" for f in (flat_old, flat_new))
+            return f"{key} was {before}, now {now}"
+        # By text too: nan is not equal to itself.
+        if flat_old[key] != flat_new[key] and repr(flat_old[key]) != repr(flat_new[key]):
+            return f"{key} was {flat_old[key]!r}, now {flat_new[key]!r}"
+    return None
+
+
+@dataclass
+class Artifact:
+    """One verb's output directory: finished (skip), partial (resume) or fresh (start)."""
+
+    directory: Path
+    kind: str
+    config: dict[str, Any]
+    inputs: dict[str, str]
+    manifest: Manifest | None = field(default=None)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        kind: str,
+        config: Mapping[str, Any],
+        inputs: Mapping[str, str],
+        force: bool = False,
+        write: bool = True,
+    ) -> Artifact:
+        """Opens an artifact for writing, or finds it finished.
+
+        ``config`` holds the configuration fields that change the result, ``inputs`` the digests of
+        what it is made from. Where the directory was begun or finished with other values, raises
+        ValueError naming the field and both values; with ``force`` the old directory is moved
+        aside (``NAME.old-1``). A directory that was begun and holds no file yet is begun anew:
+        nothing is lost. Temporary files of a killed writer are removed. With ``write=False`` the
+        disk is only looked at. One rank opens, the others take its result.
+        """
+        directory = Path(directory)
+        artifact = cls(directory, kind, dict(config), dict(inputs))
+        identity = {"kind": kind, "config": artifact.config, "inputs": artifact.inputs}
+        recorded = next((n for n in (MANIFEST, INTENT) if (directory / n).exists()), None)
+        if recorded is not None:
+            old = read_json(directory / recorded)
+            difference = _difference({name: old[name] for name in identity}, identity)
+            if write and recorded == INTENT:
+                for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
+                    remove_leftovers(below)
+            if difference is None:
+                if recorded == MANIFEST:
+                    artifact.manifest = read_manifest(directory, kind)
+                return artifact
+            if _holds_work(directory):
+                if not force:
+                    raise ValueError(
+                        f"{directory} was made with other settings: {difference}. Use another run "
+                        f"directory, or --force to move the old one aside and make it again"
+                    )
+                if write:
+                    move_aside(directory)
+        if write:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_json(directory / INTENT, identity)
+        return artifact
+
+    @property
+    def finished(self) -> bool:
+        """True where a matching manifest was found: there is nothing to do."""
+        return self.manifest is not None
+
+    def finish(
+        self,
+        counts: Mapping[str, Any],
+        *,
+        dtype: str | None = None,
+        content_digest: str | None = None,
+    ) -> Manifest:
+        """Writes the manifest, last and by rename; without it the artifact does not exist.
+
+        ``content_digest`` identifies the content for readers; without one the digest of kind,
+        configuration and inputs does (enough where the content is a function of them).
+        """
+        identity = {"kind": self.kind, "config": self.config, "inputs": self.inputs}
+        self.manifest = Manifest(
+            kind=self.kind,
+            config=self.config,
+            inputs=self.inputs,
+            counts=dict(counts),
+            digest=content_digest or digest_json(identity),
+            dtype=dtype,
+            finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+        write_json(self.directory / MANIFEST, dataclasses.asdict(self.manifest))
+        (self.directory / INTENT).unlink(missing_ok=True)
+        return self.manifest
+
+
+def move_aside(directory: Path) -> Path:
+    """Renames a directory to ``NAME.old-N`` with the first free N and returns the new path."""
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
+        number += 1
+    os.rename(directory, aside)
+    return aside
+
+
+def _holds_work(directory: Path) -> bool:
+    """True where a directory holds any file beside the note that work on it began."""
+    files = (path for path in directory.rglob("*") if not path.is_dir())
+    return any(path != directory / INTENT for path in files)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes temporary files and directories that a killed process left in ``directory``."""
+    for path in list(Path(directory).glob(".*.tmp")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,281 @@
+"""The command line: one sub-command per verb, lazy imports, no logic.
+
+Exit codes: 0 done; 1 an error of mclclip itself (with a traceback); 2 a mistake of the user, or
+files that do not fit together (one line); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mclclip import __version__
+
+if TYPE_CHECKING:
+    from mclclip.config import Config
+    from mclclip.parallel.process_group import Context
+
+EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+_Verb = Callable[["Config", "Context", argparse.Namespace], object]
+
+
+# --- verbs that read a configuration -----------------------------------------------------------
+
+
+def _index(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip import index
+
+    return index.run(config, context, force=args.force)
+
+
+def _embed(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip import embed
+
+    text = True if args.text else None
+    return embed.run(config, context, stage=args.stage, text=text, force=args.force)
+
+
+def _cluster(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip import cluster
+
+    return cluster.run(config, context, stage=args.stage, force=args.force)
+
+
+def _train(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip import train
+
+    return train.run(config, context, stage=args.stage, variant=args.variant, force=args.force)
+
+
+def _export(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip import export
+
+    if args.stage is None:
+        return export.join(config, context, variant=args.variant, force=args.force)
+    return export.stage(config, context, stage=args.stage, variant=args.variant, force=args.force)
+
+
+def _eval(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip.eval import run as evaluation
+
+    return evaluation.run(config, context, models=args.model, force=args.force)
+
+
+def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip import pipeline
+
+    run_dir = pipeline.run(config, context, force=args.force)
+    _show_results(run_dir, context)
+    return run_dir
+
+
+def _show_results(run_dir: Path, context: Context) -> None:
+    from mclclip.eval import results
+
+    if context.is_main and (run_dir / "results.jsonl").exists():
+        print(results.table(results.read(run_dir / "results.jsonl")))
+
+
+# --- verbs that stand alone --------------------------------------------------------------------
+
+
+def _pack(args: argparse.Namespace) -> object:
+    from mclclip import pack
+
+    return pack.pack(
+        args.table,
+        args.images,
+        args.out,
+        path_column=args.path_column,
+        caption_column=args.caption_column,
+        samples_per_shard=args.samples_per_shard,
+        delimiter=args.delimiter,
+    )
+
+
+def _make_dataset(args: argparse.Namespace) -> object:
+    from mclclip import make_dataset
+
+    return make_dataset.run(args.name, args.out, seed=args.seed)
+
+
+def _demo(args: argparse.Namespace) -> object:
+    from mclclip import demo
+
+    return demo.run(Path(args.out), seeds=args.seeds, overrides=args.overrides)
+
+
+def _doctor(args: argparse.Namespace) -> object:
+    from mclclip import doctor
+
+    return doctor.run(Path(args.path))
+
+
+def _config(args: argparse.Namespace) -> object:
+    from mclclip import config
+
+    print(config.dump(config.load(args.config, args.overrides)), end="")
+    return None
+
+
+# --- parser ------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``mclclip``; needs neither torch nor a configuration."""
+    parser = argparse.ArgumentParser(
+        prog="mclclip",
+        description="Fine-tune CLIP at scale so that it sees what it was blind to.",
+        epilog="Exit codes: 0 done, 1 internal error, 2 user mistake (one line), 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"mclclip {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_standalone(verbs)
+    _add_configured(verbs)
+    return parser
+
+
+def _add(verbs: Any, name: str, help_text: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=help_text, description=help_text)
+    verb.add_argument("--debug", action="store_true", help="show tracebacks")
+    return verb
+
+
+def _add_standalone(verbs: Any) -> None:
+    verb = _add(verbs, "pack", "images + CSV/TSV -> WebDataset shards in img2dataset's layout")
+    verb.add_argument("--table", type=Path, required=True, help="CSV or TSV with a header")
+    verb.add_argument("--images", type=Path, required=True, help="folder the paths start from")
+    verb.add_argument("--out", type=Path, required=True, help="folder for the shards")
+    verb.add_argument("--path-column", default="filepath")
+    verb.add_argument("--caption-column", default="title")
+    verb.add_argument("--samples-per-shard", type=int, default=10_000)
+    verb.add_argument("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
+    verb.set_defaults(standalone=_pack)
+    verb = _add(verbs, "make-dataset", "render a built-in data set as shards and a benchmark")
+    verb.add_argument("name", choices=["patterns"])
+    verb.add_argument("--out", type=Path, required=True)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.set_defaults(standalone=_make_dataset)
+    verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
+    verb.add_argument("--out", default="runs/demo", help="run directory (one below it per seed)")
+    verb.add_argument("--seeds", type=int, nargs="+", default=[0], help="more than one: a sweep")
+    verb.add_argument("overrides", nargs="*", metavar="key.path=value")
+    verb.set_defaults(standalone=_demo)
+    verb = _add(verbs, "doctor", "versions, devices, disk and file-system checks")
+    verb.add_argument("--path", default=".", help="where runs will be written")
+    verb.set_defaults(standalone=_doctor)
+    verb = _add(verbs, "config", "check a configuration and print it resolved")
+    _add_config_options(verb)
+    verb.set_defaults(standalone=_config)
+
+
+def _add_config_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--config", metavar="FILE", help="YAML (see launch/recipes)")
+    verb.add_argument("overrides", nargs="*", metavar="key.path=value")
+
+
+def _add_configured(verbs: Any) -> None:
+    table: list[tuple[str, _Verb, str]] = [
+        ("index", _index, "tar shards -> sample index"),
+        ("embed", _embed, "index + encoder -> embeddings"),
+        ("cluster", _cluster, "embeddings -> cluster labels and pseudo labels"),
+        ("train", _train, "index + labels -> checkpoints"),
+        ("export", _export, "checkpoints -> open_clip models; without --stage: concat and soup"),
+        ("eval", _eval, "encoders -> rows of results.jsonl"),
+        ("run", _run, "the whole method: every verb, over all stages"),
+    ]
+    for name, function, help_text in table:
+        verb = _add(verbs, name, help_text)
+        _add_config_options(verb)
+        verb.add_argument(
+            "--force", action="store_true", help="move artifacts made with other settings aside"
+        )
+        if name in ("embed", "cluster", "train"):
+            verb.add_argument("--stage", type=int, required=True)
+        if name == "export":
+            verb.add_argument("--stage", type=int, default=None)
+        if name in ("train", "export"):
+            verb.add_argument(
+                "--variant", default="mcl", choices=["mcl", "ungrouped", "random_groups"]
+            )
+        if name == "embed":
+            verb.add_argument("--text", action="store_true", help="embed the captions too")
+        if name == "eval":
+            verb.add_argument(
+                "--model", action="append", default=[], metavar="[NAME=]PATH",
+                help="export, concat or open_clip name; default: all exports of the run",
+            )  # fmt: skip
+        verb.set_defaults(configured=function)
+
+
+# --- main --------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses, runs one verb, and ends the process with its exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code = _call(args)
+    except KeyboardInterrupt:
+        print("mclclip: interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        code = EXIT_USER
+        _complain(error, args.debug)
+    except Exception as error:
+        code = EXIT_INTERNAL
+        _complain(error, True)
+    _leave(code)
+
+
+def _call(args: argparse.Namespace) -> int:
+    from mclclip import runlog
+
+    runlog.setup(int(os.environ.get("RANK", "0")))
+    if hasattr(args, "standalone"):
+        code = args.standalone(args)
+        return code if isinstance(code, int) else EXIT_OK
+    from mclclip import config as configuration
+
+    config = configuration.load(args.config, args.overrides)
+    return _configured(config, args)
+
+
+def _configured(config: Config, args: argparse.Namespace) -> int:
+    from mclclip.parallel import collectives, process_group
+    from mclclip.run_lock import RunLock
+
+    context = process_group.init(config.device)
+    lock = RunLock(Path(config.run_dir)) if context.is_main else nullcontext()
+    with process_group.num_threads(config.num_threads):
+        collectives.together(lock.__enter__)
+        try:
+            args.configured(config, context, args)
+        finally:
+            lock.__exit__(None, None, None)
+    return EXIT_OK
+
+
+def _complain(error: Exception, with_traceback: bool) -> None:
+    """The user's line; the traceback only where it is asked for or is our own fault."""
+    if with_traceback:
+        traceback.print_exc()
+    line = " ".join(str(error).split()) or type(error).__name__
+    print(f"mclclip: {line}", file=sys.stderr)
+
+
+def _leave(code: int) -> None:
+    """Ends the process; past the interpreter's own shutdown where torch was loaded."""
+    if "torch" in sys.modules:
+        from mclclip.parallel import process_group
+
+        process_group.leave(code)
+    logging.shutdown()
+    sys.exit(code)

@@ -1,0 +1,173 @@
+"""Bytes of an image member -> RGB pixels: the only place where foreign image data is decoded.
+
+What is done to the data: the first frame is decoded, 16-bit grey is scaled to 8 bits, the mode is
+converted with PIL's own ``convert("RGB")`` (transparency is dropped, not composited), and the EXIF
+orientation is applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's
+transforms then give the pixels that they give on the file as PIL opens it. Two departures:
+open_clip leaves pictures unrotated, and it resizes before it converts, which picks nearest
+neighbours in palette pictures and weights colours by alpha. PIL's global state is left alone.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+logger = logging.getLogger("mclclip")
+
+# A closed list: PIL also knows formats whose reader starts another program (EPS: ghostscript).
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+
+_ORIENTATION_TAG = 0x0112
+_ORIENTATIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class DecodeError(ValueError):
+    """The bytes are no usable image.
+
+    ``reason`` is one short word for counting: ``empty``, ``bomb`` (more pixels than allowed),
+    ``unidentified`` (none of `FORMATS`), ``unsupported`` (a pixel type without a defined range),
+    ``truncated`` or ``broken``; ``detail`` says more where there is more.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type[DecodeError], tuple[str, str]]:
+        return type(self), (self.reason, self.detail)
+
+
+def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
+    """Decode one image to 8-bit RGB, upright, detached from ``data``.
+
+    ``max_image_pixels`` bounds width x height and is checked from the header, before any pixel is
+    decoded. PIL's own limit stays in force beside it: twice ``PIL.Image.MAX_IMAGE_PIXELS``
+    (179 million pixels unless the program changed it) is a ``bomb`` too. Deterministic: the same
+    bytes give the same pixels or the same reason.
+
+    Raises `DecodeError` for everything that is wrong with the data, whatever PIL raised for it,
+    and ValueError if ``max_image_pixels`` is below 1.
+    """
+    if max_image_pixels < 1:
+        raise ValueError(f"max_image_pixels is {max_image_pixels}, wanted at least 1")
+    if not data:
+        raise DecodeError("empty", "zero bytes")
+    with _quiet_warnings(), _as_decode_error():
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width < 1 or height < 1:
+                raise DecodeError("broken", f"{width} x {height} pixels")
+            if width * height > max_image_pixels:
+                raise DecodeError(
+                    "bomb", f"{width} x {height} pixels, allowed are {max_image_pixels}"
+                )
+            image.load()
+            return _upright(_to_rgb(image), _orientation(image))
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB. 16-bit grey keeps its high byte, as PIL does for 16-bit colour."""
+    if image.mode == "F":
+        raise DecodeError("unsupported", "floating-point pixels have no defined range")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        # convert("RGB") would clip these at 255 or not, depending on the version of PIL
+        values = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
+        return Image.fromarray(values.astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1..8; 1 where it is absent or the EXIF block cannot be parsed."""
+    try:
+        value = image.getexif().get(_ORIENTATION_TAG, 1)
+    except Exception as error:  # PIL lets parser errors of many kinds through
+        # A damaged EXIF block says nothing about the pixels, which are already decoded.
+        logger.debug("EXIF ignored: %s", error)
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    """The orientation applied, the metadata dropped."""
+    method = _ORIENTATIONS.get(orientation)
+    upright = image if method is None else image.transpose(method)
+    upright.info = {}
+    return upright
+
+
+@contextmanager
+def _as_decode_error() -> Iterator[None]:
+    """Give every failure of the decoder a reason. MemoryError passes: it is about the machine."""
+    try:
+        yield
+    except (DecodeError, MemoryError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise DecodeError("bomb", str(error)) from error
+    except UnidentifiedImageError as error:
+        raise DecodeError("unidentified", f"none of {', '.join(FORMATS)}") from error
+    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error, IndexError, ...
+        text = str(error)
+        lowered = text.lower()
+        cut = isinstance(error, EOFError) or any(
+            word in lowered for word in ("truncated", "not enough", "end of file")
+        )
+        raise DecodeError("truncated" if cut else "broken", text) from error
+
+
+class _QuietWarnings:
+    """Counts how many decodes are under way and ignores warnings while there is one.
+
+    `warnings.catch_warnings` alone is not safe between threads: two that overlap may leave the
+    program without any warnings for good.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._saved: warnings.catch_warnings[None] | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._depth == 0:
+                self._saved = warnings.catch_warnings()
+                self._saved.__enter__()
+                warnings.simplefilter("ignore")
+            self._depth += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0 and self._saved is not None:
+                self._saved.__exit__(None, None, None)
+                self._saved = None
+
+
+_quiet = _QuietWarnings()
+
+
+@contextmanager
+def _quiet_warnings() -> Iterator[None]:
+    """PIL warns about large, palette and damaged images; here they are converted or refused."""
+    _quiet.enter()
+    try:
+        yield
+    finally:
+        _quiet.leave()

@@ -1,0 +1,198 @@
+"""The embedded demo data: small rendered pictures, their captions, and minimal pairs.
+
+Every picture has seven independent attributes. Its caption names each with a probability of its
+own, as web captions do: background and colour nearly always, shape and count seldom. Together the
+often-named ones nearly tell the pictures of a batch apart, so a CLIP trained on them has little
+reason to look at the rest. Minimal pairs, two pictures that differ in one attribute only, show
+which attributes it sees. Everything is a pure function of the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+_COLOURS = {
+    "red": (255, 70, 70),
+    "orange": (255, 160, 40),
+    "yellow": (250, 240, 70),
+    "green": (90, 240, 90),
+    "cyan": (80, 235, 245),
+    "blue": (110, 140, 255),
+    "pink": (255, 140, 220),
+    "white": (245, 245, 245),
+}
+_BACKGROUNDS = {
+    "black": (15, 15, 15),
+    "gray": (70, 70, 70),
+    "maroon": (90, 10, 15),
+    "brown": (80, 50, 20),
+    "olive": (65, 70, 10),
+    "forest": (10, 75, 25),
+    "navy": (15, 20, 95),
+    "violet": (70, 15, 85),
+}
+ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "background": tuple(_BACKGROUNDS),
+    "colour": tuple(_COLOURS),
+    "position": ("left", "middle", "right"),
+    "texture": ("plain", "striped", "dotted", "checked"),
+    "size": ("small", "large"),
+    "count": ("one", "two", "three", "four"),
+    "shape": ("square", "triangle", "cross", "ring"),
+}
+"""Attribute -> its values; all combinations are equally likely."""
+
+MENTION_RATES: Mapping[str, float] = {
+    "background": 0.95,
+    "colour": 0.95,
+    "position": 0.5,
+    "texture": 0.4,
+    "size": 0.35,
+    "count": 0.35,
+    "shape": 0.35,
+}
+"""Probability that a caption names an attribute."""
+
+IMAGE_SIZE = 32
+_OVERSAMPLE = 3  # drawn larger and averaged, so that edges are smooth
+_CANVAS = IMAGE_SIZE * _OVERSAMPLE
+
+Values = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A picture uint8 [32, 32, 3] and its caption."""
+
+    image: np.ndarray
+    caption: str
+    values: Values
+
+
+def draw_values(rng: np.random.Generator) -> dict[str, str]:
+    """Independent, uniform values of all attributes."""
+    return {name: values[rng.integers(len(values))] for name, values in ATTRIBUTES.items()}
+
+
+def caption(values: Values, named: Collection[str]) -> str:
+    """The sentence that names the attributes ``named`` and no other."""
+    words = ["a"]
+    words += [values[name] for name in ("size", "colour") if name in named]
+    words.append(values["shape"] if "shape" in named else "thing")
+    if "position" in named:
+        words += ["at", values["position"]]
+    ground = [values[name] for name in ("texture", "background") if name in named]
+    if ground:
+        words += ["on", *ground, "ground"]
+    if "count" in named:
+        words += ["with", values["count"], "dots"]
+    return " ".join(words)
+
+
+def patterns(num_samples: int, seed: int) -> Iterator[Pattern]:
+    """``num_samples`` pictures with captions; number i depends on (seed, i) alone."""
+    for number in range(num_samples):
+        rng = np.random.default_rng([seed, 1, number])
+        values = draw_values(rng)
+        named = {name for name, rate in MENTION_RATES.items() if rng.random() < rate}
+        yield Pattern(render(values, rng), caption(values, named), values)
+
+
+def minimal_pairs(attribute: str, num_pairs: int, seed: int) -> Iterator[tuple[Pattern, Pattern]]:
+    """Pairs that differ in ``attribute`` only; each caption names every attribute.
+
+    Nuisances (noise, exact place, tints) are the same in both pictures.
+    """
+    choices = ATTRIBUTES[attribute]
+    for number in range(num_pairs):
+        rng = np.random.default_rng([seed, 2, list(ATTRIBUTES).index(attribute), number])
+        first = draw_values(rng)
+        shift = int(rng.integers(1, len(choices)))
+        other = choices[(choices.index(first[attribute]) + shift) % len(choices)]
+        nuisance = int(rng.integers(2**31))
+        one, two = (
+            Pattern(
+                render(values, np.random.default_rng(nuisance)),
+                caption(values, ATTRIBUTES),
+                values,
+            )
+            for values in (first, first | {attribute: other})
+        )
+        yield one, two
+
+
+def render(values: Values, rng: np.random.Generator) -> np.ndarray:
+    """The picture of ``values``, uint8 [32, 32, 3]; ``rng`` draws nuisances alone."""
+    ground = np.array(_BACKGROUNDS[values["background"]], float) + rng.normal(0, 6, 3)
+    offset = rng.integers(0, 6 * _OVERSAMPLE, 2)
+    tint = rng.normal(0, 8, 3)
+    scale, *jitter = rng.uniform(-1, 1, 4)
+    noise = rng.normal(0, 5, (IMAGE_SIZE, IMAGE_SIZE, 3))
+    mask = _texture(values["texture"], offset)
+    image = Image.fromarray(_clip(ground + 40 * mask[..., None]))
+    draw = ImageDraw.Draw(image)
+    red, green, blue = (int(c) for c in _clip(np.array(_COLOURS[values["colour"]]) + tint))
+    radius = {"small": 4.6, "large": 7.2}[values["size"]] * (1 + 0.06 * scale)
+    x = {"left": 8, "middle": 16, "right": 24}[values["position"]] + jitter[0]
+    y = 13 + 2.5 * jitter[1]
+    _shape(draw, values["shape"], x, y, radius, (red, green, blue))
+    _dots(draw, ATTRIBUTES["count"].index(values["count"]) + 1, 16 + 4 * jitter[2])
+    small = np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX), float)
+    return _clip(small + noise)
+
+
+def _clip(values: np.ndarray) -> np.ndarray:
+    return np.clip(values, 0, 255).astype(np.uint8)
+
+
+def _texture(name: str, offset: np.ndarray) -> np.ndarray:
+    """A mask [canvas, canvas] of 0 and 1 with a period of 6 pixels, shifted by ``offset``."""
+    period = 6 * _OVERSAMPLE
+    y, x = np.mgrid[0:_CANVAS, 0:_CANVAS] + np.asarray(offset)[:, None, None]
+    stripes, rows = x // (period // 2) % 2, y // (period // 2) % 2
+    if name == "plain":
+        return np.zeros_like(x)
+    if name == "striped":
+        return stripes
+    if name == "checked":
+        return (stripes + rows) % 2
+    distance = np.hypot(x % period - period / 2, y % period - period / 2)
+    return (distance < 0.3 * period).astype(int)
+
+
+def _shape(
+    draw: ImageDraw.ImageDraw,
+    name: str,
+    x: float,
+    y: float,
+    radius: float,
+    colour: tuple[int, int, int],
+) -> None:
+    """Draws one figure around (x, y), in pixels of the small picture."""
+    cx, cy, r = x * _OVERSAMPLE, y * _OVERSAMPLE, radius * _OVERSAMPLE
+    if name == "square":
+        s = 0.88 * r
+        draw.rectangle((cx - s, cy - s, cx + s, cy + s), fill=colour)
+    elif name == "triangle":
+        w, h = 1.1 * r, 0.85 * r
+        draw.polygon([(cx, cy - w), (cx + w, cy + h), (cx - w, cy + h)], fill=colour)
+    elif name == "cross":
+        s = 0.36 * r
+        draw.rectangle((cx - r, cy - s, cx + r, cy + s), fill=colour)
+        draw.rectangle((cx - s, cy - r, cx + s, cy + r), fill=colour)
+    else:
+        width = max(1, int(0.42 * r))
+        draw.ellipse((cx - r, cy - r, cx + r, cy + r), outline=colour, width=width)
+
+
+def _dots(draw: ImageDraw.ImageDraw, count: int, x: float) -> None:
+    """Draws ``count`` white dots in a row at the lower edge, centred at ``x``."""
+    r = 1.5 * _OVERSAMPLE
+    for number in range(count):
+        cx = (x + (number - (count - 1) / 2) * 5) * _OVERSAMPLE
+        cy = 28 * _OVERSAMPLE
+        draw.ellipse((cx - r, cy - r, cx + r, cy + r), fill=(255, 255, 255), outline=(0, 0, 0))

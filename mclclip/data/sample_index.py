@@ -1,0 +1,236 @@
+"""The sample index: every usable sample of all shards as one row of a memory-mapped table.
+
+``samples.arrow`` holds key, shard and byte ranges per sample, rows in the order of
+``shards.json``; ``sample_id`` is the row number. webdataset reads shards in sequence only: through
+this table they are read at random.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mclclip.artifacts import digest_keys, fsync_directory, read_json, read_manifest, write_json
+from mclclip.data.shard_scan import (
+    MAX_EXAMPLES,
+    RANGES,
+    ROW,
+    Findings,
+    parse_captions,
+    scan_shard,
+)
+
+__all__ = ["SampleIndex", "Shard", "join_rows", "parse_captions", "scan_shard"]
+
+KIND = "index"
+SAMPLES, SHARDS, BAD_SAMPLES = "samples.arrow", "shards.json", "bad_samples.json"
+SCHEMA = ROW.append(pa.field("shard", pa.int32()))
+_KEYS_AT_ONCE = 65_536
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar shard: its samples are rows [start, stop) of the index."""
+
+    path: str
+    source: str
+    captions: str
+    start: int
+    stop: int
+    size_bytes: int
+
+
+# --- building --------------------------------------------------------------------------------
+
+
+def join_rows(
+    known: pa.Table | None, num_known: int, scanned: Sequence[pa.RecordBatch], findings: Findings
+) -> pa.Table:
+    """Rows of scanned shards, numbered on from ``num_known``, after the rows of known shards.
+
+    Of rows with the same key the first stays, the others are counted as ``duplicate_key``. The
+    result has one chunk per column, which is what makes zero-copy reading possible.
+    """
+    tables = [] if known is None else [known]
+    for number, rows in enumerate(scanned, start=num_known):
+        shard = pa.array(np.full(len(rows), number, np.int32))
+        tables.append(pa.table([*rows.columns, shard], schema=SCHEMA))
+    table = pa.concat_tables(tables).combine_chunks()
+    keys = table["key"].combine_chunks()
+    repeated = _repeated(keys) if len(keys) else np.zeros(0, bool)
+    if repeated.any():
+        examples = keys.take(pa.array(np.flatnonzero(repeated)[:MAX_EXAMPLES])).to_pylist()
+        findings.add("duplicate_key", *examples, count=int(repeated.sum()))
+        table = table.filter(pa.array(~repeated)).combine_chunks()
+    return table
+
+
+def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
+    """[N], True where the same key came before. Works on arrow's hash table, not Python's."""
+    codes = keys.dictionary_encode().indices.to_numpy()
+    # Codes are given in order of first appearance: a key is new exactly where they reach a new top.
+    before = np.concatenate([[-1], np.maximum.accumulate(codes)[:-1]])
+    return np.asarray(codes <= before)
+
+
+def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> str:
+    """Writes ``shards.json``, then ``samples.arrow``, each atomically; returns the key digest.
+
+    The order of shards goes first: an index killed between the two is made again in that order.
+    """
+    write_json(directory / SHARDS, [asdict(shard) for shard in shards])
+    temporary = directory / f".{SAMPLES}.tmp"
+    with open(temporary, "wb") as file:
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, directory / SAMPLES)
+    fsync_directory(directory)
+    return digest_keys(_iterate(table["key"]))
+
+
+def read_table(directory: Path) -> pa.Table:
+    """``samples.arrow``, memory-mapped."""
+    with pa.memory_map(str(directory / SAMPLES)) as source:
+        return pa.ipc.open_file(source).read_all()
+
+
+def read_shards(directory: Path) -> list[Shard]:
+    """``shards.json`` in order; empty where there is none."""
+    path = directory / SHARDS
+    return [Shard(**entry) for entry in read_json(path)] if path.exists() else []
+
+
+def _iterate(keys: pa.ChunkedArray) -> Iterator[str]:
+    for start in range(0, len(keys), _KEYS_AT_ONCE):
+        yield from keys.slice(start, _KEYS_AT_ONCE).to_pylist()
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+class SampleIndex:
+    """A finished index, memory-mapped: arrays over N samples cost no memory until touched.
+
+    ``image_offset, image_size, text_offset, text_size``: int64 [N], bytes in the shard (text: the
+    ``.txt`` or ``.json`` member with the captions). ``shard_of, num_captions``: int32 [N].
+    ``shards``: rows [start, stop) of each are contiguous. All arrays are read-only. It pickles as
+    its directory, so handing it to a process is cheap.
+    """
+
+    image_offset: npt.NDArray[np.int64]
+    image_size: npt.NDArray[np.int64]
+    text_offset: npt.NDArray[np.int64]
+    text_size: npt.NDArray[np.int64]
+    num_captions: npt.NDArray[np.int32]
+    shard_of: npt.NDArray[np.int32]
+
+    def __init__(self, directory: Path, digest: str) -> None:
+        self.directory = Path(directory)
+        self.digest = digest
+        self.shards = read_shards(self.directory)
+        table = read_table(self.directory)
+        if self.shards[-1].stop != len(table):
+            raise RuntimeError(
+                f"{self.directory} has {len(table)} samples, its {SHARDS} ends at "
+                f"{self.shards[-1].stop}: delete it and run 'mclclip index' again"
+            )
+        self._keys: pa.Array = table["key"].chunk(0)
+        for name in (*RANGES, "num_captions"):
+            setattr(self, name, table[name].chunk(0).to_numpy(zero_copy_only=True))
+        self.shard_of = table["shard"].chunk(0).to_numpy(zero_copy_only=True)
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> SampleIndex:
+        """Opens a finished index. FileNotFoundError where ``mclclip index`` did not finish."""
+        return cls(Path(directory), read_manifest(Path(directory), KIND).digest)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleIndex, (self.directory, self.digest)
+
+    @cached_property
+    def caption_start(self) -> npt.NDArray[np.int64]:
+        """int64 [N+1]: captions of sample i are numbers [caption_start[i], caption_start[i+1])."""
+        start = np.zeros(len(self) + 1, np.int64)
+        np.cumsum(self.num_captions, out=start[1:])
+        return start
+
+    def keys(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[str]:
+        """Keys ``source/key`` of the samples, in the order asked; IndexError outside the index."""
+        wanted = self._check_ids(ids)
+        found: list[str] = self._keys.take(pa.array(wanted)).to_pylist()
+        return found
+
+    def ids_of(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
+        """int64 [n]: sample ids of keys ``source/key``, in the order asked.
+
+        Raises ValueError where the index lacks some, with their number and a few of them.
+        """
+        wanted = pa.array(keys, pa.large_string())
+        # Hash the few wanted keys, not the many of the index.
+        rows = np.flatnonzero(
+            pc.is_in(self._keys, value_set=wanted.unique()).to_numpy(zero_copy_only=False)
+        )
+        place = pc.index_in(wanted, value_set=self._keys.take(pa.array(rows)))
+        if place.null_count:
+            missing = wanted.filter(place.is_null())
+            raise ValueError(
+                f"{len(missing)} of {len(wanted)} keys are not in the index at {self.directory}, "
+                f"such as {missing[:3].to_pylist()}: keys are 'source/key' as in data.sources"
+            )
+        return np.asarray(rows[place.to_numpy()], np.int64)
+
+    # --- samples that cannot be decoded ---
+
+    def bad_samples(self) -> dict[str, dict[str, str]]:
+        """``{key: {"reason": ...}}`` of the samples found undecodable so far (read afresh)."""
+        path = self.directory / BAD_SAMPLES
+        bad: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
+        return bad
+
+    def bad_ids(self) -> npt.NDArray[np.int64]:
+        """Sorted ids of the samples found undecodable so far."""
+        return np.sort(self.ids_of(list(self.bad_samples())))
+
+    def add_bad(self, reasons: Mapping[int, str]) -> None:
+        """Merges ``{sample_id: reason}`` into ``bad_samples.json``; the first reason stays.
+
+        The file is replaced as a whole. Only the run's one writer (rank 0) may call this: two
+        processes merging at once would lose entries of one.
+        """
+        if not reasons:
+            return
+        ids = sorted(int(i) for i in reasons)
+        found = {key: {"reason": reasons[i]} for i, key in zip(ids, self.keys(ids), strict=True)}
+        merged = {**found, **self.bad_samples()}
+        write_json(self.directory / BAD_SAMPLES, dict(sorted(merged.items())))
+
+    def check_bad_fraction(self, num_bad: int, max_bad_fraction: float) -> None:
+        """Raises ValueError where more than ``data.max_bad_fraction`` of all samples are bad."""
+        if num_bad > max_bad_fraction * len(self):
+            raise ValueError(
+                f"{num_bad} of {len(self)} samples cannot be decoded, data.max_bad_fraction="
+                f"{max_bad_fraction} allows {int(max_bad_fraction * len(self))}: repair the "
+                f"shards, or raise data.max_bad_fraction"
+            )
+
+    def _check_ids(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        wanted = np.asarray(ids, np.int64)
+        if len(wanted) and not (0 <= wanted.min() and wanted.max() < len(self)):
+            raise IndexError(
+                f"sample ids {wanted.min()}..{wanted.max()}, the index has 0..{len(self) - 1}"
+            )
+        return wanted

@@ -1,0 +1,260 @@
+"""Scanning one tar shard: which samples it holds, where their bytes lie, and what is wrong.
+
+Only headers and captions are read, with the standard tarfile module; members are grouped by
+webdataset's key rule, so that a sample has the key a webdataset reader would give it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+MAX_EXAMPLES = 20
+RANGES = ("image_offset", "image_size", "text_offset", "text_size")
+ROW = pa.schema(
+    [("key", pa.large_string()), *((name, pa.int64()) for name in RANGES)]
+    + [("num_captions", pa.int32())]
+)
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's mark of what is no sample
+REASONS = {
+    "no_image": "samples without an image, left out",
+    "no_caption": "samples without a caption, left out",
+    "zero_byte_image": "samples with an image of zero bytes, left out",
+    "zero_byte_caption": "samples with a caption file of zero bytes, left out",
+    "bad_json": "samples whose .json does not parse, left out",
+    "duplicate_key": "samples whose key came before in their source, left out",
+    "several_images": "samples with several images, of which the first is used",
+    "bad_name": "tar members whose name gives no key, left out",
+    "truncated_shard": "shards cut short: what comes before the cut is used",
+    "damaged_shard": "shards with a broken header: what comes before it is used",
+    "data_after_end": "shards with data after their end mark (joined tars?), which is not read",
+    "unreadable_shard": "shards that are no tar files, left out",
+    "empty_shard": "shards without members",
+}
+
+
+class Findings:
+    """What was left out or is unusual: a count and up to 20 examples by reason."""
+
+    def __init__(self, counts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._found = {
+            reason: (int(entry["count"]), list(entry["examples"]))
+            for reason, entry in (counts or {}).items()
+        }
+
+    def add(self, reason: str, *examples: str, count: int | None = None) -> None:
+        """Counts ``count`` cases (default: one per example given)."""
+        total, kept = self._found.setdefault(reason, (0, []))
+        kept.extend(examples[: MAX_EXAMPLES - len(kept)])
+        self._found[reason] = (total + (len(examples) if count is None else count), kept)
+
+    def merge(self, other: Findings) -> None:
+        """Adds the counts of ``other``; the earlier examples are kept."""
+        for reason, (total, examples) in other._found.items():
+            self.add(reason, *examples, count=total)
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """``{reason: {count, examples}}``, as manifests keep it."""
+        return {r: {"count": n, "examples": e} for r, (n, e) in sorted(self._found.items())}
+
+    def lines(self, reasons: Mapping[str, str]) -> list[str]:
+        """One readable line per reason."""
+        return [
+            f"{n} {reasons.get(r, r)} ({r}), e.g. {', '.join(e[:3])}"
+            for r, (n, e) in sorted(self._found.items())
+        ]
+
+
+# --- captions --------------------------------------------------------------------------------
+
+
+def caption_field(captions: str) -> str | None:
+    """The JSON field of ``json:FIELD``, None for ``txt``; ValueError for anything else."""
+    kind, _, name = captions.partition(":")
+    if captions != "txt" and (kind != "json" or not name):
+        raise ValueError(f"captions is {captions!r}, expected 'txt' or 'json:FIELD'")
+    return name or None
+
+
+def parse_captions(data: bytes, captions: str) -> list[str]:
+    """The captions in a ``.txt`` or ``.json`` member, stripped; blank ones do not count.
+
+    ``captions`` is ``txt`` or ``json:FIELD`` (a string or a list of strings; a missing field or
+    another type gives no caption). Raises ValueError for JSON that does not parse.
+    """
+    name = caption_field(captions)
+    if name is None:
+        values: Any = [data.decode("utf-8-sig", "replace")]
+    else:
+        try:
+            tree = json.loads(data)
+        except RecursionError:
+            raise ValueError("JSON nested too deeply") from None
+        values = tree.get(name) if isinstance(tree, dict) else None
+        values = [values] if isinstance(values, str) else values
+    if not isinstance(values, list):
+        return []
+    # Lone surrogates (from \ud800 in JSON) are no text that a tokenizer could encode.
+    texts = (v.encode("utf-8", "replace").decode() for v in values if isinstance(v, str))
+    return [text for text in map(str.strip, texts) if text]
+
+
+# --- scanning one shard ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardScan:
+    """Usable samples of one shard in tar order (columns of ROW), and the rest."""
+
+    rows: pa.RecordBatch
+    findings: Findings
+
+
+@dataclass(slots=True)
+class _Group:
+    """Members of one key, as (offset, size)."""
+
+    image: tuple[int, int] | None = None
+    text: tuple[int, int] | None = None
+    num_images: int = 0
+    repeated: dict[str, int] = field(default_factory=dict)
+    extensions: set[str] = field(default_factory=set)
+
+
+def split_member_name(name: str) -> tuple[str, str] | None:
+    """(key, lower-case extension) of a tar member, cut at the first dot of its base name.
+
+    None where that leaves no key or no extension, and for names that are not UTF-8.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return None
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem and extension else None
+
+
+def scan_shard(path: str, source: str, captions: str) -> ShardScan:
+    """Reads the headers (and captions) of one tar shard.
+
+    Members are grouped by webdataset's key rule, in any order within the shard. ``captions``:
+    ``txt`` or ``json:FIELD``; text_offset and text_size point at that member. Keys get the prefix
+    ``source/``. Raises ValueError for compressed tars (no random access) and OSError where the
+    file cannot be read.
+    """
+    findings = Findings()
+    text_extension = "txt" if caption_field(captions) is None else "json"
+    with open(path, "rb") as file:
+        _refuse_compressed(path, file.read(6))
+        file.seek(0)
+        groups = _group_members(_members(file, path, findings), text_extension, findings, path)
+        rows = []
+        for key, group in groups.items():
+            full = f"{source}/{key}"
+            if group.num_images > 1:
+                findings.add("several_images", full)
+            if group.repeated:
+                findings.add("duplicate_key", full, count=max(group.repeated.values()))
+            row = _row(file, group, captions)
+            if isinstance(row, str):
+                findings.add(row, full)
+            else:
+                rows.append((full, *row))
+    columns: Any = list(zip(*rows, strict=True)) or [[] for _ in ROW]
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
+    return ShardScan(pa.RecordBatch.from_arrays(arrays, schema=ROW), findings)
+
+
+def _refuse_compressed(path: str, head: bytes) -> None:
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise ValueError(
+                f"{path} is compressed with {name}: samples are read at random positions, which "
+                f"needs plain tar files. Decompress it first"
+            )
+
+
+def _members(file: BinaryIO, path: str, findings: Findings) -> Iterator[tarfile.TarInfo]:
+    """The whole regular members of a tar; the partial one at a cut is not among them."""
+    size = os.fstat(file.fileno()).st_size
+    count, reason = 0, None
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                if member.offset_data + member.size > size:
+                    reason = "truncated_shard"
+                    break
+                count += 1
+                if member.isreg() and not member.issparse():
+                    yield member
+            else:
+                # tarfile stops at a bad header without a word: look at what it stopped at.
+                file.seek(tar.offset)
+                block = file.read(tarfile.BLOCKSIZE)
+                if len(block) < tarfile.BLOCKSIZE:
+                    reason = "truncated_shard"
+                elif block.strip(b"\0"):
+                    reason = "damaged_shard"
+                elif file.read(2 * tarfile.RECORDSIZE).strip(b"\0"):
+                    reason = "data_after_end"
+                elif not count:
+                    reason = "empty_shard"
+    except tarfile.TarError:
+        reason = "truncated_shard" if count else "unreadable_shard"
+    if reason:
+        findings.add(reason, path)
+
+
+def _group_members(
+    members: Iterator[tarfile.TarInfo], text_extension: str, findings: Findings, path: str
+) -> dict[str, _Group]:
+    """Members by key in tar order; of members of the same name the first is kept."""
+    groups: dict[str, _Group] = {}
+    for member in members:
+        if _METADATA.match(member.name):
+            continue
+        split = split_member_name(member.name)
+        if split is None:
+            findings.add("bad_name", f"{ascii(member.name)} in {path}")
+            continue
+        key, extension = split
+        group = groups.setdefault(key, _Group())
+        if extension in group.extensions:
+            group.repeated[extension] = group.repeated.get(extension, 0) + 1
+            continue
+        group.extensions.add(extension)
+        place = (member.offset_data, member.size)
+        if extension in IMAGE_EXTENSIONS:
+            group.num_images += 1
+            group.image = group.image or place
+        elif extension == text_extension:
+            group.text = place
+    return groups
+
+
+def _row(file: BinaryIO, group: _Group, captions: str) -> tuple[int, ...] | str:
+    """Byte ranges and number of captions of a sample, or the reason why it is left out."""
+    if group.image is None:
+        return "no_image"
+    if group.image[1] == 0:
+        return "zero_byte_image"
+    if group.text is None:
+        return "no_caption"
+    offset, size = group.text
+    if size == 0:
+        return "zero_byte_caption"
+    try:
+        num_captions = len(parse_captions(os.pread(file.fileno(), size, offset), captions))
+    except ValueError:
+        return "bad_json"
+    return (*group.image, offset, size, num_captions) if num_captions else "no_caption"

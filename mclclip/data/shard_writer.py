@@ -1,0 +1,108 @@
+"""Writes samples as WebDataset shards in img2dataset's layout.
+
+``00000.tar`` holds ``KEY.jpg KEY.json KEY.txt`` per sample; ``.txt`` is the first caption,
+``.json`` has all of them and the metadata. The same samples give the same bytes: times are 0,
+owners fixed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from webdataset.writer import TarWriter
+
+from mclclip.artifacts import fsync_directory, remove_leftovers
+from mclclip.data.shard_scan import IMAGE_EXTENSIONS, split_member_name
+
+_OWNER = "mclclip"
+
+
+@dataclass(frozen=True)
+class PackedSample:
+    """One image, byte for byte as it is stored, with its captions (the first goes to ``.txt``)."""
+
+    key: str
+    image: bytes
+    extension: str
+    captions: list[str]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def members(self) -> dict[str, Any]:
+        """The tar members by extension, as webdataset's writer takes them.
+
+        ``key``, ``caption`` and ``captions`` win over metadata of these names. A sample without
+        captions gets no ``.txt``. Raises ValueError for a key or extension that no reader would
+        find again.
+        """
+        if split_member_name(f"{self.key}.{self.extension}") != (self.key, self.extension):
+            raise ValueError(
+                f"key {self.key!r} with extension {self.extension!r}: a key needs a name without "
+                f"dots, or readers cut it at the first one"
+            )
+        if self.extension not in IMAGE_EXTENSIONS:
+            raise ValueError(
+                f"sample {self.key!r} has the extension {self.extension!r}, expected one of "
+                f"{', '.join(IMAGE_EXTENSIONS)}"
+            )
+        first = self.captions[0] if self.captions else None
+        facts = {**self.metadata, "key": self.key, "caption": first, "captions": self.captions}
+        text = json.dumps(facts, ensure_ascii=False, sort_keys=True)
+        members = {"__key__": self.key, self.extension: self.image, "json": text.encode()}
+        return members if first is None else {**members, "txt": first.encode()}
+
+
+def write_shards(
+    samples: Iterable[PackedSample], directory: Path, samples_per_shard: int
+) -> list[Path]:
+    """Writes ``{shard:05d}.tar`` files of ``samples_per_shard`` samples; returns them in order.
+
+    A shard has a temporary name until it is whole, so that a killed writer leaves none that looks
+    finished. Existing shards of the same number are replaced. Raises ValueError for a key that
+    occurs twice (naming both samples by number, counted from 0). Memory: one set of keys.
+    """
+    if samples_per_shard < 1:
+        raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(directory)
+    stream = _with_unique_keys(samples)
+    paths: list[Path] = []
+    while (first := next(stream, None)) is not None:
+        path = directory / f"{len(paths):05d}.tar"
+        rest = itertools.islice(stream, samples_per_shard - 1)
+        _write_shard(path, itertools.chain([first], rest))
+        paths.append(path)
+    return paths
+
+
+def _with_unique_keys(samples: Iterable[PackedSample]) -> Iterator[PackedSample]:
+    seen: dict[str, int] = {}
+    for number, sample in enumerate(samples):
+        earlier = seen.setdefault(sample.key, number)
+        if earlier != number:
+            raise ValueError(
+                f"samples {earlier} and {number} (counted from 0) have the same key "
+                f"{sample.key!r}: keys must be unique"
+            )
+        yield sample
+
+
+def _write_shard(path: Path, samples: Iterable[PackedSample]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            with TarWriter(file, user=_OWNER, group=_OWNER, mtime=0, encoder=False) as writer:
+                for sample in samples:
+                    writer.write(sample.members())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)

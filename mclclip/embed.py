@@ -1,0 +1,223 @@
+"""Verb: index + encoder -> embeddings, one file per shard of the index.
+
+Batches are cut within a shard, so a file's content does not depend on the number of ranks, and a
+killed run resumes at the first missing file. Undecodable samples keep their row (zeros), are
+listed beside the index, and get the label -1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from mclclip import artifacts, runlog
+from mclclip.artifacts import Artifact
+from mclclip.config import Config
+from mclclip.data.bad_samples import BadSamples
+from mclclip.data.sample_index import SampleIndex, Shard
+from mclclip.data.tar_dataset import BadSample, Sample, TarDataset
+from mclclip.layout import Layout
+from mclclip.models.clip import ClipModel, load_clip
+from mclclip.parallel import collectives
+from mclclip.parallel.process_group import Context
+
+log = logging.getLogger("mclclip")
+
+
+def run(
+    config: Config,
+    context: Context,
+    *,
+    stage: int,
+    variant: str = "mcl",
+    text: bool | None = None,
+    force: bool = False,
+) -> Path:
+    """Embeds every image of the index with the export of ``stage``; returns the directory.
+
+    ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
+    With ``text`` (default: at stage 0 where training will use them) the captions are embedded by
+    stage 0's text tower too, one row per (sample, caption number).
+    """
+    layout = Layout.of(config, variant)
+    index = SampleIndex.open(layout.index)
+    images = layout.embeddings(stage)
+    if text is None:
+        text = stage == 0 and config.train.cached_text and not config.train.lock.text
+    jobs = [(images, "embeddings", _embed_images)]
+    if text:
+        jobs.append((layout.text_embeddings, "text_embeddings", _embed_texts))
+    for directory, kind, embed_shard in jobs:
+        artifact = collectives.on_main(
+            partial(_open, config, layout, stage, index, directory, kind, force)
+        )
+        if artifact.finished:
+            log.info("%s is finished: skipped", directory)
+            continue
+        model = load_clip(f"local-dir:{layout.export(stage)}").to(context.device).eval()
+        _embed(config, context, index, model, artifact, embed_shard)
+    return images
+
+
+def _open(
+    config: Config,
+    layout: Layout,
+    stage: int,
+    index: SampleIndex,
+    directory: Path,
+    kind: str,
+    force: bool,
+) -> Artifact:
+    options = config.embed
+    # The batch size is not here: it moves results by rounding only.
+    fields: dict[str, Any] = {"dtype": options.dtype, "precision": options.precision}
+    if kind == "embeddings":
+        fields["feature"] = options.feature
+    inputs = {
+        "index": index.digest,
+        "encoder": artifacts.read_manifest(layout.export(stage), "export").digest,
+    }
+    return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
+
+
+_EmbedShard = Callable[
+    [Config, Context, SampleIndex, ClipModel, Shard], tuple[np.ndarray, dict[int, str]]
+]
+
+
+def _embed(
+    config: Config,
+    context: Context,
+    index: SampleIndex,
+    model: ClipModel,
+    artifact: Artifact,
+    embed_shard: _EmbedShard,
+) -> None:
+    """Embeds this rank's missing shards, then finishes the artifact together."""
+    directory = artifact.directory
+
+    def work() -> dict[int, str]:
+        bad: dict[int, str] = {}
+        mine = range(context.rank, len(index.shards), context.world_size)
+        for number in runlog.progress(mine, total=len(mine), description=artifact.kind):
+            bad |= _one_shard(config, context, index, model, directory, number, embed_shard)
+            index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
+        return bad
+
+    found = collectives.together(work, "embed")
+    num_bad = BadSamples(index, config.data.max_bad_fraction).share(found)
+    counts = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
+    collectives.on_main(lambda: artifact.finish(counts, dtype=config.embed.dtype))
+
+
+def _one_shard(
+    config: Config,
+    context: Context,
+    index: SampleIndex,
+    model: ClipModel,
+    directory: Path,
+    number: int,
+    embed_shard: _EmbedShard,
+) -> dict[int, str]:
+    """Embeds one shard unless its file is there; returns its undecodable samples by reason."""
+    rows, bad_list = directory / f"{number:05d}.npy", directory / f"{number:05d}.bad.json"
+    if not rows.exists():
+        values, bad = embed_shard(config, context, index, model, index.shards[number])
+        # The list first: the rows mark the shard as done.
+        artifacts.write_json(bad_list, {str(i): reason for i, reason in bad.items()})
+        artifacts.save_npy(rows, values.astype(config.embed.dtype))
+    return {int(i): reason for i, reason in artifacts.read_json(bad_list).items()}
+
+
+def _encode(config: Config, context: Context, encode: Callable[[], Tensor]) -> np.ndarray:
+    bf16 = config.embed.precision == "bf16"
+    with (
+        torch.inference_mode(),
+        torch.autocast(context.device.type, dtype=torch.bfloat16, enabled=bf16),
+    ):
+        features = encode()
+    unit = torch.nn.functional.normalize(features.float(), dim=-1)
+    array: np.ndarray = unit.cpu().numpy()
+    return array
+
+
+def _embed_images(
+    config: Config, context: Context, index: SampleIndex, model: ClipModel, shard: Shard
+) -> tuple[np.ndarray, dict[int, str]]:
+    """Unit features [n, D] of a shard's images, and its undecodable samples."""
+    pooled = config.embed.feature == "pooled"
+    size = model.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    parts: list[np.ndarray] = []
+    bad: dict[int, str] = {}
+    for samples in _image_batches(config, index, model, shard):
+        bad |= {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
+        good = torch.tensor([isinstance(sample, Sample) for sample in samples])
+        # Zeros stand in for bad samples: the batch keeps its shape, so the others keep their bits.
+        images = torch.zeros(len(samples), 3, height, width)
+        if good.any():
+            images[good] = torch.stack([s.image for s in samples if isinstance(s, Sample)])
+        encode = partial(_image_features, model, images.to(context.device), pooled)
+        features = _encode(config, context, encode)
+        features[~good.numpy()] = 0.0
+        parts.append(features)
+    return _rows(parts, model), bad
+
+
+def _rows(parts: list[np.ndarray], model: ClipModel) -> np.ndarray:
+    """All parts below each other; no rows for a shard without usable samples."""
+    return np.concatenate(parts) if parts else np.zeros((0, model.embed_dim), np.float32)
+
+
+def _image_features(model: ClipModel, images: Tensor, pooled: bool) -> Tensor:
+    if pooled:
+        return model.encode_tail(model.encode_trunk(images, 0), 0, project=False)
+    return model.encode_image(images)
+
+
+def _image_batches(
+    config: Config, index: SampleIndex, model: ClipModel, shard: Shard
+) -> Iterator[list[Sample | BadSample]]:
+    dataset = TarDataset(
+        index,
+        transform=model.preprocess_val,
+        tokenizer=None,
+        max_image_pixels=config.data.max_image_pixels,
+        max_open_files=config.data.max_open_files,
+    )
+    size = config.embed.batch_size
+    cuts = range(shard.start, shard.stop, size)
+    ids = [list(range(start, min(start + size, shard.stop))) for start in cuts]
+    workers = min(config.data.num_workers, max(len(ids) - 1, 0))  # none for a single batch
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_sampler=ids, collate_fn=list, num_workers=workers
+    )
+    yield from loader
+
+
+def _embed_texts(
+    config: Config, context: Context, index: SampleIndex, model: ClipModel, shard: Shard
+) -> tuple[np.ndarray, dict[int, str]]:
+    """Unit features [captions of the shard, D], in the order of (sample, caption number)."""
+    dataset = TarDataset(
+        index,
+        transform=None,
+        tokenizer=None,
+        max_image_pixels=config.data.max_image_pixels,
+        max_open_files=config.data.max_open_files,
+    )
+    captions = [c for i in range(shard.start, shard.stop) for c in dataset.captions(i)]
+    size = config.embed.batch_size
+    parts = []
+    for start in range(0, len(captions), size):
+        tokens = model.tokenizer(captions[start : start + size]).to(context.device)
+        parts.append(_encode(config, context, partial(model.encode_text, tokens)))
+    return _rows(parts, model), {}

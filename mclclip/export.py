@@ -1,0 +1,178 @@
+"""Verb: checkpoints -> open_clip directories: one per stage, then the concat and the soup.
+
+A stage's export is an ordinary open_clip directory with only safetensors inside; it loads in plain
+`open_clip.create_model_and_transforms('local-dir:...')` and is what later verbs, and other people,
+read. Checkpoints never leave the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mclclip import artifacts, checkpoint
+from mclclip.artifacts import Artifact
+from mclclip.config import Config, ModelConfig
+from mclclip.layout import Layout
+from mclclip.models import concat, soup, weights
+from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.parallel import collectives
+from mclclip.parallel.process_group import Context
+
+log = logging.getLogger("mclclip")
+
+
+def stage(
+    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: bool = False
+) -> Path:
+    """Exports the last checkpoint of a stage, or the given encoder for stage 0; returns where.
+
+    A finished export is skipped. Raises FileNotFoundError where the training has not finished.
+    """
+    return collectives.on_main(lambda: _stage(config, stage, variant, force))
+
+
+def join(
+    config: Config, context: Context, *, variant: str = "mcl", force: bool = False
+) -> dict[str, Path]:
+    """Joins the exports of stages 0 to N; returns the directories by name.
+
+    The names are `concat_raw` and `concat_stage_norm`, as configured, and `soup_uniform`. Raises
+    FileNotFoundError where a stage has no export yet.
+    """
+    return collectives.on_main(lambda: _join(config, variant, force))
+
+
+# --- one stage -------------------------------------------------------------------------------
+
+
+def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
+    layout = Layout.of(config, variant)
+    trained = stage > 0 or config.base is not None
+    fields: dict[str, Any] = {"stage": stage, "variant": layout.variant if stage else "mcl"}
+    if trained:
+        inputs = {"train": artifacts.read_manifest(layout.train(stage), "train").digest}
+    else:
+        fields |= _given(config)
+        inputs = {}
+    if stage > 0:
+        inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
+
+    def write(directory: Path) -> dict[str, Any]:
+        model = _base(config, layout, stage)
+        if trained:
+            _fill(model, layout.train(stage))
+        base = weights.base_digest(layout.export(0)) if stage > 0 else None
+        save_export(model, directory, base)
+        return {"parameters": sum(p.numel() for p in model.parameters())}
+
+    return _written(layout.export(stage), "export", fields, inputs, force, write)
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """What determines an encoder that is not trained here."""
+    model: ModelConfig = config.model
+    fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained}
+    if model.pretrained is None:
+        fields["seed"] = config.seed  # the weights are random, unless a directory brings them
+    elif Path(model.pretrained).is_file():
+        fields["pretrained"] = artifacts.digest_file(Path(model.pretrained))
+    return fields
+
+
+def _base(config: Config, layout: Layout, stage: int) -> ClipModel:
+    if stage > 0:
+        return load_clip(f"local-dir:{layout.export(0)}")
+    return load_clip(config.model.name, config.model.pretrained, seed=config.seed)
+
+
+def _fill(model: ClipModel, train_directory: Path) -> None:
+    """Loads the last checkpoint of a finished training into ``model``."""
+    directory = train_directory / "checkpoints"
+    steps = checkpoint.steps(directory)
+    if not steps:
+        raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train' again")
+    state = _model_part(checkpoint.load_model_state(directory, steps[-1]), directory)
+    try:
+        model.clip.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        cause = " ".join(str(error).split())[:200]
+        raise RuntimeError(
+            f"the checkpoint in {directory} does not fit the model ({cause}): was the model "
+            "configuration changed after training?"
+        ) from error
+
+
+def _model_part(state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """The open_clip model's tensors of a checkpoint, wherever in the trained module it sits."""
+    prefixes = [n.removesuffix("logit_scale") for n in state if n.endswith("clip.logit_scale")]
+    if len(prefixes) != 1:
+        raise RuntimeError(
+            f"the checkpoint in {directory} holds {len(prefixes)} CLIP models, expected 1"
+        )
+    prefix = prefixes[0]
+    return {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+
+
+# --- all stages ------------------------------------------------------------------------------
+
+
+def _join(config: Config, variant: str, force: bool) -> dict[str, Path]:
+    layout = Layout.of(config, variant)
+    numbers = range(config.num_stages + 1)
+    stages = [layout.export(number) for number in numbers]
+    names = [f"stage_{number}" for number in numbers]
+    inputs = {
+        name: artifacts.read_manifest(directory, "export").digest
+        for name, directory in zip(names, stages, strict=True)
+    }
+    jobs: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
+        f"concat_{kind}": ("concat", partial(_concat, stages, names, kind))
+        for kind in config.export.concat
+    }
+    if config.export.soup:
+        jobs["soup_uniform"] = ("soup", partial(_soup, stages, force))
+    return {
+        name: _written(layout.joined(name), kind, {"name": name}, inputs, force, write)
+        for name, (kind, write) in jobs.items()
+    }
+
+
+def _concat(
+    stages: list[Path], names: list[str], variant: concat.Variant, directory: Path
+) -> dict[str, Any]:
+    record = concat.save_concat(stages, variant, directory, names)
+    return {"num_trunk_blocks": record["num_trunk_blocks"]} | record["num_parameters"]
+
+
+def _soup(stages: list[Path], force: bool, directory: Path) -> dict[str, Any]:
+    averaged = soup.save_uniform_soup(stages, directory, force)
+    return {"ingredients": len(stages), "averaged_tensors": averaged}
+
+
+def _written(
+    directory: Path,
+    kind: str,
+    fields: dict[str, Any],
+    inputs: dict[str, str],
+    force: bool,
+    write: Callable[[Path], dict[str, Any]],
+) -> Path:
+    """Has an artifact written unless it is there; ``write`` fills the directory, returns counts."""
+    artifact = Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
+    if artifact.finished:
+        log.info("%s is finished: skipped", directory)
+        return directory
+    artifacts.remove_leftovers(directory)
+    counts = write(directory)
+    files = sorted(path for path in directory.glob("*.safetensors"))
+    digests = {path.name: artifacts.digest_file(path) for path in files}
+    config = artifacts.read_json(directory / weights.CONFIG)
+    artifact.finish(counts, content_digest=artifacts.digest_json([config, digests]))
+    log.info("wrote %s", directory)
+    return directory

@@ -1,0 +1,284 @@
+"""Verb: tar shards -> sample index.
+
+The order of shards is fixed when they are first indexed (sources as configured, paths sorted) and
+new shards come after the known ones, so that a sample_id never shifts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import itertools
+import logging
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from webdataset.shardlists import expand_urls
+
+from mclclip.artifacts import (
+    MANIFEST,
+    Artifact,
+    Manifest,
+    is_finished,
+    move_aside,
+    read_manifest,
+    remove_leftovers,
+)
+from mclclip.config import Config, SourceConfig
+from mclclip.data.sample_index import (
+    KIND,
+    SampleIndex,
+    Shard,
+    join_rows,
+    read_shards,
+    read_table,
+    write_tables,
+)
+from mclclip.data.shard_scan import (
+    REASONS,
+    Findings,
+    ShardScan,
+    caption_field,
+    scan_shard,
+)
+from mclclip.layout import Layout
+from mclclip.parallel import collectives
+from mclclip.parallel.parent_death import die_with_parent
+from mclclip.parallel.process_group import Context
+from mclclip.runlog import progress
+
+log = logging.getLogger("mclclip")
+
+
+def run(config: Config, context: Context, force: bool = False) -> SampleIndex:
+    """Indexes the shards of ``data.sources`` into the run's ``index`` directory and opens it.
+
+    Nothing is done where all shards are known; shards that are new are scanned and appended. What
+    is left out of the index is counted by reason in the log and in the manifest. Rank 0 works, the
+    others wait; an error is raised on all. ValueError for sources that are wrong, hold no usable
+    sample, or differ from those indexed (a changed or vanished shard, other captions; with
+    ``force`` the old index is moved aside); FileNotFoundError for shards that are not there.
+    """
+    directory = Layout.of(config).index
+    collectives.on_main(lambda: _index(config, directory, force))
+    return SampleIndex.open(directory)
+
+
+def _index(config: Config, directory: Path, force: bool) -> None:
+    wanted = _wanted_shards(config.data.sources)
+    try:
+        known = _known_shards(directory)
+        new = _new_shards(known, wanted, directory)
+    except (ValueError, FileNotFoundError) as error:
+        if not force:
+            raise type(error)(f"{error} (--force moves the old index aside)") from error
+        log.info("index: %s: the old index is moved aside", error)
+        move_aside(directory)
+        known, new = [], wanted
+    finished = is_finished(directory)
+    if finished and not new:
+        log.info("index: up to date, %d shards", len(known))
+        return
+    findings = Findings(read_manifest(directory, KIND).counts["findings"] if finished else None)
+    if finished:
+        table, num_known, to_scan = read_table(directory), len(known), new
+    else:  # an index that was killed while it was written: made again, in its order
+        table, num_known, to_scan = None, 0, [*known, *new]
+    rows = []
+    for scan in progress(
+        _scan(to_scan, config.data.index_workers), total=len(to_scan), description="index"
+    ):
+        rows.append(scan.rows)
+        findings.merge(scan.findings)
+    table = join_rows(table, num_known, rows, findings)
+    manifest = _write(directory, table, [*known, *new], findings)
+    _log_summary(manifest, findings, len(to_scan))
+
+
+def _write(
+    directory: Path, table: pa.Table, shards: Sequence[Shard], findings: Findings
+) -> Manifest:
+    if not len(table):
+        raise ValueError(
+            f"no usable sample in {len(shards)} shard(s) of data.sources: "
+            f"{'; '.join(findings.lines(REASONS)) or 'they are empty'}"
+        )
+    ends = np.cumsum(np.bincount(table["shard"].to_numpy(), minlength=len(shards))).tolist()
+    placed = [
+        dataclasses.replace(shard, start=start, stop=stop)
+        for shard, start, stop in zip(shards, [0, *ends], ends, strict=False)
+    ]
+    # From here on the old index is gone until the manifest is written: it would not fit the files.
+    (directory / MANIFEST).unlink(missing_ok=True)
+    artifact = Artifact.open(directory, kind=KIND, config={}, inputs={})
+    remove_leftovers(directory)
+    digest = write_tables(directory, table, placed)
+    counts = {
+        "samples": len(table),
+        "captions": int(np.sum(table["num_captions"].to_numpy(), dtype=np.int64)),
+        "shards": len(placed),
+        "sources": _count_sources(placed),
+        "findings": findings.to_json(),
+    }
+    return artifact.finish(counts, content_digest=digest)
+
+
+def _count_sources(shards: Sequence[Shard]) -> dict[str, dict[str, Any]]:
+    counts: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        entry = counts.setdefault(
+            shard.source, {"captions": shard.captions, "shards": 0, "samples": 0}
+        )
+        entry["shards"] += 1
+        entry["samples"] += shard.stop - shard.start
+    return counts
+
+
+def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> None:
+    counts = manifest.counts
+    log.info(
+        "index: %d samples with %d captions in %d shards (%d scanned now)",
+        *(counts[name] for name in ("samples", "captions", "shards")),
+        num_scanned,
+    )
+    for source, entry in counts["sources"].items():
+        if not entry["samples"]:
+            log.warning("index: no usable sample in source %s", source)
+    for line in findings.lines(REASONS):
+        log.warning("index: %s", line)
+
+
+# --- scanning --------------------------------------------------------------------------------
+
+
+def _scan(shards: Sequence[Shard], workers: int) -> Iterator[ShardScan]:
+    """Scans of the shards, in their order, by up to ``workers`` processes."""
+    columns = [(s.path, s.source, s.captions) for s in shards]
+    workers = min(workers, len(shards))
+    if workers <= 1:
+        yield from itertools.starmap(scan_shard, columns)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=die_with_parent) as pool:
+        yield from pool.map(scan_shard, *zip(*columns, strict=True))
+
+
+# --- which shards, in which order --------------------------------------------------------------
+
+
+def _wanted_shards(sources: dict[str, SourceConfig]) -> list[Shard]:
+    """The shards of all sources in first-indexing order, rows still unknown."""
+    if not sources:
+        raise ValueError("data.sources is empty: set data.sources.NAME.shards=...")
+    wanted = []
+    for name, source in sources.items():
+        option = f"data.sources.{name}"
+        if not name or "/" in name:
+            raise ValueError(f"source name {name!r}: a key is 'source/key', use a name without /")
+        try:
+            caption_field(source.captions)
+        except ValueError as error:
+            raise ValueError(f"{option}.captions: {error}") from None
+        for path in expand_shards(source.shards, f"{option}.shards"):
+            wanted.append(Shard(path, name, source.captions, 0, 0, os.path.getsize(path)))
+    return wanted
+
+
+def expand_shards(patterns: str | Sequence[str], option: str) -> list[str]:
+    """Sorted absolute paths of brace lists, globs, plain paths and ``@FILE`` lists of these.
+
+    Braces expand as in webdataset (``::`` separates patterns, ``${x}`` is the environment's WDS_x).
+    ``option`` names the source in messages. Raises FileNotFoundError for a pattern without files
+    and for missing shards; ValueError for remote urls and pipes, broken braces, and a shard named
+    twice.
+    """
+    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    paths = sorted(
+        os.path.abspath(path)
+        for entry in listed
+        for line in _read_list(entry, option)
+        for path in _expand(line, option)
+    )
+    if not paths:
+        raise FileNotFoundError(f"{option} names no shard: {listed}")
+    for path, following in itertools.pairwise(paths):
+        if path == following:
+            raise ValueError(f"{option} names {path} twice: list each shard once")
+    return paths
+
+
+def _read_list(entry: str, option: str) -> list[str]:
+    if not entry.startswith("@"):
+        return [entry]
+    path = os.path.expanduser(entry[1:])
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{option}: no list of shards at {path}")
+    lines = [line.strip() for line in Path(path).read_text().splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _expand(pattern: str, option: str) -> list[str]:
+    """The files that one brace list or glob stands for; every part of it must match."""
+    try:
+        candidates = [os.path.expanduser(path) for path in expand_urls(pattern)]
+    except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
+        raise ValueError(f"{option}: {pattern!r} does not expand: {error}") from None
+    found: list[str] = []
+    missing: list[str] = []
+    for path in candidates:
+        if path.startswith("pipe:") or re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path):
+            raise ValueError(
+                f"{option}: {path!r} is not a local path, and samples are read at random "
+                f"positions: copy the shards to a local or shared disk and give their paths"
+            )
+        # A file whose name looks like a glob is that file.
+        is_glob = glob.has_magic(path) and not os.path.exists(path)
+        files = [
+            p for p in (glob.glob(path, recursive=True) if is_glob else [path]) if os.path.isfile(p)
+        ]
+        found += files
+        missing += [] if files else [path]
+    if missing and os.path.isdir(missing[0]):
+        raise FileNotFoundError(f"{option}: {missing[0]} is a folder: use {missing[0]}/*.tar")
+    if missing:
+        raise FileNotFoundError(
+            f"{option}: {len(missing)} of the {len(candidates)} paths of {pattern!r} match no "
+            f"file, such as {missing[0]}"
+        )
+    return found
+
+
+def _known_shards(directory: Path) -> list[Shard]:
+    """Shards in their fixed order, of a finished index or of one killed while it was written."""
+    if is_finished(directory):
+        read_manifest(directory, KIND)
+    return read_shards(directory)
+
+
+def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path) -> list[Shard]:
+    """The wanted shards that the index lacks; ValueError where a known one is not as it was."""
+    by_name = {(shard.source, shard.path): shard for shard in wanted}
+    for old in known:
+        now = by_name.pop((old.source, old.path), None)
+        where = f"shard {old.path} of source {old.source} in {directory}"
+        if now is None and not os.path.exists(old.path):
+            raise FileNotFoundError(f"{where} is not on disk any more: put it back")
+        if now is None:
+            raise ValueError(f"{where} is not in data.sources any more: name it again")
+        if now.size_bytes != old.size_bytes:
+            raise ValueError(
+                f"{where} had {old.size_bytes} bytes when it was indexed, now {now.size_bytes}: "
+                f"restore it"
+            )
+        if now.captions != old.captions:
+            raise ValueError(
+                f"{where} was indexed with captions={old.captions}, now {now.captions}"
+            )
+    return list(by_name.values())

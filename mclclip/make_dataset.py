@@ -1,0 +1,95 @@
+"""Verb: a built-in data set, rendered -> shards and a benchmark, read like any other."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mclclip import artifacts, runlog
+from mclclip.artifacts import Artifact
+from mclclip.data import patterns
+from mclclip.data.shard_writer import PackedSample, write_shards
+
+log = logging.getLogger("mclclip")
+
+NUM_SAMPLES = 12_000
+NUM_PAIRS = 200
+SAMPLES_PER_SHARD = 2_000
+
+
+def run(
+    name: str,
+    out: Path,
+    *,
+    seed: int = 0,
+    num_samples: int = NUM_SAMPLES,
+    num_pairs: int = NUM_PAIRS,
+) -> Path:
+    """Renders the data set ``name`` below ``out`` (skips what is finished) and returns ``out``.
+
+    ``out/shards/*.tar`` holds the training pictures in img2dataset's layout, ``out/pairs`` the
+    minimal pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute.
+    """
+    if name != "patterns":
+        raise ValueError(f"no built-in data set {name!r}: there is 'patterns'")
+    out = Path(out)
+    config = {
+        "name": name,
+        "seed": seed,
+        "num_samples": num_samples,
+        "num_pairs": num_pairs,
+        "mention_rates": dict(patterns.MENTION_RATES),
+    }
+    artifact = Artifact.open(out, kind="dataset", config=config, inputs={})
+    if artifact.finished:
+        log.info("%s is finished: skipped", out)
+        return out
+    log.info("render %d pictures and %d pairs per attribute", num_samples, num_pairs)
+    shards = write_shards(_samples(num_samples, seed), out / "shards", SAMPLES_PER_SHARD)
+    questions = _write_pairs(out / "pairs", num_pairs, seed)
+    artifact.finish({"samples": num_samples, "shards": len(shards), "questions": questions})
+    return out
+
+
+def _samples(count: int, seed: int) -> Iterator[PackedSample]:
+    numbered = enumerate(patterns.patterns(count, seed))
+    for number, pattern in runlog.progress(numbered, total=count, description="render"):
+        yield PackedSample(
+            key=f"{number:09d}",
+            image=_jpeg(pattern.image),
+            extension="jpg",
+            captions=[pattern.caption],
+            metadata=dict(pattern.values),
+        )
+
+
+def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
+    """Writes Questions.csv and the pictures; returns the number of questions."""
+    rows: list[tuple[int, str, str]] = []
+    for attribute in patterns.ATTRIBUTES:
+        folder = root / "MLLM_VLM Images" / attribute
+        folder.mkdir(parents=True, exist_ok=True)
+        for pair in patterns.minimal_pairs(attribute, num_pairs, seed):
+            for pattern in pair:
+                question_id = len(rows) + 1
+                (folder / f"{question_id}.jpg").write_bytes(_jpeg(pattern.image))
+                rows.append((question_id, attribute, pattern.caption))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(("Question ID", "Type", "Statement"))
+    writer.writerows(rows)
+    artifacts.write_bytes(root / "Questions.csv", text.getvalue().encode())
+    return len(rows)
+
+
+def _jpeg(image: np.ndarray) -> bytes:
+    """JPEG without chroma subsampling: at 32 pixels it would blur the colours."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "JPEG", quality=95, subsampling=0)
+    return buffer.getvalue()

@@ -1,0 +1,298 @@
+"""open_clip behind one small interface: models by name, directory or config; exports.
+
+This is the only file that imports open_clip. Weights load through safetensors or
+`torch.load(weights_only=True)` alone.
+"""
+
+import difflib
+import logging
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import open_clip
+from huggingface_hub import constants as hub
+from open_clip.modified_resnet import ModifiedResNet
+from open_clip.pretrained import download_pretrained_from_hf
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transformer import VisionTransformer
+
+from mclclip.models import towers, weights
+from mclclip.models.clip_model import ClipModel
+
+__all__ = ["ClipModel", "load_clip", "save_export"]
+
+
+def load_clip(
+    name: str | Path | Mapping[str, Any],
+    pretrained: str | None = None,
+    *,
+    seed: int = 0,
+    augmentation: Mapping[str, Any] | None = None,
+    image_size: int | None = None,
+    context_length: int | None = None,
+    quick_gelu: bool | None = None,
+    patch_dropout: float | None = None,
+    load_weights: bool = True,
+) -> ClipModel:
+    """Loads a CLIP model on the CPU in fp32, in eval mode, everything trainable.
+
+    Args:
+        name: an open_clip name (`ViT-B-32`), a directory (`local-dir:PATH` or `PATH`), a model on
+            the hub (`hf-hub:ORG/NAME`), or an open_clip model config: a JSON file or a mapping with
+            `embed_dim`, `vision_cfg`, `text_cfg`.
+        pretrained: open_clip's tag of the weights or a file; not with directories and hub models,
+            which bring their own. Without weights the model is random, by `seed` alone: the
+            caller's generators are neither used nor moved.
+        load_weights: False leaves a directory's model random, for a caller that fills it.
+        augmentation: fields of open_clip's `AugmentationCfg`, such as `{"scale": (0.4, 1.0)}`.
+        image_size, context_length, quick_gelu, patch_dropout: replace what the config says.
+
+    Raises:
+        ValueError: unknown name or config, weights that do not fit, an activation that is not the
+            one the weights were trained with (unless `quick_gelu` says so).
+        FileNotFoundError: a directory, its config or weights are missing, or the weights of a tag
+            are neither cached nor reachable.
+    """
+    config, file, tokenizer_name = _resolve(name, pretrained, quick_gelu, load_weights)
+    model_cfg = config["model_cfg"]
+    for part, key, value in (
+        ("vision_cfg", "image_size", image_size),
+        ("text_cfg", "context_length", context_length),
+        ("vision_cfg", "patch_dropout", patch_dropout),
+    ):
+        if value is not None:
+            model_cfg[part][key] = value
+    if quick_gelu is not None:
+        model_cfg["quick_gelu"] = quick_gelu
+    clip, tokenizer = _build(
+        config, tokenizer_name, context_length, seed, random_text=bool(file) or not load_weights
+    )
+    if file:
+        _load_weights(clip, file)
+    full = {"model_cfg": model_cfg, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
+    transforms = _transforms(clip.visual, augmentation)
+    return ClipModel(clip, tokenizer, full, _layout(clip.visual), transforms).eval()
+
+
+def save_export(model: ClipModel, directory: Path, base_digest: str | None = None) -> None:
+    """Writes a model as an open_clip directory, which plain open_clip loads as `local-dir:`.
+
+    `base_digest` names the base it was fine-tuned from (`weights.base_digest` of its export); None:
+    it is a base itself. The logit scale is written 0-dimensional, as open_clip's models have it.
+    """
+    tensors = {name: tensor.detach() for name, tensor in model.clip.state_dict().items()}
+    for name in ("logit_scale", "logit_bias"):
+        if name in tensors:
+            tensors[name] = tensors[name].reshape(())
+    if hasattr(model.tokenizer, "save_pretrained"):
+        model.tokenizer.save_pretrained(str(directory))
+    base = {"base_digest": base_digest or weights.digest_tensors(tensors)}
+    weights.write_config(Path(directory), model.config | base)
+    weights.write_tensors(Path(directory) / weights.WEIGHTS, tensors)
+
+
+def _resolve(
+    name: str | Path | Mapping[str, Any],
+    pretrained: str | None,
+    quick_gelu: bool | None,
+    load_weights: bool,
+) -> tuple[dict[str, Any], Path | None, str | None]:
+    """Returns the configuration, the weights file, and open_clip's name of the tokenizer."""
+    if isinstance(name, Mapping) or str(name).endswith(".json"):
+        config = weights.read_model_config(name)
+        return config, _weights_file(pretrained, str(name)) if pretrained else None, None
+    label = str(name).removeprefix("local-dir:")
+    if str(name).startswith("local-dir:") or Path(label).is_dir():
+        _refuse_pretrained(str(name), pretrained)
+        config = weights.read_config(Path(label))
+        file = weights.find_weights(Path(label)) if load_weights else None
+        return config, file, f"local-dir:{label}"
+    if label.startswith("hf-hub:"):
+        _refuse_pretrained(label, pretrained)
+        return _resolve_hub(label)
+    label = label.replace("/", "-")
+    if (model_cfg := open_clip.get_model_config(label)) is None:
+        near = difflib.get_close_matches(label, open_clip.list_models(), n=3, cutoff=0.0)
+        raise ValueError(
+            f"{str(name)!r} is neither a directory nor an open_clip model (nearest: "
+            f"{', '.join(near)}): give one of these, local-dir:PATH or a JSON model config"
+        )
+    tag = open_clip.get_pretrained_cfg(label, pretrained) if pretrained else {}
+    if not tag:
+        file = _weights_file(pretrained, label) if pretrained else None
+        return {"model_cfg": model_cfg}, file, label
+    if quick_gelu is None:
+        _check_activation(label, str(pretrained), tag, model_cfg)
+    what = f"the weights {pretrained!r} of {label!r}"
+    file = _fetched(what, lambda: open_clip.download_pretrained(tag))
+    return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, file, label
+
+
+def _resolve_hub(label: str) -> tuple[dict[str, Any], Path | None, str | None]:
+    identifier = label.removeprefix("hf-hub:")
+    path = _fetched(
+        f"the config of {label!r}", lambda: download_pretrained_from_hf(identifier, weights.CONFIG)
+    )
+    file = _fetched(f"the weights of {label!r}", lambda: download_pretrained_from_hf(identifier))
+    return weights.read_config(path.parent), file, label
+
+
+def _refuse_pretrained(name: str, pretrained: str | None) -> None:
+    if pretrained:
+        raise ValueError(
+            f"pretrained is {pretrained!r}, but {name!r} brings its own weights: leave it out"
+        )
+
+
+def _weights_file(pretrained: str, name: str) -> Path:
+    if not Path(pretrained).is_file():
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+        raise ValueError(
+            f"pretrained is {pretrained!r}, which is neither a file nor a tag of {name!r} "
+            f"(tags: {tags})"
+        )
+    return Path(pretrained)
+
+
+def _check_activation(
+    label: str, pretrained: str, tag: Mapping[str, Any], model_cfg: Mapping[str, Any]
+) -> None:
+    """open_clip only warns here, and every feature is then slightly wrong."""
+    wanted, got = bool(tag.get("quick_gelu")), bool(model_cfg.get("quick_gelu"))
+    if wanted == got or model_cfg["vision_cfg"].get("timm_model_name"):
+        return
+    other = f"{label}-quickgelu" if wanted else label.removesuffix("-quickgelu")
+    raise ValueError(
+        f"the weights {pretrained!r} were trained with quick_gelu={wanted}, but {label!r} has "
+        f"quick_gelu={got}: use the model {other!r}"
+    )
+
+
+def _fetched(what: str, fetch: Callable[[], str]) -> Path:
+    try:
+        with _quiet(), _offline_where_unreachable():
+            return Path(fetch())
+    except Exception as error:  # the hub client raises dozens of kinds, all meaning: not to be had
+        raise FileNotFoundError(
+            f"{what} are neither cached nor reachable ({_line(error)}): fetch them once on a "
+            "machine with a network, or give the path of a weights file"
+        ) from error
+
+
+def _build(
+    config: Mapping[str, Any],
+    tokenizer_name: str | None,
+    context_length: int | None,
+    seed: int,
+    random_text: bool,
+) -> tuple[Any, Any]:
+    """Returns the model with random weights, and its tokenizer."""
+    if "multimodal_cfg" in config["model_cfg"]:
+        raise ValueError("the model is a CoCa, which is not supported: use a CLIP model")
+    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
+        torch.default_generator.manual_seed(seed)
+        weights.write_config(Path(folder), config)
+        try:
+            clip = open_clip.create_model(
+                f"local-dir:{folder}",
+                load_weights=False,
+                pretrained_text=not random_text,
+                nonscalar_logit_scale=True,
+            )
+            name = tokenizer_name or f"local-dir:{folder}"
+            return clip, open_clip.get_tokenizer(name, context_length=context_length)
+        except Exception as error:  # whatever it is, the config led to it
+            raise ValueError(f"open_clip cannot build the model ({_line(error)})") from error
+
+
+def _load_weights(clip: Any, file: Path) -> None:
+    try:
+        with _quiet():
+            open_clip.load_checkpoint(clip, str(file), strict=True, weights_only=True)
+    except Exception as error:  # damaged file, pickled code, other model: torch raises many kinds
+        cause = _line(error)
+        if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the file's code
+            cause = "it is neither safetensors nor a plain state dict saved by torch"
+        raise ValueError(f"the weights {file} do not load ({cause})") from error
+
+
+def _layout(visual: nn.Module) -> towers.TowerLayout | str:
+    """What the image tower consists of, or the reason why it cannot be split or locked."""
+    try:
+        if isinstance(visual, VisionTransformer):
+            return towers.transformer_layout(visual)
+        if isinstance(visual, ModifiedResNet):
+            return towers.resnet_layout(visual)
+    except ValueError as error:
+        return str(error)
+    return (
+        f"the image tower is a {type(visual).__name__}, which cannot be split or locked: use an "
+        "open_clip VisionTransformer or ModifiedResNet"
+    )
+
+
+def _transforms(visual: Any, augmentation: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """open_clip's own train and validation transform of a tower."""
+    settings = PreprocessCfg(**visual.preprocess_cfg)
+    try:
+        train = image_transform_v2(settings, is_train=True, aug_cfg=dict(augmentation or {}))
+    except TypeError as error:
+        raise ValueError(
+            f"the augmentation {dict(augmentation or {})} is not one that open_clip knows ({error})"
+        ) from error
+    return train, image_transform_v2(settings, is_train=False)
+
+
+@contextmanager
+def _offline_where_unreachable() -> Iterator[None]:
+    """Lets the hub client look in its cache alone where the hub's name does not resolve.
+
+    It would else retry for most of a minute and print a line for every try.
+    """
+    before = hub.HF_HUB_OFFLINE
+    proxies = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # these resolve names
+    if not any(os.environ.get(name) for name in proxies):
+        try:
+            socket.getaddrinfo(urlsplit(hub.ENDPOINT).hostname, 443)
+        except OSError:
+            hub.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        hub.HF_HUB_OFFLINE = before
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what open_clip logs through the root logger, which would set up a handler on it."""
+    root, null = logging.getLogger(), logging.NullHandler()
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    root.addHandler(null)
+    root.addFilter(drop)
+    try:
+        yield
+    finally:
+        root.removeFilter(drop)
+        root.removeHandler(null)

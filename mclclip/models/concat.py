@@ -1,0 +1,235 @@
+"""The encoders of all stages as one: a shared trunk, one tail per stage. The loader of everything.
+
+MCL joins its stages by concatenation. Frozen blocks are equal in all stages, so they are stored and
+run once. On disk:
+
+    concat_raw/  open_clip_config.json    the base model's
+                 concat_model.safetensors `shared.NAME` (equal in all stages) and `stage_S.NAME`
+                 concat.json              variant, stages, num_trunk_blocks, digests of the sources
+
+Plain open_clip refuses such a directory, because its weights are not those of one model.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mclclip import artifacts
+from mclclip.models import towers, weights
+from mclclip.models.clip import load_clip
+from mclclip.models.clip_model import ClipModel, unit
+from mclclip.models.encoder import Encoder, SingleEncoder
+
+Variant = Literal["raw", "stage_norm"]
+
+CONCAT_WEIGHTS = "concat_model.safetensors"
+_SCHEMA_VERSION = 1
+
+
+def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
+    """S raw features [B, D] -> unit [B, S*D].
+
+    `raw` keeps the stages' lengths, as MCL's authors do: a stage with longer features weighs more.
+    `stage_norm` makes every stage unit length first: the similarity is the mean of the cosines.
+    """
+    parts = [feature.float() for feature in features]
+    return unit(torch.cat(parts if variant == "raw" else [unit(part) for part in parts], dim=-1))
+
+
+def join_text_features(features: Sequence[Tensor]) -> Tensor:
+    """S text features [B, D] (the same one S times for a shared text tower) -> unit [B, S*D]."""
+    return unit(torch.cat([unit(feature) for feature in features], dim=-1))
+
+
+class ConcatEncoder(nn.Module):
+    """Several stages as one `Encoder`; their similarity is a fusion of the stages' cosines.
+
+    With c_s the cosine and z_s the raw image feature of stage s, `raw` gives
+    sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)) and `stage_norm` gives the mean of the c_s.
+    Images run through the first `num_trunk_blocks` blocks once, in the first stage's model, which
+    must equal the others there; with 0 blocks every stage runs whole. The logit scale is the first
+    stage's.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[ClipModel],
+        num_trunk_blocks: int,
+        variant: Variant = "raw",
+        shared_text: bool = True,
+    ) -> None:
+        super().__init__()
+        if variant not in get_args(Variant):
+            raise ValueError(f"variant is {variant!r}: give one of {', '.join(get_args(Variant))}")
+        self.stages = nn.ModuleList(stages).requires_grad_(False).eval()
+        self.num_trunk_blocks = num_trunk_blocks
+        self.variant: Variant = variant
+        self.shared_text = shared_text
+        self.embed_dim = sum(stage.embed_dim for stage in stages)
+        self.logit_scale = stages[0].logit_scale().item()
+        self.tokenizer = stages[0].tokenizer
+        self.preprocess_val = stages[0].preprocess_val
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return next(self.parameters()).device
+
+    def _models(self) -> list[ClipModel]:
+        return [stage for stage in self.stages if isinstance(stage, ClipModel)]
+
+    @torch.no_grad()
+    def stage_features(self, images: Tensor) -> list[Tensor]:
+        """[B, 3, H, W] -> the raw features [B, D] of every stage; the trunk runs once."""
+        models, number = self._models(), self.num_trunk_blocks
+        hidden = models[0].encode_trunk(images.to(self.device), number)
+        return [model.encode_tail(hidden, number) for model in models]
+
+    @torch.no_grad()
+    def encode_image(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> unit [B, S*D]."""
+        return join_image_features(self.stage_features(images), self.variant)
+
+    @torch.no_grad()
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """[B, context] int64 -> unit [B, S*D]: each stage's text, or the shared one tiled."""
+        models, tokens = self._models(), tokens.to(self.device)
+        if self.shared_text:
+            return join_text_features([models[0].encode_text(tokens)] * len(models))
+        return join_text_features([model.encode_text(tokens) for model in models])
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def save_concat(
+    stages: Sequence[Path],
+    variant: Variant,
+    directory: Path,
+    names: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Joins exported stages (open_clip directories, base first) and returns what concat.json holds.
+
+    What is bit for bit equal in all stages is stored once; the longest run of such blocks from the
+    input on is the trunk. `names` names the stages in concat.json (default: the directories').
+    Raises ValueError where the stages are not of one architecture.
+    """
+    if not stages:
+        raise ValueError("there is no stage to join: give at least one exported model")
+    config = weights.common_config(stages)
+    files = [weights.find_weights(stage) for stage in stages]
+    tensors = [weights.read_tensors(file) for file in files]
+    if any(found.keys() != tensors[0].keys() for found in tensors):
+        raise ValueError("the stages hold different tensors: join stages of one architecture only")
+    shared = {n for n in tensors[0] if weights.same_bits(*(found[n] for found in tensors))}
+    layout = load_clip(f"local-dir:{stages[0]}", load_weights=False).layout
+    image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
+    differing = {name for name in image if f"visual.{name}" not in shared}
+    text = {n for n in tensors[0] if not n.startswith(("visual.", "logit_"))}
+    names = names or [_stage_name(stage) for stage in stages]
+    dim = int(config["model_cfg"]["embed_dim"])
+    joined = {f"shared.{n}": tensors[0][n] for n in tensors[0] if n in shared}
+    for number, found in enumerate(tensors):
+        joined |= {f"stage_{number}.{n}": found[n] for n in found if n not in shared}
+    record = {
+        "schema_version": _SCHEMA_VERSION,
+        "variant": variant,
+        "num_trunk_blocks": _num_shared_blocks(layout, differing),
+        "num_blocks": layout.num_blocks,
+        "shared_text": text <= shared,
+        "stages": [
+            {"name": name, "embed_dim": dim, "digest": artifacts.digest_file(file)}
+            for name, file in zip(names, files, strict=True)
+        ],
+        "embed_dim": dim * len(stages),
+        "num_parameters": {
+            "one_stage": sum(tensor.numel() for tensor in tensors[0].values()),
+            "concat": sum(tensor.numel() for tensor in joined.values()),
+        },
+    }
+    weights.copy_tokenizer(stages[0], directory)
+    weights.write_tensors(Path(directory) / CONCAT_WEIGHTS, joined)
+    weights.write_config(directory, config)
+    artifacts.write_json(Path(directory) / weights.CONCAT, record)
+    return record
+
+
+def _num_shared_blocks(layout: towers.TowerLayout, differing: set[str]) -> int:
+    count = 0
+    while count < layout.num_blocks and not any(
+        towers.belongs(name, layout.trunk(count + 1)) for name in differing
+    ):
+        count += 1
+    return count
+
+
+def _stage_name(directory: Path) -> str:
+    path = Path(directory).resolve()
+    return path.parent.name if path.name == "export" else path.name
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+def load_model(
+    name: str | Path, pretrained: str | None = None, device: str | torch.device = "cpu"
+) -> Encoder:
+    """Loads any encoder: an exported stage, a soup, a concat, or a public model.
+
+    `name` is a directory (`PATH` or `local-dir:PATH`), an open_clip name with its `pretrained` tag
+    or file, `hf-hub:ORG/NAME`, or a JSON model config. Raises FileNotFoundError where the directory
+    is missing or is no model, and ValueError for what does not fit.
+    """
+    path = Path(str(name).removeprefix("local-dir:"))
+    if (path / weights.CONCAT).is_file():
+        if pretrained:
+            raise ValueError(f"pretrained is {pretrained!r}, but {path} brings its own weights")
+        return load_concat(path).to(device)
+    if str(name).startswith((".", "/", "~")) and not path.exists():
+        raise FileNotFoundError(f"no model at {path}: give an exported directory or a model's name")
+    return SingleEncoder(load_clip(name, pretrained)).to(device)
+
+
+def load_concat(directory: Path) -> ConcatEncoder:
+    """Loads what `save_concat` wrote; equal tensors of the stages share their memory."""
+    record = artifacts.read_json(Path(directory) / weights.CONCAT)
+    if record.get("schema_version") != _SCHEMA_VERSION:
+        raise ValueError(
+            f"{directory} has concat schema {record.get('schema_version')}, this mclclip reads "
+            f"{_SCHEMA_VERSION}: export it again"
+        )
+    tensors = weights.read_tensors(Path(directory) / CONCAT_WEIGHTS)
+    first = load_clip(f"local-dir:{directory}", load_weights=False)
+    shared = _below(tensors, "shared")
+    parameters = dict(first.clip.named_parameters())
+    kept = [parameters[name] for name in shared if name in parameters]
+    kept += [first.tokenizer, first.preprocess_train, first.preprocess_val]
+    stages = [first]
+    for _ in record["stages"][1:]:
+        # A copy that keeps these very objects instead of copying them.
+        stages.append(copy.deepcopy(first, {id(item): item for item in kept}))
+    for number, stage in enumerate(stages):
+        _fill(stage, shared | _below(tensors, f"stage_{number}"), directory)
+    return ConcatEncoder(
+        stages, record["num_trunk_blocks"], record["variant"], record["shared_text"]
+    )
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    found = {n.removeprefix(f"{prefix}."): t for n, t in tensors.items()}
+    return {n: t for n, t in found.items() if f"{prefix}.{n}" in tensors}
+
+
+def _fill(stage: ClipModel, tensors: dict[str, Tensor], directory: Path) -> None:
+    for name, own in stage.clip.state_dict().items():
+        if name in tensors and name.startswith("logit_"):
+            tensors[name] = tensors[name].reshape(own.shape)  # exports hold it 0-dimensional
+    try:
+        stage.clip.load_state_dict(tensors, strict=True)
+    except RuntimeError as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(f"the weights of {directory} do not fit its config ({cause})") from error

@@ -1,0 +1,170 @@
+"""An open_clip directory on disk: its configuration and its weights, as safetensors only.
+
+    export/  open_clip_config.json       {"model_cfg": ..., "preprocess_cfg": ..., "base_digest": ...}
+             open_clip_model.safetensors open_clip's state dict
+
+`base_digest` names the weights that a model was fine-tuned from (its own, for a base model).
+Averages make sense only among models of one base.
+"""
+
+import copy
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mclclip import artifacts
+
+CONFIG = "open_clip_config.json"
+WEIGHTS = "open_clip_model.safetensors"
+CONCAT = "concat.json"
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Returns the configuration of an open_clip directory.
+
+    Raises FileNotFoundError where it has none and ValueError where it lacks the model.
+    """
+    path = Path(directory) / CONFIG
+    if not Path(directory).is_dir():
+        raise FileNotFoundError(f"no model directory at {directory}")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{directory} has no {CONFIG}, so it is no exported model: give the directory that "
+            "'mclclip export' wrote"
+        )
+    config = artifacts.read_json(path)
+    if not isinstance(config, dict) or "model_cfg" not in config:
+        raise ValueError(f"{path} has no 'model_cfg', got {type(config).__name__}: export it again")
+    return config
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Writes the configuration of an open_clip directory (atomically)."""
+    artifacts.write_json(Path(directory) / CONFIG, config)
+
+
+def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `{"model_cfg": ...}` of an open_clip model config: a JSON file or a mapping.
+
+    Either may also be a whole `open_clip_config.json`. Raises FileNotFoundError for a missing file
+    and ValueError where the config lacks a part.
+    """
+    if isinstance(source, Mapping):
+        config, where = copy.deepcopy(dict(source)), "the model config"
+    else:
+        if not Path(source).is_file():
+            raise FileNotFoundError(f"no model config at {source}")
+        config, where = artifacts.read_json(Path(source)), str(source)
+    model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
+    missing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in model_cfg]
+    if missing:
+        raise ValueError(
+            f"{where} lacks {', '.join(missing)}: it must be an open_clip model config"
+        )
+    return config if "model_cfg" in config else {"model_cfg": config}
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copies a Hugging Face tokenizer beside a model; CLIP's own tokenizer has no file."""
+    for path in sorted(Path(source).glob("*")):
+        if path.name.startswith(TOKENIZER_FILES):
+            artifacts.write_bytes(Path(directory) / path.name, path.read_bytes())
+
+
+def find_weights(directory: Path) -> Path:
+    """Returns the weights file of an open_clip directory, safetensors first.
+
+    Raises FileNotFoundError where there is none and ValueError where the directory is a concat.
+    """
+    directory = Path(directory)
+    if (directory / CONCAT).is_file():
+        raise ValueError(f"{directory} is a concatenated encoder: load it with mclclip.load_model")
+    if (directory / WEIGHTS).is_file():
+        return directory / WEIGHTS
+    for suffix in ("safetensors", "bin", "pth", "pt"):
+        if found := sorted(directory.glob(f"*.{suffix}")):
+            return found[0]
+    raise FileNotFoundError(f"{directory} has a {CONFIG} but no weights: export the model again")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes tensors as safetensors by temporary name, fsync and rename.
+
+    Equal tensors give equal bytes: the one metadata key is the same everywhere (several would be
+    written in random order).
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    plain = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    save_file(plain, temporary, metadata={"format": "pt"})
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    artifacts.fsync_directory(path.parent)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file.
+
+    Raises FileNotFoundError where there is no file and ValueError where it cannot be read.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no weights at {path}: export the model again")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error})") from error
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Digest of names, dtypes, shapes and values; the order of the mapping does not matter."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def base_digest(directory: Path) -> str:
+    """Returns which base an exported model descends from; one without a record is its own base."""
+    recorded: str | None = read_config(directory).get("base_digest")
+    return recorded or artifacts.digest_file(find_weights(directory))
+
+
+def common_config(directories: Sequence[Path]) -> dict[str, Any]:
+    """Returns the configuration that all directories share; ValueError where one differs.
+
+    The bases are not compared: a differing `base_digest` is left out.
+    """
+    configs = [read_config(directory) for directory in directories]
+    bases = {config.pop("base_digest", None) for config in configs}
+    for directory, config in zip(directories, configs, strict=True):
+        if config != configs[0]:
+            raise ValueError(
+                f"{directory} has another {CONFIG} than {directories[0]}: only models of one "
+                "architecture and preprocessing can be joined"
+            )
+    base = bases.pop() if len(bases) == 1 else None
+    return configs[0] | ({"base_digest": base} if base else {})
+
+
+def same_bits(first: Tensor, *others: Tensor) -> bool:
+    """Whether tensors agree in dtype, shape and every bit (equal NaNs are equal, 0.0 != -0.0)."""
+    bits = first.contiguous().reshape(-1).view(torch.uint8)
+    return all(
+        other.dtype == first.dtype
+        and other.shape == first.shape
+        and torch.equal(other.contiguous().reshape(-1).view(torch.uint8), bits)
+        for other in others
+    )

@@ -1,0 +1,224 @@
+"""Verb: images + a CSV or TSV of captions -> tar shards in img2dataset's layout.
+
+Images are stored byte for byte. Keys are running numbers in the order in which the table first
+names each image; several rows of one image are several captions of one sample.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from mclclip.artifacts import INTENT, MANIFEST, Artifact, Manifest, digest_file
+from mclclip.data.shard_scan import IMAGE_EXTENSIONS, Findings, split_member_name
+from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.runlog import progress
+
+log = logging.getLogger("mclclip")
+KIND = "shards"
+_DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
+_KEY_DIGITS = 9
+_REASONS = {
+    "no_path": "rows without an image path, left out",
+    "empty_caption": "rows with an empty caption, left out",
+    "missing_image": "images that are not in the folder, left out",
+    "zero_byte_image": "images of zero bytes, left out",
+    "unsupported_extension": f"images that are not {', '.join(IMAGE_EXTENSIONS)}, left out",
+    "no_caption": "images without any caption, left out",
+}
+
+
+@dataclass
+class _Entry:
+    """One image of the table: its captions in the order of the rows, its first row's rest."""
+
+    captions: list[str] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def pack(
+    table: Path,
+    images: Path,
+    out: Path,
+    *,
+    path_column: str = "filepath",
+    caption_column: str = "title",
+    samples_per_shard: int = 10_000,
+    delimiter: str | None = None,
+    key_prefix: str = "",
+    force: bool = False,
+) -> Manifest:
+    """Packs the images that ``table`` names (relative to the folder ``images``) into ``out``.
+
+    ``delimiter`` None goes by the table's suffix. Other columns of an image's first row are kept
+    in its ``.json``. Rows and images that cannot be used are counted by reason, in the log and in
+    the manifest. A finished ``out`` of the same table and options is left as it is; of others it
+    is an error, unless ``force`` moves it aside. Memory: the table's text.
+
+    Raises FileNotFoundError for a missing table or folder, ValueError for a missing column, a
+    table that does not parse or yields no sample, and an ``out`` that holds foreign shards.
+    """
+    table, images, out = Path(table), Path(images), Path(out)
+    _check_paths(table, images, out)
+    _check_options(samples_per_shard, delimiter, key_prefix)
+    settings: dict[str, Any] = {
+        "images": os.path.abspath(images),
+        "path_column": path_column,
+        "caption_column": caption_column,
+        "samples_per_shard": samples_per_shard,
+        "delimiter": delimiter or _delimiter_of(table),
+        "key_prefix": key_prefix,
+    }
+    opened: dict[str, Any] = {
+        "kind": KIND,
+        "config": settings,
+        "inputs": {"table": digest_file(table)},
+    }
+    # Only look at first: a table without usable rows must leave nothing behind.
+    done = Artifact.open(out, **opened, force=force, write=False).manifest
+    if done is not None:
+        log.info("pack: %s is finished, nothing to do", out)
+        return done
+    findings = Findings()
+    entries = _read_table(table, settings["delimiter"], path_column, caption_column, findings)
+    entries = _usable(entries, images, findings)
+    if not entries:
+        raise ValueError(
+            f"no usable image in {table}: {'; '.join(findings.lines(_REASONS)) or 'it has no rows'}"
+        )
+    artifact = Artifact.open(out, **opened, force=force)
+    samples = _samples(entries, images, key_prefix, path_column)
+    return _write(artifact, samples, entries, samples_per_shard, findings)
+
+
+def _write(
+    artifact: Artifact,
+    samples: Iterator[PackedSample],
+    entries: dict[str, _Entry],
+    samples_per_shard: int,
+    findings: Findings,
+) -> Manifest:
+    out = artifact.directory
+    shown = progress(samples, total=len(entries), description="pack")
+    shards = write_shards(shown, out, samples_per_shard)
+    # A killed run of the same settings may have met more images than there are now.
+    for stale in set(out.glob("[0-9][0-9][0-9][0-9][0-9]*.tar")) - set(shards):
+        stale.unlink()
+    counts = {
+        "samples": len(entries),
+        "captions": sum(len(entry.captions) for entry in entries.values()),
+        "shards": len(shards),
+        "findings": findings.to_json(),
+    }
+    log.info("pack: %d samples with %d captions in %d shards", *list(counts.values())[:3])
+    for line in findings.lines(_REASONS):
+        log.warning("pack: %s", line)
+    return artifact.finish(counts)
+
+
+def _check_options(samples_per_shard: int, delimiter: str | None, key_prefix: str) -> None:
+    if samples_per_shard < 1:
+        raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
+    if delimiter is not None and len(delimiter) != 1:
+        raise ValueError(f"delimiter is {delimiter!r}, expected one character")
+    if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
+        raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
+
+
+def _check_paths(table: Path, images: Path, out: Path) -> None:
+    if not table.is_file():
+        raise FileNotFoundError(f"no table at {table}")
+    if not images.is_dir():
+        raise FileNotFoundError(f"no folder of images at {images}")
+    ours = any((out / name).exists() for name in (MANIFEST, INTENT))
+    if not ours and any(out.glob("*.tar")):
+        raise ValueError(
+            f"{out} holds shards that 'mclclip pack' did not write: use another folder"
+        )
+
+
+def _delimiter_of(table: Path) -> str:
+    try:
+        return _DELIMITERS[table.suffix.lower()]
+    except KeyError:
+        raise ValueError(
+            f"{table} ends in {table.suffix!r}, expected .csv or .tsv: give the delimiter"
+        ) from None
+
+
+def _read_table(
+    table: Path, delimiter: str, path_column: str, caption_column: str, findings: Findings
+) -> dict[str, _Entry]:
+    """Images by their normalised path, in the order in which the table first names them."""
+    entries: dict[str, _Entry] = {}
+    with open(table, encoding="utf-8-sig", newline="") as file:
+        for line, row in _rows(file, table, delimiter, (path_column, caption_column)):
+            if not row[path_column].strip():
+                findings.add("no_path", f"{table.name} line {line}")
+                continue
+            path = os.path.normpath(row.pop(path_column).strip())
+            caption = row.pop(caption_column).strip()
+            entry = entries.setdefault(path, _Entry(metadata=row))
+            if caption:
+                entry.captions.append(caption)
+            else:
+                findings.add("empty_caption", f"{table.name} line {line}: {path}")
+    return entries
+
+
+def _rows(
+    file: TextIO, table: Path, delimiter: str, columns: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line number, row by column name); cells that a short row lacks are empty."""
+    reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
+    try:
+        found = list(reader.fieldnames or [])
+        absent = [name for name in columns if name not in found]
+        if absent:
+            raise ValueError(
+                f"{table} has no column {absent[0]!r}, it has {found}: name the columns of image "
+                f"path and caption"
+            )
+        for row in reader:
+            row.pop("", None)  # cells beyond the header, and columns without a name
+            yield reader.line_num, row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{table} line {reader.line_num + 1} does not parse: {error}") from None
+
+
+def _usable(entries: dict[str, _Entry], images: Path, findings: Findings) -> dict[str, _Entry]:
+    usable = {}
+    for path, entry in entries.items():
+        file = images / path
+        if file.suffix.lower().removeprefix(".") not in IMAGE_EXTENSIONS:
+            findings.add("unsupported_extension", path)
+        elif not file.is_file():
+            findings.add("missing_image", path)
+        elif file.stat().st_size == 0:
+            findings.add("zero_byte_image", path)
+        elif not entry.captions:
+            findings.add("no_caption", path)
+        else:
+            usable[path] = entry
+    return usable
+
+
+def _samples(
+    entries: dict[str, _Entry], images: Path, key_prefix: str, path_column: str
+) -> Iterator[PackedSample]:
+    for number, (path, entry) in enumerate(entries.items()):
+        data = (images / path).read_bytes()
+        facts = {path_column: path, "sha256": hashlib.sha256(data).hexdigest()}
+        yield PackedSample(
+            key=f"{key_prefix}{number:0{_KEY_DIGITS}d}",
+            image=data,
+            extension=Path(path).suffix.lower().removeprefix("."),
+            captions=entry.captions,
+            metadata={**entry.metadata, **facts},
+        )

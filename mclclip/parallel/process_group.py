@@ -1,0 +1,135 @@
+"""The process group: how many processes there are, which one this is, and how it ends."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mclclip.parallel.parent_death import die_with_parent
+
+log = logging.getLogger("mclclip")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this process stands: its rank, the number of ranks, and its device."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes shared files and talks to the user."""
+        return self.rank == 0
+
+
+SINGLE = Context()
+
+
+def under_torchrun() -> bool:
+    """True where torchrun (or anything that sets its variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """``auto`` -> this rank's GPU where there is one, else the CPU; or a device by name.
+
+    Raises ValueError where the named device does not exist on this machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device=cuda, but torch sees no GPU here: set device=cpu or auto")
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    if name != "cpu":
+        raise ValueError(f"device={name!r} is not known: use auto, cpu or cuda")
+    return torch.device("cpu")
+
+
+def init(
+    device: str = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    timeout_s: float = 1800.0,
+) -> Context:
+    """Joins the process group and returns this process's Context.
+
+    Without arguments the ranks come from torchrun's environment; without torchrun there is one
+    process and no group. Explicit ``rank``, ``world_size`` and ``init_method`` (such as
+    ``file:///tmp/x``) serve tests and other launchers.
+    """
+    if rank is None and not under_torchrun():
+        return Context(device=pick_device(device))
+    if rank is None:
+        die_with_parent()
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    where = pick_device(device, local_rank)
+    dist.init_process_group(
+        "nccl" if where.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size or 1,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    return Context(rank, world_size or 1, local_rank, where)
+
+
+def shutdown() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with ``code``, past the interpreter's own shutdown.
+
+    A gloo process that ran autograd may die at interpreter shutdown with SIGABRT ("terminate
+    called without an active exception"); a finished run must not look failed, so buffers are
+    flushed and the process leaves at once.
+    """
+    shutdown()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def seed_everything(*words: int) -> None:
+    """Seeds torch's, numpy's and Python's global generators from the given words.
+
+    Only model randomness (dropout, initial weights) draws from them; data order never does.
+    """
+    state = np.random.SeedSequence([word & 0xFFFFFFFF for word in words]).generate_state(1)
+    torch.manual_seed(int(state[0]))
+    np.random.seed(int(state[0]))
+    random.seed(int(state[0]))
+
+
+@contextmanager
+def num_threads(count: int | None) -> Iterator[None]:
+    """Runs a block with ``count`` intra-op threads (None: unchanged)."""
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

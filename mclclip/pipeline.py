@@ -1,0 +1,67 @@
+"""The method (MCL): for each stage: embed -> cluster -> train -> export -> evaluate; then join.
+
+Stage 0 is the given encoder, or one trained from scratch. Every stage s >= 1 starts again from
+stage 0's weights and trains on groups that stages 0..s-1 cannot tell apart. The controls repeat
+the same trainings without groups, or with groups that mean nothing, at equal compute.
+
+Every step skips what is finished, so the same command resumes a run that was killed anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from mclclip import artifacts, cluster, embed, export, index, train
+from mclclip import config as configuration
+from mclclip.config import Config
+from mclclip.eval import run as evaluation
+from mclclip.layout import Layout
+from mclclip.parallel import collectives
+from mclclip.parallel.process_group import Context
+
+log = logging.getLogger("mclclip")
+
+
+def run(config: Config, context: Context, *, force: bool = False) -> Path:
+    """Runs the whole method and returns the run directory."""
+    run_dir = Path(config.run_dir)
+    text = configuration.dump(config)
+    collectives.on_main(lambda: artifacts.write_bytes(run_dir / "config.yaml", text.encode()))
+    index.run(config, context, force=force)
+    _stage_zero(config, context, force)
+    for stage in range(1, config.num_stages + 1):
+        log.info("--- stage %d of %d", stage, config.num_stages)
+        embed.run(config, context, stage=stage - 1, force=force)
+        cluster.run(config, context, stage=stage - 1, force=force)
+        _stage(config, context, stage, "mcl", force)
+    _join(config, context, "mcl", force)
+    for control in config.controls:
+        log.info("--- control: %s", control)
+        for stage in range(1, config.num_stages + 1):
+            _stage(config, context, stage, control, force)
+        _join(config, context, control, force)
+    return run_dir
+
+
+def _stage_zero(config: Config, context: Context, force: bool) -> None:
+    if config.base is not None:
+        train.run(config, context, stage=0, force=force)
+    path = export.stage(config, context, stage=0, force=force)
+    evaluation.evaluate(config, context, {"stage_0": path})
+
+
+def _stage(config: Config, context: Context, stage: int, variant: str, force: bool) -> None:
+    """Trains, exports and evaluates one stage of MCL or of a control."""
+    train.run(config, context, stage=stage, variant=variant, force=force)
+    path = export.stage(config, context, stage=stage, variant=variant, force=force)
+    name = Layout.of(config, variant).model_name(f"stage_{stage}")
+    evaluation.evaluate(config, context, {name: path})
+
+
+def _join(config: Config, context: Context, variant: str, force: bool) -> None:
+    """Joins the stages of MCL or of a control by concatenation and soup, and evaluates both."""
+    joined = export.join(config, context, variant=variant, force=force)
+    layout = Layout.of(config, variant)
+    named = {layout.model_name(name): path for name, path in joined.items()}
+    evaluation.evaluate(config, context, named)

@@ -1,0 +1,353 @@
+"""Verb: index + labels -> checkpoints. One loop for every method.
+
+A method is a model, an objective and ``Engine.update``. The loop asks the plan for a step, reads
+it, updates, and records; everything it does at step t is a function of t, so a run that resumes
+at t repeats the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from mclclip import artifacts, checkpoint, runlog
+from mclclip.artifacts import Artifact
+from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.data.bad_samples import BadSamples
+from mclclip.data.epoch_plan import EpochPlan, GroupedIndex
+from mclclip.data.randomness import mix
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.stage_groups import StageGroups, permute_labels, read_pseudo_labels
+from mclclip.data.tar_dataset import TextFeatures
+from mclclip.data.training_batches import Batch, TrainingBatches
+from mclclip.layout import Layout
+from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.parallel import collectives
+from mclclip.parallel.engines import Engine
+from mclclip.parallel.parent_death import die_with_parent
+from mclclip.parallel.process_group import Context, seed_everything
+from mclclip.recorder import Recorder
+
+log = logging.getLogger("mclclip")
+
+_VARIANTS = ("mcl", "ungrouped", "random_groups")
+# Options of TrainConfig that change records, not weights: a run may go on with other values.
+_RECORDS = ("checkpoint_every", "keep_checkpoints", "log_every")
+
+
+class Trainee(nn.Module):
+    """Model and objective as one module, so that engine and optimizer see both's parameters."""
+
+    def __init__(self, model: ClipModel, objective: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """This rank's batch -> {"loss": ..., parts}."""
+        features = self.model(image=batch.image, text=batch.text, text_features=batch.text_features)
+        parts: dict[str, Tensor] = self.objective(
+            **features, labels=batch.labels, sample_id=batch.sample_id
+        )
+        return parts | {"logit_scale": features["logit_scale"]}
+
+
+@dataclass
+class _Stage:
+    """What is fixed for one training before its first step."""
+
+    config: Config
+    options: TrainConfig
+    context: Context
+    layout: Layout
+    stage: int
+    seed: int
+    index: SampleIndex
+    directory: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def uses_cached_text(self) -> bool:
+        return self.stage > 0 and self.options.cached_text and not self.options.lock.text
+
+
+def run(
+    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: bool = False
+) -> Path:
+    """Trains stage ``stage`` of ``variant`` and returns its directory (skips if finished).
+
+    Stage 0 starts from random weights under ``config.base``; later stages start from stage 0's
+    export under ``config.train`` on the pseudo labels of ``cluster`` (``mcl``), without groups
+    (``ungrouped``), or on the same labels permuted over the samples (``random_groups``).
+    Raises ValueError where options and data do not fit, before anything is written.
+    """
+    options = config.base if stage == 0 else config.train
+    if options is None:
+        raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
+    layout = Layout.of(config, variant)
+    index = SampleIndex.open(layout.index)
+    _check_world_size(options, context)
+    job = _Stage(
+        config=config,
+        options=options,
+        context=context,
+        layout=layout,
+        stage=stage,
+        seed=data_seed(config.seed, variant),
+        index=index,
+        directory=layout.train(stage),
+    )
+    labels, radices, inputs = _labels(job, variant)
+    artifact = _open_artifact(job, inputs, force)
+    if artifact.finished:
+        log.info("%s is finished: skipped", job.directory)
+        return job.directory
+    groups = StageGroups(job.directory / "grouped_index")
+    plan = options.plan
+    collectives.on_main(
+        lambda: groups.write(
+            labels,
+            radices,
+            index.bad_ids(),
+            global_batch=options.global_batch,
+            policy=plan.policy,
+        )
+    )
+    steps = _train(job, *groups.read())
+    if context.is_main:
+        artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
+    collectives.barrier()
+    return job.directory
+
+
+def data_seed(seed: int, variant: str) -> int:
+    """The seed of the data order: controls see another one than MCL, so that a difference
+    between them is not the order of the batches."""
+    number = _VARIANTS.index(variant)
+    return seed if number == 0 else int(mix(seed, number) >> np.uint64(33))
+
+
+def _check_world_size(options: TrainConfig, context: Context) -> None:
+    if options.global_batch % context.world_size:
+        fits = [n for n in range(1, 129) if options.global_batch % n == 0]
+        raise ValueError(
+            f"global_batch={options.global_batch} cannot be cut over {context.world_size} ranks: "
+            f"use one of {fits} ranks, or a multiple of {context.world_size}"
+        )
+
+
+def _labels(job: _Stage, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
+    """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
+    inputs = {"index": job.index.digest}
+    labels = np.zeros(len(job.index), dtype=np.int64)
+    radices: tuple[int, ...] = ()
+    if job.stage == 0:
+        return labels, radices, inputs
+    inputs["base"] = artifacts.read_manifest(job.layout.export(0), "export").digest
+    if job.uses_cached_text:
+        text = artifacts.read_manifest(job.layout.text_embeddings, "text_embeddings")
+        inputs["text_embeddings"] = text.digest
+    if variant != "ungrouped":
+        directory = job.layout.pseudo_labels(job.stage)
+        labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, job.index)
+    if variant == "random_groups":
+        labels = permute_labels(labels, job.seed, job.stage)
+    return labels, radices, inputs
+
+
+def _open_artifact(job: _Stage, inputs: Mapping[str, str], force: bool) -> Artifact:
+    options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
+    config = {
+        "stage": job.stage,
+        "variant": job.layout.variant,
+        "seed": job.seed,
+        "model": to_tree(job.config.model),
+        "train": options,
+    }
+
+    def opened() -> Artifact:
+        return Artifact.open(job.directory, kind="train", config=config, inputs=inputs, force=force)
+
+    return collectives.on_main(opened)
+
+
+def _train(job: _Stage, grouped: GroupedIndex, known_bad: np.ndarray) -> int:
+    """The loop; returns the number of steps of the whole training."""
+    options, context = job.options, job.context
+    plan = EpochPlan(
+        grouped,
+        options.global_batch,
+        options.plan.policy,
+        options.plan.order,
+        seed=job.seed,
+        stage=job.stage,
+        epoch=0,
+    )
+    total = options.steps or max(1, round(options.epochs * plan.steps_per_epoch))
+    model = build_model(job.config, job.layout, job.stage, options, context)
+    trainee = Trainee(model, InfoNCE()).to(context.device)
+    optimizer = build_optimizer(
+        trainee,
+        weight_decay=options.weight_decay,
+        betas=options.betas,
+        eps=options.eps,
+    )
+    start = _resume(job, trainee, optimizer)
+    log.info(
+        "stage %d (%s): %d steps from %d, %d per epoch (%d of %d samples), %d groups, "
+        "global batch %d over %d rank(s)",
+        job.stage, job.layout.variant, total, start, plan.steps_per_epoch, plan.scheduled,
+        plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
+        context.world_size,
+    )  # fmt: skip
+    engine = Engine(
+        trainee,
+        optimizer,
+        context,
+        precision=options.precision,
+        clip_grad_norm=options.clip_grad_norm,
+    )
+    if start < total:
+        loader = _loader(job, grouped, known_bad, model, range(start, total))
+        _loop(job, engine, loader, start, total)
+    return total
+
+
+def build_model(
+    config: Config, layout: Layout, stage: int, options: TrainConfig, context: Context
+) -> ClipModel:
+    """The model a stage starts from, locked as configured and on its device."""
+    if stage == 0:
+        model = load_clip(
+            config.model.name,
+            config.model.pretrained,
+            seed=config.seed,
+            augmentation=config.model.augmentation,
+        )
+    else:
+        model = load_clip(f"local-dir:{layout.export(0)}", augmentation=config.model.augmentation)
+    model.lock(
+        image_blocks=options.lock.image_blocks,
+        image_norm=options.lock.image_norm,
+        image_projection=options.lock.image_projection,
+        text=options.lock.text,
+        logit_scale=options.lock.logit_scale,
+    )
+    if options.precision == "float64":
+        model.double()
+    return model.to(context.device).train()
+
+
+def _resume(job: _Stage, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    saved = collectives.on_main(lambda: checkpoint.steps(job.checkpoints))
+    if not saved:
+        return 0
+    checkpoint.load(job.checkpoints, saved[-1], trainee, optimizer)
+    log.info("resumed from %s", checkpoint.path_of(job.checkpoints, saved[-1]))
+    return saved[-1]
+
+
+def _loader(
+    job: _Stage, grouped: GroupedIndex, known_bad: np.ndarray, model: ClipModel, steps: range
+) -> DataLoader[Batch]:
+    """This rank's batches of ``steps``, in order."""
+    options, data = job.options, job.config.data
+    text = TextFeatures(job.layout.text_embeddings, job.index) if job.uses_cached_text else None
+    batches = TrainingBatches(
+        index=job.index,
+        grouped=grouped,
+        transform=model.preprocess_train,
+        tokenizer=None if text is not None else model.tokenizer,
+        text_features=text,
+        global_batch=options.global_batch,
+        policy=options.plan.policy,
+        order=options.plan.order,
+        seed=job.seed,
+        stage=job.stage,
+        rank=job.context.rank,
+        world_size=job.context.world_size,
+        bad_ids=known_bad,
+        max_image_pixels=data.max_image_pixels,
+        max_open_files=data.max_open_files,
+    )
+    return DataLoader(
+        batches,
+        batch_size=None,
+        sampler=steps,
+        num_workers=data.num_workers,
+        worker_init_fn=_start_worker,
+        pin_memory=job.context.device.type == "cuda",
+        persistent_workers=False,
+    )
+
+
+def _start_worker(worker: int) -> None:
+    """Loader workers compute with one thread and end with their trainer, however it ends."""
+    die_with_parent()
+    torch.set_num_threads(1)
+
+
+def _loop(job: _Stage, engine: Engine, loader: DataLoader[Batch], start: int, total: int) -> None:
+    options, context = job.options, job.context
+    recorder = Recorder(
+        job.directory,
+        context,
+        name=f"stage {job.stage}",
+        global_batch=options.global_batch,
+        start=start,
+        share_bad=BadSamples(job.index, job.config.data.max_bad_fraction).share,
+        track=list(job.config.track),
+        config=to_tree(job.config),
+    )
+    settled = False
+    for batch in runlog.progress(
+        recorder.meter.waiting(loader), total=total - start, description=f"stage {job.stage}"
+    ):
+        step = batch.step
+        batch = _to(batch, options, context)
+        seed_everything(job.seed, job.stage, step, context.rank)
+        if not settled:
+            engine.settle(batch)
+            settled = True
+        lr = learning_rate(
+            step,
+            total,
+            warmup_steps=round(options.warmup * total),
+            lr=options.lr,
+            schedule=options.schedule,
+        )
+        parts = engine.update(batch, lr)
+        done = step + 1
+        recorder.take(batch)
+        if done % options.log_every == 0 or done == total:
+            recorder.write(done, parts, lr)
+        if done % options.checkpoint_every == 0 or done == total:
+            checkpoint.save(
+                job.checkpoints,
+                done,
+                engine.module,
+                engine.optimizer,
+                keep=options.keep_checkpoints,
+            )
+    recorder.close()
+
+
+def _to(batch: Batch, options: TrainConfig, context: Context) -> Batch:
+    batch = batch.to(context.device)
+    if options.precision == "float64":
+        batch.image = batch.image.double()
+        if batch.text_features is not None:
+            batch.text_features = batch.text_features.double()
+    return batch

@@ -1,0 +1,22 @@
+"""What all tests share: a quiet offline environment, one thread, and the optional real data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of small real data sets beside the checkout (or at MCLCLIP_SHARED_DATA)."""
+    folder = Path(os.environ.get("MCLCLIP_SHARED_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}: set MCLCLIP_SHARED_DATA to run this test")
+    return folder

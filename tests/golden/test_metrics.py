@@ -1,0 +1,83 @@
+"""Metric maths against independent implementations: scipy, scikit-learn, torch, clip-benchmark."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import balanced_accuracy_score, label_ranking_loss, top_k_accuracy_score
+
+from mclclip.eval import metrics
+
+
+@pytest.mark.parametrize(
+    "hits, count", [(0, 15), (1, 15), (15, 15), (27, 135), (44, 135), (9, 10**6)]
+)
+def test_wilson_interval_equals_scipy(hits: int, count: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    theirs = stats.binomtest(hits, count).proportion_ci(method="wilson")
+    assert metrics.wilson_interval(hits, count) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_mean_per_class_equals_scikit_learn() -> None:
+    rng = np.random.default_rng(0)
+    labels, guesses = rng.integers(0, 9, 300), rng.integers(0, 9, 300)
+    mean, _, _ = metrics.mean_per_class(labels == guesses, labels)
+    assert mean == pytest.approx(balanced_accuracy_score(labels, guesses))
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_recall_equals_scikit_learn_top_k(k: int) -> None:
+    rng = np.random.default_rng(1)
+    scores, labels = rng.normal(size=(200, 8)), rng.integers(0, 8, 200)
+    ranks, _ = metrics.ranks_with_ties(scores, labels[:, None] == np.arange(8))
+    wanted = top_k_accuracy_score(labels, scores, k=k, labels=np.arange(8))
+    assert metrics.recall_at(ranks, k) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("k", [1, 5, 10])
+def test_recall_equals_topk_with_several_positives(k: int) -> None:
+    """clip-benchmark's rule (any positive among torch's top k), where there are no ties."""
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.randn(60, 150, generator=generator)
+    positive = torch.rand(60, 150, generator=generator) < 0.05
+    positive[torch.arange(60), torch.arange(60)] = True
+    top = scores.topk(k, dim=1).indices
+    wanted = positive.gather(1, top).any(dim=1).float().mean().item()
+    strict, optimistic = metrics.ranks_with_ties(scores.numpy(), positive.numpy())
+    assert metrics.recall_at(strict, k) == pytest.approx(wanted)
+    assert np.array_equal(strict, optimistic)
+
+
+def test_recall_equals_clip_benchmark() -> None:
+    theirs = pytest.importorskip(
+        "clip_benchmark.metrics.zeroshot_retrieval", reason="needs the extra 'eval'"
+    )
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(40, 90, generator=generator)
+    positive = torch.zeros(40, 90, dtype=torch.bool)
+    positive[torch.arange(90) % 40, torch.arange(90)] = True
+    hits = theirs.recall_at_k(scores, positive, 5) > 0
+    ranks, _ = metrics.ranks_with_ties(scores.numpy(), positive.numpy())
+    assert np.array_equal(ranks <= 5, hits.numpy())
+
+
+def test_ranks_agree_with_scikit_learn_ranking_loss() -> None:
+    """With one positive the ranking loss is the share of wrong candidates not below it."""
+    rng = np.random.default_rng(4)
+    scores = rng.integers(0, 5, (50, 7)).astype(np.float64)  # many ties
+    positive = np.eye(7, dtype=bool)[rng.integers(0, 7, 50)]
+    strict, _ = metrics.ranks_with_ties(scores, positive)
+    assert np.mean((strict - 1) / 6) == pytest.approx(label_ranking_loss(positive, scores))
+
+
+def test_pair_outcomes_equal_a_softmax_over_two() -> None:
+    """MMVP-VLM's own words: softmax over the pair's images per statement, the larger half wins."""
+    generator = torch.Generator().manual_seed(5)
+    cosines = torch.rand(400, 2, 2, generator=generator) * 0.02 + 0.2
+    chances = (100 * cosines).softmax(dim=2)
+    picks = torch.where(chances[:, :, 0] > 0.5, 0, 1)
+    wanted = (picks == torch.tensor([0, 1])).all(dim=1)
+    right = metrics.pair_outcomes(cosines.numpy()).right("statement_to_image")
+    assert np.array_equal(right, wanted.numpy())
+    assert 0.15 < right.mean() < 0.35

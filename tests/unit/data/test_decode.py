@@ -1,0 +1,220 @@
+"""Decoding: what comes out for every kind of image file, and the word for every kind of damage."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mclclip.data.decode import DecodeError, decode_image
+
+LIMIT = 10_000_000
+
+
+def pattern(height: int = 24, width: int = 40) -> Image.Image:
+    """Smooth colours, different in all four corners, so that JPEG keeps them nearly."""
+    rows = np.linspace(0, 255, height)[:, None] * np.ones((1, width))
+    columns = np.ones((height, 1)) * np.linspace(0, 255, width)[None]
+    pixels = np.stack([rows, columns, (rows + columns) / 2], axis=-1)
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def encode(image: Image.Image, format: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, format=format, **options)
+    return stream.getvalue()
+
+
+def pixels(data: bytes) -> np.ndarray:
+    image = decode_image(data, LIMIT)
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def reason(data: bytes, limit: int = LIMIT) -> str:
+    with pytest.raises(DecodeError) as caught:
+        decode_image(data, limit)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "WEBP"])
+def test_lossless_formats_return_the_pixels(format: str) -> None:
+    options = {"lossless": True} if format == "WEBP" else {}
+    assert np.array_equal(pixels(encode(pattern(), format, **options)), np.asarray(pattern()))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_jpeg_agrees_with_open_clips_conversion(mode: str) -> None:
+    data = encode(pattern().convert(mode), "JPEG", quality=95)
+    reference = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.array_equal(pixels(data), reference)
+    wanted = np.asarray(pattern().convert("L").convert("RGB") if mode == "L" else pattern())
+    assert np.abs(pixels(data).astype(int) - wanted.astype(int)).max() < 40
+
+
+def test_cmyk_of_adobe_is_stored_inverted_and_comes_out_right() -> None:
+    # PIL writes CMYK JPEGs as Adobe does: inverted, with the Adobe marker.
+    data = encode(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG", quality=95)
+    assert b"Adobe" in data
+    red = pixels(data).reshape(-1, 3).mean(axis=0)
+    assert red[0] > 245 and red[1] < 10 and red[2] < 10
+
+
+def test_palette_and_its_transparency_follow_plain_conversion() -> None:
+    image = pattern().quantize(16)
+    for options in ({}, {"transparency": 3}, {"transparency": bytes(range(0, 160, 10))}):
+        data = encode(image, "PNG", **options)
+        assert np.array_equal(pixels(data), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "L", "1"])
+def test_alpha_is_dropped_not_composited(mode: str) -> None:
+    image = pattern().convert(mode)
+    if mode in ("RGBA", "LA"):
+        image.putalpha(7)
+    reference = np.asarray(image.convert("RGB"))
+    assert np.array_equal(pixels(encode(image, "PNG")), reference)
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_16_bit_grey_is_scaled(format: str) -> None:
+    grey = np.linspace(0, 255, 24 * 40).astype(np.uint16).reshape(24, 40)
+    data = encode(Image.fromarray(grey * 257), format)
+    assert np.array_equal(pixels(data), np.repeat(grey.astype(np.uint8)[..., None], 3, axis=2))
+
+
+def test_32_bit_integers_are_read_as_16_bit_and_floats_refused() -> None:
+    values = np.array([[0, 257, 65535, 1_000_000, -5]], dtype=np.int32)
+    got = pixels(encode(Image.fromarray(values), "TIFF"))[0, :, 0]
+    assert got.tolist() == [0, 1, 255, 255, 0]
+    assert reason(encode(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF")) == "unsupported"
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_turns_the_image_upright(format: str, orientation: int) -> None:
+    upright = np.asarray(pattern())
+    # How a camera stores an upright scene under each orientation, spelt out with numpy.
+    stored = {
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.transpose(1, 0, 2),
+        6: upright.transpose(1, 0, 2)[::-1],
+        7: upright.transpose(1, 0, 2)[::-1, ::-1],
+        8: upright.transpose(1, 0, 2)[:, ::-1],
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encode(Image.fromarray(stored.copy()), format, exif=exif.tobytes(), **options)
+    assert np.array_equal(pixels(data), upright)
+
+
+def test_exif_rotated_jpeg_and_damaged_exif() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = pattern()
+    data = encode(image.transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif, quality=95)
+    assert pixels(data).shape == (24, 40, 3)
+    assert np.abs(pixels(data).astype(int) - np.asarray(image).astype(int)).max() < 40
+    for damaged in (b"Exif\0\0MM\0*\xff\xff\xff\xff", b"Exif\0\0nonsense", b"Exif\0\0"):
+        data = encode(image, "JPEG", exif=damaged, quality=95)
+        assert pixels(data).shape == (24, 40, 3)
+
+
+def test_only_the_first_frame_of_an_animation() -> None:
+    first, second = pattern(), Image.new("RGB", (40, 24), "black")
+    webp = encode(first, "WEBP", save_all=True, append_images=[second], lossless=True)
+    assert np.array_equal(pixels(webp), np.asarray(first))
+    grey = first.convert("L")
+    gif = encode(grey, "GIF", save_all=True, append_images=[second.convert("L")])
+    assert np.array_equal(pixels(gif), np.asarray(grey.convert("RGB")))
+
+
+def test_bomb_is_refused_from_the_header() -> None:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
+        )
+
+    def png(width: int, height: int) -> bytes:  # a header without any pixel data behind it
+        header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\0\0\0"
+        return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"")
+
+    assert reason(png(3_000, 4_000)) == "bomb"
+    assert reason(png(60_000, 60_000), limit=10**12) == "bomb"  # PIL's own limit
+    assert reason(png(100, 100)) != "bomb"
+    data = encode(pattern(10, 10), "PNG")
+    assert decode_image(data, 100).size == (10, 10)
+    assert reason(data, limit=99) == "bomb"
+
+
+def test_damage_has_a_word() -> None:
+    assert reason(b"") == "empty"
+    assert reason(b"\0" * 100) == "unidentified"
+    assert reason(b"<svg></svg>") == "unidentified"
+    assert reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n") == "unidentified"
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    for format in ("JPEG", "PNG", "GIF"):
+        data = encode(Image.fromarray(noise), format)
+        assert reason(data[: len(data) // 2]) == "truncated", format
+    webp = encode(Image.fromarray(noise), "WEBP", lossless=True)
+    assert reason(webp[: len(webp) // 2]) in ("truncated", "broken", "unidentified")
+    png = bytearray(encode(Image.fromarray(noise), "PNG"))
+    middle = len(png) // 2
+    png[middle : middle + 64] = bytes(64)
+    assert reason(bytes(png)) == "broken"
+
+
+def test_any_cut_and_any_flipped_byte_gives_an_image_or_a_reason() -> None:
+    rng = np.random.default_rng(1)
+    for format in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
+        data = encode(pattern(), format)
+        for _ in range(60):
+            damaged = bytearray(data[: rng.integers(1, len(data) + 1)])
+            damaged[rng.integers(len(damaged))] ^= int(rng.integers(1, 256))
+            outcomes = []
+            for _ in range(2):
+                try:
+                    outcomes.append(decode_image(bytes(damaged), 100_000).tobytes())
+                except DecodeError as error:
+                    outcomes.append(error.reason.encode())
+            assert outcomes[0] == outcomes[1]
+
+
+def test_warnings_neither_leak_nor_are_switched_off_for_the_program() -> None:
+    palette = encode(pattern().quantize(16), "PNG", transparency=bytes(16))
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        inside = list(warnings.filters)
+        threads = [
+            threading.Thread(target=lambda: [decode_image(palette, LIMIT) for _ in range(50)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert caught == []
+        assert warnings.filters == inside
+        warnings.warn("mine", stacklevel=1)
+        assert len(caught) == 1
+    assert warnings.filters == before
+
+
+def test_pil_globals_are_untouched_and_errors_travel_between_processes() -> None:
+    assert Image.MAX_IMAGE_PIXELS == int(1024 * 1024 * 1024 // 4 // 3)
+    error = pickle.loads(pickle.dumps(DecodeError("bomb", "9 x 9 pixels")))
+    assert (error.reason, error.detail) == ("bomb", "9 x 9 pixels")
+    assert str(error) == "bomb: 9 x 9 pixels"
+    with pytest.raises(ValueError, match="max_image_pixels is 0"):
+        decode_image(encode(pattern(), "PNG"), 0)

@@ -1,0 +1,186 @@
+"""The sample index: joined rows, memory-mapped reading, key look-up, bad samples."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from mclclip.artifacts import Artifact, digest_keys
+from mclclip.data.sample_index import (
+    BAD_SAMPLES,
+    KIND,
+    SHARDS,
+    SampleIndex,
+    Shard,
+    join_rows,
+    read_shards,
+    read_table,
+    write_tables,
+)
+from mclclip.data.shard_scan import ROW, Findings
+
+
+def rows(*keys: str, captions: int = 1) -> pa.RecordBatch:
+    """Rows whose numbers can be told apart: image_offset is the length of the key times 512."""
+    fields = [(key, 512 * len(key), 5, 7, 9, captions) for key in keys]
+    columns: Any = list(zip(*fields, strict=True)) or [[] for _ in ROW]
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=ROW)
+
+
+def build(directory: Path, *shards: pa.RecordBatch) -> SampleIndex:
+    table = join_rows(None, 0, shards, Findings())
+    stops = np.cumsum([len(shard) for shard in shards]).tolist()
+    placed = [
+        Shard(f"/data/{number}.tar", "s", "txt", start, stop, 10)
+        for number, (start, stop) in enumerate(zip([0, *stops], stops, strict=False))
+    ]
+    artifact = Artifact.open(directory, kind=KIND, config={}, inputs={})
+    artifact.finish({}, content_digest=write_tables(directory, table, placed))
+    return SampleIndex.open(directory)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> SampleIndex:
+    return build(tmp_path / "index", rows("s/a", "s/bb"), rows(), rows("s/ccc", captions=3))
+
+
+def test_columns(index: SampleIndex) -> None:
+    assert len(index) == 3
+    assert index.keys([2, 0]) == ["s/ccc", "s/a"]
+    assert index.keys([]) == []
+    assert index.image_offset.tolist() == [3 * 512, 4 * 512, 5 * 512]
+    assert (index.image_size[0], index.text_offset[0], index.text_size[0]) == (5, 7, 9)
+    assert index.shard_of.tolist() == [0, 0, 2]
+    assert index.num_captions.tolist() == [1, 1, 3]
+    assert index.caption_start.tolist() == [0, 1, 2, 5]
+    assert [(s.start, s.stop) for s in index.shards] == [(0, 2), (2, 2), (2, 3)]
+    assert index.digest == digest_keys(["s/a", "s/bb", "s/ccc"])
+
+
+def test_dtypes_and_no_copies(index: SampleIndex) -> None:
+    for name in ("image_offset", "image_size", "text_offset", "text_size", "caption_start"):
+        assert getattr(index, name).dtype == np.int64
+    for name in ("shard_of", "num_captions"):
+        assert getattr(index, name).dtype == np.int32
+    for name in ("image_offset", "shard_of", "num_captions"):
+        array = getattr(index, name)
+        assert not array.flags.owndata and not array.flags.writeable
+
+
+def test_table_is_one_chunk_per_column_after_many_shards(tmp_path: Path) -> None:
+    build(tmp_path, *(rows(f"s/{n}") for n in range(50)))
+    assert {column.num_chunks for column in read_table(tmp_path).columns} == {1}
+
+
+def test_pickles_as_its_directory(index: SampleIndex) -> None:
+    data = pickle.dumps(index)
+    again = pickle.loads(data)
+    assert len(data) < 1000
+    assert again.keys(range(3)) == index.keys(range(3))
+    assert again.digest == index.digest
+
+
+def test_ids_of(index: SampleIndex) -> None:
+    ids = index.ids_of(["s/ccc", "s/a", "s/ccc"])
+    assert ids.tolist() == [2, 0, 2]
+    assert ids.dtype == np.int64
+    assert index.ids_of([]).tolist() == []
+    assert index.ids_of(index.keys(np.arange(3))).tolist() == [0, 1, 2]
+
+
+def test_ids_of_missing_keys_are_counted(index: SampleIndex) -> None:
+    with pytest.raises(ValueError, match=r"2 of 3 keys are not in the index.*s/x.*ccc"):
+        index.ids_of(["s/x", "s/a", "ccc"])
+
+
+@pytest.mark.parametrize("ids", [[3], [-1], [0, 7]])
+def test_keys_outside_the_index(index: SampleIndex, ids: list[int]) -> None:
+    with pytest.raises(IndexError, match=r"the index has 0\.\.2"):
+        index.keys(ids)
+
+
+def test_unfinished_index_does_not_open(tmp_path: Path, index: SampleIndex) -> None:
+    (index.directory / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match="index"):
+        SampleIndex.open(index.directory)
+    with pytest.raises(FileNotFoundError):
+        SampleIndex.open(tmp_path / "nowhere")
+
+
+def test_files_that_do_not_fit_each_other(index: SampleIndex) -> None:
+    shards = json.loads((index.directory / SHARDS).read_text())
+    shards[-1]["stop"] = 99
+    (index.directory / SHARDS).write_text(json.dumps(shards))
+    with pytest.raises(RuntimeError, match="3 samples.*ends at 99"):
+        SampleIndex.open(index.directory)
+
+
+def test_shards_round_trip(index: SampleIndex, tmp_path: Path) -> None:
+    assert read_shards(index.directory) == index.shards
+    assert index.shards[2] == Shard("/data/2.tar", "s", "txt", 2, 3, 10)
+    assert read_shards(tmp_path / "nowhere") == []
+
+
+# --- joining ----------------------------------------------------------------------------------
+
+
+def test_first_of_equal_keys_stays() -> None:
+    findings = Findings()
+    table = join_rows(None, 0, [rows("s/b", "s/a"), rows("s/a", "s/c", "s/b"), rows()], findings)
+    assert table["key"].to_pylist() == ["s/b", "s/a", "s/c"]
+    assert table["shard"].to_pylist() == [0, 0, 1]
+    assert findings.to_json() == {"duplicate_key": {"count": 2, "examples": ["s/a", "s/b"]}}
+
+
+def test_repeated_keys_against_a_set() -> None:
+    rng = np.random.default_rng(0)
+    shards = [rows(*(f"s/{n}" for n in rng.integers(0, 60, 25))) for _ in range(8)]
+    findings = Findings()
+    table = join_rows(None, 0, shards, findings)
+    ordered = [key for shard in shards for key in shard["key"].to_pylist()]
+    unique = list(dict.fromkeys(ordered))
+    assert table["key"].to_pylist() == unique
+    assert findings.to_json()["duplicate_key"]["count"] == len(ordered) - len(unique)
+
+
+def test_known_rows_come_first_and_win() -> None:
+    known = join_rows(None, 0, [rows("s/a"), rows("s/z")], Findings())
+    table = join_rows(known, 2, [rows("s/0", "s/z")], Findings())
+    assert table["key"].to_pylist() == ["s/a", "s/z", "s/0"]
+    assert table["shard"].to_pylist() == [0, 1, 2]
+
+
+def test_nothing_to_join() -> None:
+    assert len(join_rows(None, 0, [rows()], Findings())) == 0
+
+
+# --- bad samples ------------------------------------------------------------------------------
+
+
+def test_bad_samples_accumulate_by_key(index: SampleIndex) -> None:
+    assert index.bad_ids().tolist() == []
+    index.add_bad({2: "broken", 0: "truncated"})
+    index.add_bad({1: "bomb", 2: "another reason"})
+    index.add_bad({})
+    assert json.loads((index.directory / BAD_SAMPLES).read_text()) == {
+        "s/a": {"reason": "truncated"},
+        "s/bb": {"reason": "bomb"},
+        "s/ccc": {"reason": "broken"},
+    }
+    bad = SampleIndex.open(index.directory).bad_ids()
+    assert bad.tolist() == [0, 1, 2]
+    assert bad.dtype == np.int64
+
+
+def test_bad_fraction(index: SampleIndex) -> None:
+    index.check_bad_fraction(0, 0.0)
+    index.check_bad_fraction(1, 0.34)
+    with pytest.raises(ValueError, match=r"2 of 3 samples.*max_bad_fraction"):
+        index.check_bad_fraction(2, 0.34)

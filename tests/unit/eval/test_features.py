@@ -1,0 +1,112 @@
+"""Feature extraction: order, batches, precision, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.eval.features import Extractor
+
+
+@pytest.fixture
+def images(tmp_path: Path, draw: Callable[[Path, int], None]) -> list[Path]:
+    """Ten images that spell 9, 8, ..., 0."""
+    paths = [tmp_path / f"{name}.png" for name in range(10)]
+    for number, path in enumerate(paths):
+        draw(path, 9 - number)
+    return paths
+
+
+@pytest.mark.parametrize("batch_size, num_workers", [(1, 0), (3, 0), (64, 0), (3, 2)])
+def test_rows_come_in_the_order_asked(
+    images: list[Path], planted: Any, batch_size: int, num_workers: int
+) -> None:
+    encoder = planted("random", 10)
+    extractor = Extractor(encoder, batch_size=batch_size, num_workers=num_workers)
+    features = extractor.images(images)
+    assert features.dtype == np.float32 and features.shape == (10, 16)
+    assert np.allclose(features, encoder.image_table.flip(0).numpy(), atol=1e-7)
+    assert max(encoder.seen_batches) == min(batch_size, 10)
+
+
+def test_equal_texts_are_encoded_once_and_are_equal(planted: Any) -> None:
+    encoder = planted("random", 5)
+    features = Extractor(encoder, batch_size=2).texts(["4", "1", "4", "2", "4"])
+    assert encoder.seen_texts == ["4", "1", "2"]
+    assert np.array_equal(features[0], features[2]) and np.array_equal(features[0], features[4])
+    assert np.allclose(features, encoder.text_table[[4, 1, 4, 2, 4]].numpy(), atol=1e-7)
+
+
+def test_features_are_unit_whatever_the_encoder_gives(images: list[Path], planted: Any) -> None:
+    encoder = planted("random", 10)
+    encoder.image_table = encoder.image_table * 3
+    assert np.allclose(np.linalg.norm(Extractor(encoder).images(images), axis=1), 1, atol=1e-6)
+
+
+class Probe(torch.nn.Module):
+    """Records the arithmetic it is called under."""
+
+    embed_dim, logit_scale = 4, 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 4)
+        self.seen: list[Any] = []
+
+    def tokenizer(self, texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[len(text)] for text in texts])
+
+    def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self.layer(tokens.float())
+        self.seen += [features.dtype, self.training, torch.is_grad_enabled()]
+        return features
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision_is_the_one_asked_for(precision: str, dtype: torch.dtype) -> None:
+    probe = Probe()
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # a training step's autocast is not inherited
+        features = Extractor(probe, precision=precision).texts(["a", "bb"])
+    assert probe.seen == [dtype, False, False]
+    assert probe.training  # as it was before
+    assert features.dtype == np.float32
+
+
+def test_wrong_settings_and_empty_input(planted: Any) -> None:
+    encoder = planted("random", 2)
+    with pytest.raises(ValueError, match="precision is 'int8'"):
+        Extractor(encoder, precision="int8")
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        Extractor(encoder, batch_size=0)
+    with pytest.raises(ValueError, match="no images to encode"):
+        Extractor(encoder).images([])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_image_gets_one_clear_line(
+    images: list[Path], planted: Any, num_workers: int
+) -> None:
+    extractor = Extractor(planted("random", 10), batch_size=4, num_workers=num_workers)
+    images[7].write_bytes(b"")
+    with pytest.raises(ValueError, match=r"image .*7\.png cannot be decoded") as caught:
+        extractor.images(images)
+    assert "\n" not in str(caught.value)
+    images[7].unlink()
+    with pytest.raises(ValueError, match=r"image .*7\.png cannot be read: No such file"):
+        extractor.images(images)
+
+
+def test_features_that_are_not_finite_or_of_wrong_shape(images: list[Path], planted: Any) -> None:
+    encoder = planted("random", 10)
+    encoder.image_table[3] = float("nan")
+    with pytest.raises(RuntimeError, match="not finite in fp32"):
+        Extractor(encoder).images(images)
+    encoder = planted("random", 10)
+    encoder.encode_image = lambda batch: torch.ones(len(batch), 3)
+    with pytest.raises(RuntimeError, match=r"shape \(10, 3\), expected \(10, 16\)"):
+        Extractor(encoder).images(images)

@@ -1,0 +1,140 @@
+"""Metric maths against definitions written out slowly and hand-made matrices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mclclip.eval import metrics
+
+
+def slow_ranks(similarity: np.ndarray, positive: np.ndarray) -> list[tuple[int, int]]:
+    ranks = []
+    for row, answers in zip(similarity, positive, strict=True):
+        best = max(value for value, right in zip(row, answers, strict=True) if right)
+        wrong = [value for value, right in zip(row, answers, strict=True) if not right]
+        greater, equal = sum(v > best for v in wrong), sum(v == best for v in wrong)
+        ranks.append((1 + greater + equal, 1 + greater))
+    return ranks
+
+
+def test_wilson_interval_by_hand() -> None:
+    # 27 of 135 (MMVP at 20.0): centre and half width from the formula, on paper.
+    low, high = metrics.wilson_interval(27, 135)
+    assert low == pytest.approx(0.14125, abs=1e-5)
+    assert high == pytest.approx(0.27535, abs=1e-5)
+
+
+@given(st.integers(1, 10_000), st.data())
+def test_wilson_interval_contains_the_share_and_stays_inside(
+    count: int, data: st.DataObject
+) -> None:
+    hits = data.draw(st.integers(0, count))
+    low, high = metrics.wilson_interval(hits, count)
+    assert 0 <= low <= hits / count <= high <= 1
+    assert low < high
+    mirrored = metrics.wilson_interval(count - hits, count)
+    assert (low, high) == pytest.approx((1 - mirrored[1], 1 - mirrored[0]))
+
+
+@pytest.mark.parametrize("hits, count", [(0, 0), (-1, 5), (6, 5), (1, -1)])
+def test_wilson_interval_refuses(hits: int, count: int) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        metrics.wilson_interval(hits, count)
+
+
+def test_stratified_interval_of_equal_strata_is_the_pooled_one() -> None:
+    shares, counts = np.array([0.2, 0.4, 0.9]), np.array([15, 15, 15])
+    pooled = metrics.wilson_interval(22.5, 45)
+    assert metrics.stratified_interval(shares, counts) == pytest.approx(pooled)
+
+
+def test_stratified_interval_is_wider_where_one_stratum_is_small() -> None:
+    shares = np.array([0.5, 0.5])
+    even = metrics.stratified_interval(shares, np.array([50, 50]))
+    uneven = metrics.stratified_interval(shares, np.array([98, 2]))
+    assert uneven[1] - uneven[0] > even[1] - even[0]
+
+
+def test_ranks_with_ties_by_hand() -> None:
+    similarity = np.array([[0.9, 0.5, 0.5, 0.1], [0.9, 0.5, 0.5, 0.1], [0.3, 0.3, 0.3, 0.3]])
+    positive = np.zeros((3, 4), dtype=bool)
+    positive[0, 0] = positive[1, 1] = positive[2, 3] = True
+    strict, optimistic = metrics.ranks_with_ties(similarity, positive)
+    assert strict.tolist() == [1, 3, 4]
+    assert optimistic.tolist() == [1, 2, 1]
+
+
+def test_a_tie_between_two_right_candidates_is_no_tie() -> None:
+    similarity, positive = np.array([[0.7, 0.7, 0.2]]), np.array([[True, True, False]])
+    strict, optimistic = metrics.ranks_with_ties(similarity, positive)
+    assert strict.tolist() == optimistic.tolist() == [1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 10_000))
+def test_ranks_with_ties_equals_the_definition(queries: int, candidates: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    similarity = rng.integers(0, 4, (queries, candidates)).astype(np.float32)
+    positive = rng.random((queries, candidates)) < 0.3
+    positive[np.arange(queries), rng.integers(0, candidates, queries)] = True
+    strict, optimistic = metrics.ranks_with_ties(similarity, positive)
+    assert list(zip(strict, optimistic, strict=True)) == slow_ranks(similarity, positive)
+
+
+def test_ranks_refuse_nan_and_queries_without_a_positive() -> None:
+    positive = np.array([[True, False]])
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.ranks_with_ties(np.array([[np.nan, 0.0]]), positive)
+    with pytest.raises(ValueError, match="query 0 has no positive"):
+        metrics.ranks_with_ties(np.array([[1.0, 0.0]]), ~positive & False)
+
+
+def test_recall_at() -> None:
+    ranks = np.array([1, 2, 5, 11])
+    assert [metrics.recall_at(ranks, k) for k in (1, 5, 10, 100)] == [0.25, 0.75, 0.75, 1.0]
+    with pytest.raises(ValueError, match="k counts from 1"):
+        metrics.recall_at(ranks, 0)
+    with pytest.raises(ValueError, match="no queries"):
+        metrics.recall_at(ranks[:0], 1)
+
+
+def test_mean_per_class_weighs_classes_equally() -> None:
+    correct = np.array([True, True, True, False, False])
+    labels = np.array([7, 7, 7, 7, 2])  # class 2: 0 of 1, class 7: 3 of 4
+    mean, shares, counts = metrics.mean_per_class(correct, labels)
+    assert mean == pytest.approx(0.375)
+    assert shares.tolist() == [0.0, 0.75] and counts.tolist() == [1, 4]
+
+
+def test_pair_outcomes_by_hand() -> None:
+    similarity = np.array(
+        [
+            [[0.9, 0.1], [0.2, 0.8]],  # right in every direction
+            [[0.5, 0.4], [0.8, 0.9]],  # statements right; image 0 prefers statement 1
+            [[0.5, 0.9], [0.1, 0.95]],  # statement 0 picks image 1; images right
+            [[0.1, 0.9], [0.9, 0.1]],  # wrong in every direction
+        ]
+    )
+    outcomes = metrics.pair_outcomes(similarity)
+    assert outcomes.right("statement_to_image").tolist() == [True, True, False, False]
+    assert outcomes.right("image_to_text").tolist() == [True, False, True, False]
+    assert outcomes.right("group").tolist() == [True, False, False, False]
+    assert outcomes.margins("group").shape == (4, 4)
+    with pytest.raises(ValueError, match="unknown direction"):
+        outcomes.right("sideways")
+
+
+def test_pair_ties_count_against_the_model() -> None:
+    outcomes = metrics.pair_outcomes(np.full((3, 2, 2), 0.25, dtype=np.float32))
+    assert not outcomes.statements.any() and not outcomes.images.any()
+    half = metrics.pair_outcomes(np.array([[[0.5, 0.5], [0.1, 0.9]]]))
+    assert half.statements.tolist() == [[False, True]]
+    assert not half.right("statement_to_image").any()
+
+
+def test_pair_outcomes_refuse_nan() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.pair_outcomes(np.full((1, 2, 2), np.nan))

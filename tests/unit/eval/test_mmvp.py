@@ -1,0 +1,195 @@
+"""The MMVP-VLM evaluator on planted encoders and on folders that are not as they should be."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip.eval import mmvp
+from mclclip.eval.features import Extractor
+
+Row = tuple[int | str, str, str]
+
+
+def write_questions(root: Path, rows: Sequence[Row]) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "Questions.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("Question ID", "Type", "Statement"), *rows])
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path, draw: Callable[[Path, int], None]) -> Callable[..., Path]:
+    """``make_folder({"Color": 3, ...})``: that many pairs per Type, id n on image n."""
+
+    def make(pairs: dict[str, int], images: str = "MLLM_VLM Images", suffix: str = ".jpg") -> Path:
+        root, rows, number = tmp_path / "MMVP_VLM", [], 0
+        for kind, count in pairs.items():
+            for _ in range(2 * count):
+                number += 1
+                rows.append((number, kind, f"a thing, numbered {number}"))
+                draw(root / images / kind / f"{number}{suffix}", number)
+        write_questions(root, rows)
+        return root
+
+    return make
+
+
+def by_metric(figures: Sequence[Any]) -> dict[str, float]:
+    return {figure.metric: figure.value for figure in figures}
+
+
+def test_perfect_encoder_scores_100(make_folder: Any, planted: Any) -> None:
+    root = make_folder({"Color": 3, "Camera Perspective": 5})
+    figures = mmvp.evaluate(Extractor(planted("perfect", 17)), root, directions=mmvp.DIRECTIONS)
+    assert set(by_metric(figures).values()) == {100.0}
+    assert [f.metric for f in figures[:4]] == ["Color", "Camera Perspective", "average", "pooled"]
+    assert [f.count for f in figures[:4]] == [3, 5, 8, 8]
+    assert figures[3].ci_high == 100.0 and 60 < figures[3].ci_low < 100
+    assert figures[3].protocol["right_decisions"] == 16
+    assert figures[-1].metric == "group/pooled"
+
+
+def test_constant_encoder_scores_0(make_folder: Any, planted: Any) -> None:
+    root = make_folder({"Color": 4})
+    figures = mmvp.evaluate(
+        Extractor(planted("constant", 9, dim=512)), root, directions=mmvp.DIRECTIONS
+    )
+    assert set(by_metric(figures).values()) == {0.0}
+    protocol = figures[0].protocol
+    assert protocol["tied_decisions"] == protocol["near_ties"] == protocol["decisions"] == 8
+    assert protocol["ties"] == "against the model"
+
+
+def test_random_features_score_near_25(make_folder: Any, planted: Any) -> None:
+    pairs = 500
+    root = make_folder({"Color": pairs})
+    extractor = Extractor(planted("random", 2 * pairs + 1, dim=64), batch_size=256)
+    figures = mmvp.evaluate(extractor, root, directions=mmvp.DIRECTIONS[:2])
+    for name in ("pooled", "image_to_text/pooled"):
+        figure = next(f for f in figures if f.metric == name)
+        assert 18 < figure.value < 32  # 25 +- 3.6 standard errors of 1.94
+        assert figure.ci_low < 25 < figure.ci_high or abs(figure.value - 25) < 7
+
+
+def test_average_is_over_types_and_pooled_over_pairs(make_folder: Any, planted: Any) -> None:
+    root = make_folder({"Color": 1, "State": 3})
+    encoder = planted("perfect", 9)
+    encoder.text_table[1] = encoder.image_table[2]  # spoils the only pair of Color
+    values = by_metric(mmvp.evaluate(Extractor(encoder), root))
+    assert values == {"Color": 0.0, "State": 100.0, "average": 50.0, "pooled": 75.0}
+
+
+def test_category_comes_from_the_type_not_from_the_row(
+    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
+) -> None:
+    rows: list[Row] = []
+    for number, kind in enumerate(["Color", "Color", "Text", "Text", "Color", "Color"], start=1):
+        rows.append((number, kind, f"statement {number}"))
+        draw(tmp_path / "MLLM_VLM Images" / kind / f"{number}.jpg", number)
+    write_questions(tmp_path, rows)
+    figures = mmvp.evaluate(Extractor(planted("perfect", 7)), tmp_path)
+    assert {f.metric: f.count for f in figures} == {
+        "Color": 2, "Text": 1, "average": 3, "pooled": 3,
+    }  # fmt: skip
+
+
+def test_prompt_stands_before_every_statement(make_folder: Any, planted: Any) -> None:
+    encoder = planted("perfect", 3)
+    figures = mmvp.evaluate(Extractor(encoder), make_folder({"Color": 1}), prompt="see: ")
+    assert encoder.seen_texts == ["see: a thing, numbered 1", "see: a thing, numbered 2"]
+    assert figures[0].protocol["prompt"] == "see: "
+    assert figures[0].protocol["direction"] == "statement_to_image"
+    assert figures[0].protocol["precision"] == "fp32"
+
+
+def test_near_ties_are_counted(make_folder: Any, planted: Any) -> None:
+    encoder = planted("perfect", 5)
+    encoder.text_table[1, 2] = 1 - 2e-4  # statement 1 nearly prefers image 2; not normalised again
+    figures = mmvp.evaluate(Extractor(encoder), make_folder({"Color": 2}))
+    assert by_metric(figures)["pooled"] == 100.0
+    assert figures[0].protocol["near_ties"] == 1
+    assert figures[0].protocol["tied_decisions"] == 0
+
+
+@pytest.mark.parametrize("images", ["MLLM_VLM Images", "MLLM_VLM_Images"])
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".JPEG"])
+def test_accepted_layouts(make_folder: Any, planted: Any, images: str, suffix: str) -> None:
+    root = make_folder({"Structural Character": 2}, images=images, suffix=suffix)
+    assert by_metric(mmvp.evaluate(Extractor(planted("perfect", 5)), root))["pooled"] == 100.0
+
+
+def test_type_folder_with_underscores_and_a_byte_order_mark(make_folder: Any, planted: Any) -> None:
+    root = make_folder({"Camera Perspective": 1})
+    images = root / "MLLM_VLM Images"
+    (images / "Camera Perspective").rename(images / "Camera_Perspective")
+    text = (root / "Questions.csv").read_text()
+    (root / "Questions.csv").write_text(text, encoding="utf-8-sig")
+    assert len(mmvp.read_pairs(root)) == 1
+
+
+def test_statements_may_hold_commas_quotes_and_line_breaks(make_folder: Any) -> None:
+    root = make_folder({"Color": 1})
+    write_questions(root, [(1, "Color", 'one, "two"\nthree'), (2, "Color", "plain")])
+    (pair,) = mmvp.read_pairs(root)
+    assert pair.statements == ('one, "two"\nthree', "plain")
+    assert pair.question_ids == (1, 2)
+    assert [path.name for path in pair.images] == ["1.jpg", "2.jpg"]
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([(1, "Color", "a")], "1 questions, expected an even number"),
+        ([], "0 questions, expected an even number"),
+        ([(1, "Color", "a"), (2, "State", "b")], "Types are 'Color' and 'State'"),
+        ([(2, "Color", "a"), (1, "Color", "b")], "expected an odd one"),
+        ([(1, "Color", "a"), (3, "Color", "b")], "expected an odd one"),
+        ([(1, "Color", "a"), (2, "Color", "b")] * 2, "Question ID 1 more than once"),
+        ([("x", "Color", "a"), (2, "Color", "b")], "line 2: got Question ID 'x'"),
+        ([(1, "Color", ""), (2, "Color", "b")], "line 2: got Question ID '1'"),
+    ],
+)
+def test_wrong_questions_get_one_clear_line(
+    make_folder: Any, rows: list[Row], message: str
+) -> None:
+    root = make_folder({"Color": 2, "State": 1})
+    write_questions(root, rows)
+    with pytest.raises(ValueError, match=message) as caught:
+        mmvp.read_pairs(root)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_get_one_clear_line(make_folder: Any, tmp_path: Path) -> None:
+    root = make_folder({"Color": 1})
+    (root / "MLLM_VLM Images" / "Color" / "2.jpg").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no image .*2\.jpg .* for question 2"):
+        mmvp.read_pairs(root)
+    (root / "MLLM_VLM Images" / "Color").rename(root / "MLLM_VLM Images" / "Colour")
+    with pytest.raises(FileNotFoundError, match="no folder .*Color for the Type 'Color'"):
+        mmvp.read_pairs(root)
+    (root / "MLLM_VLM Images").rename(root / "images")
+    with pytest.raises(FileNotFoundError, match="no folder 'MLLM_VLM Images'"):
+        mmvp.read_pairs(root)
+    with pytest.raises(FileNotFoundError, match=r"no .*Questions\.csv"):
+        mmvp.read_pairs(tmp_path / "nowhere")
+    (root / "Questions.csv").write_text("id,type\n1,Color\n")
+    with pytest.raises(ValueError, match="missing .*Question ID"):
+        mmvp.read_pairs(root)
+
+
+def test_unreadable_image_is_an_error_not_a_wrong_answer(make_folder: Any, planted: Any) -> None:
+    root = make_folder({"Color": 1})
+    (root / "MLLM_VLM Images" / "Color" / "1.jpg").write_bytes(b"not an image")
+    with pytest.raises(ValueError, match=r"1\.jpg cannot be decoded"):
+        mmvp.evaluate(Extractor(planted("perfect", 3)), root)
+
+
+def test_unknown_direction(make_folder: Any, planted: Any) -> None:
+    with pytest.raises(ValueError, match="unknown directions"):
+        mmvp.evaluate(
+            Extractor(planted("perfect", 3)), make_folder({"Color": 1}), directions=["up"]
+        )

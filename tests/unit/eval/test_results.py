@@ -1,0 +1,106 @@
+"""results.jsonl: rows, replacement, atomicity, the text table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mclclip.eval import results
+from mclclip.eval.results import Figure, Reference, Result
+
+
+def row(
+    model: str, benchmark: str = "mmvp", metric: str = "average", value: float = 20.0
+) -> Result:
+    return Result(model, benchmark, metric, value, 135, 14.1, 27.5, {"prompt": "a photo of "})
+
+
+def test_rows_survive_a_round_trip_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "results.jsonl"
+    assert results.read(path) == []
+    rows = [row("stage_0"), row("stage_0", metric="Color"), row("stage_1")]
+    results.write(path, rows[:2])
+    results.write(path, rows[2:])
+    assert results.read(path) == rows
+    first = json.loads(path.read_text().splitlines()[0])
+    assert list(first) == [
+        "model", "benchmark", "metric", "value", "count", "ci_low", "ci_high", "protocol",
+    ]  # fmt: skip
+    assert list(tmp_path.glob("run/*")) == [path]  # no temporary file is left
+
+
+def test_running_a_benchmark_again_replaces_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    results.write(path, [row("stage_0"), row("stage_0", metric="gone"), row("stage_1")])
+    results.write(path, [row("stage_0", "coco", "R@1")])
+    results.write(path, [row("stage_0", value=30.0)])
+    assert [(r.model, r.benchmark, r.metric, r.value) for r in results.read(path)] == [
+        ("stage_1", "mmvp", "average", 20.0),
+        ("stage_0", "coco", "R@1", 20.0),
+        ("stage_0", "mmvp", "average", 30.0),
+    ]
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    results.write(path, [row("stage_0")])
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="not finite"):
+        results.write(path, [row("stage_0", value=float("nan"))])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("line", ['{"model": 1}', "[1, 2]", "half a r"])
+def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "results.jsonl"
+    results.write(path, [row("stage_0")])
+    with open(path, "a") as file:
+        file.write(line)
+    with pytest.raises(ValueError, match=r"results\.jsonl line 2 is not"):
+        results.read(path)
+
+
+def test_proportion_carries_count_and_interval() -> None:
+    figure = results.proportion("R@1", 27, 135, {"name": "x"})
+    assert figure.value == 20.0 and figure.count == 135
+    assert (figure.ci_low, figure.ci_high) == pytest.approx((14.125, 27.535), abs=1e-3)
+    assert results.of_model([figure], "stage_0", "coco") == [
+        Result("stage_0", "coco", **vars(figure))
+    ]
+    assert isinstance(figure, Figure)
+
+
+def test_table_has_a_block_per_benchmark_and_a_row_per_model() -> None:
+    rows = [
+        row("stage_0"),
+        row("concat", value=32.6),
+        row("stage_0", "coco", "image_to_text/R@1", 56.1),
+    ]
+    references = [Reference("ViT-L-14 openai", "mmvp", "average", 19.3, "MMVP paper")]
+    text = results.table(rows, references)
+    assert text.splitlines() == [
+        "mmvp                            average",
+        "---------------------------------------",
+        "trials                              135",
+        "stage_0                            20.0",
+        "                              14.1-27.5",
+        "concat                             32.6",
+        "                              14.1-27.5",
+        "ViT-L-14 openai [MMVP paper]       19.3",
+        "",
+        "coco     image_to_text/R@1",
+        "--------------------------",
+        "trials                 135",
+        "stage_0               56.1",
+        "                 14.1-27.5",
+    ]
+
+
+def test_table_without_intervals_marks_what_is_missing() -> None:
+    rows = [row("stage_0"), row("stage_1", metric="Color", value=7.0)]
+    lines = results.table(rows, intervals=False).splitlines()
+    assert lines[3].split() == ["stage_0", "20.0", "-"]
+    assert lines[4].split() == ["stage_1", "-", "7.0"]
+    assert results.table([]) == ""

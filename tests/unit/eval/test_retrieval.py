@@ -1,0 +1,319 @@
+"""Retrieval against a brute-force reference, with ties and unequal numbers of captions."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mclclip.eval import retrieval
+from mclclip.eval.features import Extractor
+from mclclip.eval.retrieval import rank_queries, read_captions
+
+
+def brute_force(
+    images: np.ndarray, texts: np.ndarray, caption_image: Sequence[int], k: int
+) -> tuple[float, float]:
+    """R@k of both directions by sorting, every query and candidate by itself; ties against."""
+
+    def rank(scores: list[float], right: list[bool]) -> int:
+        # A stable sort with wrong candidates first among equals: the worst order there is.
+        order = sorted(range(len(scores)), key=lambda i: (-scores[i], right[i]))
+        return 1 + next(place for place, i in enumerate(order) if right[i])
+
+    def score(a: np.ndarray, b: np.ndarray) -> float:
+        return float(np.float32(sum(float(x) * float(y) for x, y in zip(a, b, strict=True))))
+
+    asked = sorted(set(caption_image))
+    by_image = [
+        rank([score(images[i], t) for t in texts], [owner == i for owner in caption_image]) <= k
+        for i in asked
+    ]
+    by_text = [
+        rank([score(t, image) for image in images], [j == owner for j in range(len(images))]) <= k
+        for t, owner in zip(texts, caption_image, strict=True)
+    ]
+    return float(np.mean(by_image)), float(np.mean(by_text))
+
+
+def unit(rng: np.random.Generator, rows: int, levels: int, dim: int = 6) -> np.ndarray:
+    """Unit rows; few levels make many equal rows and so many ties."""
+    raw = rng.integers(-levels, levels + 1, (rows, dim)).astype(np.float64)
+    raw[~raw.any(axis=1), 0] = 1
+    return (raw / np.linalg.norm(raw, axis=1, keepdims=True)).astype(np.float32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 9), st.sampled_from([1, 30]), st.integers(1, 4000))
+def test_equal_to_brute_force_for_any_chunk(
+    seed: int, num_images: int, levels: int, chunk_bytes: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    owners = np.repeat(np.arange(num_images), rng.integers(0, 5, num_images))  # 0 to 4 captions
+    if not len(owners):
+        return
+    images, texts = unit(rng, num_images, levels), unit(rng, len(owners), levels)
+    asked, every = np.unique(owners), np.arange(num_images)
+    by_image, _ = rank_queries(images[asked], asked, texts, owners, chunk_bytes=chunk_bytes)
+    by_text, _ = rank_queries(texts, owners, images, every, chunk_bytes=chunk_bytes)
+    for k in (1, 2, 5, 100):
+        got = (float((by_image <= k).mean()), float((by_text <= k).mean()))
+        assert got == brute_force(images, texts, owners.tolist(), k)
+
+
+def test_candidate_blocks_do_not_change_similarities() -> None:
+    rng = np.random.default_rng(0)
+    texts, images = unit(rng, 50, 30), unit(rng, 20, 30)
+    whole = retrieval._similarity(texts, images, None)
+    assert np.array_equal(whole, retrieval._similarity(texts, images, None, block=3))
+    assert np.allclose(whole, texts @ images.T, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [3, 16, 512, 769])
+@pytest.mark.parametrize("chunk_bytes", [1, 1000, 2**28])
+def test_collapsed_features_rank_last_however_they_are_cut(dim: int, chunk_bytes: int) -> None:
+    """Equal features must tie exactly: rounding must not depend on the place in a block."""
+    row = np.random.default_rng(dim).normal(size=dim)
+    features = np.tile((row / np.linalg.norm(row)).astype(np.float32), (37, 1))
+    strict, optimistic = rank_queries(
+        features, np.arange(37), features, np.arange(37), chunk_bytes=chunk_bytes
+    )
+    assert (strict == 37).all() and (optimistic == 1).all()
+
+
+# --- whole evaluations ------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_table(tmp_path: Path, draw: Callable[[Path, int], None]) -> Callable[..., Path]:
+    """``make_table([2, 1, 3])``: images with that many captions; all spell the image's number."""
+
+    def make(captions: Sequence[int], texts: Callable[[int, int], str] | None = None) -> Path:
+        with open(tmp_path / "captions.csv", "w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["filepath", "title", "split"])
+            for image, count in enumerate(captions):
+                draw(tmp_path / "images" / f"{image}.png", image)
+                for number in range(count):
+                    text = texts(image, number) if texts else f"caption {number}, of {image}"
+                    rows.writerow([f"{image}.png", text, "test" if image % 2 else "train"])
+        return tmp_path
+
+    return make
+
+
+def run(encoder: Any, root: Path, **options: Any) -> dict[str, Any]:
+    options = {"captions": "captions.csv", "images": "images"} | options
+    figures = retrieval.evaluate(Extractor(encoder, batch_size=4), root, **options)
+    return {figure.metric: figure for figure in figures}
+
+
+def test_perfect_encoder_scores_100(make_table: Any, planted: Any) -> None:
+    figures = run(planted("perfect", 12), make_table([2, 1, 3, 5, 1, 1, 1, 1, 1, 1, 1, 1]))
+    assert list(figures) == [
+        f"{d}/R@{k}" for d in ("image_to_text", "text_to_image") for k in (1, 5, 10)
+    ]
+    assert {f.value for f in figures.values()} == {100.0}
+    assert figures["image_to_text/R@1"].count == 12
+    assert figures["text_to_image/R@1"].count == 19
+    assert figures["text_to_image/R@1"].ci_low < 100 == figures["text_to_image/R@1"].ci_high
+    assert figures["text_to_image/R@1"].protocol["num_candidates"] == 12
+    assert figures["image_to_text/R@1"].protocol["num_captions"] == 19
+
+
+def test_collapsed_encoder_scores_0_and_the_optimistic_figure_stands_beside(
+    make_table: Any, planted: Any
+) -> None:
+    figures = run(planted("constant", 30, dim=512), make_table([1] * 30))
+    for direction in ("image_to_text", "text_to_image"):
+        for k in (1, 5, 10):
+            assert figures[f"{direction}/R@{k}"].value == 0.0
+            assert figures[f"{direction}/R@{k}_optimistic"].value == 100.0
+        assert figures[f"{direction}/R@1"].protocol["tied_queries"] == 30
+        assert figures[f"{direction}/R@1"].protocol["ties"] == "against the model"
+
+
+def test_equal_captions_of_different_images_tie_exactly(make_table: Any, planted: Any) -> None:
+    """All captions read 'of 1': an image cannot tell its own from the others."""
+    encoder = planted("random", 9, seed=3)
+    figures = run(encoder, make_table([1] * 8, texts=lambda image, number: "a dog, of 1"))
+    assert figures["image_to_text/R@1"].value == 0.0
+    assert figures["image_to_text/R@1_optimistic"].value == 100.0
+    assert figures["image_to_text/R@1"].protocol["tied_queries"] == 8
+    assert encoder.seen_texts == ["a dog, of 1"]  # encoded once
+
+
+def test_equals_brute_force_with_unequal_numbers_of_captions(make_table: Any, planted: Any) -> None:
+    counts = [1, 4, 2, 7, 1, 3]
+    encoder = planted("random", 200, dim=8, seed=1)
+    root = make_table(counts, texts=lambda image, number: f"{10 * image + number}")
+    owners = np.repeat(np.arange(6), counts)
+    numbers = [10 * i + n for i, count in enumerate(counts) for n in range(count)]
+    images = torch.nn.functional.normalize(encoder.image_table[:6], dim=1).numpy()
+    texts = torch.nn.functional.normalize(encoder.text_table[numbers], dim=1).numpy()
+    figures = run(encoder, root, ks=[1, 2, 3], chunk_bytes=100)
+    for k in (1, 2, 3):
+        by_image, by_text = brute_force(images, texts, owners.tolist(), k)
+        assert figures[f"image_to_text/R@{k}"].value == pytest.approx(100 * by_image)
+        assert figures[f"text_to_image/R@{k}"].value == pytest.approx(100 * by_text)
+
+
+def test_k_beyond_the_number_of_candidates(make_table: Any, planted: Any) -> None:
+    figures = run(planted("random", 4), make_table([1, 1, 1]))
+    assert figures["text_to_image/R@10"].value == 100.0
+    assert figures["text_to_image/R@10"].protocol["num_candidates"] == 3
+
+
+def test_split_and_prompt(make_table: Any, planted: Any) -> None:
+    encoder = planted("perfect", 6)
+    figures = run(encoder, make_table([1] * 6), split="test", prompt="a photo of ")
+    assert figures["image_to_text/R@1"].count == 3
+    assert encoder.seen_texts[0] == "a photo of caption 0, of 1"
+    with pytest.raises(ValueError, match="no captions in the split 'val'"):
+        run(encoder, make_table([1] * 6), split="val")
+
+
+# --- readers ----------------------------------------------------------------------------
+
+
+def coco(path: Path, captions: Sequence[int]) -> Path:
+    """COCO captions JSON, annotations of the images interleaved."""
+    images = [{"id": 100 + i, "file_name": f"{i}.png"} for i in range(len(captions))]
+    annotations = [
+        {"image_id": 100 + i, "caption": f"caption {n}, of {i}"}
+        for n in range(max(captions))
+        for i, count in enumerate(captions)
+        if n < count
+    ]
+    path.write_text(json.dumps({"images": images, "annotations": annotations}))
+    return path
+
+
+def test_coco_json_and_the_first_five_captions(tmp_path: Path) -> None:
+    data = read_captions(coco(tmp_path / "coco.json", [5, 7, 6]), tmp_path)
+    assert (len(data.images), len(data.captions)) == (3, 18)
+    first = data.first_captions(5)
+    assert (len(first.images), len(first.captions)) == (3, 15)
+    assert [c for c, i in zip(first.captions, first.caption_image, strict=True) if i == 1] == [
+        f"caption {n}, of 1" for n in range(5)
+    ]
+
+
+def test_image_without_caption_is_a_candidate_but_no_query(
+    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
+) -> None:
+    for number in range(3):
+        draw(tmp_path / "images" / f"{number}.png", number)
+    coco(tmp_path / "coco.json", [2, 0, 1])
+    figures = run(planted("perfect", 3), tmp_path, captions="coco.json")
+    assert figures["image_to_text/R@1"].count == 2
+    assert figures["text_to_image/R@1"].protocol["num_candidates"] == 3
+
+
+def test_karpathy_json(tmp_path: Path) -> None:
+    sentences = [{"raw": "one"}, {"raw": "two"}]
+    record = {"filename": "1.jpg", "split": "test", "sentences": sentences}
+    records = [record | {"filepath": "val2014"}, record | {"filename": "2.jpg", "split": "train"}]
+    path = tmp_path / "dataset_coco.json"
+    path.write_text(json.dumps({"images": records}))
+    data = read_captions(path, tmp_path, split="test")
+    assert data.images == [tmp_path / "val2014" / "1.jpg"] and data.captions == ["one", "two"]
+    assert len(read_captions(path, tmp_path).images) == 2
+
+
+def test_flickr_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "results_20130124.token"
+    path.write_text("7.jpg#0\tA dog .\n7.jpg#1\tA cat#2 .\n8.jpg#0\tA bird .\n")
+    data = read_captions(path, tmp_path)
+    assert [p.name for p in data.images] == ["7.jpg", "8.jpg"]
+    assert data.captions[1] == "A cat#2 ." and data.caption_image.tolist() == [0, 0, 1]
+    path.write_text("7.jpg A dog\n")
+    with pytest.raises(ValueError, match="line 1 is not FILE#NUMBER"):
+        read_captions(path, tmp_path)
+
+
+@pytest.mark.parametrize("protocol", [name for name in retrieval.PROTOCOLS if name != "table"])
+def test_a_named_protocol_has_its_size(tmp_path: Path, protocol: str) -> None:
+    rule = retrieval.PROTOCOLS[protocol]
+    path = coco(tmp_path / "coco.json", [5, 5])
+    with pytest.raises(ValueError, match=f"2 images and 10 captions, {protocol} has"):
+        read_captions(path, tmp_path, protocol)
+    assert rule.num_images and rule.num_captions
+
+
+def test_wrong_files_get_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no .*captions\.csv"):
+        read_captions(tmp_path / "captions.csv", tmp_path)
+    table = tmp_path / "captions.csv"
+    table.write_text("path,caption\na.jpg,x\n")
+    with pytest.raises(ValueError, match="missing .*filepath"):
+        read_captions(table, tmp_path)
+    with pytest.raises(ValueError, match="unknown protocol 'coco'"):
+        read_captions(table, tmp_path, "coco")
+    table.write_text("filepath,title\n")
+    with pytest.raises(ValueError, match="has no captions"):
+        read_captions(table, tmp_path)
+    other = tmp_path / "captions.json"
+    other.write_text('{"images": [{"id": 1}]}')
+    with pytest.raises(ValueError, match="neither COCO captions"):
+        read_captions(other, tmp_path)
+    other.write_text('{"images": [], "annotations": [{"image_id": 4, "caption": "x"}]}')
+    with pytest.raises(ValueError, match="images it does not list, such as 4"):
+        read_captions(other, tmp_path)
+    other.write_text("[")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_captions(other, tmp_path)
+    (tmp_path / "captions.txt").write_text("")
+    with pytest.raises(ValueError, match=r"\.csv, \.tsv, \.json or \.token"):
+        read_captions(tmp_path / "captions.txt", tmp_path)
+
+
+# --- real photographs -------------------------------------------------------------------
+
+
+class TinyEncoder(torch.nn.Module):
+    """A random linear map of 16 x 16 pixels and of bytes: real images, real captions, no skill."""
+
+    embed_dim, logit_scale = 32, 100.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.image = torch.nn.Parameter(torch.randn(16 * 16 * 3, 32, generator=generator))
+        self.text = torch.nn.Parameter(torch.randn(256, 32, generator=generator))
+
+    def preprocess_val(self, image: Any) -> torch.Tensor:
+        pixels = np.asarray(image.resize((16, 16)), dtype=np.float32) / 255 - 0.5
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+    def tokenizer(self, texts: list[str]) -> torch.Tensor:
+        return torch.tensor([list(text.encode()[:40].ljust(40)) for text in texts])
+
+    def encode_image(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(images.flatten(1) @ self.image, dim=1)
+
+    def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(self.text[tokens].sum(1), dim=1)
+
+
+@pytest.mark.real_data
+def test_coco_mini(shared_data: Path) -> None:
+    figures = run(
+        TinyEncoder(),
+        shared_data / "coco_mini",
+        captions="annotations/captions_val2017.json",
+        images="val2017",
+    )
+    assert figures["image_to_text/R@1"].count == 51
+    assert figures["text_to_image/R@1"].count == 255
+    for direction in ("image_to_text", "text_to_image"):
+        values = [figures[f"{direction}/R@{k}"].value for k in (1, 5, 10)]
+        assert values == sorted(values) and values[-1] < 60

@@ -1,0 +1,193 @@
+"""The verb: suites, options, rows of results.jsonl, what is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config as configuration
+from mclclip.config import BenchmarkConfig
+from mclclip.eval import results
+from mclclip.eval import run as evaluation
+from mclclip.parallel.process_group import SINGLE
+
+
+@pytest.fixture
+def folder(tmp_path: Path, draw: Callable[[Path, int], None]) -> Path:
+    """Two pairs in MMVP-VLM's layout, and the same images with a table of captions."""
+    rows = ["Question ID,Type,Statement"]
+    captions = ["filepath,title"]
+    for number in range(1, 5):
+        draw(tmp_path / "data" / "MLLM_VLM Images" / "Color" / f"{number}.png", number)
+        rows.append(f"{number},Color,thing {number}")
+        captions.append(f"MLLM_VLM Images/Color/{number}.png,thing {number}")
+    (tmp_path / "data" / "Questions.csv").write_text("\n".join(rows))
+    (tmp_path / "data" / "captions.csv").write_text("\n".join(captions))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def benchmarks(folder: Path) -> dict[str, BenchmarkConfig]:
+    return {
+        "mmvp": BenchmarkConfig("mmvp", str(folder)),
+        "pairs": BenchmarkConfig("retrieval", str(folder), {"captions": "captions.csv"}),
+    }
+
+
+def test_run_suite_adds_rows_of_every_benchmark(
+    benchmarks: dict[str, BenchmarkConfig], tmp_path: Path, planted: Any
+) -> None:
+    path = tmp_path / "results.jsonl"
+    rows = evaluation.run_suite(planted("perfect", 5), benchmarks, path, "stage_0", batch_size=2)
+    assert results.read(path) == rows
+    assert {row.benchmark for row in rows} == {"mmvp", "pairs"}
+    assert {row.value for row in rows} == {100.0} and {row.model for row in rows} == {"stage_0"}
+    again = evaluation.run_suite(planted("constant", 5), benchmarks, path, "stage_0")
+    assert results.read(path) == again
+    evaluation.run_suite(planted("perfect", 5), benchmarks, path, "stage_1")
+    assert len(results.read(path)) == len(again) + len(rows)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"promt": "x"}, "'mmvp': option promt: Extra inputs .* options of mmvp: prompt"),
+        ({"directions": 3}, "'mmvp': option directions"),
+        ({"prompt": ["x"]}, "'mmvp': option prompt"),
+    ],
+)
+def test_wrong_options_get_one_clear_line(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        evaluation.check({"mmvp": BenchmarkConfig("mmvp", str(folder), options)})
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_data_is_found_before_anything_runs(
+    benchmarks: dict[str, BenchmarkConfig], tmp_path: Path, planted: Any
+) -> None:
+    benchmarks["late"] = BenchmarkConfig("zeroshot", str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="benchmark 'late': no folder"):
+        evaluation.run_suite(
+            planted("perfect", 5), benchmarks, tmp_path / "results.jsonl", "stage_0"
+        )
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_the_shipped_suite(tmp_path: Path) -> None:
+    suite = evaluation.load_suite("mcl", {"data": str(tmp_path)})
+    assert suite.benchmarks["mmvp"].path == f"{tmp_path}/MMVP_VLM"
+    for benchmark in suite.benchmarks.values():
+        Path(benchmark.path).mkdir(parents=True, exist_ok=True)
+    evaluation.check(suite.benchmarks)  # every option is known to its evaluator
+    assert {r.benchmark for r in suite.references} == set(suite.benchmarks)
+    assert all(r.source and 0 <= r.value <= 100 for r in suite.references)
+    averages = {(r.model, r.source): r.value for r in suite.references if r.metric == "average"}
+    for key, average in averages.items():  # a published average is the mean of its nine Types
+        types = [
+            r.value
+            for r in suite.references
+            if (r.model, r.source) == key and r.benchmark == "mmvp" and r.metric != "average"
+        ]
+        assert len(types) == 9 and sum(types) / 9 == pytest.approx(average, abs=0.06)
+
+
+def test_suite_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no suite 'nothing'.* mcl"):
+        evaluation.load_suite("nothing")
+    with pytest.raises(ValueError, match="variable 'data': set data=VALUE"):
+        evaluation.load_suite("mcl")
+    path = tmp_path / "own.yaml"
+    for text, message in {
+        "benchmarks: [": "not valid YAML",
+        "name: x": "is not a suite",
+        "benchmarks: {x: {kind: nothing, path: y}}": "benchmark x.kind",
+        "benchmarks: {x: {kind: mmvp, path: y, option: z}}": "benchmark x.option",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message) as caught:
+            evaluation.load_suite(str(path))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, folder: Path) -> Path:
+    """A run with one export, whose weights are the words 'perfect' or 'constant'."""
+    export = tmp_path / "run" / "stage_0" / "export"
+    export.mkdir(parents=True)
+    (export / "open_clip_config.json").write_text("{}")
+    (export / "weights.safetensors").write_text("perfect")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, planted: Any) -> list[str]:
+    """The models that were loaded, in order."""
+    names: list[str] = []
+
+    def load(where: str, pretrained: str | None = None, device: str = "cpu") -> Any:
+        names.append(where if pretrained is None else f"{where}+{pretrained}")
+        file = Path(where) / "weights.safetensors"
+        return planted(file.read_text() if file.exists() else "random", 5)
+
+    monkeypatch.setattr(evaluation, "load_model", load)
+    return names
+
+
+def make_config(run_dir: Path, folder: Path) -> configuration.Config:
+    suite = {"mmvp": {"kind": "mmvp", "path": str(folder)}}
+    tree = {"run_dir": str(run_dir), "eval": {"suite": suite}, "data": {"num_workers": 0}}
+    return configuration.from_tree(tree)
+
+
+def test_the_verb_evaluates_every_export_once(
+    run_dir: Path, folder: Path, loaded: list[str]
+) -> None:
+    config = make_config(run_dir, folder)
+    rows = evaluation.run(config, SINGLE)
+    assert {row.model for row in rows} == {"stage_0"} and rows[0].value == 100.0
+    before = (run_dir / "results.jsonl").read_bytes()
+    assert evaluation.run(config, SINGLE) == [] and len(loaded) == 1
+    assert (run_dir / "results.jsonl").read_bytes() == before
+    assert evaluation.run(config, SINGLE, force=True) == rows and len(loaded) == 2
+    (run_dir / "stage_0" / "export" / "weights.safetensors").write_text("constant")
+    assert evaluation.run(config, SINGLE)[0].value == 0.0  # the files changed
+    assert len(results.read(run_dir / "results.jsonl")) == len(rows)
+
+
+def test_named_models_suites_and_benchmarks(
+    run_dir: Path, folder: Path, loaded: list[str], tmp_path: Path
+) -> None:
+    config = make_config(run_dir, folder)
+    suite = tmp_path / "own.yaml"
+    suite.write_text(
+        "benchmarks:\n"
+        "  pairs: {kind: retrieval, path: '${root}', options: {captions: captions.csv}}\n"
+        "  mmvp: {kind: mmvp, path: '${root}'}\n"
+    )
+    rows = evaluation.run(
+        config,
+        SINGLE,
+        models=[f"mine={run_dir}/stage_0/export", "ViT-B-32@openai"],
+        suite=str(suite),
+        variables={"root": str(folder)},
+        only=["pairs"],
+    )
+    assert loaded == [f"{run_dir}/stage_0/export", "ViT-B-32+openai"]
+    assert {(r.model, r.benchmark) for r in rows} == {
+        ("mine", "pairs"), ("ViT-B-32@openai", "pairs"),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="no benchmark 'nothing': there are mmvp"):
+        evaluation.run(config, SINGLE, only=["nothing"])
+
+
+def test_nothing_to_evaluate(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="has no exports: run 'mclclip export' first"):
+        evaluation.run(make_config(tmp_path / "empty", folder), SINGLE)
+    bare = configuration.from_tree({"run_dir": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"set eval\.suite or give a suite"):
+        evaluation.run(bare, SINGLE)

@@ -1,0 +1,141 @@
+"""Zero-shot classification on planted encoders; classes, templates, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.eval import zeroshot
+from mclclip.eval.features import Extractor
+
+
+@pytest.fixture
+def folders(tmp_path: Path, draw: Callable[[Path, int], None]) -> Path:
+    """Classes class_0 .. class_6 with 1, 2, ... images each, which spell the class."""
+    for label in range(7):
+        for number in range(label + 1):
+            draw(tmp_path / "images" / f"class_{label}" / f"{number}.png", label)
+    (tmp_path / "images" / ".cache").mkdir()
+    (tmp_path / "images" / "class_0" / "notes.txt").write_text("not an image")
+    return tmp_path / "images"
+
+
+def run(encoder: Any, root: Path, **options: Any) -> dict[str, Any]:
+    figures = zeroshot.evaluate(Extractor(encoder, batch_size=5), root, **options)
+    return {figure.metric: figure for figure in figures}
+
+
+def test_perfect_encoder_scores_100(folders: Path, planted: Any) -> None:
+    encoder = planted("perfect", 7)
+    figures = run(encoder, folders)
+    assert {name: f.value for name, f in figures.items()} == {
+        "top1": 100.0, "top5": 100.0, "mean_per_class": 100.0,
+    }  # fmt: skip
+    assert figures["top1"].count == 28
+    assert encoder.seen_texts == [f"a photo of a class {label}." for label in range(7)]
+    assert figures["top1"].protocol["num_classes"] == 7
+    assert figures["top1"].protocol["templates"] == "simple"
+
+
+def test_constant_encoder_scores_0(folders: Path, planted: Any) -> None:
+    figures = run(planted("constant", 7, dim=512), folders)
+    assert {f.value for f in figures.values()} == {0.0}
+    assert figures["top1"].protocol["tied_images"] == 28
+
+
+def test_mean_per_class_weighs_small_classes_equally(folders: Path, planted: Any) -> None:
+    encoder = planted("perfect", 7)
+    encoder.image_table[6] = encoder.image_table[0]  # the largest class looks like the smallest
+    figures = run(encoder, folders)
+    assert figures["top1"].value == pytest.approx(100 * 21 / 28)
+    assert figures["mean_per_class"].value == pytest.approx(100 * 6 / 7)
+    # the wrong class wins, the six other candidates tie: a tie is no place among five
+    assert figures["top5"].value == pytest.approx(100 * 21 / 28)
+
+
+def test_top5_needs_more_than_five_classes(
+    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
+) -> None:
+    for label in range(5):
+        draw(tmp_path / f"class_{label}" / "0.png", label)
+    assert list(run(planted("perfect", 5), tmp_path)) == ["top1", "mean_per_class"]
+
+
+def test_class_vector_is_the_normalised_mean_of_unit_prompts(planted: Any) -> None:
+    encoder = planted("random", 40, dim=8)
+    vectors = zeroshot.classifier(Extractor(encoder), ["1", "2"], ["{}", "a 1{}", "b 2{}"])
+    for row, name in enumerate((1, 2)):
+        prompts = encoder.text_table[[name, 10 + name, 20 + name]].double()
+        wanted = torch.nn.functional.normalize(prompts, dim=1).mean(0)
+        wanted = wanted / wanted.norm()
+        assert np.allclose(vectors[row], wanted.numpy(), atol=1e-6)
+    assert vectors.dtype == np.float32
+
+
+def test_table_with_labels_and_classes(
+    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
+) -> None:
+    for number in range(3):
+        draw(tmp_path / f"{number}.png", number)
+    (tmp_path / "labels.csv").write_text("filepath,label\n0.png,zero\n2.png,two\n1.png,one\n")
+    (tmp_path / "classes.txt").write_text("zero\tno 0\none\tno 1\ntwo\tno 2\nextra\tno 3\n")
+    encoder = planted("perfect", 4)
+    figures = run(encoder, tmp_path, labels="labels.csv", classes="classes.txt")
+    assert figures["top1"].value == 100.0 and figures["top1"].count == 3
+    assert figures["top1"].protocol["num_classes"] == 4  # a class without images is a candidate
+    assert encoder.seen_texts[3] == "a photo of a no 3."
+
+
+def test_file_of_classes_joins_by_folder_name(
+    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
+) -> None:
+    for folder, number in {"n02": 0, "n01": 1}.items():
+        draw(tmp_path / folder / "x.png", number)
+    (tmp_path / "classes.txt").write_text("n02\tthing 0\nn01\tthing 1\n")
+    assert run(planted("perfect", 2), tmp_path, classes="classes.txt")["top1"].value == 100.0
+    (tmp_path / "classes.txt").write_text("n02\n")
+    with pytest.raises(ValueError, match="does not name, such as 'n01'"):
+        run(planted("perfect", 2), tmp_path, classes="classes.txt")
+    (tmp_path / "classes.txt").write_text("n02\nn02\n")
+    with pytest.raises(ValueError, match="'n02' twice"):
+        run(planted("perfect", 2), tmp_path, classes="classes.txt")
+
+
+def test_templates(tmp_path: Path) -> None:
+    assert zeroshot.find_templates("simple") == ["a photo of a {}."]
+    assert len(zeroshot.find_templates("clip_7")) == 7
+    assert zeroshot.find_templates(["a {}", "the {}"]) == ["a {}", "the {}"]
+    (tmp_path / "templates.txt").write_text("one {}\n\ntwo {}\n")
+    assert zeroshot.find_templates(str(tmp_path / "templates.txt")) == ["one {}", "two {}"]
+    with pytest.raises(ValueError, match="unknown templates 'nothing'"):
+        zeroshot.find_templates("nothing")
+    with pytest.raises(ValueError, match="must have one {}"):
+        zeroshot.find_templates(["a photo"])
+    with pytest.raises(ValueError, match="no templates"):
+        zeroshot.find_templates([])
+
+
+def test_templates_of_clip_benchmark() -> None:
+    pytest.importorskip("clip_benchmark", reason="needs the extra 'eval'")
+    templates = zeroshot.find_templates("clip_benchmark:imagenet1k")
+    assert len(templates) == 80 and "a bad photo of a {}." in templates
+    with pytest.raises(ValueError, match="no templates for 'nothing'"):
+        zeroshot.find_templates("clip_benchmark:nothing")
+
+
+def test_missing_or_empty_folders_get_one_clear_line(tmp_path: Path, planted: Any) -> None:
+    encoder = planted("perfect", 2)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        run(encoder, tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="has no images"):
+        run(encoder, tmp_path)
+    (tmp_path / "labels.csv").write_text("file,label\n")
+    with pytest.raises(ValueError, match="missing .*filepath"):
+        run(encoder, tmp_path, labels="labels.csv")
+    with pytest.raises(FileNotFoundError, match="no file of classes"):
+        run(encoder, tmp_path, classes="classes.txt")

@@ -1,0 +1,193 @@
+"""Loading by name, directory and config; exporting; the errors."""
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mclclip.models import weights
+from mclclip.models.clip import ClipModel, load_clip, save_export
+from tests.unit.models.conftest import CONFIGS
+
+TINY = CONFIGS / "tiny_vit.json"
+
+
+def tensors_of(model: ClipModel) -> dict[str, Tensor]:
+    return dict(model.state_dict())
+
+
+def equal(a: ClipModel, b: ClipModel) -> bool:
+    return all(weights.same_bits(t, tensors_of(b)[n]) for n, t in tensors_of(a).items())
+
+
+def test_random_weights_follow_the_seed_and_leave_the_caller_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first = load_clip(TINY, seed=3)
+    assert torch.equal(torch.rand(3), expected)
+    assert equal(first, load_clip(TINY, seed=3))
+    assert not equal(first, load_clip(TINY, seed=4))
+
+
+def test_mapping_and_file_are_the_same_config() -> None:
+    config = json.loads(TINY.read_text())
+    assert equal(load_clip(TINY, seed=3), load_clip(config, seed=3))
+    assert equal(load_clip(TINY, seed=3), load_clip({"model_cfg": config}, seed=3))
+
+
+def test_overrides_are_built_and_recorded() -> None:
+    model = load_clip(TINY, image_size=16, context_length=8, quick_gelu=True, patch_dropout=0.5)
+    assert model.image_size == 16
+    assert model.tokenizer(["a"]).shape == (1, 8)
+    config = model.config["model_cfg"]
+    assert config["quick_gelu"] is True
+    assert config["vision_cfg"]["patch_dropout"] == 0.5
+
+
+def test_loading_leaves_the_root_logger_alone() -> None:
+    root = logging.getLogger()
+    before = (list(root.handlers), list(root.filters))
+    load_clip(TINY)
+    assert (root.handlers, root.filters) == before
+
+
+def test_model_is_in_eval_mode_with_a_one_dimensional_scale(vit: ClipModel) -> None:
+    assert not vit.training
+    assert not vit.clip.training
+    assert vit.clip.logit_scale.shape == (1,)
+    assert vit.logit_scale().shape == ()
+    assert vit.logit_scale().item() == pytest.approx(1 / 0.07)
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_export_loads_in_plain_open_clip(
+    kind: str, request: pytest.FixtureRequest, images: Tensor, tokens: Tensor, tmp_path: Path
+) -> None:
+    model: ClipModel = request.getfixturevalue(kind)
+    save_export(model, tmp_path)
+    plain, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
+    plain.eval()
+    assert plain.logit_scale.shape == ()
+    assert plain.logit_scale.item() == model.clip.logit_scale.item()
+    with torch.no_grad():
+        assert torch.equal(plain.encode_image(images), model.encode_image(images))
+        assert torch.equal(plain.encode_text(tokens), model.encode_text(tokens))
+    picture = Image.fromarray(np.arange(40 * 50 * 3, dtype=np.uint8).reshape(40, 50, 3))
+    assert torch.equal(preprocess(picture), model.preprocess_val(picture))
+    assert equal(model, load_clip(f"local-dir:{tmp_path}"))
+    assert equal(model, load_clip(tmp_path))
+
+
+def test_equal_models_give_equal_files(vit: ClipModel, tmp_path: Path) -> None:
+    save_export(vit, tmp_path / "a")
+    save_export(load_clip(tmp_path / "a"), tmp_path / "b")
+    for name in (weights.CONFIG, weights.WEIGHTS):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_export_records_its_base(vit: ClipModel, tmp_path: Path) -> None:
+    save_export(vit, tmp_path / "base")
+    base = weights.base_digest(tmp_path / "base")
+    with torch.no_grad():
+        vit.clip.visual.proj += 1
+    save_export(vit, tmp_path / "tuned", base)
+    assert weights.base_digest(tmp_path / "tuned") == base
+    save_export(vit, tmp_path / "other")
+    assert weights.base_digest(tmp_path / "other") != base
+
+
+def test_train_transform_takes_open_clips_augmentation() -> None:
+    crop = load_clip(TINY).preprocess_train.transforms[0]  # type: ignore[attr-defined]
+    assert crop.scale == (0.9, 1.0)
+    model = load_clip(TINY, augmentation={"scale": [0.4, 0.6]})
+    crop = model.preprocess_train.transforms[0]  # type: ignore[attr-defined]
+    assert tuple(crop.scale) == (0.4, 0.6)
+    with pytest.raises(ValueError, match="augmentation"):
+        load_clip(TINY, augmentation={"zoom": 2})
+
+
+def test_tokenizer_and_transforms_reach_spawned_workers(vit: ClipModel) -> None:
+    for part in (vit.tokenizer, vit.preprocess_train, vit.preprocess_val):
+        pickle.loads(pickle.dumps(part))
+
+
+def test_open_clip_name_with_a_weights_file(tmp_path: Path) -> None:
+    """A name's own architecture is too large here; a JSON config takes the same path."""
+    source = load_clip(TINY, seed=5)
+    state = {n: t.contiguous() for n, t in source.clip.state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    torch.save(state, tmp_path / "w.pt")
+    for name in ("w.safetensors", "w.pt"):
+        assert equal(source, load_clip(TINY, str(tmp_path / name)))
+
+
+class _Code:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def test_pickled_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": _Code()}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match="neither safetensors nor a plain state dict"):
+        load_clip(TINY, str(tmp_path / "w.pt"))
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_weights_of_another_model_are_refused(resnet: ClipModel, tmp_path: Path) -> None:
+    save_export(resnet, tmp_path)
+    with pytest.raises(ValueError, match="do not load"):
+        load_clip(TINY, str(tmp_path / weights.WEIGHTS))
+
+
+def test_unavailable_tag_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="neither cached nor reachable") as raised:
+        load_clip("ViT-B-32", "laion2b_s34b_b79k")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "pretrained", "message"),
+    [
+        ("ViT-B-33", None, "nearest: ViT-B-32"),
+        ("ViT-B-32", "openai", "use the model 'ViT-B-32-quickgelu'"),
+        ("ViT-B-32", "no_such_tag", "neither a file nor a tag"),
+        ("coca_ViT-B-32", None, "CoCa"),
+        ({"embed_dim": 8}, None, "lacks vision_cfg, text_cfg"),
+    ],
+)
+def test_user_mistakes(name: Any, pretrained: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_clip(name, pretrained)
+
+
+def test_unknown_field_of_a_config() -> None:
+    config = json.loads(TINY.read_text())
+    config["vision_cfg"]["colour"] = 1
+    with pytest.raises(ValueError, match="cannot build the model.*colour"):
+        load_clip(config)
+
+
+def test_missing_files(vit: ClipModel, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no model directory"):
+        load_clip(f"local-dir:{tmp_path}/absent")
+    with pytest.raises(FileNotFoundError, match="no open_clip_config.json"):
+        load_clip(f"local-dir:{tmp_path}")
+    with pytest.raises(FileNotFoundError, match="no model config"):
+        load_clip(f"{tmp_path}/absent.json")
+    save_export(vit, tmp_path)
+    with pytest.raises(ValueError, match="brings its own weights"):
+        load_clip(tmp_path, "openai")
+    (tmp_path / weights.WEIGHTS).unlink()
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        load_clip(tmp_path)

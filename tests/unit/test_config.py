@@ -1,0 +1,205 @@
+"""Configuration: what is written is checked, and a mistake is one line that helps."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mclclip import config
+from mclclip.config import Config, load
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def mistake(path: Path | None, *overrides: str) -> str:
+    """The line that a wrong configuration is refused with."""
+    with pytest.raises(ValueError) as caught:
+        load(path, ["run_dir=x", *overrides])
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# --- load, override, dump ----------------------------------------------------------------------
+
+
+def test_only_the_run_directory_is_required() -> None:
+    assert load(None, ["run_dir=runs/a"]).run_dir == "runs/a"
+    with pytest.raises(ValueError, match="option 'run_dir' is required: set run_dir=VALUE"):
+        load(None)
+
+
+def test_a_file_and_overrides_of_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "run_dir: a\ntrain: {lr: 0.1, global_batch: 64}\n")
+    read = load(path, ["train.lr=1e-4", "base.lr=0.5", "num_stages=2", "run_dir=b"])
+    assert read.run_dir == "b" and read.num_stages == 2
+    assert read.train.lr == 1e-4 and read.train.global_batch == 64  # its neighbour stays
+    assert read.base is not None and read.base.lr == 0.5
+
+
+def test_the_last_override_counts() -> None:
+    assert load(None, ["run_dir=a", "seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.sources.cc.shards=/d/{000..009}.tar", "/d/{000..009}.tar"),
+        ("data.sources.cc.shards=[a.tar, b.tar]", ["a.tar", "b.tar"]),
+        ("data.sources.cc.shards=/d/x=1.tar", "/d/x=1.tar"),
+        ("data.sources.cc.shards='@list'", "@list"),
+    ],
+)
+def test_shards_are_written_as_they_are_meant(override: str, expected: object) -> None:
+    assert load(None, ["run_dir=a", override]).data.sources["cc"].shards == expected
+
+
+def test_null_and_unions() -> None:
+    read = load(None, ["run_dir=a", "train.clip_grad_norm=null", "train.lock.image_blocks=all"])
+    assert read.train.clip_grad_norm is None and read.train.lock.image_blocks == "all"
+    assert load(None, ["run_dir=a", "train.lock.image_blocks=6"]).train.lock.image_blocks == 6
+
+
+def test_a_dump_is_the_same_configuration(tmp_path: Path) -> None:
+    source = ["data.sources.cc.shards=[a.tar]", "eval.suite.m={kind: mmvp, path: p}"]
+    read = load(None, ["run_dir=a", "base.steps=5", "controls=[ungrouped]", *source])
+    text = config.dump(read)
+    assert load(write(tmp_path, text)) == read
+    assert config.dump(load(write(tmp_path, text))) == text
+
+
+def test_the_dump_names_every_option() -> None:
+    dumped = yaml.safe_load(config.dump(load(None, ["run_dir=a"])))
+    assert list(dumped) == [item.name for item in dataclasses.fields(Config)]
+    assert list(dumped["train"]["lock"]) == [
+        item.name for item in dataclasses.fields(config.LockConfig)
+    ]
+
+
+def test_configurations_do_not_change() -> None:
+    read = load(None, ["run_dir=a"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read.seed = 1  # type: ignore[misc]
+
+
+def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "# nothing\n"), ["run_dir=a"]).run_dir == "a"
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "unknown", "near"),
+    [
+        ("trian.lr=1", "trian", "train"),
+        ("train.globalbatch=1", "train.globalbatch", "global_batch"),
+        ("base.lock.image_block=1", "base.lock.image_block", "image_blocks"),
+        ("data.sources.cc.shard=a", "data.sources.cc.shard", "shards"),
+        ("eval.suite.m.knd=mmvp", "eval.suite.m.knd", "kind"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_nearest(
+    override: str, unknown: str, near: str
+) -> None:
+    line = mistake(None, override)
+    assert line.startswith(f"unknown option {unknown!r}: did you mean {near!r}?")
+    assert near in line.split("valid here: ")[1]
+
+
+def test_an_unknown_option_in_a_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "train:\n  plan:\n    polcy: drop\n")
+    assert "unknown option 'train.plan.polcy': did you mean 'policy'?" in mistake(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("train.lr=fast", ["'train.lr'", "'fast'", "number"]),
+        ("train.global_batch=1.5", ["'train.global_batch'", "1.5", "integer"]),
+        ("train.plan.policy=dorp", ["'train.plan.policy'", "'dorp'", "'drop', 'backoff'"]),
+        ("train.lock.image_blocks=five", ["'train.lock.image_blocks'", "'five'", "integer"]),
+        ("device=gpu", ["'device'", "'gpu'", "'auto', 'cpu' or 'cuda'"]),
+        ("controls=[ungruped]", ["'controls.0'", "'ungruped'", "'ungrouped'"]),
+        ("train=5", ["'train'", "5", "dictionary"]),
+        ("eval.suite.m.kind=mmvp", ["'eval.suite.m.path' is required"]),
+        ("controls=[ungrouped, ungrouped]", ["controls names one twice"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_path(override: str, parts: list[str]) -> None:
+    line = mistake(None, override)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "got the override 'seed', expected key.path=value"),
+        ("=5", "got the override '=5', expected key.path=value"),
+        ("run_dir.a=1", "'run_dir' holds a value, not options"),
+        ("train.lr=[1", "override 'train.lr=\\[1' is not valid YAML"),
+    ],
+)
+def test_an_override_that_cannot_be_read(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(None, ["run_dir=a", override])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no configuration file at .*none\.yaml"):
+        load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n- b\n", "holds list, expected a mapping"), ("train: [\n", "is not valid YAML")],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
+    line = mistake(write(tmp_path, text))
+    assert "config.yaml" in line and message in line
+
+
+def test_yaml_cannot_run_code(tmp_path: Path) -> None:
+    path = write(tmp_path, f"run_dir: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n")
+    assert "is not valid YAML" in mistake(path)
+    assert not (tmp_path / "made").exists()
+
+
+# --- every option ------------------------------------------------------------------------------
+
+
+def option_classes() -> list[ast.ClassDef]:
+    tree = ast.parse(Path(config.__file__).read_text())
+    return [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+    ]
+
+
+@pytest.mark.parametrize("node", option_classes(), ids=lambda node: node.name)
+def test_every_option_is_explained(node: ast.ClassDef) -> None:
+    """Each class has a docstring, and so has each field, except one that is options itself."""
+    assert ast.get_docstring(node)
+    for item, following in zip(node.body, [*node.body[1:], None], strict=True):
+        if not isinstance(item, ast.AnnAssign):
+            continue
+        annotation = ast.unparse(item.annotation)
+        explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        assert explained or annotation.endswith("Config"), ast.unparse(item.target)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_validates(path: Path) -> None:
+    assert load(path, ["run_dir=x"]).run_dir == "x"

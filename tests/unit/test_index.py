@@ -1,0 +1,359 @@
+"""The index verb: which shards, in which order, and what re-indexing does."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config, index
+from mclclip.artifacts import read_manifest
+from mclclip.data.sample_index import KIND, SampleIndex
+from mclclip.parallel.process_group import SINGLE
+
+
+def make_shard(path: Path, *keys: str, captions: str = "txt") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for key in keys:
+            text = f"caption {key}" if captions == "txt" else json.dumps({"alt": ["x", key]})
+            for name, data in ((f"{key}.jpg", f"image {key}"), (f"{key}.{captions}", text)):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data.encode()))
+    return path
+
+
+def run(run_dir: Path, force: bool = False, workers: int = 1, **sources: Any) -> SampleIndex:
+    """Indexes ``name=shards`` or ``name=(shards, captions)``."""
+    tree = {
+        name: {"shards": value[0], "captions": value[1]}
+        if isinstance(value, tuple)
+        else {"shards": value}
+        for name, value in sources.items()
+    }
+    options = {"run_dir": str(run_dir), "data": {"sources": tree, "index_workers": workers}}
+    return index.run(config.from_tree(options), SINGLE, force=force)
+
+
+def all_keys(found: SampleIndex) -> list[str]:
+    return found.keys(range(len(found)))
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(directory.iterdir())}
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    folder = tmp_path / "shards"
+    for number in range(4):
+        make_shard(folder / f"{number:02d}.tar", f"{number}a", f"{number}b")
+    return folder
+
+
+# --- a fresh index ----------------------------------------------------------------------------
+
+
+def test_samples_of_all_sources_in_configured_order(tmp_path: Path, shards: Path) -> None:
+    make_shard(tmp_path / "other" / "x.tar", "0a", captions="json")
+    found = run(
+        tmp_path / "run",
+        z=str(shards / "{00..01}.tar"),
+        a=(str(tmp_path / "other/*.tar"), "json:alt"),
+    )
+    assert all_keys(found) == ["z/0a", "z/0b", "z/1a", "z/1b", "a/0a"]
+    assert found.num_captions.tolist() == [1, 1, 1, 1, 2]
+    assert [(s.source, s.captions) for s in found.shards] == [
+        ("z", "txt"),
+        ("z", "txt"),
+        ("a", "json:alt"),
+    ]
+    data = Path(found.shards[2].path).read_bytes()
+    assert data[found.image_offset[4] :][: found.image_size[4]] == b"image 0a"
+    counts = read_manifest(tmp_path / "run" / "index", KIND).counts
+    assert (counts["samples"], counts["captions"], counts["shards"]) == (5, 6, 3)
+    assert counts["sources"]["a"] == {"captions": "json:alt", "shards": 1, "samples": 1}
+    assert counts["findings"] == {}
+
+
+def test_parallel_equals_serial(tmp_path: Path, shards: Path) -> None:
+    make_shard(shards / "04.tar", "0a", "4a")
+    (shards / "05.tar").write_bytes(b"no tar")
+    left = run(tmp_path / "left", s=str(shards / "*.tar"))
+    right = run(tmp_path / "right", s=str(shards / "*.tar"), workers=2)
+    assert left.digest == right.digest
+    one, two = files(left.directory), files(right.directory)
+    assert one.keys() == two.keys()
+    assert {n: d for n, d in one.items() if n != "manifest.json"} == {
+        n: d for n, d in two.items() if n != "manifest.json"
+    }
+    first, second = (read_manifest(i.directory, KIND) for i in (left, right))
+    assert first.counts == second.counts
+
+
+def test_what_is_left_out_is_counted_listed_and_logged(
+    tmp_path: Path, shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_shard(shards / "04.tar", "0a", "4a")  # 0a is in shard 00 as well
+    cut = make_shard(shards / "05.tar", "5a", "5b")
+    cut.write_bytes(cut.read_bytes()[: 512 * 5 + 3])  # within 5b's image
+    (shards / "06.tar").write_bytes(b"")
+    with caplog.at_level(logging.INFO, logger="mclclip"):
+        found = run(tmp_path / "run", s=str(shards / "*.tar"))
+    assert all_keys(found)[-2:] == ["s/4a", "s/5a"]
+    findings = read_manifest(found.directory, KIND).counts["findings"]
+    assert {reason: entry["count"] for reason, entry in findings.items()} == {
+        "duplicate_key": 1,
+        "truncated_shard": 1,
+        "unreadable_shard": 1,
+    }
+    assert findings["duplicate_key"]["examples"] == ["s/0a"]
+    assert findings["truncated_shard"]["examples"] == [str(cut)]
+    assert [(s.start, s.stop) for s in found.shards][-3:] == [(8, 9), (9, 10), (10, 10)]
+    assert "10 samples with 10 captions in 7 shards" in caplog.text
+    assert "1 samples whose key came before in their source" in caplog.text
+
+
+def test_equal_keys_in_two_sources_are_two_samples(tmp_path: Path, shards: Path) -> None:
+    found = run(tmp_path / "run", a=str(shards / "00.tar"), b=str(shards / "00.tar"))
+    assert all_keys(found) == ["a/0a", "a/0b", "b/0a", "b/0b"]
+
+
+@pytest.mark.real_data
+def test_real_cc12m_shard_has_captions_in_txt_and_json(tmp_path: Path, shared_data: Path) -> None:
+    path = str(shared_data / "cc12m_sample" / "cc12m-train-*.tar")
+    found = run(tmp_path / "run", txt=path, json=(path, "json:caption"))
+    assert len(found) == 64
+    assert found.num_captions.tolist() == [1] * 64
+    assert read_manifest(found.directory, KIND).counts["findings"] == {}
+
+
+# --- expansion --------------------------------------------------------------------------------
+
+
+def names(folder: Path, patterns: str | list[str]) -> list[str]:
+    return [Path(path).name for path in index.expand_shards(patterns, "o")]
+
+
+def test_expansion(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = ["00.tar", "01.tar", "02.tar", "03.tar"]
+    assert names(shards, str(shards / "{00..03}.tar")) == everything
+    assert names(shards, str(shards / "0?.tar")) == everything
+    assert names(shards, str(shards.parent / "**/0*.tar")) == everything
+    assert names(shards, [f"{shards}/03.tar", f"{shards}/{{00,02}}.tar"]) == [
+        "00.tar",
+        "02.tar",
+        "03.tar",
+    ]
+    assert names(shards, f"{shards}/00.tar::{shards}/0[12].tar") == everything[:3]
+    monkeypatch.setenv("WDS_where", str(shards))
+    assert names(shards, "${where}/00.tar") == ["00.tar"]
+    monkeypatch.chdir(shards)
+    assert index.expand_shards("00.tar", "o") == [str(shards / "00.tar")]
+
+
+def test_expansion_of_list_files(shards: Path) -> None:
+    listing = shards / "list.txt"
+    listing.write_text(f"# two of them\n{shards}/{{00..01}}.tar\n\n{shards}/03.tar\n")
+    assert names(shards, f"@{listing}") == ["00.tar", "01.tar", "03.tar"]
+    with pytest.raises(FileNotFoundError, match="no list of shards at .*none.txt"):
+        names(shards, f"@{shards}/none.txt")
+    listing.write_text("\n")
+    with pytest.raises(FileNotFoundError, match="names no shard"):
+        names(shards, f"@{listing}")
+
+
+def test_file_whose_name_looks_like_a_glob(shards: Path) -> None:
+    make_shard(shards / "a[1].tar", "x")
+    assert names(shards, f"{shards}/a[1].tar") == ["a[1].tar"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "message"),
+    [
+        ("{00..05}.tar", FileNotFoundError, r"o: 2 of the 6 paths of .* such as .*/04\.tar"),
+        ("none-*.tar", FileNotFoundError, r"1 of the 1 paths .*none-\*\.tar"),
+        ("", FileNotFoundError, r"is a folder: use .*/\*\.tar"),
+        ("{00..01.tar", ValueError, "does not expand"),
+        ("${no_such_variable}.tar", ValueError, "does not expand.*no_such_variable"),
+    ],
+)
+def test_patterns_that_fail(
+    shards: Path, pattern: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        names(shards, f"{shards}/{pattern}".rstrip("/"))
+
+
+@pytest.mark.parametrize(
+    "url", ["pipe:cat a.tar", "s3://bucket/a.tar", "https://x.org/{00..09}.tar", "gs://b/a.tar"]
+)
+def test_urls_are_refused_with_what_to_do(url: str) -> None:
+    with pytest.raises(ValueError, match="not a local path.*copy the shards"):
+        index.expand_shards(url, "o")
+
+
+def test_shard_named_twice(shards: Path) -> None:
+    with pytest.raises(ValueError, match=r"names .*00\.tar twice"):
+        names(shards, [f"{shards}/00.tar", f"{shards}/../{shards.name}/0?.tar"])
+
+
+# --- wrong input leaves nothing behind --------------------------------------------------------
+
+
+def test_no_sources(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data.sources is empty"):
+        run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_usable_sample(tmp_path: Path, shards: Path) -> None:
+    with pytest.raises(ValueError, match=r"no usable sample in 4 shard.*8 samples without a capt"):
+        run(tmp_path / "run", s=(str(shards / "*.tar"), "json:caption"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_compressed_shard(tmp_path: Path, shards: Path) -> None:
+    (shards / "04.tar").write_bytes(b"\x1f\x8b\x08 rest")
+    for workers in (1, 2):
+        with pytest.raises(ValueError, match=r"04\.tar is compressed with gzip"):
+            run(tmp_path / "run", s=str(shards / "*.tar"), workers=workers)
+    assert not (tmp_path / "run").exists()
+
+
+def test_source_without_samples_is_warned_of(
+    tmp_path: Path, shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "run", s=f"{shards}/00.tar", t=(f"{shards}/01.tar", "json:caption"))
+    assert "no usable sample in source t" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "captions"), [("a/b", "txt"), ("", "txt"), ("s", "json")])
+def test_wrong_source_options(tmp_path: Path, shards: Path, name: str, captions: str) -> None:
+    with pytest.raises(ValueError, match=r"source name|data\.sources\.s\.captions"):
+        run(tmp_path / "run", False, 1, **{name: (f"{shards}/00.tar", captions)})
+
+
+# --- again ------------------------------------------------------------------------------------
+
+
+def test_same_shards_are_skipped(tmp_path: Path, shards: Path) -> None:
+    first = run(tmp_path / "run", s=f"{shards}/*.tar")
+    before = files(first.directory)
+    # Other words for the same shards are no change, nor is --force without need.
+    again = run(tmp_path / "run", s=[f"{shards}/{{00..03}}.tar"], force=True)
+    assert files(again.directory) == before
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["index"]
+
+
+def test_new_shards_are_appended_and_ids_stay(tmp_path: Path, shards: Path) -> None:
+    cut = make_shard(shards / "02.tar", "2a", "2b")
+    cut.write_bytes(cut.read_bytes()[: 512 * 4])
+    first = run(tmp_path / "run", s=f"{shards}/*.tar")
+    first.add_bad({0: "broken"})
+    keys = all_keys(first)
+    make_shard(shards / "00-earlier.tar", "new", "0a")
+    make_shard(tmp_path / "other" / "0.tar", "0a")
+    second = run(tmp_path / "run", a=f"{tmp_path}/other/*.tar", s=f"{shards}/*.tar", workers=2)
+    assert all_keys(second) == [*keys, "a/0a", "s/new"]
+    assert second.digest != first.digest
+    assert second.bad_ids().tolist() == [0]
+    assert second.shards[:4] == first.shards
+    assert [Path(s.path).name for s in second.shards[4:]] == ["0.tar", "00-earlier.tar"]
+    findings = read_manifest(second.directory, KIND).counts["findings"]
+    assert {r: e["count"] for r, e in findings.items()} == {
+        "duplicate_key": 1,
+        "truncated_shard": 1,
+    }
+    # The index that was open still reads its own rows.
+    assert all_keys(first) == keys
+
+
+def test_appending_rows_equals_indexing_in_that_order(tmp_path: Path, shards: Path) -> None:
+    run(tmp_path / "grown", s=f"{shards}/00.tar")
+    grown = run(tmp_path / "grown", s=f"{shards}/*.tar")
+    whole = run(tmp_path / "whole", s=f"{shards}/*.tar")
+    assert grown.digest == whole.digest
+    assert (grown.directory / "samples.arrow").read_bytes() == (
+        whole.directory / "samples.arrow"
+    ).read_bytes()
+
+
+def test_killed_while_written_is_made_again_in_its_order(tmp_path: Path, shards: Path) -> None:
+    run(tmp_path / "run", s=f"{shards}/0[23].tar")
+    grown = run(tmp_path / "run", s=f"{shards}/*.tar")
+    keys = all_keys(grown)
+    assert keys[0] == "s/2a"
+    (grown.directory / "manifest.json").unlink()
+    (grown.directory / "samples.arrow").unlink()
+    (grown.directory / ".samples.arrow.tmp").write_bytes(b"half")
+    again = run(tmp_path / "run", s=f"{shards}/*.tar")
+    assert all_keys(again) == keys
+    assert not list(again.directory.glob(".*"))
+
+
+def _change_size(shards: Path) -> None:
+    make_shard(shards / "01.tar", "1a", "1b", "1c", "1d", "1e", "1f", "1g", "1h", "1i", "1j", "1k")
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern", "captions", "error", "message"),
+    [
+        (_change_size, "*.tar", "txt", ValueError, r"01\.tar .*had \d+ bytes when it was indexed"),
+        (
+            lambda s: (s / "01.tar").unlink(),
+            "*.tar",
+            "txt",
+            FileNotFoundError,
+            r"01\.tar .*on disk",
+        ),
+        (lambda s: None, "0[023].tar", "txt", ValueError, r"01\.tar .*is not in data\.sources"),
+        (lambda s: None, "*.tar", "json:alt", ValueError, "captions=txt, now json:alt"),
+    ],
+)
+def test_changed_shards_stop_until_forced(
+    tmp_path: Path,
+    shards: Path,
+    change: Any,
+    pattern: str,
+    captions: str,
+    error: type[Exception],
+    message: str,
+) -> None:
+    for number in range(4):  # shards that have captions of both kinds
+        with tarfile.open(shards / f"{number:02d}.tar", "a") as tar:
+            info = tarfile.TarInfo(f"{number}a.json")
+            info.size = 12
+            tar.addfile(info, io.BytesIO(b'{"alt": "x"}'))
+    first = run(tmp_path / "run", s=f"{shards}/*.tar")
+    before = files(first.directory)
+    change(shards)
+    with pytest.raises(error, match=message) as caught:
+        run(tmp_path / "run", s=(f"{shards}/{pattern}", captions))
+    assert "--force" in str(caught.value) and "\n" not in str(caught.value)
+    assert files(first.directory) == before
+    forced = run(tmp_path / "run", s=(f"{shards}/{pattern}", captions), force=True)
+    assert forced.digest != first.digest
+    assert files(tmp_path / "run" / "index.old-1") == before
+
+
+def test_error_while_appending_keeps_the_old_index(tmp_path: Path, shards: Path) -> None:
+    first = run(tmp_path / "run", s=f"{shards}/*.tar")
+    before = files(first.directory)
+    (shards / "04.tar").write_bytes(b"BZh91AY")
+    with pytest.raises(ValueError, match="compressed with bzip2"):
+        run(tmp_path / "run", s=f"{shards}/*.tar")
+    assert files(first.directory) == before
+
+
+def test_index_moves_with_its_run_directory(tmp_path: Path, shards: Path) -> None:
+    first = run(tmp_path / "run", s=f"{shards}/*.tar")
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    assert SampleIndex.open(tmp_path / "moved" / "index").digest == first.digest

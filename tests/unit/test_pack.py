@@ -1,0 +1,237 @@
+"""The pack verb: a table and a folder of images become shards that the index reads."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import logging
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config, index
+from mclclip.artifacts import Manifest, read_manifest
+from mclclip.pack import KIND, pack
+from mclclip.parallel.process_group import SINGLE
+
+Rows = list[list[str]]
+
+
+def write_table(path: Path, rows: Rows, delimiter: str = ",") -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    return path
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.jpg", "b.PNG", "sub/c.webp", "d.jpeg"):
+        (folder / name).write_bytes(f"bytes of {name}".encode())
+    (folder / "text.gif").write_bytes(b"gif")
+    (folder / "empty.jpg").write_bytes(b"")
+    return folder
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+
+
+def run(tmp_path: Path, images: Path, rows: Rows, **options: Any) -> Manifest:
+    table = write_table(tmp_path / "t.csv", [["filepath", "title"], *rows])
+    return pack(table, images, tmp_path / "out", **options)
+
+
+def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) -> None:
+    rows = [["sub/c.webp", "one"], ["b.PNG", " two, with a comma "], ["a.jpg", "drei\nö"]]
+    manifest = run(tmp_path, images, rows, samples_per_shard=2)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "00000.tar",
+        "00001.tar",
+        "manifest.json",
+    ]
+    first, second = (members(tmp_path / "out" / f"0000{n}.tar") for n in (0, 1))
+    assert first["000000000.webp"] == b"bytes of sub/c.webp"
+    assert first["000000001.png"] == b"bytes of b.PNG"
+    assert first["000000001.txt"] == b"two, with a comma"
+    assert second["000000002.txt"].decode() == "drei\nö"
+    assert json.loads(second["000000002.json"]) == {
+        "key": "000000002",
+        "caption": "drei\nö",
+        "captions": ["drei\nö"],
+        "filepath": "a.jpg",
+        "sha256": hashlib.sha256(b"bytes of a.jpg").hexdigest(),
+    }
+    assert manifest.counts == {"samples": 3, "captions": 3, "shards": 2, "findings": {}}
+    assert read_manifest(tmp_path / "out", KIND) == manifest
+
+
+def test_rows_of_one_image_are_its_captions_in_order(tmp_path: Path, images: Path) -> None:
+    rows = [["a.jpg", "1"], ["d.jpeg", "x"], ["./a.jpg", "2"], ["a.jpg", "2"]]
+    manifest = run(tmp_path, images, rows)
+    found = members(tmp_path / "out" / "00000.tar")
+    assert json.loads(found["000000000.json"])["captions"] == ["1", "2", "2"]
+    assert found["000000000.txt"] == b"1"
+    assert (manifest.counts["samples"], manifest.counts["captions"]) == (2, 4)
+
+
+def test_tsv_columns_by_name_prefix_and_further_columns(tmp_path: Path, images: Path) -> None:
+    rows = [["", "text", "file", "licence"], ["0", "1", "a.jpg", "by"], ["1", "2", "a.jpg", "nc"]]
+    table = write_table(tmp_path / "t.tsv", rows, "\t")
+    pack(
+        table,
+        images,
+        tmp_path / "out",
+        path_column="file",
+        caption_column="text",
+        key_prefix="set/x",
+    )
+    found = members(tmp_path / "out" / "00000.tar")
+    facts = json.loads(found["set/x000000000.json"])
+    assert (facts["captions"], facts["licence"], facts["file"]) == (["1", "2"], "by", "a.jpg")
+
+
+def test_delimiter_and_byte_order_mark(tmp_path: Path, images: Path) -> None:
+    table = tmp_path / "t.txt"
+    table.write_text("filepath|title\na.jpg|one\n", encoding="utf-8-sig")
+    with pytest.raises(ValueError, match=r"t\.txt ends in '\.txt'.*give the delimiter"):
+        pack(table, images, tmp_path / "out")
+    assert pack(table, images, tmp_path / "out", delimiter="|").counts["samples"] == 1
+
+
+def test_what_cannot_be_packed_is_counted_by_reason(
+    tmp_path: Path, images: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        ["a.jpg", "good"],
+        ["a.jpg", "  "],
+        ["", "no image"],
+        ["none.jpg", "t"],
+        ["text.gif", "t"],
+        ["empty.jpg", "t"],
+        ["d.jpeg", ""],
+        ["b.PNG"],
+    ]
+    with caplog.at_level(logging.INFO, logger="mclclip"):
+        counts = run(tmp_path, images, rows).counts
+    assert {r: e["count"] for r, e in counts["findings"].items()} == {
+        "empty_caption": 3,
+        "missing_image": 1,
+        "no_caption": 2,
+        "no_path": 1,
+        "unsupported_extension": 1,
+        "zero_byte_image": 1,
+    }
+    assert counts["findings"]["missing_image"]["examples"] == ["none.jpg"]
+    assert counts["findings"]["no_path"]["examples"] == ["t.csv line 4"]
+    assert counts["samples"] == 1
+    assert "1 images that are not in the folder, left out (missing_image), e.g. none.jpg" in (
+        caplog.text
+    )
+
+
+def test_finished_is_skipped_and_changes_stop_until_forced(tmp_path: Path, images: Path) -> None:
+    run(tmp_path, images, [["a.jpg", "1"]])
+    (images / "a.jpg").unlink()  # a skipped verb does not even look
+    again = run(tmp_path, images, [["a.jpg", "1"]])
+    assert again.counts["samples"] == 1
+    with pytest.raises(ValueError, match="samples_per_shard was 10000, now 3"):
+        run(tmp_path, images, [["a.jpg", "1"]], samples_per_shard=3)
+    with pytest.raises(ValueError, match="inputs.table"):
+        run(tmp_path, images, [["b.PNG", "1"]])
+    run(tmp_path, images, [["b.PNG", "1"]], force=True)
+    assert "000000000.png" in members(tmp_path / "out" / "00000.tar")
+    assert "000000000.jpg" in members(tmp_path / "out.old-1" / "00000.tar")
+
+
+def test_killed_pack_is_made_again_with_the_same_bytes(tmp_path: Path, images: Path) -> None:
+    rows = [["a.jpg", "1"], ["b.PNG", "2"], ["d.jpeg", "3"]]
+    run(tmp_path, images, rows, samples_per_shard=1)
+    out = tmp_path / "out"
+    before = {p.name: p.read_bytes() for p in out.glob("*.tar")}
+    manifest = json.loads((out / "manifest.json").read_text())
+    intent = {key: manifest[key] for key in ("kind", "config", "inputs")}
+    (out / "manifest.json").unlink()
+    (out / "in_progress.json").write_text(json.dumps(intent))
+    (out / "00001.tar").rename(out / ".00001.tar.tmp")
+    (out / "00007.tar").write_bytes(b"of a longer run")
+    run(tmp_path, images, rows, samples_per_shard=1)
+    assert {p.name: p.read_bytes() for p in out.glob("*.tar")} == before
+    assert sorted(p.name for p in out.iterdir()) == [*sorted(before), "manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("path,title\na.jpg,x\n", r"no column 'filepath', it has \['path', 'title'\]"),
+        ("filepath,caption\na.jpg,x\n", r"no column 'title', it has \['filepath', 'caption'\]"),
+        ("", r"no column 'filepath', it has \[\]"),
+        ("filepath,title\n", "no usable image in .*it has no rows"),
+        ("filepath,title\nnone.jpg,x\n", "no usable image in .*1 images that are not in the fold"),
+        ("filepath,title\na.jpg," + "x" * 200_000 + "\n", "does not parse: field larger"),
+    ],
+)
+def test_wrong_tables_leave_nothing_behind(
+    tmp_path: Path, images: Path, content: str, message: str
+) -> None:
+    (tmp_path / "t.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        pack(tmp_path / "t.csv", images, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_table_that_is_not_utf8(tmp_path: Path, images: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"filepath,title\na.jpg,\xff\xfe\n")
+    with pytest.raises(ValueError, match="does not parse: 'utf-8' codec"):
+        pack(tmp_path / "t.csv", images, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples_per_shard": 0}, "samples_per_shard is 0"),
+        ({"delimiter": ", "}, "expected one character"),
+        ({"delimiter": ""}, "expected one character"),
+        ({"key_prefix": "v1.0-"}, "cut at a dot"),
+    ],
+)
+def test_wrong_options(tmp_path: Path, images: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, images, [["a.jpg", "1"]], **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_table_folder_and_foreign_shards(tmp_path: Path, images: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no table"):
+        pack(tmp_path / "none.csv", images, tmp_path / "out")
+    table = write_table(tmp_path / "t.csv", [["filepath", "title"], ["a.jpg", "1"]])
+    with pytest.raises(FileNotFoundError, match="no folder of images"):
+        pack(table, tmp_path / "none", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "00000.tar").write_bytes(b"someone's shard")
+    with pytest.raises(ValueError, match="did not write"):
+        pack(table, images, tmp_path / "out")
+    assert (tmp_path / "out" / "00000.tar").read_bytes() == b"someone's shard"
+
+
+@pytest.mark.real_data
+def test_real_photographs_packed_and_indexed(tmp_path: Path, shared_data: Path) -> None:
+    folder = shared_data / "ucm_captions"
+    with open(folder / "captions.csv", newline="") as file:
+        rows = [row for row in csv.reader(file)][:401]
+    table = write_table(tmp_path / "t.csv", rows)
+    counts = pack(table, folder, tmp_path / "out", samples_per_shard=30).counts
+    assert (counts["captions"], counts["findings"]) == (400, {})
+    source = {"shards": str(tmp_path / "out" / "*.tar"), "captions": "json:captions"}
+    options = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"ucm": source}}}
+    found = index.run(config.from_tree(options), SINGLE)
+    assert len(found) == counts["samples"]
+    assert int(found.num_captions.sum()) == 400
+    shard = found.shards[found.shard_of[0]]
+    image = Path(shard.path).read_bytes()[found.image_offset[0] :][: found.image_size[0]]
+    assert image == (folder / rows[1][0]).read_bytes()
