@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from mclclip import artifacts
@@ -54,9 +54,13 @@ def save(
     temporary = final.with_name(f".{final.name}.tmp")
     collectives.on_main(lambda: _prepare(directory, temporary))
     model_state, optimizer_state = get_state_dict(module, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     writer = FileSystemWriter(str(temporary), sync_files=True)
-    _quiet(lambda: dcp.save(state, storage_writer=writer, no_dist=collectives.world_size() == 1))
+    _quiet(
+        lambda: state_dict_saver.save(
+            state, storage_writer=writer, no_dist=collectives.world_size() == 1
+        )
+    )
 
     def publish() -> None:
         artifacts.write_json(temporary / "state.json", {"step": step})
@@ -77,7 +81,7 @@ def load(directory: Path, step: int, module: nn.Module, optimizer: torch.optim.O
     """
     source = path_of(directory, step)
     model_state, optimizer_state = get_state_dict(module, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     _read(source, state)
     set_state_dict(
         module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
@@ -104,7 +108,7 @@ def _read(source: Path, state: dict[str, Any], no_dist: bool | None = None) -> N
     alone = collectives.world_size() == 1 if no_dist is None else no_dist
     reader = FileSystemReader(str(source))
     try:
-        _quiet(lambda: dcp.load(state, storage_reader=reader, no_dist=alone))
+        _quiet(lambda: state_dict_loader.load(state, storage_reader=reader, no_dist=alone))
     except Exception as error:  # DCP raises many types for damaged files; all mean the same here
         raise _unreadable(source, error) from error
 

@@ -65,7 +65,16 @@ def _export(config: Config, context: Context, args: argparse.Namespace) -> objec
 def _eval(config: Config, context: Context, args: argparse.Namespace) -> object:
     from mclclip.eval import run as evaluation
 
-    return evaluation.run(config, context, models=args.model, force=args.force)
+    variables = dict(item.partition("=")[::2] for item in args.set)
+    return evaluation.run(
+        config,
+        context,
+        models=args.model,
+        suite=args.suite,
+        variables=variables,
+        only=args.only,
+        force=args.force,
+    )
 
 
 def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
@@ -97,6 +106,8 @@ def _pack(args: argparse.Namespace) -> object:
         caption_column=args.caption_column,
         samples_per_shard=args.samples_per_shard,
         delimiter=args.delimiter,
+        key_prefix=args.key_prefix,
+        force=args.force,
     )
 
 
@@ -157,6 +168,8 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--caption-column", default="title")
     verb.add_argument("--samples-per-shard", type=int, default=10_000)
     verb.add_argument("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
+    verb.add_argument("--key-prefix", default="", help="put before the running number of a key")
+    verb.add_argument("--force", action="store_true", help="move shards of other settings aside")
     verb.set_defaults(standalone=_pack)
     verb = _add(verbs, "make-dataset", "render a built-in data set as shards and a benchmark")
     verb.add_argument("name", choices=["patterns"])
@@ -210,8 +223,13 @@ def _add_configured(verbs: Any) -> None:
         if name == "eval":
             verb.add_argument(
                 "--model", action="append", default=[], metavar="[NAME=]PATH",
-                help="export, concat or open_clip name; default: all exports of the run",
+                help="export, concat, or open_clip NAME@PRETRAINED; default: the run's exports",
             )  # fmt: skip
+            verb.add_argument("--suite", help="a shipped suite (mcl) or a YAML file")
+            verb.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                help="variable of the suite, such as data=FOLDER",
+            )  # fmt: skip
+            verb.add_argument("--only", action="append", default=[], metavar="BENCHMARK")
         verb.set_defaults(configured=function)
 
 

@@ -278,7 +278,8 @@ def to_tree(config: Any) -> dict[str, Any]:
 def dump(config: Config) -> str:
     """The resolved configuration as YAML."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")
-    return yaml.safe_dump(plain, sort_keys=False)
+    text: str = yaml.safe_dump(plain, sort_keys=False)
+    return text
 
 
 def _parse_yaml(text: str, where: str) -> Any:

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mclclip import __version__
+from mclclip.artifacts import fsync_directory
 
 REQUIRED = (
     "torch torchvision open_clip_torch webdataset numpy pandas pyarrow pydantic safetensors "
@@ -75,11 +76,8 @@ def findings(path: Path) -> Iterator[Finding]:
 
 
 def _python() -> Iterator[Finding]:
-    text = f"{platform.python_version()} on {platform.system()} {platform.release()}"
-    if sys.version_info < (3, 11):
-        yield Finding("FAIL", "python", f"{text}: mclclip needs 3.11 or newer")
-    else:
-        yield Finding("ok", "python", f"{text}, {sys.executable}")
+    where = f"{platform.system()} {platform.release()}"
+    yield Finding("ok", "python", f"{platform.python_version()} on {where}, {sys.executable}")
 
 
 def _version(package: str) -> str | None:
@@ -124,14 +122,19 @@ def _cpu() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     text = f"{usable} of {os.cpu_count()} cores usable, {memory_gib:.0f} GiB of memory"
+    text += f", bf16 {'in hardware' if _cpu_bf16() else 'emulated'}"
+    if (torch := _torch()) is not None:
+        threads = os.environ.get("OMP_NUM_THREADS", "not set")
+        text += f", torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads})"
+    yield Finding("ok", "cpu", text)
+
+
+def _torch() -> Any:
+    """torch, or None where it cannot be imported (reported with torchvision)."""
     try:
-        torch = import_module("torch")
-    except Exception:  # reported with torchvision
-        yield Finding("ok", "cpu", text)
-        return
-    threads = os.environ.get("OMP_NUM_THREADS", "not set")
-    text += f", torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads})"
-    yield Finding("ok", "cpu", f"{text}, bf16 {'in hardware' if _cpu_bf16() else 'emulated'}")
+        return import_module("torch")
+    except Exception:
+        return None
 
 
 def _cpu_bf16() -> bool:
@@ -143,10 +146,7 @@ def _cpu_bf16() -> bool:
 
 
 def _gpus() -> Iterator[Finding]:
-    try:
-        torch = import_module("torch")
-    except Exception as error:
-        yield Finding("FAIL", "torch", f"import failed ({type(error).__name__}: {error})")
+    if (torch := _torch()) is None:
         return
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
@@ -180,11 +180,8 @@ def _hub() -> Iterator[Finding]:
     text = f"{cached} cached models in {cache}"
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if offline and not cached:
-        text += (
-            ", HF_HUB_OFFLINE is set: model.pretrained by name cannot be had; give a file, use "
-            "local-dir:PATH, or unset it"
-        )
-        yield Finding("warn", "weights", text)
+        advice = "give model.pretrained as a file, use local-dir:PATH, or unset HF_HUB_OFFLINE"
+        yield Finding("warn", "weights", f"{text}, offline: {advice}")
     else:
         yield Finding("ok", "weights", f"{text}, {'offline' if offline else 'online'}")
 
@@ -231,9 +228,7 @@ def _mount(folder: Path) -> str:
         return "unknown file system"
     resolved = folder.resolve()
     around = [(where, kind) for where, kind in mounts if resolved.is_relative_to(where)]
-    if not around:
-        return "unknown file system"
-    where, kind = max(around, key=lambda mount: len(mount[0]))
+    where, kind = max(around, key=lambda mount: len(mount[0]), default=("/", "unknown"))
     return f"{kind} at {where}"
 
 
@@ -290,11 +285,7 @@ def _fsync(folder: Path) -> str | Finding:
         file.write(bytes(1 << 16))
         file.flush()
         os.fsync(file.fileno())
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_directory(folder)
     taken_s = time.perf_counter() - before
     text = f"{taken_s * 1e3:.1f} ms for 64 KiB and its folder"
     if taken_s > SLOW_FSYNC_S:

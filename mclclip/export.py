@@ -147,7 +147,7 @@ def _concat(
     stages: list[Path], names: list[str], variant: concat.Variant, directory: Path
 ) -> dict[str, Any]:
     record = concat.save_concat(stages, variant, directory, names)
-    return {"num_trunk_blocks": record["num_trunk_blocks"]} | record["num_parameters"]
+    return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
 
 
 def _soup(stages: list[Path], force: bool, directory: Path) -> dict[str, Any]:

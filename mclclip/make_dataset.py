@@ -30,6 +30,7 @@ def run(
     seed: int = 0,
     num_samples: int = NUM_SAMPLES,
     num_pairs: int = NUM_PAIRS,
+    samples_per_shard: int = SAMPLES_PER_SHARD,
 ) -> Path:
     """Renders the data set ``name`` below ``out`` (skips what is finished) and returns ``out``.
 
@@ -44,6 +45,7 @@ def run(
         "seed": seed,
         "num_samples": num_samples,
         "num_pairs": num_pairs,
+        "samples_per_shard": samples_per_shard,
         "mention_rates": dict(patterns.MENTION_RATES),
     }
     artifact = Artifact.open(out, kind="dataset", config=config, inputs={})
@@ -51,7 +53,7 @@ def run(
         log.info("%s is finished: skipped", out)
         return out
     log.info("render %d pictures and %d pairs per attribute", num_samples, num_pairs)
-    shards = write_shards(_samples(num_samples, seed), out / "shards", SAMPLES_PER_SHARD)
+    shards = write_shards(_samples(num_samples, seed), out / "shards", samples_per_shard)
     questions = _write_pairs(out / "pairs", num_pairs, seed)
     artifact.finish({"samples": num_samples, "shards": len(shards), "questions": questions})
     return out

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageDraw
 
 _COLOURS = {
@@ -62,13 +63,16 @@ _OVERSAMPLE = 3  # drawn larger and averaged, so that edges are smooth
 _CANVAS = IMAGE_SIZE * _OVERSAMPLE
 
 Values = Mapping[str, str]
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Pattern:
     """A picture uint8 [32, 32, 3] and its caption."""
 
-    image: np.ndarray
+    image: Bytes
     caption: str
     values: Values
 
@@ -125,7 +129,7 @@ def minimal_pairs(attribute: str, num_pairs: int, seed: int) -> Iterator[tuple[P
         yield one, two
 
 
-def render(values: Values, rng: np.random.Generator) -> np.ndarray:
+def render(values: Values, rng: np.random.Generator) -> Bytes:
     """The picture of ``values``, uint8 [32, 32, 3]; ``rng`` draws nuisances alone."""
     ground = np.array(_BACKGROUNDS[values["background"]], float) + rng.normal(0, 6, 3)
     offset = rng.integers(0, 6 * _OVERSAMPLE, 2)
@@ -145,23 +149,28 @@ def render(values: Values, rng: np.random.Generator) -> np.ndarray:
     return _clip(small + noise)
 
 
-def _clip(values: np.ndarray) -> np.ndarray:
+def _clip(values: Floats) -> Bytes:
     return np.clip(values, 0, 255).astype(np.uint8)
 
 
-def _texture(name: str, offset: np.ndarray) -> np.ndarray:
+def _texture(name: str, offset: Integers) -> Integers:
     """A mask [canvas, canvas] of 0 and 1 with a period of 6 pixels, shifted by ``offset``."""
     period = 6 * _OVERSAMPLE
-    y, x = np.mgrid[0:_CANVAS, 0:_CANVAS] + np.asarray(offset)[:, None, None]
-    stripes, rows = x // (period // 2) % 2, y // (period // 2) % 2
+    y: Integers
+    x: Integers
+    y, x = np.indices((_CANVAS, _CANVAS), np.int64) + offset[:, None, None]
+    stripes: Integers = x // (period // 2) % 2
+    rows: Integers = y // (period // 2) % 2
     if name == "plain":
         return np.zeros_like(x)
     if name == "striped":
         return stripes
     if name == "checked":
-        return (stripes + rows) % 2
+        checks: Integers = (stripes + rows) % 2
+        return checks
     distance = np.hypot(x % period - period / 2, y % period - period / 2)
-    return (distance < 0.3 * period).astype(int)
+    dots: Integers = (distance < 0.3 * period).astype(np.int64)
+    return dots
 
 
 def _shape(

@@ -63,8 +63,7 @@ class ConcatEncoder(nn.Module):
         shared_text: bool = True,
     ) -> None:
         super().__init__()
-        if variant not in get_args(Variant):
-            raise ValueError(f"variant is {variant!r}: give one of {', '.join(get_args(Variant))}")
+        _check_variant(variant)
         self.stages = nn.ModuleList(stages).requires_grad_(False).eval()
         self.num_trunk_blocks = num_trunk_blocks
         self.variant: Variant = variant
@@ -103,6 +102,11 @@ class ConcatEncoder(nn.Module):
         return join_text_features([model.encode_text(tokens) for model in models])
 
 
+def _check_variant(variant: str) -> None:
+    if variant not in get_args(Variant):
+        raise ValueError(f"variant is {variant!r}: give one of {', '.join(get_args(Variant))}")
+
+
 # --- writing ---------------------------------------------------------------------------------
 
 
@@ -118,6 +122,7 @@ def save_concat(
     input on is the trunk. `names` names the stages in concat.json (default: the directories').
     Raises ValueError where the stages are not of one architecture.
     """
+    _check_variant(variant)
     if not stages:
         raise ValueError("there is no stage to join: give at least one exported model")
     config = weights.common_config(stages)

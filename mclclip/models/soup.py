@@ -7,7 +7,6 @@ are equal in all models are copied, so frozen towers keep every bit.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open

@@ -1,7 +1,7 @@
 """An open_clip directory on disk: its configuration and its weights, as safetensors only.
 
-    export/  open_clip_config.json       {"model_cfg": ..., "preprocess_cfg": ..., "base_digest": ...}
-             open_clip_model.safetensors open_clip's state dict
+    export/  open_clip_config.json        {"model_cfg": ..., "preprocess_cfg": ..., "base_digest"}
+             open_clip_model.safetensors  open_clip's state dict
 
 `base_digest` names the weights that a model was fine-tuned from (its own, for a base model).
 Averages make sense only among models of one base.

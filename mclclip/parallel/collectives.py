@@ -52,6 +52,30 @@ def gather_with_grad(x: Tensor) -> Tensor:
     return gathered
 
 
+class _SumWithGrad(torch.autograd.Function):
+    """All-reduce whose backward is an all-reduce: every rank's loss depends on every input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        grad = grad_outputs[0].clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+def all_reduce_with_grad(x: Tensor) -> Tensor:
+    """Sum of ``x`` over the ranks; the gradient is summed over the ranks too."""
+    if world_size() == 1:
+        return x
+    total: Tensor = _SumWithGrad.apply(x)  # type: ignore[no-untyped-call]
+    return total
+
+
 def gather(x: Tensor) -> Tensor:
     """[b, ...] on each rank -> [W*b, ...] in rank order, without gradient."""
     if world_size() == 1:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mclclip.parallel.batch_norm import synchronize_batch_norms
 from mclclip.parallel.process_group import Context
 
 
@@ -38,6 +39,7 @@ class Engine:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._run: Callable[..., Any] = module
         if context.world_size > 1:
+            synchronize_batch_norms(module)
             on_gpu = context.device.type == "cuda"
             self._run = DistributedDataParallel(
                 module, device_ids=[context.local_rank] if on_gpu else None

@@ -86,7 +86,7 @@ def fit(
     valid: Mask | None = None,
     context: Context = SINGLE,
     reduce: Reduce = all_reduce_sum,
-    cache_bytes: int = 1 << 30,
+    cache_bytes: int | None = None,
 ) -> KMeans:
     """Clusters the rows of ``blocks`` ([n_i, D] float16 or wider, given whole to each rank) into K.
 
@@ -95,8 +95,8 @@ def fit(
     start (one start then). Iteration ends when an update lowers inertia by at most ``tolerance`` of
     itself, or after ``max_iterations`` updates. An empty cluster restarts at the farthest row of
     the largest cluster. Rows where ``valid`` [N] is false take no part. ``context`` and ``reduce``
-    (sum over ranks) say who shares the work; up to ``cache_bytes`` of a rank's rows stay on its
-    device as float32.
+    (sum over ranks) say who shares the work; up to ``cache_bytes`` of a rank's rows (None: 1 GiB,
+    half of a GPU's free memory) stay on its device as float32.
 
     Raises ValueError for NaN or infinite rows, and for more clusters than there are rows or
     distinct rows: on all ranks alike.

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,39 @@ def cut_blocks(arrays: Sequence[Floats], rows_per_block: int = ROWS_PER_BLOCK) -
     ]
 
 
+class NpyBlocks(Sequence[Floats]):
+    """The blocks of .npy files of rows [n, D], memory-mapped when they are read.
+
+    Not before: every mapping holds a file handle, and there may be more shards than handles.
+    """
+
+    def __init__(self, paths: Sequence[Path], rows_per_block: int = ROWS_PER_BLOCK) -> None:
+        self.num_rows = [len(_map(path)) for path in paths]
+        self._cuts = [
+            (path, slice(first, first + rows_per_block))
+            for path, num_rows in zip(paths, self.num_rows, strict=True)
+            for first in range(0, num_rows, rows_per_block)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    @overload
+    def __getitem__(self, number: int) -> Floats: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Floats]: ...
+    def __getitem__(self, number: int | slice) -> Floats | list[Floats]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        path, rows = self._cuts[number]
+        return _map(path)[rows]
+
+
+def _map(path: Path) -> Floats:
+    rows: Floats = np.load(path, mmap_mode="r", allow_pickle=False)
+    return rows
+
+
 @dataclass(frozen=True)
 class Survey:
     """What one look at all rows tells: a sum x of rows is kept as round(x * unit) in int64, and
@@ -59,7 +93,8 @@ class Rows:
 
     ``blocks`` [n_i, D] and ``valid`` [N] are the whole data, alike on all ranks. ``reduce`` sums a
     tensor over the ranks of ``context``. As many own blocks as ``cache_bytes`` holds stay prepared
-    on the device. Raises ValueError for blocks that are not float rows of one width.
+    on the device (None: 1 GiB, or half of what a GPU has free). Raises ValueError for blocks that
+    are not float rows of one width.
     """
 
     def __init__(
@@ -69,21 +104,25 @@ class Rows:
         algorithm: Algorithm,
         context: Context,
         reduce: Reduce,
-        cache_bytes: int,
+        cache_bytes: int | None,
     ) -> None:
         if algorithm not in ("spherical", "euclidean"):
             raise ValueError(f"algorithm is {algorithm!r}: wanted 'spherical' or 'euclidean'")
         self.blocks, self.valid, self.algorithm = blocks, valid, algorithm
         self.context, self._reduce = context, reduce
-        self.starts: list[int] = [0, *np.cumsum([len(block) for block in blocks]).tolist()]
+        layouts = [(block.shape, block.dtype) for block in blocks]
+        self.dim = _width(layouts)
+        num_rows = [shape[0] for shape, _ in layouts]
+        self.starts: list[int] = [0, *np.cumsum(num_rows).tolist()]
         self.num_rows = self.starts[-1]
         self.num_valid = self.num_rows if valid is None else int(np.count_nonzero(valid))
-        self.dim = _width(blocks)
         if valid is not None and len(valid) != self.num_rows:
             raise ValueError(f"valid has {len(valid):,} rows, the blocks have {self.num_rows:,}")
         self.own = list(range(context.rank, len(blocks), context.world_size))
         self.num_threads = torch.get_num_threads() if context.device.type == "cpu" else 1
-        bytes_so_far = np.cumsum([len(blocks[number]) * self.dim * 4 for number in self.own])
+        if cache_bytes is None:
+            cache_bytes = _room(context.device)
+        bytes_so_far = np.cumsum([num_rows[number] * self.dim * 4 for number in self.own])
         self._cached = set(self.own[: int(np.searchsorted(bytes_so_far, cache_bytes, "right"))])
         self._cache: dict[int, Tensor] = {}
 
@@ -250,13 +289,19 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _width(blocks: Sequence[Floats]) -> int:
-    """D, after a check that all blocks are floating [n, D]."""
-    widths = {block.shape[1:] for block in blocks}
-    kinds = {block.dtype.kind for block in blocks}
-    if len(widths) != 1 or len(next(iter(widths))) != 1 or kinds != {"f"}:
-        found = sorted({f"{block.dtype} {('n', *block.shape[1:])}" for block in blocks})
+def _room(device: torch.device) -> int:
+    """Bytes for prepared rows: 1 GiB of main memory, or half of what a GPU has free."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 2
+    return 1 << 30
+
+
+def _width(layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> int:
+    """D, after a check that the shapes and types are those of float rows [n, D]."""
+    widths = {shape[1:] for shape, _ in layouts}
+    if len(widths) != 1 or len(min(widths)) != 1 or any(kind.kind != "f" for _, kind in layouts):
+        found = sorted({f"{kind} {('n', *shape[1:])}" for shape, kind in layouts})
         raise ValueError(
             f"got blocks of {', '.join(found) or 'nothing'}: wanted float rows (n, D) of one width"
         )
-    return int(next(iter(widths))[0])
+    return int(min(widths)[0])

@@ -1,0 +1,86 @@
+"""The joined encoder against the separate exports, loaded and run by plain open_clip."""
+
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.models.clip import load_clip
+from mclclip.models.concat import ConcatEncoder, Variant, load_model, save_concat
+from mclclip.models.soup import save_uniform_soup
+from tests.unit.models.conftest import CONFIGS
+from tests.unit.models.stages import save_stages
+
+IMAGES = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+TEXTS = ["a red square", "two blue dots", "nothing", "left of it"]
+
+
+def plain_features(directory: Path) -> tuple[Tensor, Tensor]:
+    """Raw image and text features of one export."""
+    model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{directory}")
+    tokens = open_clip.get_tokenizer(f"local-dir:{directory}")(TEXTS)
+    with torch.no_grad():
+        return model.eval().encode_image(IMAGES), model.encode_text(tokens)
+
+
+def joined_by_hand(stages: list[Path], variant: Variant) -> tuple[Tensor, Tensor]:
+    pairs = [plain_features(stage) for stage in stages]
+    images = [image for image, _ in pairs]
+    if variant == "stage_norm":
+        images = [functional.normalize(image, dim=-1) for image in images]
+    texts = [functional.normalize(text, dim=-1) for _, text in pairs]
+    image, text = torch.cat(images, dim=-1), torch.cat(texts, dim=-1)
+    return functional.normalize(image, dim=-1), functional.normalize(text, dim=-1)
+
+
+@pytest.mark.parametrize("variant", ["raw", "stage_norm"])
+@pytest.mark.parametrize(
+    ("config", "image_blocks", "text", "trunk"),
+    [
+        ("tiny_vit", 1, False, 2),
+        ("tiny_vit", 1, True, 2),
+        ("tiny_vit", 3, False, 0),
+        ("tiny_resnet", 2, False, 3),
+    ],
+)
+def test_concat_is_the_concatenation_of_the_exports(
+    config: str, image_blocks: int, text: bool, trunk: int, variant: Variant, tmp_path: Path
+) -> None:
+    model = load_clip(CONFIGS / f"{config}.json", seed=2)
+    stages = save_stages(model, tmp_path, 3, image_blocks=image_blocks, text=text)
+    record = save_concat(stages, variant, tmp_path / "concat")
+    assert (record["num_trunk_blocks"], record["shared_text"]) == (trunk, not text)
+    encoder = load_model(tmp_path / "concat")
+    assert isinstance(encoder, ConcatEncoder)
+    image, text_feature = joined_by_hand(stages, variant)
+    found_image = encoder.encode_image(IMAGES)
+    found_text = encoder.encode_text(encoder.tokenizer(TEXTS))
+    torch.testing.assert_close(found_image, image, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found_text, text_feature, atol=1e-5, rtol=0)
+    similarity = found_image @ found_text.T
+    torch.testing.assert_close(similarity, image @ text_feature.T, atol=1e-5, rtol=0)
+
+
+def test_one_stage_is_the_ordinary_model(tmp_path: Path) -> None:
+    stages = save_stages(load_clip(CONFIGS / "tiny_vit.json", seed=2), tmp_path, 1)
+    for variant in ("raw", "stage_norm"):
+        save_concat(stages, variant, tmp_path / variant)  # type: ignore[arg-type]
+        encoder = load_model(tmp_path / variant)
+        image, text = (functional.normalize(f, dim=-1) for f in plain_features(stages[0]))
+        similarity = encoder.encode_image(IMAGES) @ encoder.encode_text(encoder.tokenizer(TEXTS)).T
+        torch.testing.assert_close(similarity, image @ text.T, atol=1e-6, rtol=0)
+
+
+def test_soup_is_the_model_with_averaged_weights(tmp_path: Path) -> None:
+    stages = save_stages(load_clip(CONFIGS / "tiny_vit.json", seed=2), tmp_path, 2)
+    save_uniform_soup(stages, tmp_path / "soup")
+    models = [open_clip.create_model(f"local-dir:{stage}") for stage in stages]
+    with torch.no_grad():
+        for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            own.copy_((own.double() + other.double()) / 2)
+        expected = models[0].eval().encode_image(IMAGES)
+        soup = open_clip.create_model(f"local-dir:{tmp_path / 'soup'}").eval()
+        torch.testing.assert_close(soup.encode_image(IMAGES), expected, atol=1e-6, rtol=1e-5)

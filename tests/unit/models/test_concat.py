@@ -1,0 +1,219 @@
+"""The concat: its similarity, its files, and the one loader."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+import mclclip
+from mclclip.models import weights
+from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.concat import (
+    CONCAT_WEIGHTS,
+    ConcatEncoder,
+    Variant,
+    join_image_features,
+    join_text_features,
+    load_model,
+    save_concat,
+)
+from mclclip.models.encoder import Encoder, SingleEncoder
+from tests.unit.models.conftest import CONFIGS
+from tests.unit.models.stages import save_stages
+
+VARIANTS: tuple[Variant, ...] = ("raw", "stage_norm")
+
+
+def draw(seed: int, stages: int, rows: int = 4, dim: int = 5) -> list[Tensor]:
+    rng = np.random.default_rng(seed)
+    scales = rng.uniform(0.2, 5.0, size=stages)
+    return [
+        torch.tensor(scale * rng.normal(size=(rows, dim)), dtype=torch.float32) for scale in scales
+    ]
+
+
+def similarity(images: list[Tensor], texts: list[Tensor], variant: Variant) -> Tensor:
+    return join_image_features(images, variant) @ join_text_features(texts).T
+
+
+def slow_similarity(images: list[Tensor], texts: list[Tensor], variant: Variant) -> Tensor:
+    """The formulas, written out."""
+    count = len(images)
+    rows, columns = len(images[0]), len(texts[0])
+    result = torch.zeros(rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            cosines = [
+                float(functional.cosine_similarity(z[i], t[j], dim=0))
+                for z, t in zip(images, texts, strict=True)
+            ]
+            lengths = [float(z[i].norm()) for z in images]
+            if variant == "stage_norm":
+                result[i, j] = sum(cosines) / count
+            else:
+                weighted = sum(n * c for n, c in zip(lengths, cosines, strict=True))
+                result[i, j] = weighted / (count * sum(n * n for n in lengths)) ** 0.5
+    return result
+
+
+# --- the similarity --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(seed=st.integers(0, 10_000), stages=st.integers(1, 4), own_texts=st.booleans())
+def test_dot_product_is_the_formula(
+    variant: Variant, seed: int, stages: int, own_texts: bool
+) -> None:
+    images = draw(seed, stages)
+    texts = draw(seed + 1, stages) if own_texts else draw(seed + 1, 1) * stages
+    found = similarity(images, texts, variant)
+    torch.testing.assert_close(found, slow_similarity(images, texts, variant), atol=1e-5, rtol=0)
+    assert found.abs().max() <= 1 + 1e-6
+    order = list(np.random.default_rng(seed).permutation(stages))
+    shuffled = similarity([images[s] for s in order], [texts[s] for s in order], variant)
+    torch.testing.assert_close(shuffled, found, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stages", [1, 3])
+def test_equal_stages_give_the_ordinary_cosine(variant: Variant, stages: int) -> None:
+    image, text = draw(1, 1), draw(2, 1)
+    cosine = functional.normalize(image[0], dim=1) @ functional.normalize(text[0], dim=1).T
+    torch.testing.assert_close(similarity(image * stages, text * stages, variant), cosine)
+
+
+def test_variants_agree_where_the_stages_are_equally_long() -> None:
+    images = [3 * functional.normalize(z, dim=1) for z in draw(3, 4)]
+    texts = draw(4, 1) * 4
+    torch.testing.assert_close(
+        similarity(images, texts, "raw"), similarity(images, texts, "stage_norm")
+    )
+
+
+# --- the files -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stages(vit: ClipModel, tmp_path: Path) -> list[Path]:
+    return save_stages(vit, tmp_path, 3)
+
+
+def test_record_and_files(stages: list[Path], tmp_path: Path) -> None:
+    record = save_concat(stages, "raw", tmp_path / "c")
+    assert json.loads((tmp_path / "c" / "concat.json").read_text()) == record
+    assert [stage["name"] for stage in record["stages"]] == ["stage_0", "stage_1", "stage_2"]
+    assert record["num_trunk_blocks"] == 2
+    assert record["shared_text"] is True
+    assert record["embed_dim"] == 3 * 32
+    config = weights.read_config(tmp_path / "c")
+    assert config == weights.read_config(stages[0])
+    # Two more tails, and nothing else twice.
+    sizes = record["num_parameters"]
+    model = load_clip(stages[0])
+    names = model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
+    tail = sum(p.numel() for n, p in model.named_parameters() if n in names)
+    assert sizes["concat"] - sizes["one_stage"] == 2 * tail
+
+
+def test_equal_stages_give_equal_files(stages: list[Path], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_concat(stages, "raw", tmp_path / name)
+    for file in (weights.CONFIG, weights.CONCAT, CONCAT_WEIGHTS):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_plain_open_clip_refuses_a_concat(stages: list[Path], tmp_path: Path) -> None:
+    """It would otherwise be one stage that passes for all of them."""
+    save_concat(stages, "raw", tmp_path / "c")
+    with pytest.raises(RuntimeError):
+        open_clip.create_model(f"local-dir:{tmp_path / 'c'}")
+    with pytest.raises(ValueError, match="mclclip.load_model"):
+        load_clip(tmp_path / "c")
+
+
+def test_equal_tensors_share_memory(stages: list[Path], tmp_path: Path) -> None:
+    save_concat(stages, "raw", tmp_path / "c")
+    encoder = load_model(tmp_path / "c")
+    assert isinstance(encoder, ConcatEncoder)
+    record = json.loads((tmp_path / "c" / "concat.json").read_text())
+    held = sum(p.numel() for p in encoder.parameters())
+    assert held == record["num_parameters"]["concat"]
+
+
+@pytest.mark.parametrize(("image_blocks", "trunk"), [(0, 3), (1, 2), (2, 1), (3, 0)])
+def test_trunk_is_the_equal_prefix(
+    vit: ClipModel, tmp_path: Path, image_blocks: int, trunk: int
+) -> None:
+    paths = save_stages(vit, tmp_path, 2, image_blocks=image_blocks)
+    assert save_concat(paths, "raw", tmp_path / "c")["num_trunk_blocks"] == trunk
+
+
+def test_trunk_runs_once(stages: list[Path], tmp_path: Path, images: Tensor) -> None:
+    save_concat(stages, "raw", tmp_path / "c")
+    encoder = load_model(tmp_path / "c")
+    assert isinstance(encoder, ConcatEncoder)
+    runs: list[str] = []
+    for name, module in encoder.named_modules():
+        if name.endswith(("resblocks.0", "resblocks.1", "resblocks.2")):
+            module.register_forward_hook(lambda *_, name=name: runs.append(name[-1]))
+    encoder.encode_image(images)
+    assert (runs.count("0"), runs.count("1"), runs.count("2")) == (1, 1, 3)
+
+
+def test_stages_that_do_not_fit(vit: ClipModel, tmp_path: Path) -> None:
+    save_export(vit, tmp_path / "a")
+    save_export(load_clip(CONFIGS / "tiny_vit.json", quick_gelu=True), tmp_path / "b")
+    with pytest.raises(ValueError, match="has another open_clip_config.json"):
+        save_concat([tmp_path / "a", tmp_path / "b"], "raw", tmp_path / "c")
+    with pytest.raises(ValueError, match="at least one"):
+        save_concat([], "raw", tmp_path / "c")
+    with pytest.raises(ValueError, match="variant is 'sum'"):
+        save_concat([tmp_path / "a"], "sum", tmp_path / "c")  # type: ignore[arg-type]
+    assert not (tmp_path / "c").exists()
+
+
+# --- the loader ------------------------------------------------------------------------------
+
+
+def test_public_loader_returns_encoders(stages: list[Path], tmp_path: Path) -> None:
+    save_concat(stages, "stage_norm", tmp_path / "c")
+    for name in (tmp_path / "c", f"local-dir:{tmp_path / 'c'}", stages[0], str(stages[1])):
+        encoder = mclclip.load_model(name)
+        assert isinstance(encoder, Encoder)
+        assert encoder.logit_scale == pytest.approx(1 / 0.07, rel=0.2)
+        tokens = encoder.tokenizer(["one", "two"])
+        features = encoder.encode_text(tokens)
+        assert features.shape == (2, encoder.embed_dim)
+        assert not features.requires_grad
+        torch.testing.assert_close(features.norm(dim=1), torch.ones(2))
+
+
+def test_single_encoder_is_the_model(vit: ClipModel, images: Tensor, tokens: Tensor) -> None:
+    encoder = SingleEncoder(vit)
+    with torch.no_grad():
+        assert torch.equal(encoder.encode_image(images), vit.encode_image(images, normalize=True))
+        assert torch.equal(encoder.encode_text(tokens), vit.encode_text(tokens, normalize=True))
+    assert encoder.encode_pooled(images).shape == (3, 64)
+
+
+def test_missing_and_foreign_directories(stages: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no model at"):
+        load_model(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="no open_clip_config.json"):
+        load_model(tmp_path)
+    with pytest.raises(ValueError, match="neither a directory nor an open_clip model"):
+        load_model("absent/export")
+    save_concat(stages, "raw", tmp_path / "c")
+    with pytest.raises(ValueError, match="brings its own weights"):
+        load_model(tmp_path / "c", "openai")
+    record = json.loads((tmp_path / "c" / "concat.json").read_text())
+    (tmp_path / "c" / "concat.json").write_text(json.dumps(record | {"schema_version": 99}))
+    with pytest.raises(ValueError, match="schema 99"):
+        load_model(tmp_path / "c")

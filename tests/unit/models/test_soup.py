@@ -1,0 +1,111 @@
+"""The uniform soup."""
+
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+
+from mclclip.models import weights
+from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.soup import mean_tensor, save_uniform_soup
+from tests.unit.models.stages import save_stages, vary
+
+
+@pytest.fixture
+def stages(vit: ClipModel, tmp_path: Path) -> list[Path]:
+    return save_stages(vit, tmp_path, 3)
+
+
+def files(directory: Path) -> list[bytes]:
+    return [(directory / name).read_bytes() for name in (weights.CONFIG, weights.WEIGHTS)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_soup_of_identical_models_is_bit_identical(
+    stages: list[Path], tmp_path: Path, count: int
+) -> None:
+    averaged = save_uniform_soup([stages[1]] * count, tmp_path / "soup")
+    assert averaged == 0
+    assert files(tmp_path / "soup") == files(stages[1])
+
+
+def test_soup_is_the_mean_and_keeps_frozen_bits(stages: list[Path], tmp_path: Path) -> None:
+    save_uniform_soup(stages, tmp_path / "soup")
+    found = weights.read_tensors(tmp_path / "soup" / weights.WEIGHTS)
+    ingredients = [weights.read_tensors(path / weights.WEIGHTS) for path in stages]
+    for name, tensor in found.items():
+        own = [each[name] for each in ingredients]
+        if weights.same_bits(*own):
+            assert weights.same_bits(tensor, own[0])
+        else:
+            mean = torch.stack([t.double() for t in own]).mean(dim=0)
+            torch.testing.assert_close(tensor.double(), mean, atol=1e-7, rtol=1e-7)
+    kept = [n for n in found if n.startswith("transformer.") or "resblocks.0" in n]
+    assert all(weights.same_bits(found[n], ingredients[2][n]) for n in kept)
+
+
+def test_order_does_not_matter(stages: list[Path], tmp_path: Path) -> None:
+    save_uniform_soup(stages, tmp_path / "a")
+    save_uniform_soup(stages[::-1], tmp_path / "b")
+    b = weights.read_tensors(tmp_path / "b" / weights.WEIGHTS)
+    for name, tensor in weights.read_tensors(tmp_path / "a" / weights.WEIGHTS).items():
+        torch.testing.assert_close(tensor, b[name], atol=1e-7, rtol=1e-6)
+
+
+def test_soup_loads_in_plain_open_clip(stages: list[Path], tmp_path: Path) -> None:
+    save_uniform_soup(stages, tmp_path / "soup")
+    plain, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'soup'}")
+    images = torch.zeros(1, 3, 32, 32)
+    with torch.no_grad():
+        expected = load_clip(tmp_path / "soup").encode_image(images)
+        assert torch.equal(plain.eval().encode_image(images), expected)
+    assert weights.base_digest(tmp_path / "soup") == weights.base_digest(stages[0])
+
+
+def test_models_of_different_bases_are_refused(
+    stages: list[Path], vit: ClipModel, tmp_path: Path
+) -> None:
+    vary(vit, 9)
+    save_export(vit, tmp_path / "other")
+    with pytest.raises(ValueError, match="descends from another base"):
+        save_uniform_soup([*stages, tmp_path / "other"], tmp_path / "soup")
+    assert not (tmp_path / "soup").exists()
+    save_uniform_soup([*stages, tmp_path / "other"], tmp_path / "soup", force=True)
+    assert (tmp_path / "soup" / weights.WEIGHTS).exists()
+
+
+def test_other_configs_and_empty_soups(
+    stages: list[Path], resnet: ClipModel, tmp_path: Path
+) -> None:
+    save_export(resnet, tmp_path / "other")
+    with pytest.raises(ValueError, match="has another open_clip_config.json"):
+        save_uniform_soup([stages[0], tmp_path / "other"], tmp_path / "soup")
+    with pytest.raises(ValueError, match="at least one"):
+        save_uniform_soup([], tmp_path / "soup")
+
+
+def test_other_tensors(stages: list[Path], tmp_path: Path) -> None:
+    tensors = weights.read_tensors(stages[1] / weights.WEIGHTS)
+    tensors["strange"] = torch.ones(1)
+    weights.write_tensors(stages[1] / weights.WEIGHTS, tensors)
+    with pytest.raises(ValueError, match=r"different tensors: \['strange'\]"):
+        save_uniform_soup(stages, tmp_path / "soup")
+
+
+def test_mean_of_a_tensor() -> None:
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -2.0])
+    assert torch.equal(mean_tensor("x", [a, b]), torch.tensor([2.0, 0.0]))
+    assert mean_tensor("x", [a.bfloat16(), b.bfloat16()]).dtype == torch.bfloat16
+    count = torch.tensor(3)
+    assert mean_tensor("x", [count, count.clone()]) is count
+    with pytest.raises(ValueError, match="integer tensor x differs"):
+        mean_tensor("x", [count, torch.tensor(4)])
+    with pytest.raises(ValueError, match="x has different shapes"):
+        mean_tensor("x", [a, b[None]])
+
+
+def test_fp64_sum() -> None:
+    """In fp32 the small term would be lost."""
+    tensors = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
+    assert mean_tensor("x", tensors).item() == pytest.approx(1 / 3)

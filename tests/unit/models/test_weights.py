@@ -1,0 +1,50 @@
+"""Bits, digests and files of weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mclclip.models import weights
+
+
+def test_same_bits() -> None:
+    a = torch.tensor([1.0, float("nan"), 0.0])
+    assert weights.same_bits(a)
+    assert weights.same_bits(a, a.clone(), a.clone())
+    assert not weights.same_bits(a, torch.tensor([1.0, float("nan"), -0.0]))
+    assert not weights.same_bits(a, a.double())
+    assert not weights.same_bits(a, a[None])
+    assert weights.same_bits(torch.tensor(3), torch.tensor(3))
+    assert weights.same_bits(a.bfloat16(), a.bfloat16())
+    assert weights.same_bits(torch.arange(6).reshape(2, 3).T, torch.arange(6).reshape(2, 3).T)
+
+
+def test_digest_sees_names_shapes_and_values_but_not_order() -> None:
+    a, b = torch.ones(2, 3), torch.zeros(2)
+    digest = weights.digest_tensors({"a": a, "b": b})
+    assert weights.digest_tensors({"b": b.clone(), "a": a.clone()}) == digest
+    for other in ({"a": a, "c": b}, {"a": a.T, "b": b}, {"a": a, "b": b + 1}, {"a": a}):
+        assert weights.digest_tensors(other) != digest
+
+
+def test_tensors_round_trip_and_leave_no_temporary_file(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(2, 3).T, "b": torch.tensor(4), "c": torch.randn(2).bfloat16()}
+    weights.write_tensors(tmp_path / "sub" / "w.safetensors", tensors)
+    found = weights.read_tensors(tmp_path / "sub" / "w.safetensors")
+    assert all(weights.same_bits(tensors[name], found[name]) for name in tensors)
+    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["w.safetensors"]
+
+
+def test_unreadable_weights(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        weights.read_tensors(tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        weights.read_tensors(tmp_path / "w.safetensors")
+
+
+def test_config_without_a_model(tmp_path: Path) -> None:
+    (tmp_path / weights.CONFIG).write_text("{}")
+    with pytest.raises(ValueError, match="no 'model_cfg'"):
+        weights.read_config(tmp_path)

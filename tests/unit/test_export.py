@@ -1,0 +1,160 @@
+"""The export verb: checkpoints and given encoders to open_clip directories, once."""
+
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from torch import nn
+
+from mclclip import artifacts, checkpoint, config, export
+from mclclip.artifacts import Artifact
+from mclclip.config import Config
+from mclclip.layout import Layout
+from mclclip.models import weights
+from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.concat import ConcatEncoder, load_model
+from mclclip.models.optimizer import build_optimizer
+from mclclip.parallel.process_group import SINGLE
+from tests.unit.models.stages import vary
+
+TINY = Path(__file__).parents[1] / "configs" / "tiny_vit.json"
+
+
+class Trained(nn.Module):
+    """What a training saves: the model somewhere inside."""
+
+    def __init__(self, model: ClipModel) -> None:
+        super().__init__()
+        self.model = model
+
+
+def make_config(run_dir: Path, **fields: Any) -> Config:
+    tree = {"run_dir": str(run_dir), "num_stages": 2, "model": {"name": str(TINY)}}
+    return config.from_tree(tree | fields)
+
+
+def finish_training(directory: Path, base: ClipModel, seed: int) -> ClipModel:
+    """A finished training that moved the last block and the scale."""
+    model = base
+    model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
+    vary(model, seed)
+    trained = Trained(model)
+    optimizer = build_optimizer(trained, weight_decay=0.1)
+    for step in (5, 10):
+        checkpoint.save(directory / "checkpoints", step, trained, optimizer, keep=2)
+    artifact = Artifact.open(directory, kind="train", config={"seed": seed}, inputs={})
+    artifact.finish({"steps": 10})
+    return model
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Config:
+    """A run whose stages 1 and 2 are trained and exported."""
+    options = make_config(tmp_path / "run")
+    layout = Layout.of(options)
+    export.stage(options, SINGLE, stage=0)
+    for stage in (1, 2):
+        finish_training(layout.train(stage), load_clip(layout.export(0)), seed=stage)
+        export.stage(options, SINGLE, stage=stage)
+    return options
+
+
+def test_given_encoder_is_stage_zero(tmp_path: Path) -> None:
+    options = make_config(tmp_path, seed=4)
+    directory = export.stage(options, SINGLE, stage=0)
+    assert directory == tmp_path / "stage_0" / "export"
+    expected = load_clip(TINY, seed=4).state_dict()
+    for name, tensor in load_clip(directory).state_dict().items():
+        assert weights.same_bits(tensor, expected[name])
+    assert artifacts.read_manifest(directory, "export").counts["parameters"] > 0
+
+
+def test_last_checkpoint_is_exported(options: Config) -> None:
+    layout = Layout.of(options)
+    state = checkpoint.load_model_state(layout.train(2) / "checkpoints", 10)
+    plain, _, _ = open_clip.create_model_and_transforms(f"local-dir:{layout.export(2)}")
+    for name, tensor in plain.state_dict().items():
+        saved = state[f"model.clip.{name}"].reshape(tensor.shape)
+        assert torch.equal(tensor, saved)
+    assert weights.base_digest(layout.export(2)) == weights.base_digest(layout.export(0))
+
+
+def test_stage_zero_trained_from_scratch_is_its_own_base(tmp_path: Path) -> None:
+    options = make_config(tmp_path, base={"steps": 10})
+    layout = Layout.of(options)
+    with pytest.raises(FileNotFoundError, match="no finished train"):
+        export.stage(options, SINGLE, stage=0)
+    assert not layout.export(0).exists()
+    model = finish_training(layout.train(0), load_clip(TINY), seed=1)
+    export.stage(options, SINGLE, stage=0)
+    found = load_clip(layout.export(0)).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert weights.same_bits(tensor, found[name])
+
+
+def written(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+
+def test_finished_exports_are_skipped(options: Config) -> None:
+    layout = Layout.of(options)
+    export.join(options, SINGLE)
+    directories = [layout.export(0), layout.export(1), layout.joined("concat_raw")]
+    before = [written(directory) for directory in directories]
+    export.stage(options, SINGLE, stage=0)
+    export.stage(options, SINGLE, stage=1)
+    export.join(options, SINGLE)
+    assert [written(directory) for directory in directories] == before
+
+
+def test_another_training_needs_force(options: Config) -> None:
+    layout = Layout.of(options)
+    artifacts.move_aside(layout.train(1))
+    finish_training(layout.train(1), load_clip(layout.export(0)), seed=7)
+    with pytest.raises(ValueError, match="inputs.train was"):
+        export.stage(options, SINGLE, stage=1)
+    before = artifacts.read_manifest(layout.export(1), "export").digest
+    export.stage(options, SINGLE, stage=1, force=True)
+    assert artifacts.read_manifest(layout.export(1), "export").digest != before
+    assert layout.export(1).with_name("export.old-1").exists()
+
+
+def test_partial_export_is_finished(options: Config) -> None:
+    """As after a kill between two files."""
+    layout = Layout.of(options)
+    directory = layout.export(1)
+    whole = (directory / weights.WEIGHTS).read_bytes()
+    manifest = artifacts.read_json(directory / artifacts.MANIFEST)
+    intent = {name: manifest[name] for name in ("kind", "config", "inputs")}
+    artifacts.write_json(directory / artifacts.INTENT, intent)
+    (directory / artifacts.MANIFEST).unlink()
+    (directory / weights.WEIGHTS).unlink()
+    (directory / f".{weights.WEIGHTS}.1.tmp").write_bytes(b"half")
+    export.stage(options, SINGLE, stage=1)
+    assert (directory / weights.WEIGHTS).read_bytes() == whole
+    assert artifacts.read_manifest(directory, "export").digest == manifest["digest"]
+    assert not list(directory.glob(".*"))
+
+
+def test_join_writes_what_is_configured(options: Config) -> None:
+    joined = export.join(options, SINGLE)
+    assert list(joined) == ["concat_raw", "concat_stage_norm", "soup_uniform"]
+    concat = load_model(joined["concat_raw"])
+    assert isinstance(concat, ConcatEncoder)
+    assert (len(concat.stages), concat.num_trunk_blocks, concat.variant) == (3, 2, "raw")
+    other = load_model(joined["concat_stage_norm"])
+    assert isinstance(other, ConcatEncoder)
+    assert other.variant == "stage_norm"
+    assert load_model(joined["soup_uniform"]).embed_dim == 32
+    fewer = make_config(Path(options.run_dir), export={"concat": ["raw"], "soup": False})
+    assert list(export.join(fewer, SINGLE)) == ["concat_raw"]
+
+
+def test_join_waits_for_all_stages(tmp_path: Path) -> None:
+    options = make_config(tmp_path)
+    export.stage(options, SINGLE, stage=0)
+    with pytest.raises(FileNotFoundError, match="no finished export at .*stage_1"):
+        export.join(options, SINGLE)
+    assert not (tmp_path / "exports").exists()
