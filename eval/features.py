@@ -19,7 +19,7 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode_image
 from mclclip.models.encoder import Encoder
 from mclclip.parallel.collectives import gather, together
-from mclclip.parallel.process_group import SINGLE, Context
+from mclclip.parallel.process_group import SINGLE, Context, start_loader_worker
 from mclclip.runlog import progress
 
 log = logging.getLogger("mclclip")
@@ -86,7 +86,11 @@ class Extractor:
         def load(batch_numbers: range) -> Iterator[Tensor]:
             # batch_size=None: the data set itself returns whole batches.
             loader: DataLoader[Tensor | str] = DataLoader(
-                batches, batch_size=None, sampler=batch_numbers, num_workers=self.num_workers
+                batches,
+                batch_size=None,
+                sampler=batch_numbers,
+                num_workers=min(self.num_workers, len(batch_numbers)),
+                worker_init_fn=start_loader_worker,
             )
             for batch in loader:
                 if isinstance(batch, str):

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from mclclip import artifacts
@@ -31,14 +34,10 @@ from mclclip.parallel import collectives
 log = logging.getLogger("mclclip")
 
 
-class _Optimizer(Protocol):
-    param_groups: list[dict[str, Any]]
-
-
 def steps(directory: Path) -> list[int]:
     """Steps saved in ``directory``, ascending (unfinished ones have other names)."""
     found = Path(directory).glob("step_*")
-    return sorted(int(path.name.removeprefix("step_")) for path in found)
+    return sorted(int(path.name[5:]) for path in found if re.fullmatch(r"step_\d+", path.name))
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -49,18 +48,27 @@ def path_of(directory: Path, step: int) -> Path:
 def save(
     directory: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int
 ) -> Path:
-    """Saves a step from all ranks and removes all but the newest ``keep``; returns its path."""
+    """Saves a step from all ranks and removes all but the newest ``keep``; returns its path.
+
+    Raises RuntimeError, one line and on all ranks, where it cannot be written (a full disk): the
+    checkpoints before are still there.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: a resumable training keeps at least one checkpoint")
     final = path_of(directory, step)
     temporary = final.with_name(f".{final.name}.tmp")
     collectives.on_main(lambda: _prepare(directory, temporary))
     model_state, optimizer_state = get_state_dict(module, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     writer = FileSystemWriter(str(temporary), sync_files=True)
-    _quiet(
-        lambda: state_dict_saver.save(
-            state, storage_writer=writer, no_dist=collectives.world_size() == 1
-        )
-    )
+    alone = collectives.world_size() == 1
+    try:
+        _quiet(lambda: state_dict_saver.save(state, storage_writer=writer, no_dist=alone))
+    except (Exception, CheckpointException) as error:
+        raise RuntimeError(
+            f"the checkpoint {final} cannot be written ({_cause(error)}): make room, then run the "
+            f"same command again to resume"
+        ) from error
 
     def publish() -> None:
         artifacts.write_json(temporary / "state.json", {"step": step})
@@ -93,7 +101,7 @@ def load_model_state(directory: Path, step: int) -> dict[str, Tensor]:
     source = path_of(directory, step)
     try:
         stored = FileSystemReader(str(source)).read_metadata().state_dict_metadata
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise _unreadable(source, error) from error
     state = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
@@ -109,16 +117,23 @@ def _read(source: Path, state: dict[str, Any], no_dist: bool | None = None) -> N
     reader = FileSystemReader(str(source))
     try:
         _quiet(lambda: state_dict_loader.load(state, storage_reader=reader, no_dist=alone))
-    except Exception as error:  # DCP raises many types for damaged files; all mean the same here
+    except (Exception, CheckpointException) as error:  # many types, all mean the same here
         raise _unreadable(source, error) from error
 
 
-def _unreadable(source: Path, error: Exception) -> RuntimeError:
-    cause = " ".join(str(error).split())[:200]
+def _unreadable(source: Path, error: BaseException) -> RuntimeError:
     return RuntimeError(
-        f"the checkpoint {source} cannot be read ({type(error).__name__}: {cause}): remove that "
-        f"directory to resume from the one before"
+        f"the checkpoint {source} cannot be read ({_cause(error)}): remove that directory to "
+        f"resume from the one before"
     )
+
+
+def _cause(error: BaseException) -> str:
+    """The error that DCP wrapped (in an exception that no ``except Exception`` sees), short."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 200 else text[:200] + '...'}"
 
 
 def _prepare(directory: Path, temporary: Path) -> None:
@@ -136,8 +151,6 @@ def _remove(path: Path) -> None:
 
 def _quiet(work: Callable[[], Any]) -> Any:
     """Runs a DCP call without the warnings it gives for every single-process save."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mclclip.parallel.process_group import Context
 
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+LATER_RANKS_WAIT_S = 5.0
 _Verb = Callable[["Config", "Context", argparse.Namespace], object]
 
 
@@ -283,6 +285,9 @@ def _configured(config: Config, args: argparse.Namespace) -> int:
 
 def _complain(error: Exception, with_traceback: bool) -> None:
     """The user's line; the traceback only where it is asked for or is our own fault."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        # Ranks fail together: the first one speaks, and the launcher ends the others meanwhile.
+        time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:
         traceback.print_exc()
     line = " ".join(str(error).split()) or type(error).__name__

@@ -27,7 +27,7 @@ from mclclip.data.tar_dataset import BadSample, Sample, TarDataset
 from mclclip.layout import Layout
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.parallel import collectives
-from mclclip.parallel.process_group import Context
+from mclclip.parallel.process_group import Context, start_loader_worker
 
 log = logging.getLogger("mclclip")
 
@@ -198,7 +198,11 @@ def _image_batches(
     ids = [list(range(start, min(start + size, shard.stop))) for start in cuts]
     workers = min(config.data.num_workers, max(len(ids) - 1, 0))  # none for a single batch
     loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=ids, collate_fn=list, num_workers=workers
+        dataset,
+        batch_sampler=ids,
+        collate_fn=list,
+        num_workers=workers,
+        worker_init_fn=start_loader_worker,
     )
     yield from loader
 

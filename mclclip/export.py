@@ -8,16 +8,20 @@ read. Checkpoints never leave the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mclclip import artifacts, checkpoint
 from mclclip.artifacts import Artifact
 from mclclip.config import Config, ModelConfig
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.tar_dataset import Sample, TarDataset
 from mclclip.layout import Layout
 from mclclip.models import concat, soup, weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
@@ -25,6 +29,8 @@ from mclclip.parallel import collectives
 from mclclip.parallel.process_group import Context
 
 log = logging.getLogger("mclclip")
+
+_STATISTICS_SAMPLES = 4096  # images on which the batch norms of a soup are estimated
 
 
 def stage(
@@ -78,6 +84,12 @@ def _given(config: Config) -> dict[str, Any]:
     """What determines an encoder that is not trained here."""
     model: ModelConfig = config.model
     fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained}
+    if isinstance(model.name, str):
+        path = Path(model.name.removeprefix("local-dir:"))
+        if path.is_dir():  # content counts, not where it lies
+            fields["name"] = artifacts.digest_file(weights.find_weights(path))
+        elif path.is_file():
+            fields["name"] = artifacts.digest_json(artifacts.read_json(path))
     if model.pretrained is None:
         fields["seed"] = config.seed  # the weights are random, unless a directory brings them
     elif Path(model.pretrained).is_file():
@@ -136,7 +148,7 @@ def _join(config: Config, variant: str, force: bool) -> dict[str, Path]:
         for kind in config.export.concat
     }
     if config.export.soup:
-        jobs["soup_uniform"] = ("soup", partial(_soup, stages, force))
+        jobs["soup_uniform"] = ("soup", partial(_soup, config, layout, stages, force))
     return {
         name: _written(layout.joined(name), kind, {"name": name}, inputs, force, write)
         for name, (kind, write) in jobs.items()
@@ -150,9 +162,36 @@ def _concat(
     return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
 
 
-def _soup(stages: list[Path], force: bool, directory: Path) -> dict[str, Any]:
-    averaged = soup.save_uniform_soup(stages, directory, force)
-    return {"ingredients": len(stages), "averaged_tensors": averaged}
+def _soup(
+    config: Config, layout: Layout, stages: list[Path], force: bool, directory: Path
+) -> dict[str, Any]:
+    counts: dict[str, Any] = {"ingredients": len(stages)}
+    counts["averaged_tensors"] = soup.save_uniform_soup(stages, directory, force)
+    if soup.needs_statistics(stages):
+        model = load_clip(directory)
+        images = _images(config, SampleIndex.open(layout.index), model)
+        counts["statistics_samples"] = soup.estimate_statistics(model, images)
+        log.info("estimated the batch norms of the soup on %d images", counts["statistics_samples"])
+        save_export(model, directory, weights.base_digest(directory))
+    return counts
+
+
+def _images(config: Config, index: SampleIndex, model: ClipModel) -> Iterator[Tensor]:
+    """Batches of images drawn by the seed from the index, to estimate statistics on."""
+    ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
+    ids = np.random.default_rng([config.seed, 3]).permutation(ids)[:_STATISTICS_SAMPLES].tolist()
+    dataset = TarDataset(
+        index,
+        transform=model.preprocess_val,
+        tokenizer=None,
+        max_image_pixels=config.data.max_image_pixels,
+        max_open_files=config.data.max_open_files,
+    )
+    for start in range(0, len(ids), config.embed.batch_size):
+        samples = dataset.__getitems__(ids[start : start + config.embed.batch_size])
+        good = [sample.image for sample in samples if isinstance(sample, Sample)]
+        if good:
+            yield torch.stack(good)
 
 
 def _written(

@@ -24,10 +24,16 @@ log = logging.getLogger("mclclip")
 
 
 def run(config: Config, context: Context, *, force: bool = False) -> Path:
-    """Runs the whole method and returns the run directory."""
+    """Runs the whole method and returns the run directory.
+
+    Raises ValueError or FileNotFoundError, before anything is written, for options that would stop
+    the run at a later stage only.
+    """
     run_dir = Path(config.run_dir)
-    text = configuration.dump(config)
-    collectives.on_main(lambda: artifacts.write_bytes(run_dir / "config.yaml", text.encode()))
+    recorded = run_dir / "config.yaml"
+    collectives.on_main(lambda: _check(config, context))
+    if force or not collectives.on_main(recorded.exists):
+        collectives.on_main(lambda: _record(config, recorded))
     index.run(config, context, force=force)
     _stage_zero(config, context, force)
     for stage in range(1, config.num_stages + 1):
@@ -41,7 +47,22 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
         for stage in range(1, config.num_stages + 1):
             _stage(config, context, stage, control, force)
         _join(config, context, control, force)
+    # Only now: a run that is refused for changed options leaves the file as it was.
+    collectives.on_main(lambda: _record(config, recorded))
     return run_dir
+
+
+def _check(config: Config, context: Context) -> None:
+    """What can be known of the whole run before its first step."""
+    for options in filter(None, (config.base, config.train)):
+        train.check_world_size(options, context)
+    for stage in range(config.num_stages):
+        config.cluster.clusters_of(stage)
+    evaluation.check(config.eval.suite)
+
+
+def _record(config: Config, path: Path) -> None:
+    artifacts.write_bytes(path, configuration.dump(config).encode())
 
 
 def _stage_zero(config: Config, context: Context, force: bool) -> None:

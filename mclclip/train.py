@@ -8,8 +8,8 @@ at t repeats the undisturbed one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,12 @@ from mclclip.data.bad_samples import BadSamples
 from mclclip.data.epoch_plan import EpochPlan, GroupedIndex
 from mclclip.data.randomness import mix
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import StageGroups, permute_labels, read_pseudo_labels
+from mclclip.data.stage_groups import (
+    StageGroups,
+    build_groups,
+    permute_labels,
+    read_pseudo_labels,
+)
 from mclclip.data.tar_dataset import TextFeatures
 from mclclip.data.training_batches import Batch, TrainingBatches
 from mclclip.layout import Layout
@@ -33,8 +38,7 @@ from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel import collectives
 from mclclip.parallel.engines import Engine
-from mclclip.parallel.parent_death import die_with_parent
-from mclclip.parallel.process_group import Context, seed_everything
+from mclclip.parallel.process_group import Context, seed_everything, start_loader_worker
 from mclclip.recorder import Recorder
 
 log = logging.getLogger("mclclip")
@@ -98,7 +102,7 @@ def run(
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
-    _check_world_size(options, context)
+    check_world_size(options, context)
     job = _Stage(
         config=config,
         options=options,
@@ -109,27 +113,41 @@ def run(
         index=index,
         directory=layout.train(stage),
     )
-    labels, radices, inputs = _labels(job, variant)
-    artifact = _open_artifact(job, inputs, force)
+    artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force))
     if artifact.finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
-    groups = StageGroups(job.directory / "grouped_index")
-    plan = options.plan
-    collectives.on_main(
-        lambda: groups.write(
-            labels,
-            radices,
-            index.bad_ids(),
-            global_batch=options.global_batch,
-            policy=plan.policy,
-        )
-    )
     steps = _train(job, *groups.read())
     if context.is_main:
         artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
     collectives.barrier()
     return job.directory
+
+
+def _prepare(job: _Stage, variant: str, force: bool) -> tuple[Artifact, StageGroups]:
+    """Opens the artifact and writes the grouped index; groups that do not fit leave nothing."""
+    labels, radices, inputs = _labels(job, variant)
+    options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
+    config = {
+        "stage": job.stage,
+        "variant": job.layout.variant,
+        "seed": job.seed,
+        "model": to_tree(job.config.model),
+        "train": options,
+    }
+    groups = StageGroups(job.directory / "grouped_index")
+    opened = partial(
+        Artifact.open, job.directory, kind="train", config=config, inputs=inputs, force=force
+    )
+    if (artifact := opened(write=False)).finished:
+        return artifact, groups
+    plan, bad_ids = job.options.plan, job.index.bad_ids()
+    build = partial(build_groups, labels, radices, bad_ids, job.options.global_batch, plan.policy)
+    grouped = None if groups.written else build()
+    artifact = opened(write=True)
+    if not groups.written:  # with --force the ones found before may have been moved aside
+        groups.write(grouped or build(), bad_ids)
+    return artifact, groups
 
 
 def data_seed(seed: int, variant: str) -> int:
@@ -139,7 +157,8 @@ def data_seed(seed: int, variant: str) -> int:
     return seed if number == 0 else int(mix(seed, number) >> np.uint64(33))
 
 
-def _check_world_size(options: TrainConfig, context: Context) -> None:
+def check_world_size(options: TrainConfig, context: Context) -> None:
+    """Raises ValueError where the global batch cannot be cut over the ranks."""
     if options.global_batch % context.world_size:
         fits = [n for n in range(1, 129) if options.global_batch % n == 0]
         raise ValueError(
@@ -165,22 +184,6 @@ def _labels(job: _Stage, variant: str) -> tuple[np.ndarray, tuple[int, ...], dic
     if variant == "random_groups":
         labels = permute_labels(labels, job.seed, job.stage)
     return labels, radices, inputs
-
-
-def _open_artifact(job: _Stage, inputs: Mapping[str, str], force: bool) -> Artifact:
-    options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
-    config = {
-        "stage": job.stage,
-        "variant": job.layout.variant,
-        "seed": job.seed,
-        "model": to_tree(job.config.model),
-        "train": options,
-    }
-
-    def opened() -> Artifact:
-        return Artifact.open(job.directory, kind="train", config=config, inputs=inputs, force=force)
-
-    return collectives.on_main(opened)
 
 
 def _train(job: _Stage, grouped: GroupedIndex, known_bad: np.ndarray) -> int:
@@ -287,16 +290,10 @@ def _loader(
         batch_size=None,
         sampler=steps,
         num_workers=data.num_workers,
-        worker_init_fn=_start_worker,
+        worker_init_fn=start_loader_worker,
         pin_memory=job.context.device.type == "cuda",
         persistent_workers=False,
     )
-
-
-def _start_worker(worker: int) -> None:
-    """Loader workers compute with one thread and end with their trainer, however it ends."""
-    die_with_parent()
-    torch.set_num_threads(1)
 
 
 def _loop(job: _Stage, engine: Engine, loader: DataLoader[Batch], start: int, total: int) -> None:

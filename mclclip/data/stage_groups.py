@@ -36,6 +36,24 @@ def permute_labels(labels: np.ndarray, seed: int, stage: int) -> np.ndarray:
     return permuted
 
 
+def build_groups(
+    labels: np.ndarray,
+    radices: tuple[int, ...],
+    bad_ids: np.ndarray,
+    global_batch: int,
+    policy: Policy,
+) -> GroupedIndex:
+    """Groups the samples by label, those of ``bad_ids`` left out, and logs the coverage.
+
+    Raises ValueError where the groups do not suit the batch (epoch_plan.check_coverage).
+    """
+    usable = labels.copy()
+    usable[bad_ids] = -1
+    grouped = GroupedIndex.build(usable, radices)
+    check_coverage(grouped, global_batch, policy)
+    return grouped
+
+
 class StageGroups:
     """The grouped index of one training, written once: a resumed run uses what it began with.
 
@@ -46,25 +64,13 @@ class StageGroups:
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
 
-    def write(
-        self,
-        labels: np.ndarray,
-        radices: tuple[int, ...],
-        bad_ids: np.ndarray,
-        *,
-        global_batch: int,
-        policy: Policy,
-    ) -> None:
-        """Groups the samples by label, those of ``bad_ids`` left out, unless it was done before.
+    @property
+    def written(self) -> bool:
+        """True where the grouped index is whole on disk."""
+        return (self.directory / "known_bad.json").exists()
 
-        Raises ValueError before anything is written where the groups do not suit the batch.
-        """
-        if (self.directory / "known_bad.json").exists():
-            return
-        usable = labels.copy()
-        usable[bad_ids] = -1
-        grouped = GroupedIndex.build(usable, radices)
-        check_coverage(grouped, global_batch, policy)
+    def write(self, grouped: GroupedIndex, bad_ids: np.ndarray) -> None:
+        """Saves the grouped index and the ids that were left out of it."""
         grouped.save(self.directory)
         # Last: marks the grouped index as whole.
         artifacts.write_json(self.directory / "known_bad.json", [int(i) for i in bad_ids])

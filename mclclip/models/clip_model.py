@@ -152,9 +152,9 @@ class ClipModel(nn.Module):
         `image_blocks`: the last n blocks (ResNet: of stem, layer1 ... layer4); "all" adds what lies
         before the first block. `image_norm`: the final norm (ResNet: the batch norms of trained
         blocks; frozen ones keep their running statistics). `image_projection`: the projection
-        (ResNet: the attention pool). `text`: the whole text tower. `logit_scale`: with it the
-        logit bias, where there is one. Raises ValueError for more blocks than there are, and for
-        towers that are not understood.
+        (ResNet: the attention pool). `text`: the whole text tower. A logit bias is never trained:
+        it shifts all logits alike, which a softmax does not see. Raises ValueError for more blocks
+        than there are, and for towers that are not understood.
         """
         parts = self._image_parts(image_blocks, image_norm, image_projection)
         norms = self._batch_norm_parameters() if not image_norm else set()
@@ -162,8 +162,8 @@ class ClipModel(nn.Module):
             if name.startswith("visual."):
                 inside = name.removeprefix("visual.")
                 trained = towers.belongs(inside, parts) and inside not in norms
-            elif name in ("logit_scale", "logit_bias"):
-                trained = logit_scale
+            elif name.startswith("logit_"):
+                trained = logit_scale and name == "logit_scale"
             else:
                 trained = text
             parameter.requires_grad_(trained and name not in self._fixed)

@@ -4,24 +4,28 @@ Reference: Wortsman et al., "Model soups", 2022. Sums run in float64 and are cas
 are equal in all models are copied, so frozen towers keep every bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.models import weights
+
+_BATCH_COUNT = "num_batches_tracked"
 
 
 def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool = False) -> int:
     """Averages exported models into another; returns how many tensors were not just copied.
 
     Models of different bases are refused unless `force`: their average is meaningless. The logit
-    scale is averaged in its logarithm, like every weight. Raises ValueError where configs, tensor
-    names or shapes differ, or integer buffers do (the batch counts of batch norms, whose running
-    statistics an average does not fit either).
+    scale is averaged in its logarithm, like every weight. Averaged running statistics of batch
+    norms do not fit the averaged weights: where ``needs_statistics`` is true,
+    ``estimate_statistics`` must follow. Raises ValueError where configs, tensor names or shapes
+    differ, or integer buffers other than the batch counts of batch norms do.
     """
     if not ingredients:
         raise ValueError("there is no ingredient: give at least one exported model")
@@ -38,6 +42,47 @@ def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool 
     weights.write_config(directory, config)
     weights.write_tensors(Path(directory) / weights.WEIGHTS, tensors)
     return num_averaged
+
+
+def needs_statistics(ingredients: Sequence[Path]) -> bool:
+    """True where the models were trained with batch norms whose statistics moved apart."""
+    with ExitStack() as stack:
+        opened = [
+            stack.enter_context(safe_open(weights.find_weights(path), framework="pt"))
+            for path in ingredients
+        ]
+        counts = [name for name in opened[0].keys() if name.endswith(_BATCH_COUNT)]
+        return any(
+            not weights.same_bits(*(source.get_tensor(name) for source in opened))
+            for name in counts
+        )
+
+
+@torch.no_grad()
+def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
+    """Sets the running statistics of all batch norms to those of the images; returns how many.
+
+    ``batches`` are images [B, 3, H, W]; every batch counts alike (the cumulative average). Raises
+    ValueError where there is none. Reference: Izmailov et al., "Averaging Weights Leads to Wider
+    Optima", 2018, section 3.2.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # torch's word for the cumulative average
+        norm.train()
+    count = 0
+    for images in batches:
+        model.encode_image(images)  # type: ignore[operator]
+        count += len(images)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        norm.eval()
+    if not count:
+        raise ValueError("there is no image to estimate the statistics of batch norms on")
+    return count
 
 
 def _average(files: Sequence[Path]) -> tuple[dict[str, Tensor], int]:
@@ -70,10 +115,12 @@ def mean_tensor(name: str, tensors: Sequence[Tensor]) -> Tensor:
         raise ValueError(
             f"the tensor {name} has different shapes or dtypes: {sorted(map(str, kinds))}"
         )
+    if name.endswith(_BATCH_COUNT):
+        return first  # counted anew when the statistics are
     if not first.is_floating_point():
         raise ValueError(
-            f"the integer tensor {name} differs among the models and has no average: freeze the "
-            "batch norms (image_norm=false), or use one model"
+            f"the integer tensor {name} differs among the models and has no average: "
+            "join these models by concatenation instead"
         )
     total = torch.zeros(first.shape, dtype=torch.float64)
     for tensor in tensors:

@@ -33,7 +33,7 @@ class _GatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        grad = grad_outputs[0].contiguous()
+        grad = grad_outputs[0].clone(memory_format=torch.contiguous_format)
         # all_reduce, then take the own slice: gloo has no reduce_scatter for every dtype.
         dist.all_reduce(grad)
         return grad.chunk(world_size())[rank()]

@@ -56,16 +56,19 @@ class Engine:
 
         DDP rebuilds its buckets after the first backward, which changes the order in which
         gradients of three or more ranks are summed; two discarded backwards of a zero loss settle
-        it, so that a resumed run repeats the undisturbed one bit for bit. Buffers are restored.
+        it, so that a resumed run repeats the undisturbed one bit for bit. Buffers and the state of
+        random generators (dropout draws from them) are restored.
         """
         if self.context.world_size == 1:
             return
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        for _ in range(2):
-            with self.autocast():
-                loss: Tensor = self._run(batch)["loss"]
-            (loss * 0.0).backward()  # type: ignore[no-untyped-call]
-            self.optimizer.zero_grad(set_to_none=True)
+        devices = [self.context.device] if self.context.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            for _ in range(2):
+                with self.autocast():
+                    loss: Tensor = self._run(batch)["loss"]
+                (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.zero_grad(set_to_none=True)
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name])
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 log = logging.getLogger("mclclip")
 _PR_SET_PDEATHSIG = 1
@@ -16,8 +17,8 @@ def die_with_parent() -> None:
     """Asks Linux to kill this process when its parent dies, however the parent dies.
 
     torchrun's workers outlive a torchrun that was killed with -9 by seconds, and pool workers may
-    outlive their owner; a restart would then write beside survivors. Elsewhere than on Linux
-    this does nothing.
+    outlive their owner; a restart would then write beside survivors. A worker whose torchrun died
+    while the worker was still importing ends here. Elsewhere than on Linux this does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -25,5 +26,23 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         log.warning("prctl(PR_SET_PDEATHSIG) failed: a worker may outlive a killed launcher")
-    if os.getppid() != parent:  # the parent died between the two calls
+    # The parent may have died between the two calls, or long before them.
+    if os.getppid() != parent or _launcher_is_gone(parent):
+        log.error("the launcher of process %d has died: the process ends", os.getpid())
         os._exit(1)
+
+
+def _launcher_is_gone(parent: int) -> bool:
+    """True where torchrun, a Python program, started this process but is no ancestor any more."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    while parent > 0:
+        try:
+            command = Path(f"/proc/{parent}/cmdline").read_bytes()
+            stat = Path(f"/proc/{parent}/stat").read_text()
+        except OSError:  # cannot be known here: no reason to end
+            return False
+        if b"python" in command or b"torchrun" in command:
+            return False
+        parent = int(stat.rsplit(")", 1)[1].split()[1])
+    return True

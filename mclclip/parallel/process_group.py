@@ -123,6 +123,12 @@ def seed_everything(*words: int) -> None:
     random.seed(int(state[0]))
 
 
+def start_loader_worker(worker: int) -> None:
+    """``worker_init_fn`` of every DataLoader: one thread, and an end when its process ends."""
+    die_with_parent()
+    torch.set_num_threads(1)
+
+
 @contextmanager
 def num_threads(count: int | None) -> Iterator[None]:
     """Runs a block with ``count`` intra-op threads (None: unchanged)."""

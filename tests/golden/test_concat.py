@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
 import open_clip
 import pytest
 import torch
@@ -67,7 +70,7 @@ def test_concat_is_the_concatenation_of_the_exports(
 def test_one_stage_is_the_ordinary_model(tmp_path: Path) -> None:
     stages = save_stages(load_clip(CONFIGS / "tiny_vit.json", seed=2), tmp_path, 1)
     for variant in ("raw", "stage_norm"):
-        save_concat(stages, variant, tmp_path / variant)  # type: ignore[arg-type]
+        save_concat(stages, variant, tmp_path / variant)
         encoder = load_model(tmp_path / variant)
         image, text = (functional.normalize(f, dim=-1) for f in plain_features(stages[0]))
         similarity = encoder.encode_image(IMAGES) @ encoder.encode_text(encoder.tokenizer(TEXTS)).T

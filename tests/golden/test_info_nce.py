@@ -1,5 +1,8 @@
 """InfoNCE without a mask is open_clip's ClipLoss, in value and gradient."""
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
 import open_clip
 import pytest
 import torch

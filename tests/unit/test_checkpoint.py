@@ -18,6 +18,8 @@ from mclclip import checkpoint
 class Model(nn.Module):
     """A trained layer, a frozen one, a buffer, a 0-dim and a 1-element parameter."""
 
+    seen: Tensor
+
     def __init__(self, seed: int = 0, *, frozen: bool = True) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -28,7 +30,7 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
+        self.seen.add_(1)
         out: Tensor = self.tail(self.trunk(x)) * self.scale + self.shift
         return out
 
@@ -186,7 +188,7 @@ def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
 model, optimizer = trained(4)
-where = {"write": (checkpoint.dcp, "save"), "publish": (artifacts, "write_json"),
+where = {"write": (checkpoint.state_dict_saver, "save"), "publish": (artifacts, "write_json"),
          "rename": (os, "rename"), "remove": (checkpoint.shutil, "rmtree")}[sys.argv[2]]
 setattr(*where, die)
 checkpoint.save(Path(sys.argv[1]), 4, model, optimizer, keep=1)

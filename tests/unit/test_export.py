@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
 import open_clip
 import pytest
 import torch
@@ -92,6 +95,17 @@ def test_stage_zero_trained_from_scratch_is_its_own_base(tmp_path: Path) -> None
     found = load_clip(layout.export(0)).state_dict()
     for name, tensor in model.state_dict().items():
         assert weights.same_bits(tensor, found[name])
+
+
+def test_changed_config_file_is_another_encoder(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(TINY.read_text())
+    options = make_config(tmp_path / "run", model={"name": str(file)})
+    export.stage(options, SINGLE, stage=0)
+    export.stage(options, SINGLE, stage=0)
+    file.write_text(TINY.read_text().replace('"layers": 3', '"layers": 2'))
+    with pytest.raises(ValueError, match="config.name was"):
+        export.stage(options, SINGLE, stage=0)
 
 
 def written(directory: Path) -> dict[str, int]:

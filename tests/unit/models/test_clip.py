@@ -6,6 +6,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
 import numpy as np
 import open_clip
 import pytest

@@ -101,6 +101,12 @@ def test_patch_dropout_rests_in_a_frozen_trunk(images: Tensor) -> None:
     assert hidden.shape == (3, 17, 64)
 
 
+def test_logit_bias_is_never_trained() -> None:
+    config = json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"init_logit_bias": -10.0}
+    model = load_clip(config)
+    assert lock(model, logit_scale=True) == ["clip.logit_scale"]
+
+
 # --- locking a ResNet ------------------------------------------------------------------------
 
 

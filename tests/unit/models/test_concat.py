@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
 import numpy as np
 import open_clip
 import pytest

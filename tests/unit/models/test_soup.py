@@ -2,13 +2,21 @@
 
 from pathlib import Path
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
 import open_clip
 import pytest
 import torch
 
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
-from mclclip.models.soup import mean_tensor, save_uniform_soup
+from mclclip.models.soup import (
+    estimate_statistics,
+    mean_tensor,
+    needs_statistics,
+    save_uniform_soup,
+)
 from tests.unit.models.stages import save_stages, vary
 
 
@@ -99,6 +107,7 @@ def test_mean_of_a_tensor() -> None:
     assert mean_tensor("x", [a.bfloat16(), b.bfloat16()]).dtype == torch.bfloat16
     count = torch.tensor(3)
     assert mean_tensor("x", [count, count.clone()]) is count
+    assert mean_tensor("bn.num_batches_tracked", [count, torch.tensor(4)]) is count
     with pytest.raises(ValueError, match="integer tensor x differs"):
         mean_tensor("x", [count, torch.tensor(4)])
     with pytest.raises(ValueError, match="x has different shapes"):
@@ -109,3 +118,26 @@ def test_fp64_sum() -> None:
     """In fp32 the small term would be lost."""
     tensors = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
     assert mean_tensor("x", tensors).item() == pytest.approx(1 / 3)
+
+
+def test_statistics_of_batch_norms_are_estimated_on_images(
+    resnet: ClipModel, tmp_path: Path
+) -> None:
+    images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    paths = save_stages(resnet, tmp_path, 2, image_blocks=5)
+    assert not needs_statistics(paths)  # nobody ran them
+    resnet.train()
+    resnet.encode_image(images[0])
+    save_export(resnet, paths[1], weights.base_digest(paths[0]))
+    assert needs_statistics(paths)
+    save_uniform_soup(paths, tmp_path / "soup")
+    soup = load_clip(tmp_path / "soup")
+    assert estimate_statistics(soup, images) == 16
+    norm = soup.clip.visual.bn1
+    with torch.no_grad():
+        outputs = [soup.clip.visual.conv1(batch) for batch in images]
+    mean = torch.stack([output.mean(dim=(0, 2, 3)) for output in outputs]).mean(dim=0)
+    torch.testing.assert_close(norm.running_mean, mean, atol=1e-5, rtol=1e-4)
+    assert not soup.training and not norm.training and norm.momentum == 0.1
+    with pytest.raises(ValueError, match="no image"):
+        estimate_statistics(soup, [])

@@ -1,0 +1,216 @@
+"""What cached text embeddings save per training step, and how far they move the loss.
+
+With a locked text tower a caption's embedding never changes, so ``embed`` writes it once. The
+first tables time ``Engine.update`` of the product's own trainee on equal batches; the last one
+trains with ``train.run`` on the fly, from float32 and from float16 embeddings, on the same groups.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mclclip import cluster, embed, export, index, train
+from mclclip.data.epoch_plan import GroupedIndex
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.tar_dataset import TextFeatures
+from mclclip.data.training_batches import Batch, TrainingBatches
+from mclclip.layout import Layout
+from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.parallel.engines import Engine
+from mclclip.parallel.process_group import SINGLE
+from tests import tiny
+from tests.benchmarks import timing
+
+# As large as suits two thousand photographs of 224 px.
+UCM_SIZE: dict[str, Any] = {
+    "embed_dim": 128,
+    "vision_cfg": {"image_size": 64, "layers": 4, "width": 256, "patch_size": 8},
+    "text_cfg": {
+        "context_length": 32,
+        "vocab_size": 49408,
+        "width": 256,
+        "heads": 4,
+        "layers": 4,
+    },
+}
+STEPS = 20
+
+
+def locked(name: str | dict[str, Any], image_blocks: int | str) -> ClipModel:
+    """A random model in training mode, its text tower locked."""
+    model = load_clip(name)
+    model.lock(image_blocks, image_norm=True, image_projection=True, text=False, logit_scale=True)  # type: ignore[arg-type]
+    return model.train()
+
+
+def batches_of(model: ClipModel, size: int) -> tuple[Batch, Batch]:
+    """The same images with tokens, and with text embeddings."""
+    rng = torch.Generator().manual_seed(0)
+    tokens = model.tokenizer([f"a photograph of {number} red squares" for number in range(size)])
+    fixed: dict[str, Any] = {
+        "image": torch.randn(size, 3, model.image_size, model.image_size, generator=rng),
+        "labels": torch.zeros(size, 1, dtype=torch.int64),
+        "sample_id": torch.arange(size),
+        "step": 0,
+        "group_size": size,
+    }
+    with torch.no_grad():
+        features = model.encode_text(tokens, normalize=True)
+    return Batch(**fixed, text=tokens), Batch(**fixed, text_features=features)
+
+
+def engine_of(model: ClipModel) -> Engine:
+    """The product's training step around a model."""
+    trainee = train.Trainee(model, InfoNCE())
+    optimizer = build_optimizer(trainee, weight_decay=0.2, betas=(0.9, 0.98), eps=1e-6)
+    return Engine(trainee, optimizer, SINGLE)
+
+
+def time_steps(title: str, name: str | dict[str, Any], size: int, rounds: int) -> None:
+    """Forward, backward and AdamW, with the last half and with all of the image blocks trained."""
+    half = load_clip(name, load_weights=False).num_blocks // 2
+    for blocks in (half, "all"):
+        model = locked(name, blocks)
+        engine = engine_of(model)
+        fly, cached = batches_of(model, size)
+        variants: dict[str, Callable[[], object]] = {
+            "text tower run": partial(engine.update, fly, 1e-6),
+            "cached text": partial(engine.update, cached, 1e-6),
+        }
+        timing.print_table(
+            f"{title}: one step of {size} samples, fp32, image blocks trained: {blocks}",
+            timing.headers("step", "samples"),
+            timing.interleave(variants, rounds).rows("text tower run", size),
+        )
+
+
+# --- through the product's own verbs ---------------------------------------------------------
+
+
+def prepare(
+    root: Path, data: Path, model: dict[str, Any], scale: float | None, batch: int
+) -> dict[str, Any]:
+    """Index, stage 0, embeddings (float32) and pseudo labels of a run; returns its options.
+
+    Stage 0 is a random encoder, its logit scale set to ``scale`` (None: open_clip's 14.3).
+    """
+    base = load_clip(model, seed=1)
+    if scale is not None:
+        with torch.no_grad():
+            base.clip.logit_scale.fill_(math.log(scale))
+    save_export(base, root / "given")
+    options = tiny.tree(root / "run", data, locked_text=True)
+    options |= {"num_stages": 1, "base": None, "model": {"name": f"local-dir:{root / 'given'}"}}
+    options["train"] |= {"global_batch": batch, "steps": STEPS, "log_every": 1}
+    options["train"] |= {"checkpoint_every": STEPS}
+    config = tiny.config.from_tree(options)
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+    embed.run(config, SINGLE, stage=0, text=True)
+    cluster.run(config, SINGLE, stage=0)
+    return options
+
+
+def losses(options: dict[str, Any], run_dir: Path, dtype: str | None) -> np.ndarray:
+    """Losses [STEPS] of stage 1 in a copy of the run; dtype None runs the text tower."""
+    shutil.copytree(options["run_dir"], run_dir)
+    changed = options | {"run_dir": str(run_dir)}
+    changed["train"] = options["train"] | {"cached_text": dtype is not None}
+    changed["embed"] = options["embed"] | {"dtype": dtype or "float32"}
+    config = tiny.config.from_tree(changed)
+    if dtype == "float16":
+        embed.run(config, SINGLE, stage=0, text=True, force=True)
+    directory = train.run(config, SINGLE, stage=1)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return np.array([row["loss"] for row in rows])
+
+
+def deviations(name: str, options: dict[str, Any], folder: Path) -> list[list[object]]:
+    """Relative deviation of the loss from the training that runs the text tower."""
+    fly = losses(options, folder / "fly", None)
+    assert len(fly) == STEPS
+    rows: list[list[object]] = []
+    for dtype in ("float32", "float16"):
+        found = np.abs(losses(options, folder / dtype, dtype) - fly) / fly
+        figures = (found[0], found.max(), np.median(found))
+        ends = f"{fly[0]:.4f} to {fly[-1]:.4f}"
+        rows.append([name, dtype, ends, *(f"{figure:.1e}" for figure in figures)])
+    return rows
+
+
+def time_reading(options: dict[str, Any], size: int, rounds: int) -> None:
+    """One step with its reading: decode, augment, and tokenize or look up."""
+    layout = Layout(Path(options["run_dir"]))
+    opened = SampleIndex.open(layout.index)
+    grouped = GroupedIndex.build(np.zeros(len(opened), np.int64), ())
+    model = locked(options["model"]["name"], "all")
+    engine = engine_of(model)
+    fixed: dict[str, Any] = {
+        "index": opened,
+        "grouped": grouped,
+        "transform": model.preprocess_train,
+        "global_batch": size,
+        "policy": "backoff",
+        "order": "proportional",
+        "seed": 0,
+        "stage": 1,
+        "max_image_pixels": 100_000_000,
+    }
+    fly = TrainingBatches(**fixed, tokenizer=model.tokenizer)
+    text = TextFeatures(layout.text_embeddings, opened)
+    cached = TrainingBatches(**fixed, tokenizer=None, text_features=text)
+    variants: dict[str, Callable[[], object]] = {
+        "read, tokenize": lambda: fly[3],
+        "read, look up": lambda: cached[3],
+        "read, tokenize, step": lambda: engine.update(fly[3], 1e-6),
+        "read, look up, step": lambda: engine.update(cached[3], 1e-6),
+    }
+    timing.print_table(
+        f"UCM-sized model on rendered shards: reading {size} samples in the training process",
+        timing.headers("work", "samples"),
+        timing.interleave(variants, rounds).rows("read, tokenize, step", size),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Times, then deviations."""
+    rounds = timing.parser(__doc__).parse_args(arguments).rounds
+    torch.set_num_threads(1)
+    time_steps("ViT-B-32", "ViT-B-32", 8, rounds)
+    time_steps("UCM-sized model", UCM_SIZE, 32, rounds)
+    rows: list[list[object]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        data = tiny.make_data(Path(temporary) / "data")
+        for name, model, scale, batch in (
+            ("tiny, logit scale 14.3", tiny.MODEL, None, 24),
+            ("tiny, logit scale 100", tiny.MODEL, 100.0, 24),
+            ("UCM-sized, logit scale 14.3", UCM_SIZE, None, 32),
+            ("UCM-sized, logit scale 100", UCM_SIZE, 100.0, 32),
+        ):
+            folder = Path(temporary) / name.replace(" ", "_")
+            options = prepare(folder, data, model, scale, batch)
+            rows += deviations(name, options, folder)
+        time_reading(options, 32, rounds)
+    columns = ["model", "embed.dtype", "loss, first to last", "step 1", "largest", "median"]
+    timing.print_table(
+        f"Relative deviation of the loss from the text tower run on the fly, {STEPS} steps of "
+        "train.run, lr 1e-3",
+        columns,
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

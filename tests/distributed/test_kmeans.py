@@ -1,0 +1,123 @@
+"""k-means over real gloo processes gives the single process's bits, for any number of ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.parallel import collectives, kmeans
+from mclclip.parallel.process_group import Context
+from mclclip.parallel.row_blocks import NpyBlocks
+
+Ranks = Callable[..., list[Any]]
+BLOCK = 64
+SIZES = (150, 64, 1, 300, 90)  # rows per shard: neither blocks nor ranks divide them
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Overlapping clusters on the sphere in float16, with a few rows that are not numbers."""
+    rng = np.random.default_rng(0)
+    means = rng.normal(size=(7, 24))
+    folder = tmp_path_factory.mktemp("embeddings")
+    for number, size in enumerate(SIZES):
+        rows = means[rng.integers(7, size=size)] + 1.5 * rng.normal(size=(size, 24))
+        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        np.save(folder / f"{number:05d}.npy", rows.astype(np.float16))
+    return sorted(folder.glob("*.npy"))
+
+
+def mask() -> np.ndarray:
+    valid = np.ones(sum(SIZES), dtype=bool)
+    valid[[0, 149, 214, 400, 604]] = False
+    return valid
+
+
+def here() -> Context:
+    return Context(collectives.rank(), collectives.world_size())
+
+
+def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
+    """Everything that k-means and the assignment return, as this rank sees it."""
+    blocks = NpyBlocks(shards, BLOCK)
+    algorithm, common = options["algorithm"], {"valid": mask(), "context": here()}
+    found = kmeans.fit(blocks, seed=3, init_samples=200, **options, **common)
+    near = kmeans.assign(
+        blocks, found.centroids, algorithm=algorithm, labels_per_sample=3, **common
+    )
+    tensors = {"labels": near.labels, "distances": near.distances}
+    tensors |= {"centroids": found.centroids, "counts": found.counts}
+    numbers = {"history": found.history, "restart": found.restart, "inertia": found.inertia}
+    return tensors | numbers
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "spherical": {"algorithm": "spherical", "num_clusters": 7, "restarts": 3},
+    "euclidean": {"algorithm": "euclidean", "num_clusters": 7, "restarts": 2},
+    # Three clusters start out empty, so that rows are looked for over the ranks.
+    "empty": {
+        "algorithm": "spherical",
+        "num_clusters": 6,
+        "initial": torch.eye(24)[[0, 0, 1, 1, 2, 2]],
+    },
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_equal_bit_for_bit_for_any_number_of_ranks(
+    ranks: Ranks, shards: list[Path], case: str
+) -> None:
+    wanted = cluster(shards, OPTIONS[case])
+    assert int((wanted["labels"][:, 0] >= 0).sum()) == mask().sum()
+    for world_size in (1, 2, 3, 4):
+        for rank, found in enumerate(ranks(world_size, cluster, shards, OPTIONS[case])):
+            for name, value in wanted.items():
+                same = (
+                    torch.equal(value, found[name])
+                    if isinstance(value, torch.Tensor)
+                    else value == found[name]
+                )
+                assert same, f"{name} on rank {rank} of {world_size}"
+
+
+def test_more_ranks_than_blocks(ranks: Ranks, shards: list[Path]) -> None:
+    options = {"algorithm": "euclidean", "num_clusters": 2}
+    wanted = tiny_cluster(shards[1], options)
+    for found in ranks(3, tiny_cluster, shards[1], options):
+        assert torch.equal(found, wanted)
+
+
+def tiny_cluster(shard: Path, options: dict[str, Any]) -> torch.Tensor:
+    return kmeans.fit(NpyBlocks([shard], BLOCK), context=here(), **options).centroids
+
+
+# --- mistakes are raised on all ranks, in the same words ---
+
+
+def line_of(shards: list[Path], options: dict[str, Any], bad_row: int | None) -> str:
+    blocks: list[Any] = [np.array(block) for block in NpyBlocks(shards, BLOCK)]
+    if bad_row is not None:  # only one rank reads this block
+        blocks[0][bad_row, 3] = np.nan
+    try:
+        kmeans.fit(blocks, context=here(), **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("options", "bad_row", "wanted"),
+    [
+        ({"num_clusters": 5}, 7, "1 of 605 rows hold NaN or infinite values"),
+        ({"num_clusters": 606}, None, "num_clusters is 606, but there are 605 usable rows"),
+    ],
+)
+def test_every_rank_says_the_same(
+    ranks: Ranks, shards: list[Path], options: dict[str, Any], bad_row: int | None, wanted: str
+) -> None:
+    lines = ranks(2, line_of, shards, options, bad_row)
+    assert lines[0] == lines[1]
+    assert lines[0].startswith(wanted)

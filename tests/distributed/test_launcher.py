@@ -1,0 +1,152 @@
+"""Under a real torchrun: no process outlives its launcher, so a restart never has company."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+NUM_RANKS = 2
+WORKER = """
+import os, sys, time
+from pathlib import Path
+
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+name = f"rank_{os.environ['RANK']}"
+
+
+def note(name, pid):
+    (folder / f".{name}").write_text(str(pid))
+    (folder / f".{name}").rename(folder / name)
+
+
+if moment == "importing":
+    note(name, os.getpid())
+    time.sleep(1)
+
+import torch
+from mclclip.parallel import collectives, process_group
+
+context = process_group.init("cpu")
+if moment == "finishing":
+    assert float(collectives.all_reduce_sum(torch.ones(()))) == context.world_size
+    process_group.leave(0)
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, number):
+        note(f"loader_of_{name}", os.getpid())
+        time.sleep(120)
+
+
+if moment == "reading":
+    loader = torch.utils.data.DataLoader(
+        Slow(), num_workers=1, worker_init_fn=process_group.start_loader_worker
+    )
+    note(name, os.getpid())
+    next(iter(loader))
+if moment == "waiting in a collective":
+    note(name, os.getpid())
+    if context.is_main:
+        time.sleep(120)
+    collectives.barrier()
+time.sleep(120)
+"""
+
+
+def runs(pid: int) -> bool:
+    """True where the process can still do something (a zombie cannot)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def survivors(pids: list[int], within_s: float) -> list[int]:
+    """Those that still run after a while."""
+    deadline = time.monotonic() + within_s
+    while (alive := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
+
+
+@contextmanager
+def torchrun(folder: Path, moment: str) -> Iterator[subprocess.Popen[bytes]]:
+    script = folder / "worker.py"
+    script.write_text(WORKER)
+    root = str(Path(__file__).parents[2])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+    launcher = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(NUM_RANKS), str(script), str(folder), moment),
+        ],
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield launcher
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for pid in pids_in(folder):
+            if runs(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.glob("*rank_*")]
+
+
+def pids_when(folder: Path, count: int) -> list[int]:
+    """The pids of ``count`` processes, once all have come to the moment."""
+    deadline = time.monotonic() + 90
+    while len(pids := pids_in(folder)) < count:
+        assert time.monotonic() < deadline, f"only {pids} of {count} processes"
+        time.sleep(0.02)
+    return pids
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
+@pytest.mark.parametrize(
+    ("moment", "count"),
+    [
+        ("importing", NUM_RANKS),
+        ("waiting in a collective", NUM_RANKS),
+        ("reading", 2 * NUM_RANKS),
+    ],
+)
+def test_nobody_survives_a_killed_launcher(tmp_path: Path, moment: str, count: int) -> None:
+    if moment == "importing" and b"python" in Path("/proc/1/cmdline").read_bytes():
+        pytest.skip("orphans go to process 1, which is a Python program here")
+    with torchrun(tmp_path, moment) as launcher:
+        pids = pids_when(tmp_path, count)
+        assert not [pid for pid in pids if not runs(pid)]
+        launcher.kill()
+        launcher.wait()
+        # Those that import must come to the end of it first; the others end at once.
+        within_s = 60.0 if moment == "importing" else 5.0
+        assert not survivors(pids, within_s)
+
+
+def test_a_killed_worker_takes_all_with_it(tmp_path: Path) -> None:
+    with torchrun(tmp_path, "waiting in a collective") as launcher:
+        pids = pids_when(tmp_path, NUM_RANKS)
+        os.kill(pids[0], signal.SIGKILL)
+        assert launcher.wait(timeout=60) == 1
+        assert not survivors(pids, 5.0)
+
+
+def test_a_finished_run_looks_finished(tmp_path: Path) -> None:
+    with torchrun(tmp_path, "finishing") as launcher:
+        assert launcher.wait(timeout=90) == 0

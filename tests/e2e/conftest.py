@@ -1,0 +1,222 @@
+"""``shell``: the command line in processes of its own, without the seconds that imports take.
+
+A server process imports everything once and forks a process per command (and per rank), which
+calls ``cli.main`` as ``python -m mclclip`` does and ends with its exit code. Ranks find each other
+as under torchrun, by environment variables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import tiny
+
+PRELOADED = [
+    "mclclip.cli",
+    "mclclip.config",
+    "mclclip.pipeline",
+    "mclclip.parallel.process_group",
+    "mclclip.run_lock",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",  # what the first optimizer imports
+    "sklearn.metrics",
+    "tests.e2e.conftest",
+]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended: exit code and stderr of each rank (a negative code is a signal)."""
+
+    codes: list[int]
+    stderrs: list[str]
+    stdout: str
+
+    @property
+    def code(self) -> int:
+        """The exit code of the only rank, or the one that all ranks share."""
+        assert len(set(self.codes)) == 1, (self.codes, self.stderrs)
+        return self.codes[0]
+
+    @property
+    def stderr(self) -> str:
+        """The first rank's stderr."""
+        return self.stderrs[0]
+
+    def complaints(self) -> list[str]:
+        """mclclip's own last words on the first rank's stderr."""
+        return [line for line in self.stderr.splitlines() if line.startswith("mclclip: ")]
+
+
+# --- what may happen inside a command -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KillAfter:
+    """The process kills itself with -9 after its n-th call of ``update`` (engine) or ``save``
+    (checkpoint): the worst that can happen at a step."""
+
+    what: str
+    count: int
+
+    def __call__(self) -> None:
+        from mclclip import checkpoint
+        from mclclip.parallel.engines import Engine
+
+        owner: Any = {"update": Engine, "save": checkpoint}[self.what]
+        original, calls = getattr(owner, self.what), itertools.count(1)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if next(calls) == self.count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(owner, self.what, called)
+
+
+@dataclass(frozen=True)
+class RecordBatches:
+    """Every batch that this rank trains on, as ``NNNNN_rankR.npz`` below ``directory``."""
+
+    directory: Path
+
+    def __call__(self) -> None:
+        from mclclip.parallel.engines import Engine
+
+        original, calls = Engine.update, itertools.count()
+        self.directory.mkdir(exist_ok=True)
+
+        def update(engine: Any, batch: Any, lr: float) -> Any:
+            path = self.directory / f"{next(calls):05d}_rank{os.environ.get('RANK', '0')}.npz"
+            np.savez(path, step=batch.step, sample_id=batch.sample_id, labels=batch.labels)
+            return original(engine, batch, lr)
+
+        setattr(Engine, "update", update)  # noqa: B010
+
+    def sample_ids(self, ranks: int = 1) -> np.ndarray:
+        """int64 [updates, global_batch], of all ranks in rank order."""
+        return self._read("sample_id", ranks)
+
+    def labels(self, ranks: int = 1) -> np.ndarray:
+        """int64 [updates, global_batch], truncated as the mask compares them."""
+        return self._read("labels", ranks)
+
+    def _read(self, name: str, ranks: int) -> np.ndarray:
+        by_rank = []
+        for rank in range(ranks):
+            paths = sorted(self.directory.glob(f"*_rank{rank}.npz"))
+            by_rank.append(np.stack([np.load(path)[name].reshape(-1) for path in paths]))
+        return np.concatenate(by_rank, axis=1)
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+def _child(
+    arguments: tuple[str, ...],
+    environment: Mapping[str, str],
+    output: tuple[Path, Path],
+    inside: Callable[[], None] | None,
+) -> None:
+    """One rank of one command, in a forked process."""
+    for number, path in enumerate(output, start=1):
+        sys.__dict__["stdout" if number == 1 else "stderr"].flush()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.update(environment)
+    if inside is not None:
+        inside()
+    from mclclip import cli
+
+    cli.main(arguments)
+
+
+class Shell:
+    """``shell("train", "--stage", "1", ..., ranks=2)`` runs ``mclclip train --stage 1 ...``."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.calls = itertools.count()
+        self.context = get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)
+
+    def __call__(
+        self,
+        *arguments: str | Path,
+        ranks: int = 1,
+        inside: Callable[[], None] | None = None,
+        timeout_s: float = 240.0,
+    ) -> Finished:
+        folder = self.directory / f"{next(self.calls):04d}"
+        folder.mkdir()
+        outputs = [(folder / f"{r}.out", folder / f"{r}.err") for r in range(ranks)]
+        words = tuple(map(str, arguments))
+        processes = [
+            self.context.Process(
+                target=_child, args=(words, environment, output, inside), daemon=False
+            )
+            for environment, output in zip(_environments(ranks), outputs, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        _wait(processes, timeout_s)
+        codes = [process.exitcode for process in processes]
+        texts = [[path.read_text() for path in output] for output in outputs]
+        assert None not in codes
+        stderrs = [stderr for _, stderr in texts]
+        return Finished([code or 0 for code in codes], stderrs, texts[0][0])
+
+    def ok(self, *arguments: str | Path, **options: Any) -> Finished:
+        """The same, for a command that must succeed."""
+        finished = self(*arguments, **options)
+        assert finished.code == 0, "\n".join(finished.stderrs)
+        return finished
+
+
+def _environments(ranks: int) -> list[dict[str, str]]:
+    common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if ranks == 1:
+        return [common]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _wait(processes: list[ForkServerProcess], timeout_s: float) -> None:
+    """Until all have ended; kills what has not ended in time."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0.1))
+    for process in processes:
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture(scope="session")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell(tmp_path_factory.mktemp("shell"))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny data of most tests here (read only)."""
+    return tiny.make_data(tmp_path_factory.mktemp("data"), )

@@ -1,0 +1,112 @@
+"""One step of training, against the same step written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mclclip.parallel.engines import Engine
+from mclclip.parallel.process_group import SINGLE
+
+
+class Model(nn.Module):
+    """A batch [b, 4] -> its loss; notes the number format it computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(4, 4).requires_grad_(False)
+        self.tail = nn.Linear(4, 2)
+        self.dtype: torch.dtype | None = None
+
+    def forward(self, batch: Tensor) -> dict[str, Tensor]:
+        out = self.tail(self.trunk(batch))
+        self.dtype = out.dtype
+        return {"loss": out.float().square().sum(), "largest": out.abs().max()}
+
+
+BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def engine_of(model: Model, **options: object) -> Engine:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD([{"params": [trained[0]]}, {"params": [trained[1]]}], lr=1.0)
+    return Engine(model, optimizer, SINGLE, **options)  # type: ignore[arg-type]
+
+
+def gradients(model: Model) -> tuple[Tensor, Tensor]:
+    grad = torch.autograd.grad(model(BATCH)["loss"], [model.tail.weight, model.tail.bias])
+    return grad[0], grad[1]
+
+
+def test_a_step_moves_every_group_by_the_given_learning_rate() -> None:
+    model = Model()
+    weight, bias = gradients(model)
+    wanted = model.tail.weight - 0.01 * weight, model.tail.bias - 0.01 * bias
+    engine_of(model).update(BATCH, lr=0.01)
+    torch.testing.assert_close((model.tail.weight, model.tail.bias), wanted)
+
+
+def test_a_step_returns_detached_parts_and_the_norm_of_the_gradient() -> None:
+    model = Model()
+    weight, bias = gradients(model)
+    parts = engine_of(model).update(BATCH, lr=0.01)
+    assert sorted(parts) == ["grad_norm", "largest", "loss"]
+    assert not any(part.requires_grad for part in parts.values())
+    norm = torch.cat([weight.flatten(), bias]).norm()
+    torch.testing.assert_close(parts["grad_norm"], norm)
+
+
+def test_gradients_do_not_add_up_over_steps() -> None:
+    model, again = Model(), Model()
+    engine = engine_of(model)
+    engine.update(BATCH, lr=0.0)
+    engine.update(BATCH, lr=0.01)
+    engine_of(again).update(BATCH, lr=0.01)
+    assert torch.equal(model.tail.weight, again.tail.weight)
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0, None], ids=["clipped", "short enough", "no limit"])
+def test_clipping_scales_the_whole_gradient(share: float | None) -> None:
+    model = Model()
+    weight, bias = gradients(model)
+    norm = float(torch.cat([weight.flatten(), bias]).norm())
+    limit = None if share is None else share * norm
+    before = model.tail.weight.clone()
+    parts = engine_of(model, clip_grad_norm=limit).update(BATCH, lr=1.0)
+    scale = 0.5 if share == 0.5 else 1.0
+    torch.testing.assert_close(before - model.tail.weight, scale * weight)
+    assert float(parts["grad_norm"]) == pytest.approx(norm)  # before clipping
+
+
+def test_without_a_limit_no_bit_of_the_gradient_changes() -> None:
+    model = Model()
+    weight, _ = gradients(model)
+    before = model.tail.weight.clone()
+    engine_of(model).update(BATCH, lr=1.0)
+    assert torch.equal(model.tail.weight, before - weight)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_bf16_is_autocast_and_weights_stay_fp32(precision: str, dtype: torch.dtype) -> None:
+    model = Model()
+    engine_of(model, precision=precision).update(BATCH, lr=0.01)
+    assert model.dtype == dtype and model.tail.weight.dtype == torch.float32
+
+
+def test_frozen_parameters_stay() -> None:
+    model = Model()
+    before = model.trunk.weight.clone()
+    engine = engine_of(model)
+    engine.update(BATCH, lr=0.5)
+    assert torch.equal(model.trunk.weight, before) and model.trunk.weight.grad is None
+    assert len(engine.parameters) == 2
+
+
+def test_one_process_has_nothing_to_settle() -> None:
+    model = Model()
+    engine_of(model).settle(BATCH)
+    assert model.dtype is None  # it was not run

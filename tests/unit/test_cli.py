@@ -1,0 +1,252 @@
+"""The command line: help without torch, exit codes, one line per mistake."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from mclclip import __version__, cli, config
+from mclclip.run_lock import RunLock
+
+ROOT = Path(__file__).resolve().parents[2]
+EXIT_CODES = (cli.EXIT_OK, cli.EXIT_INTERNAL, cli.EXIT_USER, cli.EXIT_INTERRUPTED)
+
+
+def verbs() -> list[str]:
+    for action in cli.build_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return sorted(action.choices)
+    raise AssertionError("no sub-commands")
+
+
+@pytest.fixture(autouse=True)
+def quiet_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package's log as it was: main() sets it up for a terminal."""
+    monkeypatch.delenv("RANK", raising=False)
+    log = logging.getLogger("mclclip")
+    handlers, propagate, level = log.handlers[:], log.propagate, log.level
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """main(*words) in this process -> its exit code, stdout and stderr."""
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cli, "_leave", leave)
+
+    def call(*words: str) -> SimpleNamespace:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(words)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=caught.value.code, out=out, err=err)
+
+    return call
+
+
+def mclclip(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "mclclip", *words],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# --- help and version --------------------------------------------------------------------------
+
+
+def test_the_verbs_are_those_of_the_method() -> None:
+    expected = "cluster config demo doctor embed eval export index make-dataset pack run train"
+    assert set(expected.split()) <= set(verbs())
+
+
+@pytest.mark.parametrize("verb", verbs())
+def test_every_verb_has_help(main: Any, verb: str) -> None:
+    shown = main(verb, "--help")
+    assert shown.code == 0 and shown.out.startswith(f"usage: mclclip {verb}")
+    for line in re.findall(r"^  (-\S+|\w+)( [A-Z\[{].*)?$", shown.out, re.MULTILINE):
+        assert line, shown.out
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; from mclclip.cli import build_parser; build_parser().format_help()\n"
+        "heavy = {'torch', 'numpy', 'pandas', 'pydantic', 'open_clip', 'pyarrow', 'yaml', 'rich'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_checking_a_configuration_needs_no_torch() -> None:
+    code = (
+        "import sys; from mclclip import cli\n"
+        "cli._leave = lambda code: print(code, 'torch' in sys.modules)\n"
+        "cli.main(['config', 'run_dir=x'])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "0 False"
+
+
+def test_version() -> None:
+    shown = mclclip("--version")
+    assert shown.returncode == 0 and shown.stdout.strip() == f"mclclip {__version__}"
+
+
+def test_no_verb_is_a_usage_error() -> None:
+    for words in ((), ("dance",), ("train",)):
+        shown = mclclip(*words)
+        assert shown.returncode == 2 and "usage: mclclip" in shown.stderr
+
+
+# --- exit codes --------------------------------------------------------------------------------
+
+
+def test_the_exit_codes_are_in_the_help_and_in_the_readme() -> None:
+    shown = " ".join(cli.build_parser().format_help().split())
+    readme = (ROOT / "README.md").read_text()
+    for code in EXIT_CODES:
+        assert re.search(rf"\b{code} [a-z]", shown.split("Exit codes:")[1]), code
+        assert re.search(rf"^\| *`?{code}`? *\|", readme, re.MULTILINE), f"no row for {code}"
+
+
+def test_done_is_0(main: Any) -> None:
+    shown = main("config", "run_dir=runs/a", "train.lr=0.125")
+    assert shown.code == 0 and shown.err == ""
+    assert "run_dir: runs/a" in shown.out and "lr: 0.125" in shown.out
+
+
+@pytest.mark.parametrize("verb", ["config", "index", "run"])
+def test_an_unknown_key_is_2_in_one_line(main: Any, verb: str, tmp_path: Path) -> None:
+    shown = main(verb, f"run_dir={tmp_path / 'run'}", "train.learningrate=1")
+    assert shown.code == 2 and shown.out == ""
+    assert shown.err.startswith("mclclip: unknown option 'train.learningrate': did you mean ")
+    assert shown.err.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_an_unknown_key_is_2_in_a_process_of_its_own() -> None:
+    shown = mclclip("config", "run_dir=x", "train.ploicy=1")
+    assert shown.returncode == 2 and "Traceback" not in shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+def test_a_missing_file_is_2(main: Any, tmp_path: Path) -> None:
+    shown = main("run", "--config", str(tmp_path / "none.yaml"))
+    assert shown.code == 2
+    assert shown.err == f"mclclip: no configuration file at {tmp_path / 'none.yaml'}\n"
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(config, "load", fail)
+
+
+@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, RuntimeError])
+def test_what_does_not_fit_is_2(main: Any, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    fail_with(monkeypatch, kind("labels have 3 rows,\n  the index has 4"))
+    shown = main("config", "run_dir=x")
+    assert shown.code == 2
+    assert shown.err == "mclclip: labels have 3 rows, the index has 4\n"
+
+
+def test_debug_shows_where(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, ValueError("labels have 3 rows"))
+    shown = main("config", "--debug", "run_dir=x")
+    assert shown.code == 2 and shown.err.startswith("Traceback (most recent call last)")
+    assert shown.err.endswith("mclclip: labels have 3 rows\n")
+
+
+@pytest.mark.parametrize("error", [KeyError("image"), AssertionError(), TypeError("no len()")])
+def test_our_own_error_is_1_with_its_traceback(
+    main: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    fail_with(monkeypatch, error)
+    shown = main("config", "run_dir=x")
+    assert shown.code == 1 and "Traceback (most recent call last)" in shown.err
+    last = shown.err.splitlines()[-1]
+    assert last.startswith("mclclip: ") and len(last) > len("mclclip: ")
+
+
+def test_an_interrupt_is_130(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt())
+    shown = main("config", "run_dir=x")
+    assert shown.code == 130 and shown.err == "mclclip: interrupted\n"
+
+
+def test_a_verb_may_give_its_own_code(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mclclip import doctor
+
+    for code in (0, 2):
+        monkeypatch.setattr(doctor, "run", lambda path, code=code: code)
+        assert main("doctor").code == code
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_in_use_is_2(
+    main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("mclclip.run_lock.RunLock", functools.partial(RunLock, wait_s=0.0))
+    with RunLock(tmp_path / "run"):
+        shown = main("index", f"run_dir={tmp_path / 'run'}", "device=cpu")
+    assert shown.code == 2 and shown.err.count("\n") == 1
+    assert f"{tmp_path / 'run'} is in use by process {os.getpid()} on" in shown.err
+
+
+def test_a_failed_run_frees_its_directory_and_leaves_nothing_half_written(
+    main: Any, tmp_path: Path
+) -> None:
+    shown = main("index", f"run_dir={tmp_path / 'run'}", "device=cpu")
+    assert shown.code == 2 and "data.sources is empty" in shown.err
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == [".run.lock.guard"]
+
+
+def test_overrides_reach_the_verb(
+    main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from mclclip import embed
+
+    seen: dict[str, Any] = {}
+
+    def run(config: Any, context: Any, **options: Any) -> None:
+        seen.update(options, seed=config.seed, rank=context.rank)
+        assert (tmp_path / "run.lock").exists()
+
+    monkeypatch.setattr(embed, "run", run)
+    shown = main(
+        "embed", "--stage", "2", "--text", "--force", f"run_dir={tmp_path}", "seed=5", "device=cpu"
+    )
+    assert shown.code == 0, shown.err
+    assert seen == {"stage": 2, "text": True, "force": True, "seed": 5, "rank": 0}
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks fail together; the others wait, so that the line is not printed many times."""
+    waited: list[float] = []
+    monkeypatch.setattr("mclclip.cli.time.sleep", waited.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main("config", "run_dir=x", "a=1").code == 2
+    assert waited == [cli.LATER_RANKS_WAIT_S]

@@ -1,0 +1,33 @@
+"""The demo's settings and its table over seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mclclip import demo
+from mclclip.eval.results import Result
+
+
+def test_settings_keep_seeds_apart_and_overrides_win() -> None:
+    settled = demo.settings(Path("out"), 3, ["train.steps=7"])
+    assert (settled.run_dir, settled.seed, settled.train.steps) == ("out/seed_3", 3, 7)
+    assert settled.data.sources["patterns"].shards == "out/data_3/shards/*.tar"
+    assert settled.controls == ["ungrouped", "random_groups"]
+    assert settled.num_stages == 3
+
+
+def test_seed_table_gives_mean_and_standard_deviation() -> None:
+    def row(value: float) -> Result:
+        return Result("stage_0", "pairs", "shape", value, 10, 0.0, 100.0)
+
+    assert "| stage_0 | 40.0 |" in demo.seed_table([[row(40.0)]])
+    text = demo.seed_table([[row(40.0)], [row(50.0)], [row(60.0)]])
+    assert text.splitlines()[0] == "| 3 seed(s) | shape |"
+    assert "| stage_0 | 50.0 ± 10.0 |" in text
+
+
+def test_a_seed_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="each may be given once"):
+        demo.run(tmp_path, seeds=[1, 1])

@@ -1,0 +1,40 @@
+"""The built-in data set as shards and as a benchmark in MMVP-VLM's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mclclip import make_dataset
+from mclclip.data.patterns import ATTRIBUTES
+from mclclip.data.shard_scan import scan_shard
+from mclclip.eval.mmvp import read_pairs
+from tests import tiny
+
+
+def test_shards_and_pairs_are_read_by_the_ordinary_readers(tmp_path: Path) -> None:
+    tiny.make_data(tmp_path, num_samples=96)
+    shards = sorted((tmp_path / "shards").glob("*.tar"))
+    assert len(shards) == 2
+    assert sum(scan_shard(str(path), "patterns", "txt").rows.num_rows for path in shards) == 96
+    assert scan_shard(str(shards[0]), "patterns", "json:captions").rows.num_rows == 48
+    pairs = read_pairs(tmp_path / "pairs")
+    assert len(pairs) == 2 * len(ATTRIBUTES)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_a_finished_set_is_kept(tmp_path: Path) -> None:
+    one, two = (tiny.make_data(tmp_path / name, num_samples=48) for name in ("one", "two"))
+    assert tiny.digests(one, "**/*.tar") == tiny.digests(two, "**/*.tar")
+    assert tiny.digests(one, "**/*.jpg") == tiny.digests(two, "**/*.jpg")
+    before = (one / "shards" / "00000.tar").stat().st_mtime_ns
+    tiny.make_data(one, num_samples=48)
+    assert (one / "shards" / "00000.tar").stat().st_mtime_ns == before
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    tiny.make_data(tmp_path, num_samples=48)
+    with pytest.raises(ValueError, match="seed was 0, now 1"):
+        tiny.make_data(tmp_path, num_samples=48, seed=1)
+    with pytest.raises(ValueError, match="no built-in data set 'x'"):
+        make_dataset.run("x", tmp_path)
