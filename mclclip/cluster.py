@@ -60,7 +60,10 @@ def run(
 def _open(
     config: Config, layout: Layout, stage: int, index: SampleIndex, force: bool, write: bool
 ) -> Artifact:
+    """Finds finished work, or opens the directory, after a check of everything that is read."""
     embeddings = _manifest_of_index(layout.embeddings(stage), "embeddings", "embed", index)
+    for earlier in range(stage):
+        _manifest_of_index(layout.clusters(earlier), "clusters", "cluster", index)
     options = config.cluster
     fields = {name: v for name, v in to_tree(options).items() if name != "label_mode"}
     return Artifact.open(

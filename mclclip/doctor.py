@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -24,14 +25,6 @@ from typing import Any, Literal
 
 from mclclip import __version__
 from mclclip.artifacts import fsync_directory
-
-REQUIRED = (
-    "torch torchvision open_clip_torch webdataset numpy pandas pyarrow pydantic safetensors "
-    "scikit-learn pillow"
-).split()
-# faiss has one package per build; the rest comes with extras.
-FAISS = ("faiss-cpu", "faiss-gpu-cu12", "faiss-gpu", "faiss-gpu-cuvs")
-EXTRAS = ("deepspeed", "clip-benchmark", "tensorboard", "wandb")
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
 SLOW_FSYNC_S, SKEW_WARN_S, SKEW_FAIL_S = 1.0, 5.0, 60.0
@@ -88,17 +81,22 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    found = {name: _version(name) for name in REQUIRED}
-    faiss = [(name, version) for name in FAISS if (version := _version(name))]
-    listed = [f"{name} {version}" for name, version in [*found.items(), *faiss] if version]
+    """What the installed mclclip asks for: always, and with its extras."""
+    try:
+        asked = metadata.requires("mclclip") or []
+    except metadata.PackageNotFoundError:
+        text = "mclclip runs from its source tree and is not installed: pip install -e ."
+        yield Finding("warn", "packages", text)
+        return
+    names = {line: re.split(r"[^\w.-]", line)[0] for line in asked}
+    required = {name: _version(name) for line, name in names.items() if "extra ==" not in line}
+    listed = [f"{name} {version}" for name, version in required.items() if version]
     yield Finding("ok", "versions", ", ".join([f"mclclip {__version__}", *listed]))
-    missing = [name for name, version in found.items() if version is None]
-    if not faiss:
-        missing.append("faiss-cpu")
-    if missing:
+    if missing := [name for name, version in required.items() if version is None]:
         yield Finding("FAIL", "packages", f"missing: pip install {' '.join(missing)}")
-    extras = [f"{name} {_version(name) or 'not installed'}" for name in EXTRAS]
-    yield Finding("ok", "extras", ", ".join(extras))
+    extras = {name: _version(name) for name in names.values() if name not in required}
+    listed = [f"{name} {version or 'not installed'}" for name, version in extras.items()]
+    yield Finding("ok", "extras", ", ".join(listed))
 
 
 def _torchvision() -> Iterator[Finding]:

@@ -107,4 +107,5 @@ def digests(directory: Path, pattern: str = "**/*.safetensors") -> dict[str, str
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.glob(pattern))
+        if path.is_file()
     }

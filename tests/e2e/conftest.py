@@ -8,6 +8,7 @@ as under torchrun, by environment variables.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import socket
@@ -140,6 +141,7 @@ def _child(
         os.dup2(file, number)
         os.close(file)
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # the default
     if inside is not None:
         inside()
     from mclclip import cli

@@ -81,28 +81,41 @@ def test_the_command(tmp_path: Path) -> None:
 # --- software ----------------------------------------------------------------------------------
 
 
+def fake_packages(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """An mclclip that asks for three packages, and two more with extras."""
+    asked = ["torch>=2.6", "open_clip_torch<4,>=3.3", "Pillow", 'deepspeed>=0.19; extra == "x"']
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "requires", lambda _: [*asked, 'wandb; extra == "track"'])
+    monkeypatch.setattr(metadata, "version", version)
+
+
 def test_what_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name in ("pyarrow", *doctor.FAISS):
-            raise metadata.PackageNotFoundError(name)
-        return "1.0"
-
-    monkeypatch.setattr(metadata, "version", version)
+    fake_packages(monkeypatch, torch="2.13.0")
     finding = one(doctor._packages(), "packages")
-    assert finding.state == "FAIL" and finding.text == "missing: pip install pyarrow faiss-cpu"
+    assert finding.state == "FAIL"
+    assert finding.text == "missing: pip install open_clip_torch Pillow"
 
 
-@pytest.mark.parametrize("build", doctor.FAISS)
-def test_any_build_of_faiss_will_do(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
-    def version(name: str) -> str:
-        if name in doctor.FAISS and name != build:
-            raise metadata.PackageNotFoundError(name)
-        return "1.0"
+def test_extras_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_packages(monkeypatch, torch="2.13.0", open_clip_torch="3.3", Pillow="13", wandb="0.31")
+    versions, extras = doctor._packages()
+    assert versions.text.endswith("torch 2.13.0, open_clip_torch 3.3, Pillow 13")
+    assert extras.text == "deepspeed not installed, wandb 0.31"
+    assert versions.state == extras.state == "ok"
 
-    monkeypatch.setattr(metadata, "version", version)
-    found = list(doctor._packages())
-    assert not [finding for finding in found if finding.state == "FAIL"]
-    assert f"{build} 1.0" in one(found, "versions").text
+
+def test_a_source_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", not_installed)
+    (finding,) = doctor._packages()
+    assert finding.state == "warn" and "pip install -e ." in finding.text
 
 
 def test_a_broken_torchvision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,14 @@ BLOCK = 100
 
 
 def noise(num_rows: int = 700, dim: int = 16, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(num_rows, dim)).astype(np.float32)
+    rows: np.ndarray = np.random.default_rng(seed).normal(size=(num_rows, dim)).astype(np.float32)
+    return rows
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
-    wide = rows.astype(np.float64)
-    return wide / np.linalg.norm(wide, axis=1, keepdims=True)
+    wide: np.ndarray = rows.astype(np.float64)
+    wide /= np.linalg.norm(wide, axis=1, keepdims=True)
+    return wide
 
 
 def mixture(spread: float, dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:
@@ -162,10 +164,13 @@ def test_starts_are_seeded_and_the_best_wins() -> None:
 
 
 def test_a_subsample_can_start_it() -> None:
-    rows, truth = mixture(0.05)
-    found = kmeans.fit(cut_blocks([rows], BLOCK), 2, init_samples=0)  # 256 K = 512 of 600
-    assert found.counts.sum() == 600
-    assert len(truth) == 600
+    """Of 5000 rows 1024 (256 per cluster) are looked at, and still the clusters are found."""
+    rows = np.tile(mixture(0.05)[0], (9, 1))[:5000]
+    found = kmeans.fit(cut_blocks([rows], BLOCK), 4, init_samples=0, max_iterations=0)
+    assert found.iterations == 0
+    assert found.counts.sum() == 5000
+    distances = slow_distances(rows, found.centroids, "spherical")
+    assert (distances.min(axis=0) < 1e-6).all()  # centroids are rows
 
 
 def test_masked_rows_take_no_part() -> None:
@@ -294,21 +299,27 @@ def test_ties_go_to_the_lowest_id() -> None:
 def test_parts_of_the_centroids_can_be_merged(
     algorithm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = noise(300)
+    blocks = cut_blocks([noise(300)], BLOCK)
     centroids = torch.from_numpy(noise(10, seed=9))
-    centroids[7] = centroids[2]  # a tie between parts
-    blocks = cut_blocks([rows], BLOCK)
     whole = kmeans.assign(blocks, centroids, algorithm=algorithm, labels_per_sample=4)
     parts = []
     for ids in (torch.tensor([8, 3, 7, 0, 9]), torch.tensor([1, 2, 4, 5, 6])):
         part = kmeans.assign(blocks, centroids[ids], algorithm=algorithm, labels_per_sample=4)
         parts.append(kmeans.Assignment(ids[part.labels], part.distances))
     merged = kmeans.merge_nearest(parts, 4)
-    assert torch.equal(merged.labels, whole.labels)
-    torch.testing.assert_close(merged.distances, whole.distances, atol=1e-6, rtol=0)
     monkeypatch.setattr(kmeans, "CENTROIDS_PER_PASS", 3)
-    few = kmeans.assign(blocks, centroids, algorithm=algorithm, labels_per_sample=4)
-    assert torch.equal(few.labels, whole.labels)
+    in_passes = kmeans.assign(blocks, centroids, algorithm=algorithm, labels_per_sample=4)
+    for other in (merged, in_passes):
+        assert torch.equal(other.labels, whole.labels)
+        torch.testing.assert_close(other.distances, whole.distances, atol=1e-5, rtol=0)
+
+
+def test_ties_between_parts_go_to_the_lowest_id() -> None:
+    first = kmeans.Assignment(torch.tensor([[5, 4]]), torch.tensor([[1.0, 2.0]]))
+    second = kmeans.Assignment(torch.tensor([[9, 3]]), torch.tensor([[1.0, 1.0]]))
+    merged = kmeans.merge_nearest([first, second], 3)
+    assert merged.labels.tolist() == [[3, 5, 9]]
+    assert merged.distances.tolist() == [[1.0, 1.0, 1.0]]
 
 
 # --- blocks ---

@@ -1,0 +1,214 @@
+"""How fast samples are read: TarDataset's random access beside webdataset's sequential reading.
+
+Both decode the same files with the same open_clip training transform and tokenizer in this
+process; then both fetch bytes only, from warm and from dropped file caches. Real photographs are
+measured where the small real data sets are present.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import open_clip
+import torch
+import webdataset
+from open_clip.transform import PreprocessCfg, image_transform_v2
+
+from mclclip import index, make_dataset, pack
+from mclclip.config import from_tree
+from mclclip.data.epoch_plan import GroupedIndex
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.tar_dataset import Sample, TarDataset
+from mclclip.data.training_batches import TrainingBatches
+from mclclip.parallel.process_group import SINGLE
+from tests.benchmarks import timing
+
+BATCH = 32
+MAX_PIXELS = 100_000_000
+
+
+class Reading:
+    """One set of shards and the ways to read all of it once."""
+
+    def __init__(self, shards: Sequence[Path], image_size: int, work: Path) -> None:
+        tree = {"sources": {"bench": {"shards": [str(path) for path in shards]}}}
+        config = from_tree({"run_dir": str(work), "data": tree | {"index_workers": 1}})
+        self.index: SampleIndex = index.run(config, SINGLE)
+        self.shards = [str(path) for path in shards]
+        self.size = len(self.index) // BATCH * BATCH
+        self.transform = image_transform_v2(PreprocessCfg(size=image_size), is_train=True)
+        self.tokenizer = open_clip.get_tokenizer("ViT-B-32")
+        self.dataset = TarDataset(self.index, self.transform, self.tokenizer, MAX_PIXELS)
+        self.batches = self._training_batches()
+        self.ids = np.random.default_rng(0).permutation(len(self.index))[: self.size].tolist()
+
+    def _training_batches(self) -> TrainingBatches:
+        return TrainingBatches(
+            index=self.index,
+            grouped=GroupedIndex.build(np.zeros(len(self.index), np.int64), ()),
+            transform=self.transform,
+            tokenizer=self.tokenizer,
+            global_batch=BATCH,
+            policy="backoff",
+            order="proportional",
+            seed=0,
+            stage=0,
+            max_image_pixels=MAX_PIXELS,
+        )
+
+    def cuts(self) -> list[list[int]]:
+        """The random ids in batches."""
+        return [self.ids[first : first + BATCH] for first in range(0, self.size, BATCH)]
+
+    def one_by_one(self, ids: Sequence[int]) -> None:
+        """Each sample by itself."""
+        assert all(isinstance(self.dataset[number], Sample) for number in ids)
+
+    def batched(self) -> None:
+        """Batches of random samples, read by offset within the batch."""
+        for ids in self.cuts():
+            assert all(isinstance(s, Sample) for s in self.dataset.__getitems__(ids))
+
+    def training(self) -> None:
+        """As training reads: planned, with keyed augmentation, stacked."""
+        for step in range(self.size // BATCH):
+            assert len(self.batches[step]) == BATCH
+
+    def sequential(self) -> None:
+        """webdataset, shard after shard."""
+        samples = webdataset.WebDataset(self.shards, shardshuffle=False).decode("pilrgb")
+        pairs = samples.to_tuple("jpg", "txt").map_tuple(self.transform, self._tokens)
+        assert sum(1 for _, pair in zip(range(self.size), pairs, strict=False)) == self.size
+
+    def _tokens(self, caption: str) -> torch.Tensor:
+        return self.tokenizer([caption])[0]
+
+    # --- bytes only ---
+
+    def bytes_one_by_one(self) -> None:
+        """Image and caption bytes of each random sample by itself."""
+        for number in self.ids:
+            self.dataset.read_many([number])
+
+    def bytes_batched(self) -> None:
+        """The same in batches."""
+        for ids in self.cuts():
+            self.dataset.read_many(ids)
+
+    def bytes_sequential(self) -> None:
+        """webdataset's undecoded samples (their json too)."""
+        samples = iter(webdataset.WebDataset(self.shards, shardshuffle=False))
+        for _ in range(self.size):
+            next(samples)
+
+    def cold(self, read: Callable[[], None]) -> timing.Spent:
+        """``read`` after the system was asked to drop the shards from its cache."""
+        for path in self.shards:
+            handle = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        read()
+        return timing.Spent(time.perf_counter() - wall_s, time.process_time() - cpu_s)
+
+    def megabytes(self) -> float:
+        """Of all images read."""
+        return float(self.index.image_size[self.ids].sum()) / 1e6
+
+
+def report(title: str, reading: Reading, rounds: int, cold: bool) -> None:
+    """Prints both tables of one set of shards."""
+    ordered = sorted(reading.ids)
+    reference = "webdataset, in sequence"
+    title += f": {reading.size} samples, {len(reading.shards)} shard(s), "
+    title += f"{1000 * reading.megabytes() / reading.size:.1f} kB per image"
+    decoded: dict[str, Callable[[], object]] = {
+        reference: reading.sequential,
+        "TarDataset, each by offset": lambda: reading.one_by_one(ordered),
+        "TarDataset, each at random": lambda: reading.one_by_one(reading.ids),
+        f"TarDataset, random batches of {BATCH}": reading.batched,
+        f"TrainingBatches of {BATCH}": reading.training,
+    }
+    timing.print_table(
+        f"{title}; decoded and transformed",
+        timing.headers("reading", "samples"),
+        timing.interleave(decoded, rounds).rows(reference, reading.size),
+    )
+    fetched: dict[str, Callable[[], None]] = {
+        "webdataset": reading.bytes_sequential,
+        "TarDataset, each at random": reading.bytes_one_by_one,
+        f"TarDataset, random batches of {BATCH}": reading.bytes_batched,
+    }
+    variants: dict[str, Any] = {f"{name}, warm": read for name, read in fetched.items()}
+    if cold:
+        for name, read in fetched.items():
+            variants[f"{name}, cold"] = lambda read=read: reading.cold(read)
+    timings = timing.interleave(variants, rounds)
+    rows = timings.rows("webdataset, warm", reading.size)
+    speeds = [f"{reading.size / timings.wall_s(name):,.0f}" for name in variants]
+    timing.print_table(
+        f"{title}; bytes only",
+        [*timing.headers("reading", "samples"), "samples per wall s"],
+        [[*row, speed] for row, speed in zip(rows, speeds, strict=True)],
+    )
+
+
+def rendered(folder: Path) -> list[Path]:
+    """Shards of the built-in pictures, 32 px."""
+    make_dataset.run(
+        "patterns", folder, num_samples=1024, num_pairs=1, samples_per_shard=128, seed=0
+    )
+    return sorted((folder / "shards").glob("*.tar"))
+
+
+def photographs(folder: Path) -> list[Path]:
+    """Every seventh captioned photograph of ucm_captions, packed."""
+    source = timing.SHARED_DATA / "ucm_captions"
+    with open(source / "captions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    chosen = set(sorted({row["filepath"] for row in rows})[::7])
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "captions.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["filepath", "title"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(row for row in rows if row["filepath"] in chosen)
+    out = folder / "shards"
+    pack.pack(folder / "captions.csv", _images(source, rows[0]), out, samples_per_shard=40)
+    return sorted(out.glob("*.tar"))
+
+
+def _images(source: Path, row: dict[str, str]) -> Path:
+    """The folder that the table's paths are relative to."""
+    return source if (source / row["filepath"]).exists() else source / "images"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Rendered shards, then real ones where they are."""
+    rounds = timing.parser(__doc__).parse_args(arguments).rounds
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        reading = Reading(rendered(folder / "rendered"), 32, folder / "rendered_run")
+        report("rendered pictures, 32 px", reading, rounds, cold=True)
+        if not timing.SHARED_DATA.is_dir():
+            print(f"\nno real data at {timing.SHARED_DATA}: set MCLCLIP_SHARED_DATA")
+            return
+        reading = Reading(photographs(folder / "ucm"), 224, folder / "ucm_run")
+        report("ucm_captions, to 224 px", reading, rounds, cold=True)
+        shards = sorted((timing.SHARED_DATA / "cc12m_sample").glob("*.tar"))
+        report("cc12m_sample, to 224 px", Reading(shards, 224, folder / "cc"), rounds, cold=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""The cluster verb: from embeddings on disk to cluster labels and pseudo labels."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.metrics import adjusted_mutual_info_score
+
+from mclclip import artifacts, cluster, index
+from mclclip.artifacts import Artifact, digest_array, read_manifest
+from mclclip.config import Config, from_tree
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.stage_groups import read_pseudo_labels
+from mclclip.layout import Layout
+from mclclip.parallel.process_group import SINGLE
+
+SIZES = (40, 25, 35)  # samples per shard
+BAD = (3, 77)
+K = 4
+
+
+def make_shards(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for number, size in enumerate(SIZES):
+        with tarfile.open(folder / f"{number:02d}.tar", "w") as tar:
+            for sample in range(size):
+                for extension in ("jpg", "txt"):
+                    member = tarfile.TarInfo(f"{number}{sample:03d}.{extension}")
+                    member.size = 5
+                    tar.addfile(member, io.BytesIO(b"bytes"))
+
+
+def truth(stage: int) -> np.ndarray:
+    return np.random.default_rng(stage).integers(K, size=sum(SIZES))
+
+
+def write_embeddings(config: Config, stage: int) -> None:
+    """Tight clusters around K directions, zeros for the undecodable samples, as embed does."""
+    layout = Layout.of(config)
+    samples = SampleIndex.open(layout.index)
+    rng = np.random.default_rng(100 + stage)
+    rows = np.eye(12)[truth(stage)] + 0.05 * rng.normal(size=(len(samples), 12))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    rows[list(BAD)] = 0.0
+    artifact = Artifact.open(
+        layout.embeddings(stage),
+        kind="embeddings",
+        config={},
+        inputs={"index": samples.digest, "encoder": f"encoder {stage}"},
+    )
+    for number, shard in enumerate(samples.shards):
+        part = rows[shard.start : shard.stop].astype(np.float16)
+        np.save(artifact.directory / f"{number:05d}.npy", part)
+    artifact.finish({"samples": len(samples)})
+
+
+def make_run(run_dir: Path, folder: Path, stages: int = 1, **options: Any) -> dict[str, Any]:
+    """Options of a run that is indexed and embedded, with two bad samples."""
+    make_shards(folder)
+    tree = {
+        "run_dir": str(run_dir),
+        "data": {"sources": {"s": {"shards": f"{folder}/*.tar"}}, "index_workers": 1},
+        "cluster": {"num_clusters": K, **options},
+    }
+    config = from_tree(tree)
+    index.run(config, SINGLE).add_bad(dict.fromkeys(BAD, "broken"))
+    for stage in range(stages):
+        write_embeddings(config, stage)
+    return tree
+
+
+def contents(run_dir: Path) -> dict[str, Any]:
+    """What cluster wrote; of manifests all but the time."""
+    found: dict[str, Any] = {}
+    for path in sorted(run_dir.glob("stage_*/*/*")):
+        name = str(path.relative_to(run_dir))
+        if "/embeddings/" in name:
+            continue
+        found[name] = path.read_bytes()
+        if path.suffix == ".json":
+            found[name] = json.loads(found[name]) | {"finished": ""}
+    return found
+
+
+def change(tree: dict[str, Any], **options: Any) -> Config:
+    return from_tree(tree | {"cluster": tree["cluster"] | options})
+
+
+def test_clusters_and_pseudo_labels_of_two_stages(tmp_path: Path) -> None:
+    tree = make_run(tmp_path / "run", tmp_path / "shards", stages=2)
+    config = from_tree(tree)
+    layout, good = Layout.of(config), np.setdiff1d(np.arange(sum(SIZES)), BAD)
+    found = []
+    for stage in (0, 1):
+        directory = cluster.run(config, SINGLE, stage=stage)
+        assert directory == layout.clusters(stage)
+        labels = np.load(directory / "cluster_labels.npy")
+        distances = np.load(directory / "distances.npy")
+        centroids = np.load(directory / "centroids.npy")
+        assert (labels.dtype, labels.shape) == (np.int32, (sum(SIZES), 1))
+        assert (distances.dtype, distances.shape) == (np.float32, (sum(SIZES), 1))
+        assert (centroids.dtype, centroids.shape) == (np.float32, (K, 12))
+        assert np.flatnonzero(labels[:, 0] == -1).tolist() == list(BAD)
+        assert adjusted_mutual_info_score(truth(stage)[good], labels[good, 0]) == pytest.approx(1)
+        assert distances.max() < 0.1
+        found.append(labels[:, 0].astype(np.int64))
+    samples = SampleIndex.open(layout.index)
+    first, radices, _ = read_pseudo_labels(layout.pseudo_labels(1), samples)
+    assert radices == (K,)
+    assert np.array_equal(first, found[0])
+    second, radices, digest = read_pseudo_labels(layout.pseudo_labels(2), samples)
+    assert radices == (K, K)
+    assert np.array_equal(second[good], found[0][good] * K + found[1][good])
+    assert np.flatnonzero(second == -1).tolist() == list(BAD)
+    assert digest == digest_array(second)
+    assert np.load(layout.pseudo_labels(2) / "pseudo_labels.npy").shape == (sum(SIZES), 1)
+
+
+def test_manifests_report_what_was_found(tmp_path: Path) -> None:
+    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2))
+    layout, samples = Layout.of(config), SampleIndex.open(tmp_path / "run" / "index")
+    for stage in (0, 1):
+        cluster.run(config, SINGLE, stage=stage)
+    manifest = read_manifest(layout.clusters(1), "clusters")
+    embeddings = read_manifest(layout.embeddings(1), "embeddings")
+    assert manifest.inputs == {"index": samples.digest, "embeddings": embeddings.digest}
+    labels = [np.load(layout.clusters(s) / "cluster_labels.npy") for s in (0, 1)]
+    assert manifest.digest == digest_array(labels[1])
+    counts = manifest.counts
+    sizes = np.bincount(labels[1][labels[1] >= 0], minlength=K)
+    assert counts["cluster_sizes"] == sizes.tolist()
+    assert counts["sizes"]["smallest"] == sizes.min()
+    assert counts["sizes"]["largest"] == sizes.max()
+    assert counts["sizes"]["median"] == np.median(sizes)
+    assert (counts["samples"], counts["bad_samples"]) == (sum(SIZES), len(BAD))
+    assert counts["inertia"] > 0
+    good = labels[0][:, 0] >= 0
+    ami = adjusted_mutual_info_score(labels[0][good, 0], labels[1][good, 0])
+    assert counts["ami"] == {"stage_0": pytest.approx(ami)}
+    combined = read_manifest(layout.pseudo_labels(2), "pseudo_labels")
+    assert combined.config == {"label_mode": "prefix"}
+    assert combined.inputs["clusters_1"] == manifest.digest
+    assert combined.counts["radices"] == [K, K]
+    assert combined.counts["num_outside"] == len(BAD)
+
+
+def test_last_mode_and_a_k_per_stage(tmp_path: Path) -> None:
+    options = {"label_mode": "last", "num_clusters": [K, 3]}
+    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2, **options))
+    for stage in (0, 1):
+        cluster.run(config, SINGLE, stage=stage)
+    layout, samples = Layout.of(config), SampleIndex.open(tmp_path / "run" / "index")
+    labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(2), samples)
+    assert radices == (3,)
+    assert np.array_equal(labels, np.load(layout.clusters(1) / "cluster_labels.npy")[:, 0])
+
+
+def test_finished_work_is_skipped_and_other_settings_need_force(tmp_path: Path) -> None:
+    tree = make_run(tmp_path / "run", tmp_path / "shards")
+    cluster.run(from_tree(tree), SINGLE, stage=0)
+    before = contents(tmp_path / "run")
+    cluster.run(from_tree(tree), SINGLE, stage=0)
+    assert contents(tmp_path / "run") == before
+    with pytest.raises(ValueError, match="num_clusters was 4, now 3.*--force"):
+        cluster.run(change(tree, num_clusters=3), SINGLE, stage=0)
+    with pytest.raises(ValueError, match="label_mode was 'prefix', now 'last'"):
+        cluster.run(change(tree, label_mode="last"), SINGLE, stage=0)
+    assert contents(tmp_path / "run") == before
+    cluster.run(change(tree, num_clusters=3), SINGLE, stage=0, force=True)
+    layout = Layout(tmp_path / "run")
+    for directory in (layout.clusters(0), layout.pseudo_labels(1)):
+        assert directory.with_name(f"{directory.name}.old-1").is_dir()
+    assert read_manifest(layout.pseudo_labels(1), "pseudo_labels").counts["radices"] == [3]
+
+
+def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was on disk, the same command ends in the same files."""
+    tree = make_run(tmp_path / "run", tmp_path / "shards")
+    cluster.run(from_tree(make_run(tmp_path / "calm", tmp_path / "shards")), SINGLE, stage=0)
+    save = artifacts.save_npy
+    for survives in range(4):
+        left = [survives]
+
+        def kill_after(path: Path, array: np.ndarray, left: list[int] = left) -> None:
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            save(path, array)
+
+        monkeypatch.setattr(cluster, "save_npy", kill_after)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.run(from_tree(tree), SINGLE, stage=0)
+    monkeypatch.setattr(cluster, "save_npy", save)
+    cluster.run(from_tree(tree), SINGLE, stage=0)
+    assert contents(tmp_path / "run") == contents(tmp_path / "calm")
+
+
+def test_a_control_gets_clusters_but_no_pseudo_labels(tmp_path: Path) -> None:
+    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2))
+    cluster.run(config, SINGLE, stage=0)
+    layout = Layout.of(config, "ungrouped")
+    layout.stage(1).mkdir(parents=True)
+    Layout.of(config).embeddings(1).rename(layout.embeddings(1))
+    assert cluster.run(config, SINGLE, stage=1, variant="ungrouped") == layout.clusters(1)
+    assert read_manifest(layout.clusters(1), "clusters").counts["ami"].keys() == {"stage_0"}
+    assert not layout.pseudo_labels(2).exists()
+
+
+# --- mistakes: one line, nothing half-written ---
+
+
+def test_too_many_clusters_leave_nothing_behind(tmp_path: Path) -> None:
+    tree = make_run(tmp_path / "run", tmp_path / "shards")
+    with pytest.raises(ValueError, match="num_clusters is 99, but there are 98 usable rows"):
+        cluster.run(change(tree, num_clusters=99), SINGLE, stage=0)
+    assert contents(tmp_path / "run") == {}
+    cluster.run(from_tree(tree), SINGLE, stage=0)
+
+
+def test_embeddings_of_another_index(tmp_path: Path) -> None:
+    tree = make_run(tmp_path / "run", tmp_path / "shards")
+    config = from_tree(tree)
+    (tmp_path / "more").mkdir()
+    with tarfile.open(tmp_path / "more" / "x.tar", "w") as tar:
+        for extension in ("jpg", "txt"):
+            member = tarfile.TarInfo(f"new.{extension}")
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"x"))
+    sources = {"shards": [f"{tmp_path}/shards/*.tar", f"{tmp_path}/more/*.tar"]}
+    tree["data"]["sources"]["s"] = sources
+    index.run(from_tree(tree), SINGLE, force=True)
+    wanted = "has 100 rows, the index has 101 .*: run 'mclclip embed' again after 'mclclip index'"
+    with pytest.raises(RuntimeError, match=wanted):
+        cluster.run(config, SINGLE, stage=0)
+
+
+def test_embeddings_that_are_missing_or_short(tmp_path: Path) -> None:
+    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards"))
+    path = Layout.of(config).embeddings(0) / "00001.npy"
+    rows = np.load(path)
+    np.save(path, rows[:-1])
+    with pytest.raises(RuntimeError, match="has 99 rows, the index has 100"):
+        cluster.run(config, SINGLE, stage=0)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"no .*00001.npy: run 'mclclip embed' again"):
+        cluster.run(config, SINGLE, stage=0)
+    with pytest.raises(FileNotFoundError, match="no finished embeddings at"):
+        cluster.run(config, SINGLE, stage=1)
+    assert contents(tmp_path / "run") == {}
+
+
+def test_a_stage_needs_the_stages_before(tmp_path: Path) -> None:
+    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2))
+    with pytest.raises(FileNotFoundError, match="no finished clusters at .*stage_0"):
+        cluster.run(config, SINGLE, stage=1)
+    assert contents(tmp_path / "run") == {}
