@@ -135,7 +135,7 @@ def _require_steps(levels: list[_Level], global_batch: int, policy: Policy) -> i
 
 
 class EpochPlan:
-    """The global batches of one epoch (algorithms.md 3.3).
+    """The global batches of one epoch (MCL, Algorithm 1 and section 3).
 
     global_batch  samples per step over all ranks
     order         round_robin (the paper: groups in turn, exhausted ones skipped) or proportional

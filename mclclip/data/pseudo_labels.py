@@ -171,7 +171,7 @@ def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) ->
 
 def ami(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> float:
     """Adjusted mutual information of two labellings [N], 1 for equal up to renaming, near 0 for
-    independent ones (algorithms.md 3.7; scikit-learn, arithmetic mean).
+    independent ones (scikit-learn, arithmetic mean; MCL, Table 11).
 
     Rows that are -1 in either are left out. Raises ValueError where lengths differ or no row is
     left.

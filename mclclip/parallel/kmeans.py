@@ -3,7 +3,7 @@
 How rows are shared out and why sums do not depend on it is said in row_blocks.py. What is not such
 a sum (the start of k-means++, the means themselves) is rank 0's result on all ranks.
 
-Source: MCL, algorithms.md 3.4. ``spherical`` assigns by cosine; ``euclidean``, by squared distance,
+Source: MCL, section 3. ``spherical`` assigns by cosine; ``euclidean``, by squared distance,
 is what the authors' released code does (with scikit-learn's mini-batches; here all rows take part).
 Centroids are held whole on every rank ([K, D] int64 sums, float64 means, float32 centroids).
 """

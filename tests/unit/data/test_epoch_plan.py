@@ -1,4 +1,4 @@
-"""The epoch plan against lists written out by hand, and its invariants (algorithms.md 3.3, i-x)."""
+"""The epoch plan against lists written out by hand, and its invariants."""
 
 from __future__ import annotations
 

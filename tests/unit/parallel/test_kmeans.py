@@ -1,4 +1,4 @@
-"""k-means in one process, against definitions written out slowly (algorithms.md 3.4)."""
+"""k-means in one process, against definitions written out slowly."""
 
 from pathlib import Path
 from typing import Any
