@@ -241,17 +241,21 @@ def _add_configured(verbs: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, runs one verb, and ends the process with its exit code."""
     args = build_parser().parse_args(argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from mclclip.parallel.parent_death import die_with_parent
+
+        die_with_parent()  # before torch is imported: that takes seconds
     try:
         code = _call(args)
     except KeyboardInterrupt:
         print("mclclip: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
-        code = EXIT_USER
-        _complain(error, args.debug)
+    except BrokenPipeError:  # such as 'mclclip doctor | head'
+        code = EXIT_OK
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        code = EXIT_INTERNAL
-        _complain(error, True)
+        code = EXIT_USER if _is_for_the_user(error) else EXIT_INTERNAL
+        _complain(error, args.debug or code == EXIT_INTERNAL)
     _leave(code)
 
 
@@ -269,18 +273,35 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _configured(config: Config, args: argparse.Namespace) -> int:
+    from mclclip import artifacts
+    from mclclip.layout import Layout
     from mclclip.parallel import collectives, process_group
     from mclclip.run_lock import RunLock
 
     context = process_group.init(config.device)
-    lock = RunLock(Path(config.run_dir)) if context.is_main else nullcontext()
+    layout = Layout.of(config)
+    lock = RunLock(layout.run_dir) if context.is_main else nullcontext()
     with process_group.num_threads(config.num_threads):
         collectives.together(lock.__enter__)
         try:
+            if context.is_main:  # temporary files of killed writers: the lock says none is at work
+                artifacts.remove_leftovers(layout.run_dir)
+                artifacts.remove_leftovers(layout.index)
             args.configured(config, context, args)
         finally:
             lock.__exit__(None, None, None)
     return EXIT_OK
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether the error's own line says what to do: ours, the file system's, memory's."""
+    if isinstance(error, RuntimeError):
+        # torch raises RuntimeError for our bugs too: those want a traceback.
+        frames = traceback.extract_tb(error.__traceback__)
+        own = str(Path(__file__).resolve().parent)
+        raised_here = bool(frames) and str(Path(frames[-1].filename).resolve()).startswith(own)
+        return raised_here or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, ValueError | OSError)
 
 
 def _complain(error: Exception, with_traceback: bool) -> None:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 _strict = ConfigDict(extra="forbid")
@@ -35,15 +42,15 @@ class DataConfig:
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """Data sources by name; a sample's key is ``source/key``."""
-    num_workers: int = 2
+    num_workers: NonNegativeInt = 2
     """Loader processes per rank (0: read in the training process)."""
-    index_workers: int = 2
+    index_workers: PositiveInt = 2
     """Processes that scan shards side by side."""
-    max_image_pixels: int = 100_000_000
+    max_image_pixels: PositiveInt = 100_000_000
     """Images with more pixels are refused as decompression bombs."""
     max_bad_fraction: float = 0.01
     """Share of undecodable samples (of the index) above which every verb stops on all ranks."""
-    max_open_files: int = 64
+    max_open_files: PositiveInt = 64
     """Shards that one process keeps open at once."""
 
 
@@ -65,7 +72,7 @@ class ModelConfig:
 class EmbedConfig:
     """How embeddings are made."""
 
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     """Images per forward; batches are cut within a shard, so results do not depend on ranks."""
     dtype: Literal["float16", "float32"] = "float16"
     """Number format of embeddings on disk."""
@@ -79,17 +86,17 @@ class EmbedConfig:
 class ClusterConfig:
     """k-means over the embeddings of one stage, and the labels made of it."""
 
-    num_clusters: int | list[int] = 10
+    num_clusters: PositiveInt | list[PositiveInt] = 10
     """K, clusters per stage: one number, or one for each clustered stage (0, 1, ...)."""
     algorithm: Literal["spherical", "euclidean"] = "spherical"
     """``spherical`` assigns by cosine; ``euclidean`` is what the MCL authors released."""
-    restarts: int = 3
+    restarts: PositiveInt = 3
     """Independent starts; the one with the lowest inertia is kept."""
-    max_iterations: int = 100
+    max_iterations: PositiveInt = 100
     """Lloyd iterations at most."""
     tolerance: float = 1e-5
     """Relative change of inertia at which iteration stops."""
-    init_samples: int = 100_000
+    init_samples: PositiveInt = 100_000
     """Rows from which k-means++ draws its start (at least 256 K are used where there are)."""
     label_mode: Literal["prefix", "last"] = "prefix"
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
@@ -120,7 +127,7 @@ class PlanConfig:
 class LockConfig:
     """What is trained; everything else is frozen at the base weights."""
 
-    image_blocks: int | Literal["all"] = "all"
+    image_blocks: NonNegativeInt | Literal["all"] = "all"
     """Last blocks of the image tower that are trained (ResNet: of stem and four layers)."""
     image_norm: bool = True
     """Train the final norm of the image tower (ResNet: batch norms of trained groups)."""
@@ -136,11 +143,11 @@ class LockConfig:
 class TrainConfig:
     """One training: its data order, its optimizer, its records."""
 
-    global_batch: int = 1024
+    global_batch: PositiveInt = 1024
     """Samples per optimizer step over all ranks."""
-    epochs: float = 20
+    epochs: PositiveFloat = 20
     """Passes over the plan; ignored where ``steps`` is set."""
-    steps: int | None = None
+    steps: PositiveInt | None = None
     """Optimizer steps in all."""
     plan: PlanConfig = PlanConfig()
     lock: LockConfig = LockConfig()
@@ -160,11 +167,11 @@ class TrainConfig:
     """Largest gradient norm (null: no clipping)."""
     precision: Literal["fp32", "bf16", "float64"] = "fp32"
     """``bf16`` is autocast; ``float64`` serves checks of the arithmetic."""
-    checkpoint_every: int = 1000
+    checkpoint_every: PositiveInt = 1000
     """Steps between checkpoints."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Checkpoints kept (the newest)."""
-    log_every: int = 10
+    log_every: PositiveInt = 10
     """Steps between rows of metrics.jsonl."""
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
@@ -188,7 +195,7 @@ class EvalConfig:
 
     suite: dict[str, BenchmarkConfig] = field(default_factory=dict)
     """Benchmarks by name."""
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     """Images or texts per forward."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the encoder during evaluation."""
@@ -212,13 +219,13 @@ class Config:
 
     run_dir: str
     """Where everything of the run is written."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of weights, data order, augmentation and clustering."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; ``auto``: the GPU of this rank where there is one."""
-    num_threads: int | None = None
+    num_threads: PositiveInt | None = None
     """Intra-op threads per process (null: torch's choice)."""
-    num_stages: int = 3
+    num_stages: PositiveInt = 3
     """MCL stages after stage 0."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -306,13 +313,16 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[last] = _parse_yaml(text, f"override {override!r}")
 
 
+_UNION_MEMBERS = ("int", "str", "constrained-int", "constrained-float")
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def _message(error: ValidationError) -> str:
     """The first problem as one line: dotted path, what it got, what was wanted."""
     problems = error.errors()
-    problem = next((item for item in problems if item["type"] in _UNKNOWN), problems[0])
+    unknown = [item for item in problems if item["type"] in _UNKNOWN]
+    # Of the tried members of a union the one that got farthest tells most.
+    problem = unknown[0] if unknown else max(problems, key=lambda item: len(item["loc"]))
     path = [str(part) for part in problem["loc"]]
     if problem["type"] in _UNKNOWN:
         valid = _fields_at(path[:-1])
@@ -320,7 +330,7 @@ def _message(error: ValidationError) -> str:
         hint = f": did you mean {near[0]!r}?" if near else ""
         return f"unknown option {'.'.join(path)!r}{hint} (valid here: {', '.join(valid)})"
     # pydantic adds the tried members of a union to the path: "image_blocks.int".
-    name = ".".join(part for part in path if part not in ("int", "str") and "[" not in part)
+    name = ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
     if problem["type"] in ("missing", "missing_argument"):
         return f"option {name!r} is required: set {name}=VALUE"
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"

@@ -94,7 +94,8 @@ def _packages() -> Iterator[Finding]:
     yield Finding("ok", "versions", ", ".join([f"mclclip {__version__}", *listed]))
     if missing := [name for name, version in required.items() if version is None]:
         yield Finding("FAIL", "packages", f"missing: pip install {' '.join(missing)}")
-    extras = {name: _version(name) for name in names.values() if name not in required}
+    optional = [n for line, n in names.items() if "extra ==" in line and '"dev"' not in line]
+    extras = {name: _version(name) for name in optional}
     listed = [f"{name} {version or 'not installed'}" for name, version in extras.items()]
     yield Finding("ok", "extras", ", ".join(listed))
 

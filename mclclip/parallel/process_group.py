@@ -105,7 +105,8 @@ def leave(code: int) -> NoReturn:
     called without an active exception"); a finished run must not look failed, so buffers are
     flushed and the process leaves at once.
     """
-    shutdown()
+    if code == 0:  # after an error a peer may be gone, and the group's end would wait for it
+        shutdown()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

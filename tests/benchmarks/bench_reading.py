@@ -129,10 +129,16 @@ class Reading:
 
 def report(title: str, reading: Reading, rounds: int, cold: bool) -> None:
     """Prints both tables of one set of shards."""
-    ordered = sorted(reading.ids)
-    reference = "webdataset, in sequence"
     title += f": {reading.size} samples, {len(reading.shards)} shard(s), "
     title += f"{1000 * reading.megabytes() / reading.size:.1f} kB per image"
+    report_decoded(title, reading, rounds)
+    report_bytes(title, reading, rounds, cold)
+
+
+def report_decoded(title: str, reading: Reading, rounds: int) -> None:
+    """The way to the model: decoded, transformed, tokenized."""
+    ordered = sorted(reading.ids)
+    reference = "webdataset, in sequence"
     decoded: dict[str, Callable[[], object]] = {
         reference: reading.sequential,
         "TarDataset, each by offset": lambda: reading.one_by_one(ordered),
@@ -145,6 +151,10 @@ def report(title: str, reading: Reading, rounds: int, cold: bool) -> None:
         timing.headers("reading", "samples"),
         timing.interleave(decoded, rounds).rows(reference, reading.size),
     )
+
+
+def report_bytes(title: str, reading: Reading, rounds: int, cold: bool) -> None:
+    """Reading alone, without decoding."""
     fetched: dict[str, Callable[[], None]] = {
         "webdataset": reading.bytes_sequential,
         "TarDataset, each at random": reading.bytes_one_by_one,

@@ -118,9 +118,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(
-        "| "
-        + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        + " |"
+        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
         for row in (cells[0], rule, *cells[1:])
     )
 

@@ -221,4 +221,6 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data of most tests here (read only)."""
-    return tiny.make_data(tmp_path_factory.mktemp("data"), )
+    return tiny.make_data(
+        tmp_path_factory.mktemp("data"),
+    )

@@ -131,9 +131,7 @@ def test_controls_repeat_the_training_without_meaning(done: Run) -> None:
         sizes = {v: np.diff(grouped[v].group_starts) for v in VARIANTS}
         assert grouped["mcl"].num_groups > 1 and grouped["ungrouped"].num_groups == 1
         np.testing.assert_array_equal(sizes["random_groups"], sizes["mcl"])
-        assert not np.array_equal(
-            grouped["random_groups"].sample_ids, grouped["mcl"].sample_ids
-        )
+        assert not np.array_equal(grouped["random_groups"].sample_ids, grouped["mcl"].sample_ids)
         for one, other in (VARIANTS[:2], VARIANTS[1:], VARIANTS[::2]):
             same = set(map(frozenset, batches[one, stage].tolist()))
             assert same.isdisjoint(map(frozenset, batches[other, stage].tolist()))

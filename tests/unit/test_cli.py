@@ -164,12 +164,27 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(config, "load", fail)
 
 
-@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, RuntimeError])
+@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, PermissionError])
 def test_what_does_not_fit_is_2(main: Any, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     fail_with(monkeypatch, kind("labels have 3 rows,\n  the index has 4"))
     shown = main("config", "run_dir=x")
     assert shown.code == 2
     assert shown.err == "mclclip: labels have 3 rows, the index has 4\n"
+
+
+def test_our_runtime_error_is_2_and_one_of_a_library_is_1(
+    main: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch raises RuntimeError for shapes that do not fit, which no user can mend."""
+    fail_with(monkeypatch, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    shown = main("config", "run_dir=x")
+    assert shown.code == 1 and "Traceback" in shown.err
+    namespace: dict[str, Any] = {}
+    code = "def fail(*_):\n    raise RuntimeError('labels have 3 rows')"
+    exec(compile(code, cli.__file__, "exec"), namespace)
+    monkeypatch.setattr(config, "load", namespace["fail"])
+    shown = main("config", "run_dir=x")
+    assert (shown.code, shown.err) == (2, "mclclip: labels have 3 rows\n")
 
 
 def test_debug_shows_where(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:

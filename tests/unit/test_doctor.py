@@ -83,14 +83,19 @@ def test_the_command(tmp_path: Path) -> None:
 
 def fake_packages(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     """An mclclip that asks for three packages, and two more with extras."""
-    asked = ["torch>=2.6", "open_clip_torch<4,>=3.3", "Pillow", 'deepspeed>=0.19; extra == "x"']
+    asked = ["torch>=2.6", "open_clip_torch<4,>=3.3", "Pillow"]
+    extras = [
+        'deepspeed>=0.19; extra == "deepspeed"',
+        'wandb; extra == "track"',
+        'ruff; extra == "dev"',
+    ]
 
     def version(name: str) -> str:
         if name not in versions:
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(metadata, "requires", lambda _: [*asked, 'wandb; extra == "track"'])
+    monkeypatch.setattr(metadata, "requires", lambda _: [*asked, *extras])
     monkeypatch.setattr(metadata, "version", version)
 
 

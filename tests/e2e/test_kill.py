@@ -1,0 +1,394 @@
+"""``kill -9`` at random moments of the pipeline, then the same command again, under torchrun.
+
+The pipeline runs on two ranks. A moment is the making of one artifact (or of one model's rows): it
+begins when all before it are finished. A kill waits for a moment that the running command reaches
+by its own work, then for a random part of the time that the moment took undisturbed, and strikes
+the launcher, one worker, or both. A round is one run directory: up to five kills, each followed by
+the same command, until it finishes; then everything must be as in the undisturbed run, bit for bit.
+
+Five kills by default. ``MCLCLIP_SOAK=1``: twenty, which must strike every verb; finished rounds are
+kept in ``.soak/kills.json``, so that an interrupted soak goes on with the remaining ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import artifacts, checkpoint
+from tests import tiny
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+SEED = 0
+KILLS_PER_ROUND = 5
+SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
+NUM_KILLS = 20 if SOAK else 5
+TARGETS = ("launcher", "worker", "both")
+VERBS = ("index", "embed", "cluster", "train", "export", "evaluate", "join")
+MARKER = "MCLCLIP_KILL_TEST"
+SURVIVE_S = 15.0  # torchrun itself needs some of it, on a busy machine
+RUN_S = 300.0
+OPTIONS = (
+    "data.num_workers=1",
+    "data.index_workers=2",
+    "train.lock.text=false",
+    "train.checkpoint_every=1",
+)
+
+
+# --- moments ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The making of ``what``: artifacts, or (``evaluate``) the rows of models."""
+
+    verb: str
+    what: tuple[str, ...]
+
+    def over(self, run_dir: Path) -> bool:
+        """True where all of it is finished."""
+        if self.verb == "evaluate":
+            return set(self.what) <= models_with_rows(run_dir)
+        return all(artifacts.is_finished(run_dir / name) for name in self.what)
+
+
+def moments() -> list[Moment]:
+    """The pipeline's steps in order (two stages, no controls)."""
+    joined = ("concat_raw", "concat_stage_norm", "soup_uniform")
+    found = [Moment("index", ("index",)), *training_of(0)]
+    for stage in (0, 1):
+        embeddings = ("embeddings", "text_embeddings") if stage == 0 else ("embeddings",)
+        labels = (f"stage_{stage}/clusters", f"stage_{stage + 1}/pseudo_labels")
+        found += [
+            Moment("embed", tuple(f"stage_{stage}/{name}" for name in embeddings)),
+            Moment("cluster", labels),
+            *training_of(stage + 1),
+        ]
+    exports = tuple(f"exports/{name}" for name in joined)
+    return [*found, Moment("join", exports), Moment("evaluate", joined)]
+
+
+def training_of(stage: int) -> list[Moment]:
+    return [
+        Moment("train", (f"stage_{stage}/train",)),
+        Moment("export", (f"stage_{stage}/export",)),
+        Moment("evaluate", (f"stage_{stage}",)),
+    ]
+
+
+MOMENTS = moments()
+
+
+def models_with_rows(run_dir: Path) -> set[str]:
+    path = run_dir / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {json.loads(line)["model"] for line in lines}
+
+
+def current(run_dir: Path, first: int = 0) -> int:
+    """Number of the first moment from ``first`` on that is not over (len(MOMENTS): all are)."""
+    number = first
+    while number < len(MOMENTS) and MOMENTS[number].over(run_dir):
+        number += 1
+    return number
+
+
+# --- a command under torchrun -------------------------------------------------------------------
+
+
+class Launched:
+    """One start of the command; its processes are known by a variable of their environment."""
+
+    def __init__(self, config: Path, run_dir: Path, log: Path) -> None:
+        self.run_dir, self.log = run_dir, log
+        self.mark = f"{MARKER}={log}"
+        with open(log, "wb") as stderr:
+            self.launcher = subprocess.Popen(
+                tiny.command("run", "--config", str(config), f"run_dir={run_dir}", ranks=RANKS),
+                env=tiny.environment() | dict([self.mark.split("=", 1)]),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+
+    def processes(self) -> list[int]:
+        """Process ids of all that still run of it."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.owns(pid)]
+
+    def owns(self, pid: int) -> bool:
+        """True for a running process of this start (zombies have ended)."""
+        try:
+            marked = self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            return marked and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1][1] not in "ZX"
+        except OSError:
+            return False
+
+    def workers(self) -> list[int]:
+        """The ranks: children of the launcher."""
+        listed = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text()
+        return [pid for pid in map(int, listed.split()) if self.owns(pid)]
+
+    def has_the_lock(self) -> bool:
+        """True once the first rank is at work (half a lock file is none)."""
+        try:
+            return self.owns(json.loads((self.run_dir / "run.lock").read_text())["pid"])
+        except (OSError, ValueError):
+            return False
+
+    def at_moment(self, number: int) -> bool:
+        """Waits until the run is at work and has come to moment ``number``; False if it ended."""
+        deadline = time.monotonic() + RUN_S
+        while not self.has_the_lock() or current(self.run_dir) < number:
+            assert time.monotonic() < deadline, self.log.read_text()
+            if self.launcher.poll() is not None:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def kill(self, target: str, rng: random.Random) -> None:
+        victims = [self.launcher.pid] if target in ("launcher", "both") else []
+        if target in ("worker", "both"):
+            victims.append(rng.choice(self.workers()))
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+
+    def gone_after_s(self) -> float:
+        """Seconds until no process is left; more than SURVIVE_S fails."""
+        start = time.monotonic()
+        while left := [p for p in self.processes() if self.launcher.poll() is None or p]:
+            if time.monotonic() - start > SURVIVE_S:
+                names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+                pytest.fail(f"survivors {names}\n{self.log.read_text()}")
+            time.sleep(0.02)
+        self.launcher.wait()
+        return time.monotonic() - start
+
+    def end(self) -> None:
+        """Kills whatever is left of it."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+
+# --- what must hold -----------------------------------------------------------------------------
+
+
+def finished_artifacts(run_dir: Path) -> set[str]:
+    return {str(path.parent) for path in run_dir.rglob("manifest.json")}
+
+
+def check_disk(run_dir: Path) -> None:
+    """Whatever has its final name is whole."""
+    for path in [*run_dir.rglob("manifest.json"), *run_dir.rglob("shards.json")]:
+        artifacts.read_json(path)
+    models_with_rows(run_dir)
+    for directory in run_dir.rglob("checkpoints"):
+        for step in checkpoint.steps(directory):
+            assert checkpoint.load_model_state(directory, step)
+
+
+def check_log(log: str, finished_before: set[str], models_before: set[str]) -> None:
+    """Only finished work was skipped, and the lock refused nobody."""
+    assert "is in use by" not in log, log
+    assert set(re.findall(r"I (\S+) is finished: skipped", log)) <= finished_before
+    assert set(re.findall(r"I (\S+) is evaluated already", log)) <= models_before
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    """All that a run leaves, but for times and the bytes of formats that hold them."""
+    manifests = {
+        str(path.relative_to(run_dir)): {**artifacts.read_json(path), "finished": ""}
+        for path in run_dir.rglob("manifest.json")
+    }
+    kept = ("step", "samples_seen", "loss", "lr", "logit_scale", "grad_norm", "bad_samples")
+    metrics = {
+        str(path.relative_to(run_dir)): [
+            [json.loads(line)[name] for name in kept] for line in path.read_text().splitlines()
+        ]
+        for path in run_dir.rglob("metrics.jsonl")
+    }
+    return {
+        "exports": tiny.digests(run_dir, "**/*.safetensors"),
+        "arrays": tiny.digests(run_dir, "**/*.npy"),
+        "index": tiny.digests(run_dir, "index/*.arrow"),
+        "manifests": manifests,
+        "metrics": metrics,
+        "results": sorted((run_dir / "results.jsonl").read_text().splitlines()),
+        "left over": [
+            str(p) for name in ("*.tmp", "in_progress.json") for p in run_dir.rglob(name)
+        ],
+    }
+
+
+# --- kills --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Kill:
+    number: int
+    target: str
+    verb: str
+    what: str
+    after_s: float
+    gone_after_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"kill {self.number:2d}: {self.target:8s} during {self.verb:8s} ({self.what}), "
+            f"{self.after_s:.2f} s into it, all processes gone after {self.gone_after_s:.2f} s"
+        )
+
+
+class Killer:
+    """Chooses, strikes and checks; ``kills`` are those of finished rounds, ``round`` the others."""
+
+    def __init__(self, config: Path, durations_s: list[float], kills: list[Kill]) -> None:
+        self.config, self.durations_s, self.kills = config, durations_s, kills
+        self.round: list[Kill] = []
+
+    def choose(self, run_dir: Path, rng: random.Random) -> int | None:
+        """A moment ahead, of the verb struck least so far; None where none is left."""
+        reached = current(run_dir)
+        first = 0 if reached == 0 else reached + 1  # ahead: what is begun is not begun anew
+        ahead = range(first, min(first + 5, len(MOMENTS)))
+        struck = Counter(kill.verb for kill in self.kills + self.round)
+        least = min((struck[MOMENTS[number].verb] for number in ahead), default=0)
+        fewest = [number for number in ahead if struck[MOMENTS[number].verb] == least]
+        return rng.choice(fewest) if fewest else None
+
+    def strike(self, run_dir: Path, log: Path) -> bool:
+        """One start of the command and its kill; False where the run ended before the kill."""
+        number = len(self.kills) + len(self.round)
+        rng = random.Random(f"{SEED} {number}")
+        if (moment := self.choose(run_dir, rng)) is None:
+            return False
+        before = finished_artifacts(run_dir), models_with_rows(run_dir)
+        run = Launched(self.config, run_dir, log)
+        try:
+            if not run.at_moment(moment):
+                return False
+            after_s = rng.uniform(0.0, self.durations_s[moment])
+            time.sleep(after_s)
+            target = TARGETS[number % len(TARGETS)]
+            if run.launcher.poll() is not None or not run.workers():
+                return False
+            run.kill(target, rng)
+            gone_after_s = run.gone_after_s()
+        finally:
+            run.end()
+        check_log(log.read_text(), *before)
+        check_disk(run_dir)
+        if (struck := current(run_dir)) == len(MOMENTS):
+            return False
+        hit = MOMENTS[struck]
+        kill = Kill(number, target, hit.verb, hit.what[0], after_s, gone_after_s)
+        print(kill, flush=True)
+        self.round.append(kill)
+        return True
+
+    def play_round(self, run_dir: Path, reference: dict[str, Any]) -> None:
+        """Kills until enough, lets the command finish, compares."""
+        self.round = []
+        logs = (run_dir.with_name(f"{run_dir.name}_{n:02d}.log") for n in range(100))
+        while len(self.round) < min(KILLS_PER_ROUND, NUM_KILLS - len(self.kills)):
+            if not self.strike(run_dir, next(logs)):
+                break
+        assert self.round, "a whole round without a kill"
+        finish(self.config, run_dir, next(logs))
+        found = state_of(run_dir)
+        for name, expected in reference.items():
+            assert found[name] == expected, f"{name} after {list(map(str, self.round))}"
+        self.kills += self.round
+
+
+def finish(config: Path, run_dir: Path, log: Path) -> list[float]:
+    """Runs the command to its end; returns the seconds that each moment took."""
+    before = finished_artifacts(run_dir), models_with_rows(run_dir)
+    run = Launched(config, run_dir, log)
+    changes = [time.monotonic()] * (len(MOMENTS) + 1)
+    seen, deadline = 0, time.monotonic() + RUN_S
+    try:
+        while run.launcher.poll() is None and time.monotonic() < deadline:
+            now = current(run_dir, seen) if run.has_the_lock() or seen else 0
+            changes[now:] = [time.monotonic()] * len(changes[now:])
+            seen = now
+            time.sleep(0.005)
+        assert run.launcher.poll() == 0, log.read_text()
+        run.gone_after_s()
+    finally:
+        run.end()
+    check_log(log.read_text(), *before)
+    return [after - begin for begin, after in zip(changes, changes[1:], strict=False)]
+
+
+# --- the tests ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Path]:
+    """Where finished rounds are noted: kept below the checkout for a soak, else forgotten."""
+    folder = tiny.ROOT / ".soak" if SOAK else tmp_path
+    folder.mkdir(exist_ok=True)
+    yield folder / "kills.json"
+
+
+def known_kills(record: Path, sources: str) -> list[Kill]:
+    """Kills of finished rounds on the same sources."""
+    saved = artifacts.read_json(record) if record.exists() else {}
+    return [Kill(**kill) for kill in saved["kills"]] if saved.get("sources") == sources else []
+
+
+def test_killed_runs_end_as_the_undisturbed_one(tmp_path: Path, record: Path) -> None:
+    data = tiny.make_data(tmp_path / "data")
+    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "reference", data, *OPTIONS)
+    durations_s = finish(config, tmp_path / "reference", tmp_path / "reference.log")
+    reference = state_of(tmp_path / "reference")
+    assert len(reference["exports"]) >= 5 and not reference["left over"]
+    sources = artifacts.digest_json([tiny.digests(tiny.ROOT / "mclclip", "**/*.py"), OPTIONS])
+    killer = Killer(config, durations_s, known_kills(record, sources))
+    while len(killer.kills) < NUM_KILLS:
+        run_dir = tmp_path / f"round_{len(killer.kills):02d}"
+        killer.play_round(run_dir, reference)
+        shutil.rmtree(run_dir)
+        artifacts.write_json(
+            record, {"sources": sources, "kills": [asdict(kill) for kill in killer.kills]}
+        )
+    report = "\n".join(map(str, killer.kills))
+    print(report, dict(Counter(kill.verb for kill in killer.kills)), sep="\n")
+    struck = {kill.verb for kill in killer.kills}
+    assert len(struck) >= 3 and (not SOAK or struck == set(VERBS)), report
+    assert {kill.target for kill in killer.kills} == set(TARGETS)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])
+def test_workers_end_with_a_launcher_that_dies_while_they_start(
+    tmp_path: Path, after_s: float
+) -> None:
+    """Before they know of the run directory, or of each other."""
+    data = tiny.make_data(tmp_path / "data")
+    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data, *OPTIONS)
+    run = Launched(config, tmp_path / "run", tmp_path / "log")
+    try:
+        while len(run.workers()) < RANKS:
+            assert run.launcher.poll() is None, run.log.read_text()
+            time.sleep(0.005)
+        time.sleep(after_s)
+        os.kill(run.launcher.pid, signal.SIGKILL)
+        print(f"gone after {run.gone_after_s():.2f} s")
+    finally:
+        run.end()

@@ -1,0 +1,259 @@
+"""Real photographs through the command line: UC Merced aerial images, and a shard of CC12M.
+
+The data lie beside the checkout and are read from there; without them these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mclclip
+from mclclip import artifacts
+from mclclip.data.decode import decode_image
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.tar_dataset import TarDataset
+from mclclip.eval import results
+from tests import tiny
+
+pytestmark = pytest.mark.real_data
+
+RECIPE = tiny.ROOT / "launch" / "recipes" / "ucm.yaml"
+FEW_STEPS = (
+    "base.steps=4 base.global_batch=32 train.steps=3 train.global_batch=32 "
+    "data.num_workers=0 num_threads=1"
+)
+JOINED = ["concat_raw", "concat_stage_norm", "soup_uniform"]
+STAGES = ["stage_0", "stage_1", "stage_2"]
+
+
+def commands(recipe: Path) -> list[str]:
+    """What the comments of a recipe tell the user to type."""
+    return [line[4:] for line in recipe.read_text().splitlines() if line.startswith("#   ")]
+
+
+def type_in(folder: Path, ucm: Path, lines: list[str]) -> None:
+    """Has bash run ``lines`` in ``folder`` as if it were the root of the checkout, with few steps;
+    RuntimeError with what it said where one fails."""
+    recipes = folder / "launch"
+    if not recipes.exists():
+        recipes.symlink_to(tiny.ROOT / "launch")
+    lines = [f"ucm={ucm}" if line.startswith("ucm=") else line for line in lines]
+    script = f"""
+        mclclip() {{
+          [ "$1" = pack ] || set -- "$@" {FEW_STEPS}
+          {sys.executable} -m mclclip "$@"
+        }}
+    """
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join([script, *lines])],
+        cwd=folder,
+        env=tiny.environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+def captions_by_file(table: Path) -> dict[str, list[str]]:
+    found = defaultdict(list)
+    with open(table, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found[row["filepath"]].append(row["title"])
+    return dict(found)
+
+
+# --- UC Merced ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ucm(shared_data: Path) -> Path:
+    return shared_data / "ucm_captions"
+
+
+@pytest.fixture(scope="module")
+def checkout(ucm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which everything up to ``mclclip run`` was typed, and both parts were packed."""
+    folder = tmp_path_factory.mktemp("ucm")
+    lines = commands(RECIPE)
+    held_out = "mclclip pack --table $data/held_out.csv --images $data --out $data/held_out"
+    type_in(folder, ucm, [*lines[:-1], f"{held_out} --samples-per-shard 100"])
+    return folder
+
+
+def test_the_tables_part_the_photographs(ucm: Path, checkout: Path) -> None:
+    data = checkout / "runs" / "ucm" / "data"
+    train, held_out = (captions_by_file(data / f"{name}.csv") for name in ("train", "held_out"))
+    everything = captions_by_file(ucm / "captions.csv")
+    assert (len(everything), sum(map(len, everything.values()))) == (1680, 8398)
+    assert train | held_out == everything and not train.keys() & held_out.keys()
+    assert len(held_out) == 210
+    with open(data / "unseen.csv", newline="") as file:
+        unseen = list(csv.DictReader(file))
+    assert len(unseen) == 420 and len({row["label"] for row in unseen}) == 21
+    assert not {row["filepath"] for row in unseen} & everything.keys()
+
+
+def test_every_photograph_and_caption_is_packed_and_indexed(ucm: Path, checkout: Path) -> None:
+    data = checkout / "runs" / "ucm" / "data"
+    parts = ("shards", "held_out")
+    packed = [artifacts.read_manifest(data / part, "shards").counts for part in parts]
+    assert [counts["samples"] for counts in packed] == [1470, 210]
+    assert sum(counts["captions"] for counts in packed) == 8398
+    assert [counts["shards"] for counts in packed] == [1, 3]
+    assert not any(counts["findings"] for counts in packed)
+    done = tiny.mclclip(
+        "index",
+        f"run_dir={checkout / 'index_run'}",
+        *(f"data.sources.{n}.shards={data / n}/*.tar" for n in parts),
+        *(f"data.sources.{n}.captions=json:captions" for n in parts),
+    )
+    assert done.returncode == 0, done.stderr
+    index = SampleIndex.open(checkout / "index_run" / "index")
+    manifest = artifacts.read_manifest(index.directory, "index")
+    assert (manifest.counts["samples"], manifest.counts["captions"]) == (1680, 8398)
+    assert not manifest.counts["findings"]
+    wanted = captions_by_file(ucm / "captions.csv")
+    samples = TarDataset(index, None, None, max_image_pixels=10**6)
+    found = {}
+    for sample_id, raw in enumerate(samples.read_many(range(len(index)))):
+        captions = samples.captions(sample_id)
+        path = _original(index, sample_id)
+        assert raw.image == (ucm / path).read_bytes()
+        found[path] = captions
+    assert found == wanted
+
+
+def _original(index: SampleIndex, sample_id: int) -> str:
+    """The ``filepath`` that pack keeps in a sample's .json member."""
+    shard = index.shards[int(index.shard_of[sample_id])]
+    with open(shard.path, "rb") as file:
+        file.seek(int(index.text_offset[sample_id]))
+        return str(json.loads(file.read(int(index.text_size[sample_id])))["filepath"])
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_as_typed(ucm: Path, checkout: Path) -> None:
+    lines = commands(RECIPE)
+    assert lines[-1].startswith("mclclip run ")
+    type_in(checkout, ucm, lines[-1:])
+    run_dir = checkout / "runs" / "ucm" / "mcl"
+    _check_results(results.read(run_dir / "results.jsonl"))
+    photograph = sorted((ucm / "images" / "beach").iterdir())[-1].read_bytes()
+    exports = [
+        *(run_dir / stage / "export" for stage in STAGES),
+        *(run_dir / "exports" / name for name in JOINED),
+    ]
+    for directory in exports:
+        encoder = mclclip.load_model(directory)
+        with torch.inference_mode():
+            features = encoder.encode_image(
+                encoder.preprocess_val(decode_image(photograph, 10**6))[None]
+            )
+        assert features.shape == (1, encoder.embed_dim)
+        assert abs(float(features.norm()) - 1) < 1e-5
+    # What is held out is in no part of the run.
+    index = SampleIndex.open(run_dir / "index")
+    numbers = {_original(index, sample_id)[-7:-4] for sample_id in range(len(index))}
+    assert numbers == {f"{number:03d}" for number in range(1, 71)}
+
+
+def _check_results(rows: list[results.Result]) -> None:
+    """Every model has every figure, each over all held-out photographs or captions."""
+    counts = {(row.model, row.benchmark, row.metric): row.count for row in rows}
+    assert {row.model for row in rows} == {*STAGES, *JOINED}
+    for model in [*STAGES, *JOINED]:
+        for k in (1, 5, 10):
+            assert counts[model, "retrieval", f"image_to_text/R@{k}"] == 210
+            assert counts[model, "retrieval", f"text_to_image/R@{k}"] == 1049
+        for metric in ("top1", "top5", "mean_per_class"):
+            assert counts[model, "classes", metric] == 420
+
+
+# --- CC12M --------------------------------------------------------------------------------------
+
+VIT_B32 = ("model.name=ViT-B-32", "embed.dtype=float32", "num_threads=1", "data.num_workers=0")
+
+
+@pytest.fixture(scope="module")
+def cc12m(shared_data: Path) -> Path:
+    return shared_data / "cc12m_sample" / "cc12m-train-0000.tar"
+
+
+@pytest.fixture(scope="module")
+def cc12m_run(cc12m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run directory with the indexed shard; what it holds is deleted in the end (0.6 GB)."""
+    run_dir = tmp_path_factory.mktemp("cc12m")
+    done = tiny.mclclip("index", f"run_dir={run_dir}", f"data.sources.cc12m.shards={cc12m}")
+    assert done.returncode == 0, done.stderr
+    yield run_dir
+    shutil.rmtree(run_dir)
+
+
+def test_a_cc12m_shard_is_indexed(cc12m: Path, cc12m_run: Path) -> None:
+    with tarfile.open(cc12m) as tar:
+        members = {m.name: tar.extractfile(m).read() for m in tar if m.isfile()}  # type: ignore
+    stems = sorted({os.path.splitext(name)[0] for name in members})
+    index = SampleIndex.open(cc12m_run / "index")
+    manifest = artifacts.read_manifest(index.directory, "index")
+    assert (manifest.counts["samples"], manifest.counts["captions"]) == (32, 32)
+    assert not manifest.counts["findings"]
+    keys = index.keys(range(len(index)))
+    assert sorted(keys) == [f"cc12m/{stem}" for stem in stems]
+    samples = TarDataset(index, None, None, max_image_pixels=10**8)
+    for sample_id, raw in enumerate(samples.read_many(range(32))):
+        stem = keys[sample_id].removeprefix("cc12m/")
+        assert raw.image == members[f"{stem}.jpg"]
+        assert samples.captions(sample_id) == [members[f"{stem}.txt"].decode().strip()]
+        assert min(decode_image(raw.image, 10**8).size) > 0
+
+
+def test_a_cc12m_shard_is_embedded_with_vit_b_32(cc12m: Path, cc12m_run: Path) -> None:
+    options = (f"run_dir={cc12m_run}", f"data.sources.cc12m.shards={cc12m}", *VIT_B32)
+    for verb in (["export", "--stage", "0"], ["embed", "--stage", "0", "--text"]):
+        done = tiny.mclclip(*verb, *options, timeout=600)
+        assert done.returncode == 0, done.stderr
+    stage = cc12m_run / "stage_0"
+    for kind in ("embeddings", "text_embeddings"):
+        manifest = artifacts.read_manifest(stage / kind, kind)
+        assert (manifest.counts["samples"], manifest.counts["bad_samples"]) == (32, 0)
+        rows = np.load(stage / kind / "00000.npy")
+        assert rows.shape == (32, 512) and rows.dtype == np.float32
+        np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
+        assert len(np.unique(rows, axis=0)) == 32
+    _check_against_open_clip(stage, SampleIndex.open(cc12m_run / "index"))
+
+
+def _check_against_open_clip(stage: Path, index: SampleIndex, count: int = 2) -> None:
+    """Plain open_clip loads the export and gives the same features of the first samples."""
+    from mclclip.models.clip import open_clip  # with the torchvision fix in place
+
+    where = f"local-dir:{stage / 'export'}"
+    model, _, transform = open_clip.create_model_and_transforms(where)
+    model.eval()
+    samples = TarDataset(index, None, None, max_image_pixels=10**8)
+    raws = samples.read_many(range(count))
+    images = torch.stack([transform(decode_image(raw.image, 10**8)) for raw in raws])
+    texts = open_clip.get_tokenizer(where)([samples.captions(i)[0] for i in range(count)])
+    with torch.inference_mode():
+        sides = {
+            "embeddings": model.encode_image(images, normalize=True),
+            "text_embeddings": model.encode_text(texts, normalize=True),
+        }
+    for kind, features in sides.items():
+        rows = np.load(stage / kind / "00000.npy")[:count]
+        np.testing.assert_allclose(rows, features.numpy(), atol=1e-5)
