@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mclclip import artifacts, config, make_dataset, pipeline
 from mclclip.config import Config
+from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.parallel import process_group
@@ -58,21 +59,36 @@ def run(out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = ()) -> st
 
 
 def seed_table(runs: Sequence[Sequence[Result]]) -> str:
-    """A Markdown table, models by metrics: percent, and the standard deviation over runs if many.
+    """A Markdown table, models by attributes: percent, over several runs mean ± deviation.
 
-    ``runs`` holds the rows of results.jsonl of one run each.
+    ``runs`` holds the rows of results.jsonl of one run each; the deviation is the standard
+    deviation over runs. ``rare`` is the mean of the attributes that captions seldom name,
+    ``average`` that of all.
     """
-    values: dict[tuple[str, str], list[float]] = {}
-    for row in (row for rows in runs for row in rows):
-        values.setdefault((row.model, row.metric), []).append(row.value)
-    models = list(dict.fromkeys(model for model, _ in values))
-    metrics = list(dict.fromkeys(metric for _, metric in values))
-    lines = [f"| {len(runs)} seed(s) | {' | '.join(metrics)} |"]
-    lines.append("|---" * (len(metrics) + 1) + "|")
-    for model in models:
-        cells = [_cell(values.get((model, metric), [])) for metric in metrics]
+    values: dict[str, dict[str, list[float]]] = {}
+    for rows in runs:
+        for model, figures in _by_model(rows).items():
+            for metric, value in figures.items():
+                values.setdefault(model, {}).setdefault(metric, []).append(value)
+    columns = [*ATTRIBUTES, "rare", "average"]
+    lines = [f"| {len(runs)} seed(s) | {' | '.join(columns)} |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for model, figures in values.items():
+        cells = [_cell(figures.get(metric, [])) for metric in columns]
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _by_model(rows: Sequence[Result]) -> dict[str, dict[str, float]]:
+    """The figures of each model in one run, ``rare`` among them."""
+    models: dict[str, dict[str, float]] = {}
+    for row in rows:
+        models.setdefault(row.model, {})[row.metric] = row.value
+    for figures in models.values():
+        rare = [figures[name] for name in RARELY_NAMED if name in figures]
+        if rare:
+            figures["rare"] = statistics.mean(rare)
+    return models
 
 
 def _cell(values: list[float]) -> str:

@@ -58,6 +58,9 @@ MENTION_RATES: Mapping[str, float] = {
 }
 """Probability that a caption names an attribute."""
 
+RARELY_NAMED = tuple(name for name, rate in MENTION_RATES.items() if rate <= 0.5)
+"""The attributes that a CLIP trained on these captions has little reason to see."""
+
 IMAGE_SIZE = 32
 _OVERSAMPLE = 3  # drawn larger and averaged, so that edges are smooth
 _CANVAS = IMAGE_SIZE * _OVERSAMPLE

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from mclclip import cluster, embed, export, index, train
 from mclclip.data.epoch_plan import GroupedIndex
@@ -32,19 +33,9 @@ from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import SINGLE
 from tests import tiny
 from tests.benchmarks import timing
+from tests.benchmarks.bench_reading import photographs
 
-# As large as suits two thousand photographs of 224 px.
-UCM_SIZE: dict[str, Any] = {
-    "embed_dim": 128,
-    "vision_cfg": {"image_size": 64, "layers": 4, "width": 256, "patch_size": 8},
-    "text_cfg": {
-        "context_length": 32,
-        "vocab_size": 49408,
-        "width": 256,
-        "heads": 4,
-        "layers": 4,
-    },
-}
+UCM_RECIPE = timing.ROOT / "launch" / "recipes" / "ucm.yaml"
 STEPS = 20
 
 
@@ -150,7 +141,19 @@ def deviations(name: str, options: dict[str, Any], folder: Path) -> list[list[ob
     return rows
 
 
-def time_reading(options: dict[str, Any], size: int, rounds: int) -> None:
+def compare(
+    name: str, model: dict[str, Any], root: Path, data: Path, batch: int
+) -> list[list[object]]:
+    """Deviations at open_clip's first logit scale and at the largest one, OpenAI's."""
+    rows = []
+    for scale in (None, 100.0):
+        folder = root / f"scale_{scale}"
+        options = prepare(folder, data, model, scale, batch)
+        rows += deviations(f"{name}, logit scale {scale or 14.3:g}", options, folder)
+    return rows
+
+
+def time_reading(title: str, options: dict[str, Any], size: int, rounds: int) -> None:
     """One step with its reading: decode, augment, and tokenize or look up."""
     layout = Layout(Path(options["run_dir"]))
     opened = SampleIndex.open(layout.index)
@@ -178,7 +181,7 @@ def time_reading(options: dict[str, Any], size: int, rounds: int) -> None:
         "read, look up, step": lambda: engine.update(cached[3], 1e-6),
     }
     timing.print_table(
-        f"UCM-sized model on rendered shards: reading {size} samples in the training process",
+        f"UCM recipe's model on {title}: reading {size} samples in the training process",
         timing.headers("work", "samples"),
         timing.interleave(variants, rounds).rows("read, tokenize, step", size),
     )
@@ -188,21 +191,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Times, then deviations."""
     rounds = timing.parser(__doc__).parse_args(arguments).rounds
     torch.set_num_threads(1)
+    ucm = yaml.safe_load(UCM_RECIPE.read_text())["model"]["name"]
     time_steps("ViT-B-32", "ViT-B-32", 8, rounds)
-    time_steps("UCM-sized model", UCM_SIZE, 32, rounds)
+    time_steps("UCM recipe's model", ucm, 64, rounds)
     rows: list[list[object]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        data = tiny.make_data(Path(temporary) / "data")
-        for name, model, scale, batch in (
-            ("tiny, logit scale 14.3", tiny.MODEL, None, 24),
-            ("tiny, logit scale 100", tiny.MODEL, 100.0, 24),
-            ("UCM-sized, logit scale 14.3", UCM_SIZE, None, 32),
-            ("UCM-sized, logit scale 100", UCM_SIZE, 100.0, 32),
-        ):
-            folder = Path(temporary) / name.replace(" ", "_")
-            options = prepare(folder, data, model, scale, batch)
-            rows += deviations(name, options, folder)
-        time_reading(options, 32, rounds)
+        root = Path(temporary)
+        data, title = tiny.make_data(root / "data"), "rendered pictures"
+        rows += compare("tiny model", tiny.MODEL, root / "tiny", data, 24)
+        if timing.SHARED_DATA.is_dir():
+            data, title = root / "photographs", "aerial photographs"
+            photographs(data)
+        rows += compare("UCM recipe's model", ucm, root / "ucm", data, 64)
+        options = prepare(root / "reading", data, ucm, None, 64)
+        time_reading(title, options, 64, rounds)
     columns = ["model", "embed.dtype", "loss, first to last", "step 1", "largest", "median"]
     timing.print_table(
         f"Relative deviation of the loss from the text tower run on the fly, {STEPS} steps of "

@@ -23,6 +23,7 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import torch
 
 ROUNDS = 7
@@ -57,8 +58,8 @@ class Timings:
 
     def spread(self, name: str, reference: str) -> tuple[float, float]:
         """Lower and upper quartile of that ratio."""
-        low, _, high = statistics.quantiles(self._ratios(name, reference), n=4, method="inclusive")
-        return low, high
+        low, high = np.quantile(self._ratios(name, reference), [0.25, 0.75])
+        return float(low), float(high)
 
     def cpu_ratio(self, name: str, reference: str) -> float:
         """CPU time relative to ``reference`` in the same round."""

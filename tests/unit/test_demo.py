@@ -19,13 +19,16 @@ def test_settings_keep_seeds_apart_and_overrides_win() -> None:
 
 
 def test_seed_table_gives_mean_and_standard_deviation() -> None:
-    def row(value: float) -> Result:
-        return Result("stage_0", "pairs", "shape", value, 10, 0.0, 100.0)
+    def rows(shape: float) -> list[Result]:
+        figures = {"colour": 100.0, "shape": shape, "count": 0.0, "average": 60.0}
+        return [Result("stage_0", "pairs", m, v, 10, 0.0, 100.0) for m, v in figures.items()]
 
-    assert "| stage_0 | 40.0 |" in demo.seed_table([[row(40.0)]])
-    text = demo.seed_table([[row(40.0)], [row(50.0)], [row(60.0)]])
-    assert text.splitlines()[0] == "| 3 seed(s) | shape |"
-    assert "| stage_0 | 50.0 ± 10.0 |" in text
+    one = demo.seed_table([rows(40.0)]).splitlines()
+    assert one[0].endswith("| size | count | shape | rare | average |")
+    assert one[2] == "| stage_0 | - | 100.0 | - | - | - | 0.0 | 40.0 | 20.0 | 60.0 |"
+    text = demo.seed_table([rows(40.0), rows(50.0), rows(60.0)])
+    assert text.startswith("| 3 seed(s) |")
+    assert "| 50.0 ± 10.0 | 25.0 ± 5.0 | 60.0 ± 0.0 |" in text
 
 
 def test_a_seed_given_twice_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,306 @@
+"""What a user may get wrong: one clear line, exit code 2, and nothing half-written.
+
+After every refusal the disk holds what it held before, so the corrected command simply goes on.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.e2e.conftest import Finished, Shell
+
+Prepare = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def own_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards that tests here may add to and take away, for a moment."""
+    return tiny.make_data(tmp_path_factory.mktemp("own"), num_samples=96)
+
+
+@pytest.fixture(scope="module")
+def config(own_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    return tiny.write_config(folder / "config.yaml", folder / "unused", own_data)
+
+
+@pytest.fixture(scope="module")
+def prepared(shell: Shell, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run up to the labels of stage 1, made verb by verb; tests copy it."""
+    run_dir = tmp_path_factory.mktemp("prepared") / "run"
+    for verb in ("index", "train --stage 0", "export --stage 0", "embed --stage 0",
+                 "cluster --stage 0"):  # fmt: skip
+        shell.ok(*verb.split(), "--config", config, f"run_dir={run_dir}")
+    return run_dir
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Digests of all files, except that the guard of the lock stays behind."""
+    found = tiny.digests(folder, "**/*")
+    return {name: digest for name, digest in found.items() if not name.endswith(".guard")}
+
+
+def assert_refused(finished: Finished, *words: str) -> None:
+    assert finished.code == 2, (finished.codes, finished.stderr)
+    assert "Traceback" not in finished.stderr, finished.stderr
+    (line,) = finished.complaints()
+    assert line == finished.stderr.splitlines()[-1]
+    assert len(line) < 600, line
+    for word in words:
+        assert word in line, line
+
+
+# --- before anything is there -------------------------------------------------------------------
+
+FRESH: dict[str, tuple[str, tuple[str, ...]]] = {
+    "unknown_key": (
+        "run train.learning_rate=1",
+        ("unknown option 'train.learning_rate'", "did you mean"),
+    ),
+    "wrong_value": ("run train.lr=fast", ("'train.lr'", "'fast'")),
+    "no_equals_sign": ("run train.lr", ("'train.lr'", "key.path=value")),
+    "no_config_file": ("run --config /nowhere.yaml", ("no configuration file at /nowhere.yaml",)),
+    "missing_shard": (
+        "run data.sources.patterns.shards=/nowhere/{00..03}.tar",
+        ("data.sources.patterns.shards", "/nowhere/00.tar"),
+    ),
+    "no_sources": ("index data.sources={}", ("data.sources is empty",)),
+    "missing_benchmark": ("run eval.suite.pairs.path=/nowhere", ("'pairs'", "/nowhere")),
+    "benchmark_option": (
+        "run eval.suite.pairs.options={topk:5}",
+        ("'pairs'", "topk"),
+    ),
+    "num_clusters_too_short": ("run cluster.num_clusters=[3]", ("num_clusters has 1 entries",)),
+    "base_null": ("train --stage 0 base=null", ("stage 0 is a given encoder (base is null)",)),
+    "train_before_index": ("train --stage 0", ("mclclip index",)),
+    "eval_without_exports": ("eval", ("mclclip export",)),
+    "model_to_evaluate": ("eval --model nowhere/export", ("nowhere/export",)),
+}
+
+
+@pytest.mark.parametrize("case", FRESH)
+def test_refused_before_anything_is_written(
+    shell: Shell, config: Path, tmp_path: Path, case: str
+) -> None:
+    command, words = FRESH[case]
+    given = command.split()
+    where = [] if "--config" in given else ["--config", config]
+    finished = shell(*given, *where, f"run_dir={tmp_path / 'run'}")
+    if case == "base_null":  # the index comes first
+        words = ("mclclip index",)
+    assert_refused(finished, *words)
+    assert files(tmp_path) == {}
+
+
+def test_empty_data_set(shell: Shell, config: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "empty.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("readme.md"), io.BytesIO())
+    finished = shell(
+        "run", "--config", config, f"run_dir={tmp_path / 'run'}",
+        f"data.sources.patterns.shards={tmp_path}/empty.tar",
+    )  # fmt: skip
+    assert_refused(finished, "no usable sample in 1 shard(s)")
+    assert set(files(tmp_path / "run")) <= {"config.yaml"}
+    shell.ok("index", "--config", config, f"run_dir={tmp_path / 'run'}")
+
+
+def test_run_dir_that_cannot_be(shell: Shell, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    finished = shell("run", "--config", config, f"run_dir={tmp_path}/file/run")
+    assert_refused(finished, f"{tmp_path}/file/run", "cannot be written")
+
+
+def test_model_that_nobody_knows(shell: Shell, config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = ["run", "--config", config, f"run_dir={run_dir}", "model.name=ViT-XXL"]
+    assert_refused(shell(*command), "ViT-XXL")
+    assert {name.split("/")[0] for name in files(run_dir)} <= {"config.yaml", "index"}
+    shell.ok("train", "--stage", "0", "--config", config, f"run_dir={run_dir}")
+
+
+# --- on a run that has come to stage 1 ----------------------------------------------------------
+
+
+def no_clusters(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "stage_0" / "clusters")
+    shutil.rmtree(run_dir / "stage_1")
+
+
+def truncated(name: str) -> Prepare:
+    def prepare(run_dir: Path) -> None:
+        (path,) = run_dir.glob(name)
+        path.write_bytes(path.read_bytes()[:-200])
+
+    return prepare
+
+
+def both(*prepares: Prepare) -> Prepare:
+    def prepare(run_dir: Path) -> None:
+        for each in prepares:
+            each(run_dir)
+
+    return prepare
+
+
+def nothing(run_dir: Path) -> None:
+    pass
+
+
+BEGUN: dict[str, tuple[Prepare, str, tuple[str, ...]]] = {
+    "clusters_for_data": (
+        no_clusters,
+        "cluster --stage 0 cluster.num_clusters=500",
+        ("500", "96"),
+    ),
+    "clusters_short_list": (
+        no_clusters,
+        "cluster --stage 0 cluster.num_clusters=[]",
+        ("num_clusters has 0 entries",),
+    ),
+    "base_null": (
+        nothing,
+        "train --stage 0 base=null",
+        ("stage 0 is a given encoder (base is null)",),
+    ),
+    "batch_for_data": (nothing, "train --stage 1 train.global_batch=500", ("500", "96")),
+    "plan_beyond_bound": (
+        nothing,
+        "train --stage 1 train.global_batch=48 train.plan.policy=drop",
+        ("Eq. 4",),
+    ),
+    "locked_text_not_embedded": (
+        nothing,
+        "train --stage 1 train.lock.text=false",
+        ("text_embeddings", "mclclip embed"),
+    ),
+    "truncated_embeddings": (
+        both(no_clusters, truncated("stage_0/embeddings/00001.npy")),
+        "cluster --stage 0",
+        ("00001.npy",),
+    ),
+    "truncated_labels": (
+        truncated("stage_1/pseudo_labels/pseudo_labels.npy"),
+        "train --stage 1",
+        ("pseudo_labels",),
+    ),
+    "truncated_export": (
+        truncated("stage_0/export/*.safetensors"),
+        "train --stage 1",
+        ("stage_0/export", "safetensors"),
+    ),
+    "changed_seed": (nothing, "cluster --stage 0 seed=1", ("seed was 0, now 1",)),
+    "other_device": (nothing, "train --stage 1 device=cuda", ("device=cuda",)),
+}
+
+
+@pytest.mark.parametrize("case", BEGUN)
+def test_refused_in_the_middle(
+    shell: Shell, config: Path, prepared: Path, tmp_path: Path, case: str
+) -> None:
+    import torch
+
+    if case == "other_device" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    prepare, command, words = BEGUN[case]
+    run_dir = tmp_path / "run"
+    shutil.copytree(prepared, run_dir)
+    prepare(run_dir)
+    before = files(run_dir)
+    finished = shell(*command.split(), "--config", config, f"run_dir={run_dir}")
+    assert_refused(finished, *words)
+    left = {name for name in files(run_dir) if before.get(name) != files(run_dir)[name]}
+    assert left <= {"stage_1/train/in_progress.json"} if case == "truncated_export" else not left
+
+
+def test_corrected_settings_go_on_without_force(
+    shell: Shell, config: Path, prepared: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(prepared, run_dir)
+    no_clusters(run_dir)
+    where = ["--config", config, f"run_dir={run_dir}"]
+    assert shell("cluster", "--stage", "0", *where, "cluster.num_clusters=500").code == 2
+    assert shell("train", "--stage", "1", *where, "train.global_batch=500").code == 2
+    shell.ok("cluster", "--stage", "0", *where)
+    shell.ok("train", "--stage", "1", *where)
+
+
+def test_labels_of_another_index(
+    shell: Shell, config: Path, prepared: Path, own_data: Path, tmp_path: Path
+) -> None:
+    """Shards were added after clustering: every row of what was made before is out of date."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(prepared, run_dir)
+    where = ["--config", config, f"run_dir={run_dir}"]
+    more = tiny.make_data(tmp_path / "more", num_samples=48, seed=1)
+    added = f"data.sources.more.shards={more}/shards/*.tar"
+    shell.ok("index", *where, added)
+    before = files(run_dir)
+    for command, words in {
+        "train --stage 1": ("pseudo_labels has 96 rows, the index has 144", "mclclip cluster"),
+        "cluster --stage 0": ("embeddings", "96 rows", "144", "mclclip embed"),
+        "embed --stage 0": ("inputs.index", "--force"),
+    }.items():
+        assert_refused(shell(*command.split(), *where, added), *words)
+        assert files(run_dir) == before
+    for verb in ("embed", "cluster"):
+        shell.ok(verb, "--stage", "0", *where, added, "--force")
+    labels = np.load(run_dir / "stage_1/pseudo_labels/pseudo_labels.npy")
+    assert labels.shape == (144, 1)
+
+
+def test_shard_that_vanished(
+    shell: Shell, config: Path, prepared: Path, own_data: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(prepared, run_dir)
+    where = ["--config", config, f"run_dir={run_dir}"]
+    shard = own_data / "shards" / "00001.tar"
+    away = shard.rename(tmp_path / "away.tar")
+    try:
+        for command in ("index", "train --stage 1 data.num_workers=1", "train --stage 1"):
+            assert_refused(shell(*command.split(), *where), str(shard))
+    finally:
+        away.rename(shard)
+    assert not (run_dir / "stage_1/train/manifest.json").exists()
+    shell.ok("train", "--stage", "1", *where)
+
+
+def test_unreadable_checkpoint(
+    shell: Shell, config: Path, prepared: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(prepared, run_dir)
+    command = ["train", "--stage", "1", "--config", config, f"run_dir={run_dir}"]
+    shell.ok(*command)
+    (run_dir / "stage_1/train/manifest.json").rename(run_dir / "stage_1/train/in_progress.json")
+    last = run_dir / "stage_1/train/checkpoints/step_00000006"
+    (part,) = last.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:1000])
+    before = files(run_dir)
+    assert_refused(shell(*command), str(last), "cannot be read", "remove that directory")
+    assert files(run_dir) == before
+    shutil.rmtree(last)
+    resumed = shell.ok(*command)
+    assert "resumed from" in resumed.stderr and "step_00000004" in resumed.stderr
+
+
+def test_batch_that_two_ranks_cannot_share(config: Path, tmp_path: Path) -> None:
+    """Under torchrun: one line from mclclip on two ranks, beside torchrun's own."""
+    process = tiny.mclclip(
+        "run", "--config", str(config), f"run_dir={tmp_path / 'run'}", "train.global_batch=25",
+        ranks=2,
+    )  # fmt: skip
+    assert process.returncode == 1  # whatever a worker's code is, torchrun's is 1
+    (line,) = [line for line in process.stderr.splitlines() if line.startswith("mclclip: ")]
+    assert "global_batch=25 cannot be cut over 2 ranks" in line
+    assert "exitcode  : 2" in process.stderr
+    assert files(tmp_path) == {}
