@@ -240,7 +240,7 @@ def _add_configured(verbs: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, runs one verb, and ends the process with its exit code."""
-    args = build_parser().parse_args(argv)
+    args = _parse(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from mclclip.parallel.parent_death import die_with_parent
 
@@ -257,6 +257,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = EXIT_USER if _is_for_the_user(error) else EXIT_INTERNAL
         _complain(error, args.debug or code == EXIT_INTERNAL)
     _leave(code)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; overrides may stand anywhere, where argparse takes them at one place only."""
+    parser = build_parser()
+    args, more = parser.parse_known_args(argv)
+    if more and (not hasattr(args, "overrides") or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        args.overrides += more
+    return args
 
 
 def _call(args: argparse.Namespace) -> int:

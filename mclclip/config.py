@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import typing
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import (
-    ConfigDict,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 _strict = ConfigDict(extra="forbid")
 
@@ -341,17 +336,12 @@ def _fields_at(path: list[str]) -> list[str]:
     """Names of the options valid below a dotted path."""
     current: Any = Config
     for part in path:
-        fields = {item.name: item for item in dataclasses.fields(current)}
-        if part in fields:
-            current = _dataclass_in(fields[part].type)
-        if current is None:
-            return []
+        current = _dataclass_in(typing.get_type_hints(current).get(part, current))
     return [item.name for item in dataclasses.fields(current)]
 
 
 def _dataclass_in(annotation: Any) -> Any:
-    """The options dataclass that a field's annotation (a string) mentions, if any."""
-    for name, value in globals().items():
-        if name.endswith("Config") and name in str(annotation) and dataclasses.is_dataclass(value):
-            return value
-    return None
+    """The options dataclass that an annotation mentions, such as the values of a mapping."""
+    if dataclasses.is_dataclass(annotation):
+        return annotation
+    return next(filter(None, map(_dataclass_in, typing.get_args(annotation))), None)

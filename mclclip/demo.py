@@ -73,8 +73,8 @@ def seed_table(runs: Sequence[Sequence[Result]]) -> str:
     columns = [*ATTRIBUTES, "rare", "average"]
     lines = [f"| {len(runs)} seed(s) | {' | '.join(columns)} |"]
     lines.append("|---" * (len(columns) + 1) + "|")
-    for model, figures in values.items():
-        cells = [_cell(figures.get(metric, [])) for metric in columns]
+    for model, found in values.items():
+        cells = [_cell(found.get(metric, [])) for metric in columns]
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
