@@ -42,6 +42,16 @@ from mclclip import __version__
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
 SCHEMA_VERSION = 1
+# Kinds that are not named as the verb that writes them.
+_WRITTEN_BY = {
+    "embeddings": "embed",
+    "text_embeddings": "embed --text",
+    "clusters": "cluster",
+    "pseudo_labels": "cluster",
+    "concat": "export",
+    "soup": "export",
+    "dataset": "make-dataset",
+}
 
 
 # --- atomic writes ---------------------------------------------------------------------------
@@ -156,7 +166,7 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
     path = Path(directory) / MANIFEST
     if not path.exists():
         raise FileNotFoundError(
-            f"no finished {kind} at {directory}: run the verb that writes it first"
+            f"no finished {kind} at {directory}: run 'mclclip {_WRITTEN_BY.get(kind, kind)}' first"
         )
     fields = read_json(path)
     if not isinstance(fields, dict) or "kind" not in fields:

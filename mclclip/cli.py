@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -308,11 +309,17 @@ def _is_for_the_user(error: Exception) -> bool:
     """Whether the error's own line says what to do: ours, the file system's, memory's."""
     if isinstance(error, RuntimeError):
         # torch raises RuntimeError for our bugs too: those want a traceback.
-        frames = traceback.extract_tb(error.__traceback__)
-        own = str(Path(__file__).resolve().parent)
-        raised_here = bool(frames) and str(Path(frames[-1].filename).resolve()).startswith(own)
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if _is_of_loader_worker(error):
+            files = re.findall(r'^ *File "(.+)", line', str(error), re.MULTILINE)
+        raised_here = bool(files) and files[-1].startswith(os.path.dirname(__file__))
         return raised_here or type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, ValueError | OSError)
+
+
+def _is_of_loader_worker(error: Exception) -> bool:
+    """Whether torch raised it again from a loader worker, with the traceback in its message."""
+    return " in DataLoader worker process " in str(error).partition("\n")[0]
 
 
 def _complain(error: Exception, with_traceback: bool) -> None:
@@ -322,7 +329,10 @@ def _complain(error: Exception, with_traceback: bool) -> None:
         time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:
         traceback.print_exc()
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = str(error)
+    if _is_of_loader_worker(error):
+        line = line.strip().splitlines()[-1].partition(": ")[2]
+    line = " ".join(line.split()) or type(error).__name__
     print(f"mclclip: {line}", file=sys.stderr)
 
 

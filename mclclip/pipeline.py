@@ -30,10 +30,21 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     the run at a later stage only.
     """
     run_dir = Path(config.run_dir)
-    recorded = run_dir / "config.yaml"
     collectives.on_main(lambda: _check(config, context))
-    if force or not collectives.on_main(recorded.exists):
-        collectives.on_main(lambda: _record(config, recorded))
+    recorded = run_dir / "config.yaml"
+    before = recorded.read_bytes() if context.is_main and recorded.exists() else None
+    text = configuration.dump(config).encode()
+    collectives.on_main(lambda: artifacts.write_bytes(recorded, text))
+    try:
+        _steps(config, context, force)
+    except (ValueError, FileNotFoundError):
+        if context.is_main and before is not None:  # refused: the run is still what it was
+            artifacts.write_bytes(recorded, before)
+        raise
+    return run_dir
+
+
+def _steps(config: Config, context: Context, force: bool) -> None:
     index.run(config, context, force=force)
     _stage_zero(config, context, force)
     for stage in range(1, config.num_stages + 1):
@@ -47,9 +58,6 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
         for stage in range(1, config.num_stages + 1):
             _stage(config, context, stage, control, force)
         _join(config, context, control, force)
-    # Only now: a run that is refused for changed options leaves the file as it was.
-    collectives.on_main(lambda: _record(config, recorded))
-    return run_dir
 
 
 def _check(config: Config, context: Context) -> None:
@@ -59,10 +67,6 @@ def _check(config: Config, context: Context) -> None:
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
     evaluation.check(config.eval.suite)
-
-
-def _record(config: Config, path: Path) -> None:
-    artifacts.write_bytes(path, configuration.dump(config).encode())
 
 
 def _stage_zero(config: Config, context: Context, force: bool) -> None:

@@ -103,29 +103,25 @@ def run(
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
     check_world_size(options, context)
-    job = _Stage(
-        config=config,
-        options=options,
-        context=context,
-        layout=layout,
-        stage=stage,
-        seed=data_seed(config.seed, variant),
-        index=index,
-        directory=layout.train(stage),
-    )
-    artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force))
-    if artifact.finished:
+    seed, directory = data_seed(config.seed, variant), layout.train(stage)
+    job = _Stage(config, options, context, layout, stage, seed, index, directory)
+    if collectives.on_main(lambda: _prepare(job, variant, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
-    steps = _train(job, *groups.read())
+    model = build_model(config, layout, stage, options, context)
+    artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
+    steps = _train(job, model, *groups.read())
     if context.is_main:
         artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
     collectives.barrier()
     return job.directory
 
 
-def _prepare(job: _Stage, variant: str, force: bool) -> tuple[Artifact, StageGroups]:
-    """Opens the artifact and writes the grouped index; groups that do not fit leave nothing."""
+def _prepare(job: _Stage, variant: str, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
+    """Opens the artifact and writes the grouped index; groups that do not fit leave nothing.
+
+    With ``write=False`` only looks whether the artifact is finished.
+    """
     labels, radices, inputs = _labels(job, variant)
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
     config = {
@@ -139,7 +135,8 @@ def _prepare(job: _Stage, variant: str, force: bool) -> tuple[Artifact, StageGro
     opened = partial(
         Artifact.open, job.directory, kind="train", config=config, inputs=inputs, force=force
     )
-    if (artifact := opened(write=False)).finished:
+    artifact = opened(write=False)
+    if artifact.finished or not write:
         return artifact, groups
     plan, bad_ids = job.options.plan, job.index.bad_ids()
     build = partial(build_groups, labels, radices, bad_ids, job.options.global_batch, plan.policy)
@@ -186,8 +183,8 @@ def _labels(job: _Stage, variant: str) -> tuple[np.ndarray, tuple[int, ...], dic
     return labels, radices, inputs
 
 
-def _train(job: _Stage, grouped: GroupedIndex, known_bad: np.ndarray) -> int:
-    """The loop; returns the number of steps of the whole training."""
+def _train(job: _Stage, model: ClipModel, grouped: GroupedIndex, known_bad: np.ndarray) -> int:
+    """Trains ``model``; returns the number of steps of the whole training."""
     options, context = job.options, job.context
     plan = EpochPlan(
         grouped,
@@ -199,7 +196,6 @@ def _train(job: _Stage, grouped: GroupedIndex, known_bad: np.ndarray) -> int:
         epoch=0,
     )
     total = options.steps or max(1, round(options.epochs * plan.steps_per_epoch))
-    model = build_model(job.config, job.layout, job.stage, options, context)
     trainee = Trainee(model, InfoNCE()).to(context.device)
     optimizer = build_optimizer(
         trainee,

@@ -40,7 +40,8 @@ def build_optimizer(
     `lr` matters only to a caller who does not set the learning rate at every step.
     """
     groups = parameter_groups(module.named_parameters(), weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+    # fused: one pass over the parameters; the default took a third of a small model's step.
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def learning_rate(

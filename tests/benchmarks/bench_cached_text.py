@@ -12,6 +12,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import yaml
 
 from mclclip import cluster, embed, export, index, train
+from mclclip.config import from_tree
 from mclclip.data.epoch_plan import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import TextFeatures
@@ -90,23 +92,29 @@ def time_steps(title: str, name: str | dict[str, Any], size: int, rounds: int) -
 # --- through the product's own verbs ---------------------------------------------------------
 
 
-def prepare(
-    root: Path, data: Path, model: dict[str, Any], scale: float | None, batch: int
-) -> dict[str, Any]:
-    """Index, stage 0, embeddings (float32) and pseudo labels of a run; returns its options.
+@dataclass(frozen=True)
+class Setting:
+    """One training to compare: a model and the options that differ from tests/tiny.py's."""
 
-    Stage 0 is a random encoder, its logit scale set to ``scale`` (None: open_clip's 14.3).
-    """
-    base = load_clip(model, seed=1)
-    if scale is not None:
+    name: str
+    model: dict[str, Any]
+    data: Path
+    train: dict[str, Any]
+    logit_scale: float | None = None  # None: open_clip's first, 14.3
+
+
+def prepare(root: Path, setting: Setting) -> dict[str, Any]:
+    """Index, stage 0 (a random encoder), float32 embeddings and pseudo labels; the options."""
+    base = load_clip(setting.model, seed=1)
+    if setting.logit_scale is not None:
         with torch.no_grad():
-            base.clip.logit_scale.fill_(math.log(scale))
+            base.clip.logit_scale.fill_(math.log(setting.logit_scale))
     save_export(base, root / "given")
-    options = tiny.tree(root / "run", data, locked_text=True)
+    options = tiny.tree(root / "run", setting.data, locked_text=True)
     options |= {"num_stages": 1, "base": None, "model": {"name": f"local-dir:{root / 'given'}"}}
-    options["train"] |= {"global_batch": batch, "steps": STEPS, "log_every": 1}
-    options["train"] |= {"checkpoint_every": STEPS}
-    config = tiny.config.from_tree(options)
+    options["train"] |= {"steps": STEPS, "log_every": 1, "checkpoint_every": STEPS}
+    options["train"] |= setting.train
+    config = from_tree(options)
     index.run(config, SINGLE)
     export.stage(config, SINGLE, stage=0)
     embed.run(config, SINGLE, stage=0, text=True)
@@ -114,42 +122,51 @@ def prepare(
     return options
 
 
-def losses(options: dict[str, Any], run_dir: Path, dtype: str | None) -> np.ndarray:
-    """Losses [STEPS] of stage 1 in a copy of the run; dtype None runs the text tower."""
+def losses(
+    options: dict[str, Any], run_dir: Path, dtype: str | None, move: bool = False
+) -> np.ndarray:
+    """Losses [STEPS] of stage 1 in a copy of the run; dtype None runs the text tower.
+
+    ``move``: one image weight matrix starts one last bit away, to show what rounding alone does.
+    """
     shutil.copytree(options["run_dir"], run_dir)
     changed = options | {"run_dir": str(run_dir)}
     changed["train"] = options["train"] | {"cached_text": dtype is not None}
     changed["embed"] = options["embed"] | {"dtype": dtype or "float32"}
-    config = tiny.config.from_tree(changed)
+    config = from_tree(changed)
     if dtype == "float16":
         embed.run(config, SINGLE, stage=0, text=True, force=True)
+    if move:
+        _move_last_bit(Layout(run_dir).export(0))
     directory = train.run(config, SINGLE, stage=1)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return np.array([row["loss"] for row in rows])
 
 
-def deviations(name: str, options: dict[str, Any], folder: Path) -> list[list[object]]:
+def _move_last_bit(directory: Path) -> None:
+    model = load_clip(f"local-dir:{directory}")
+    matrix = [p for p in model.clip.visual.parameters() if p.ndim > 1][-1]
+    with torch.no_grad():
+        matrix.copy_(torch.nextafter(matrix, torch.full_like(matrix, torch.inf)))
+    save_export(model, directory)
+
+
+def deviations(setting: Setting, root: Path) -> list[list[object]]:
     """Relative deviation of the loss from the training that runs the text tower."""
-    fly = losses(options, folder / "fly", None)
+    options = prepare(root, setting)
+    fly = losses(options, root / "fly", None)
     assert len(fly) == STEPS
+    others = {
+        "text tower run, a last bit moved": losses(options, root / "moved", None, move=True),
+        "cached, float32": losses(options, root / "float32", "float32"),
+        "cached, float16": losses(options, root / "float16", "float16"),
+    }
     rows: list[list[object]] = []
-    for dtype in ("float32", "float16"):
-        found = np.abs(losses(options, folder / dtype, dtype) - fly) / fly
+    for name, other in others.items():
+        found = np.abs(other - fly) / fly
         figures = (found[0], found.max(), np.median(found))
         ends = f"{fly[0]:.4f} to {fly[-1]:.4f}"
-        rows.append([name, dtype, ends, *(f"{figure:.1e}" for figure in figures)])
-    return rows
-
-
-def compare(
-    name: str, model: dict[str, Any], root: Path, data: Path, batch: int
-) -> list[list[object]]:
-    """Deviations at open_clip's first logit scale and at the largest one, OpenAI's."""
-    rows = []
-    for scale in (None, 100.0):
-        folder = root / f"scale_{scale}"
-        options = prepare(folder, data, model, scale, batch)
-        rows += deviations(f"{name}, logit scale {scale or 14.3:g}", options, folder)
+        rows.append([setting.name, name, ends, *(f"{figure:.1e}" for figure in figures)])
     return rows
 
 
@@ -191,24 +208,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Times, then deviations."""
     rounds = timing.parser(__doc__).parse_args(arguments).rounds
     torch.set_num_threads(1)
-    ucm = yaml.safe_load(UCM_RECIPE.read_text())["model"]["name"]
+    recipe = yaml.safe_load(UCM_RECIPE.read_text())
+    ucm = recipe["model"]["name"]
     time_steps("ViT-B-32", "ViT-B-32", 8, rounds)
     time_steps("UCM recipe's model", ucm, 64, rounds)
-    rows: list[list[object]] = []
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        data, title = tiny.make_data(root / "data"), "rendered pictures"
-        rows += compare("tiny model", tiny.MODEL, root / "tiny", data, 24)
+        data, title = tiny.make_data(root / "rendered"), "rendered pictures"
+        pictures = data
         if timing.SHARED_DATA.is_dir():
-            data, title = root / "photographs", "aerial photographs"
-            photographs(data)
-        rows += compare("UCM recipe's model", ucm, root / "ucm", data, 64)
-        options = prepare(root / "reading", data, ucm, None, 64)
-        time_reading(title, options, 64, rounds)
-    columns = ["model", "embed.dtype", "loss, first to last", "step 1", "largest", "median"]
+            pictures, title = root / "photographs", "aerial photographs"
+            photographs(pictures)
+        shipped = {key: recipe["train"][key] for key in ("global_batch", "lr", "lock")}
+        harsh = shipped | {"lr": 1e-3, "lock": shipped["lock"] | {"logit_scale": True}}
+        settings = (
+            Setting("tiny ViT, lr 1e-3", tiny.MODEL, data, {}),
+            Setting("tiny ViT, lr 1e-3, logit scale from 100", tiny.MODEL, data, {}, 100.0),
+            Setting("UCM recipe, lr 5e-4", ucm, pictures, shipped),
+            Setting("UCM recipe, logit scale 100", ucm, pictures, shipped, 100.0),
+            Setting("UCM model, lr 1e-3, logit scale from 100", ucm, pictures, harsh, 100.0),
+        )
+        rows: list[list[object]] = []
+        for number, setting in enumerate(settings):
+            rows += deviations(setting, root / str(number))
+        time_reading(title, prepare(root / "reading", settings[2]), 64, rounds)
+    columns = ["training", "compared", "loss, first to last", "step 1", "largest", "median"]
     timing.print_table(
         f"Relative deviation of the loss from the text tower run on the fly, {STEPS} steps of "
-        "train.run, lr 1e-3",
+        "train.run",
         columns,
         rows,
     )

@@ -70,7 +70,7 @@ FRESH: dict[str, tuple[str, tuple[str, ...]]] = {
     "no_config_file": ("run --config /nowhere.yaml", ("no configuration file at /nowhere.yaml",)),
     "missing_shard": (
         "run data.sources.patterns.shards=/nowhere/{00..03}.tar",
-        ("data.sources.patterns.shards", "/nowhere/00.tar"),
+        ("data.sources.patterns.shards", "4 of the 4 paths", "/nowhere/00.tar"),
     ),
     "no_sources": ("index data.sources={}", ("data.sources is empty",)),
     "missing_benchmark": ("run eval.suite.pairs.path=/nowhere", ("'pairs'", "/nowhere")),
@@ -79,7 +79,7 @@ FRESH: dict[str, tuple[str, tuple[str, ...]]] = {
         ("'pairs'", "topk"),
     ),
     "num_clusters_too_short": ("run cluster.num_clusters=[3]", ("num_clusters has 1 entries",)),
-    "base_null": ("train --stage 0 base=null", ("stage 0 is a given encoder (base is null)",)),
+    "base_null": ("train --stage 0 base=null", ("base is null", "nothing to train")),
     "train_before_index": ("train --stage 0", ("mclclip index",)),
     "eval_without_exports": ("eval", ("mclclip export",)),
     "model_to_evaluate": ("eval --model nowhere/export", ("nowhere/export",)),
@@ -94,10 +94,8 @@ def test_refused_before_anything_is_written(
     given = command.split()
     where = [] if "--config" in given else ["--config", config]
     finished = shell(*given, *where, f"run_dir={tmp_path / 'run'}")
-    if case == "base_null":  # the index comes first
-        words = ("mclclip index",)
     assert_refused(finished, *words)
-    assert files(tmp_path) == {}
+    assert set(files(tmp_path / "run")) <= {"config.yaml"}
 
 
 def test_empty_data_set(shell: Shell, config: Path, tmp_path: Path) -> None:
@@ -157,16 +155,13 @@ BEGUN: dict[str, tuple[Prepare, str, tuple[str, ...]]] = {
         "cluster --stage 0 cluster.num_clusters=[]",
         ("num_clusters has 0 entries",),
     ),
-    "base_null": (
-        nothing,
-        "train --stage 0 base=null",
-        ("stage 0 is a given encoder (base is null)",),
-    ),
+    "unlocked_blocks": (nothing, "train --stage 1 train.lock.image_blocks=9", ("9", "3")),
+    "ranks_for_batch": (nothing, "train --stage 1 train.global_batch=0", ("global_batch",)),
     "batch_for_data": (nothing, "train --stage 1 train.global_batch=500", ("500", "96")),
     "plan_beyond_bound": (
         nothing,
         "train --stage 1 train.global_batch=48 train.plan.policy=drop",
-        ("Eq. 4",),
+        ("policy 'drop'", "wanted at most"),
     ),
     "locked_text_not_embedded": (
         nothing,
@@ -198,9 +193,7 @@ def test_refused_in_the_middle(
     before = files(run_dir)
     finished = shell(*command.split(), "--config", config, f"run_dir={run_dir}")
     assert_refused(finished, *words)
-    begun = "stage_1/train/" if case == "truncated_export" else "nothing"
-    after = {name: d for name, d in files(run_dir).items() if not name.startswith(begun)}
-    assert after == before and not (run_dir / "stage_1/train/manifest.json").exists()
+    assert files(run_dir) == before
 
 
 def test_corrected_settings_go_on_without_force(
@@ -257,9 +250,7 @@ def test_shard_that_vanished(
     shell.ok("train", "--stage", "1", *where)
 
 
-def test_unreadable_checkpoint(
-    shell: Shell, config: Path, prepared: Path, tmp_path: Path
-) -> None:
+def test_unreadable_checkpoint(shell: Shell, config: Path, prepared: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(prepared, run_dir)
     command = ["train", "--stage", "1", "--config", config, f"run_dir={run_dir}"]
