@@ -52,8 +52,10 @@ def batches_of(model: ClipModel, size: int) -> tuple[Batch, Batch]:
     """The same images with tokens, and with text embeddings."""
     rng = torch.Generator().manual_seed(0)
     tokens = model.tokenizer([f"a photograph of {number} red squares" for number in range(size)])
+    side = model.image_size
+    height, width = (side, side) if isinstance(side, int) else side
     fixed: dict[str, Any] = {
-        "image": torch.randn(size, 3, model.image_size, model.image_size, generator=rng),
+        "image": torch.randn(size, 3, height, width, generator=rng),
         "labels": torch.zeros(size, 1, dtype=torch.int64),
         "sample_id": torch.arange(size),
         "step": 0,

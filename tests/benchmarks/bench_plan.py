@@ -118,10 +118,10 @@ def measure(directory: Path, batch: int, rounds: int, shuffle: bool) -> None:
     rows = [
         [
             name,
-            f"{1000 * timings.wall_s(name):,.2f}",
-            f"{1000 * timings.cpu_s(name):,.2f}",
-            f"{timings.ratio(name, 'plan, backoff'):,.3f}",
-            f"{peak_mib(call):,.2f}",
+            timing.number(1000 * timings.wall_s(name)),
+            timing.number(1000 * timings.cpu_s(name)),
+            timing.number(timings.ratio(name, "plan, backoff")),
+            timing.number(peak_mib(call)),
         ]
         for name, call in variants.items()
     ]

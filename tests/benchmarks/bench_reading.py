@@ -92,7 +92,8 @@ class Reading:
         assert sum(1 for _, pair in zip(range(self.size), pairs, strict=False)) == self.size
 
     def _tokens(self, caption: str) -> torch.Tensor:
-        return self.tokenizer([caption])[0]
+        tokens: torch.Tensor = self.tokenizer([caption])[0]
+        return tokens
 
     # --- bytes only ---
 
@@ -166,7 +167,7 @@ def report_bytes(title: str, reading: Reading, rounds: int, cold: bool) -> None:
             variants[f"{name}, cold"] = lambda read=read: reading.cold(read)
     timings = timing.interleave(variants, rounds)
     rows = timings.rows("webdataset, warm", reading.size)
-    speeds = [f"{reading.size / timings.wall_s(name):,.0f}" for name in variants]
+    speeds = [timing.number(reading.size / timings.wall_s(name)) for name in variants]
     timing.print_table(
         f"{title}; bytes only",
         [*timing.headers("reading", "samples"), "samples per wall s"],

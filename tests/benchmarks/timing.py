@@ -72,7 +72,7 @@ class Timings:
 
     def rows(
         self, reference: str, work: float, names: Iterable[str] | None = None
-    ) -> list[list[object]]:
+    ) -> list[list[str]]:
         """One row per variant for the columns of ``headers``; ``work`` units are done in a call."""
         found = []
         for name in names or self.spent:
@@ -80,14 +80,20 @@ class Timings:
             found.append(
                 [
                     name,
-                    f"{1000 * self.wall_s(name):,.1f}",
-                    f"{1000 * self.cpu_s(name):,.1f}",
-                    f"{work / self.cpu_s(name):,.1f}",
+                    number(1000 * self.wall_s(name)),
+                    number(1000 * self.cpu_s(name)),
+                    number(work / self.cpu_s(name)),
                     f"{self.ratio(name, reference):.3f} ({low:.3f} to {high:.3f})",
                     f"{self.cpu_ratio(name, reference):.3f}",
                 ]
             )
         return found
+
+
+def number(value: float) -> str:
+    """Three digits or more, without exponents."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:,.{digits}f}"
 
 
 def headers(what: str, unit: str) -> list[str]:

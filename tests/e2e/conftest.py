@@ -7,11 +7,14 @@ as under torchrun, by environment variables.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -141,7 +144,7 @@ def _child(
         os.dup2(file, number)
         os.close(file)
     os.environ.update(environment)
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # the default
+    multiprocessing.set_start_method(None, force=True)  # the default
     if inside is not None:
         inside()
     from mclclip import cli
@@ -160,7 +163,7 @@ class Shell:
 
     def __call__(
         self,
-        *arguments: str | Path,
+        *arguments: object,
         ranks: int = 1,
         inside: Callable[[], None] | None = None,
         timeout_s: float = 240.0,
@@ -184,7 +187,7 @@ class Shell:
         stderrs = [stderr for _, stderr in texts]
         return Finished([code or 0 for code in codes], stderrs, texts[0][0])
 
-    def ok(self, *arguments: str | Path, **options: Any) -> Finished:
+    def ok(self, *arguments: object, **options: Any) -> Finished:
         """The same, for a command that must succeed."""
         finished = self(*arguments, **options)
         assert finished.code == 0, "\n".join(finished.stderrs)
@@ -211,6 +214,70 @@ def _wait(processes: list[ForkServerProcess], timeout_s: float) -> None:
         if process.exitcode is None:
             process.kill()
             process.join()
+
+
+# --- under torchrun -----------------------------------------------------------------------------
+
+SURVIVE_S = 15.0  # torchrun itself needs some of it, on a busy machine
+
+
+class Launched:
+    """``mclclip run`` under torchrun; a variable of their environment marks its processes."""
+
+    def __init__(self, config: Path, run_dir: Path, log: Path, ranks: int = 2) -> None:
+        self.run_dir, self.log = run_dir, log
+        self.mark = f"MCLCLIP_TEST_LOG={log}"
+        with open(log, "wb") as stderr:
+            self.launcher = subprocess.Popen(
+                tiny.command("run", "--config", str(config), f"run_dir={run_dir}", ranks=ranks),
+                env=tiny.environment() | dict([self.mark.split("=", 1)]),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+
+    def processes(self) -> list[int]:
+        """Process ids of all that still run of it."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.owns(pid)]
+
+    def owns(self, pid: int) -> bool:
+        """True for a running process of this start (zombies have ended)."""
+        try:
+            marked = self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            return marked and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1][1] not in "ZX"
+        except OSError:
+            return False
+
+    def workers(self) -> list[int]:
+        """The ranks: children of the launcher, as long as it runs."""
+        launcher = self.launcher.pid
+        try:
+            listed = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
+        except OSError:
+            return []
+        return [pid for pid in map(int, listed.split()) if self.owns(pid)]
+
+    def has_the_lock(self) -> bool:
+        """True once the first rank is at work (half a lock file is none)."""
+        try:
+            return self.owns(json.loads((self.run_dir / "run.lock").read_text())["pid"])
+        except (OSError, ValueError):
+            return False
+
+    def gone_after_s(self) -> float:
+        """Seconds until no process is left; more than SURVIVE_S fails."""
+        start = time.monotonic()
+        while left := self.processes():
+            assert time.monotonic() - start < SURVIVE_S, f"{left} survive\n{self.log.read_text()}"
+            time.sleep(0.02)
+        self.launcher.wait()
+        return time.monotonic() - start
+
+    def end(self) -> None:
+        """Kills whatever is left of it."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
 
 
 @pytest.fixture(scope="session")

@@ -101,8 +101,8 @@ def test_no_batch_holds_a_sample_twice_or_a_bad_one(done: Run) -> None:
         assert not np.isin(bad, grouped.sample_ids).any()
 
 
-def stage_zero(shell: Shell, config: Path, run_dir: Path) -> list[str | Path]:
-    where = ["--config", config, f"run_dir={run_dir}"]
+def stage_zero(shell: Shell, config: Path, run_dir: Path) -> list[object]:
+    where: list[object] = ["--config", config, f"run_dir={run_dir}"]
     shell.ok("index", *where)
     return ["train", "--stage", "0", *where]
 

@@ -1,4 +1,4 @@
-"""A frozen text tower need not run again: training on its stored embeddings is the same training."""
+"""A frozen text tower need not run again: its stored embeddings give the same training."""
 
 from __future__ import annotations
 

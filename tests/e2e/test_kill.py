@@ -7,7 +7,8 @@ the launcher, one worker, or both. A round is one run directory: up to five kill
 the same command, until it finishes; then everything must be as in the undisturbed run, bit for bit.
 
 Five kills by default. ``MCLCLIP_SOAK=1``: twenty, which must strike every verb; finished rounds are
-kept in ``.soak/kills.json``, so that an interrupted soak goes on with the remaining ones.
+kept in ``.soak/kills.json``, so that an interrupted soak goes on with the remaining ones. Another
+``MCLCLIP_SOAK_SEED`` strikes at other moments. ``pytest -s`` shows a line per kill.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,16 @@ import pytest
 
 from mclclip import artifacts, checkpoint
 from tests import tiny
+from tests.e2e.conftest import Launched
 
 pytestmark = pytest.mark.slow
 
-RANKS = 2
-SEED = 0
+SEED = int(os.environ.get("MCLCLIP_SOAK_SEED", "0"))
 KILLS_PER_ROUND = 5
 SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
 NUM_KILLS = 20 if SOAK else 5
 TARGETS = ("launcher", "worker", "both")
 VERBS = ("index", "embed", "cluster", "train", "export", "evaluate", "join")
-MARKER = "MCLCLIP_KILL_TEST"
-SURVIVE_S = 15.0  # torchrun itself needs some of it, on a busy machine
 RUN_S = 300.0
 OPTIONS = (
     "data.num_workers=1",
@@ -109,80 +106,24 @@ def current(run_dir: Path, first: int = 0) -> int:
     return number
 
 
-# --- a command under torchrun -------------------------------------------------------------------
-
-
-class Launched:
-    """One start of the command; its processes are known by a variable of their environment."""
-
-    def __init__(self, config: Path, run_dir: Path, log: Path) -> None:
-        self.run_dir, self.log = run_dir, log
-        self.mark = f"{MARKER}={log}"
-        with open(log, "wb") as stderr:
-            self.launcher = subprocess.Popen(
-                tiny.command("run", "--config", str(config), f"run_dir={run_dir}", ranks=RANKS),
-                env=tiny.environment() | dict([self.mark.split("=", 1)]),
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-            )
-
-    def processes(self) -> list[int]:
-        """Process ids of all that still run of it."""
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self.owns(pid)]
-
-    def owns(self, pid: int) -> bool:
-        """True for a running process of this start (zombies have ended)."""
-        try:
-            marked = self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            return marked and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1][1] not in "ZX"
-        except OSError:
+def at_moment(run: Launched, number: int) -> bool:
+    """Waits until the run is at work and has come to moment ``number``; False if it ended."""
+    deadline = time.monotonic() + RUN_S
+    while not run.has_the_lock() or current(run.run_dir) < number:
+        assert time.monotonic() < deadline, run.log.read_text()
+        if run.launcher.poll() is not None:
             return False
+        time.sleep(0.005)
+    return True
 
-    def workers(self) -> list[int]:
-        """The ranks: children of the launcher."""
-        listed = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text()
-        return [pid for pid in map(int, listed.split()) if self.owns(pid)]
 
-    def has_the_lock(self) -> bool:
-        """True once the first rank is at work (half a lock file is none)."""
-        try:
-            return self.owns(json.loads((self.run_dir / "run.lock").read_text())["pid"])
-        except (OSError, ValueError):
-            return False
-
-    def at_moment(self, number: int) -> bool:
-        """Waits until the run is at work and has come to moment ``number``; False if it ended."""
-        deadline = time.monotonic() + RUN_S
-        while not self.has_the_lock() or current(self.run_dir) < number:
-            assert time.monotonic() < deadline, self.log.read_text()
-            if self.launcher.poll() is not None:
-                return False
-            time.sleep(0.005)
-        return True
-
-    def kill(self, target: str, rng: random.Random) -> None:
-        victims = [self.launcher.pid] if target in ("launcher", "both") else []
-        if target in ("worker", "both"):
-            victims.append(rng.choice(self.workers()))
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-
-    def gone_after_s(self) -> float:
-        """Seconds until no process is left; more than SURVIVE_S fails."""
-        start = time.monotonic()
-        while left := [p for p in self.processes() if self.launcher.poll() is None or p]:
-            if time.monotonic() - start > SURVIVE_S:
-                names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
-                pytest.fail(f"survivors {names}\n{self.log.read_text()}")
-            time.sleep(0.02)
-        self.launcher.wait()
-        return time.monotonic() - start
-
-    def end(self) -> None:
-        """Kills whatever is left of it."""
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        self.launcher.wait()
+def hit(run: Launched, target: str, rng: random.Random) -> None:
+    """Strikes the launcher, one of the workers, or both."""
+    victims = [run.launcher.pid] if target in ("launcher", "both") else []
+    if target in ("worker", "both"):
+        victims.append(rng.choice(run.workers()))
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
 
 
 # --- what must hold -----------------------------------------------------------------------------
@@ -280,14 +221,14 @@ class Killer:
         before = finished_artifacts(run_dir), models_with_rows(run_dir)
         run = Launched(self.config, run_dir, log)
         try:
-            if not run.at_moment(moment):
+            if not at_moment(run, moment):
                 return False
             after_s = rng.uniform(0.0, self.durations_s[moment])
             time.sleep(after_s)
             target = TARGETS[number % len(TARGETS)]
             if run.launcher.poll() is not None or not run.workers():
                 return False
-            run.kill(target, rng)
+            hit(run, target, rng)
             gone_after_s = run.gone_after_s()
         finally:
             run.end()
@@ -295,8 +236,8 @@ class Killer:
         check_disk(run_dir)
         if (struck := current(run_dir)) == len(MOMENTS):
             return False
-        hit = MOMENTS[struck]
-        kill = Kill(number, target, hit.verb, hit.what[0], after_s, gone_after_s)
+        during = MOMENTS[struck]
+        kill = Kill(number, target, during.verb, during.what[0], after_s, gone_after_s)
         print(kill, flush=True)
         self.round.append(kill)
         return True
@@ -340,11 +281,11 @@ def finish(config: Path, run_dir: Path, log: Path) -> list[float]:
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Iterator[Path]:
+def record(tmp_path: Path) -> Path:
     """Where finished rounds are noted: kept below the checkout for a soak, else forgotten."""
     folder = tiny.ROOT / ".soak" if SOAK else tmp_path
     folder.mkdir(exist_ok=True)
-    yield folder / "kills.json"
+    return folder / "kills.json"
 
 
 def known_kills(record: Path, sources: str) -> list[Kill]:
@@ -359,7 +300,8 @@ def test_killed_runs_end_as_the_undisturbed_one(tmp_path: Path, record: Path) ->
     durations_s = finish(config, tmp_path / "reference", tmp_path / "reference.log")
     reference = state_of(tmp_path / "reference")
     assert len(reference["exports"]) >= 5 and not reference["left over"]
-    sources = artifacts.digest_json([tiny.digests(tiny.ROOT / "mclclip", "**/*.py"), OPTIONS])
+    code = tiny.digests(tiny.ROOT / "mclclip", "**/*.py")
+    sources = artifacts.digest_json([code, OPTIONS, SEED])
     killer = Killer(config, durations_s, known_kills(record, sources))
     while len(killer.kills) < NUM_KILLS:
         run_dir = tmp_path / f"round_{len(killer.kills):02d}"
@@ -369,10 +311,11 @@ def test_killed_runs_end_as_the_undisturbed_one(tmp_path: Path, record: Path) ->
             record, {"sources": sources, "kills": [asdict(kill) for kill in killer.kills]}
         )
     report = "\n".join(map(str, killer.kills))
-    print(report, dict(Counter(kill.verb for kill in killer.kills)), sep="\n")
+    print(dict(Counter(kill.verb for kill in killer.kills)))
     struck = {kill.verb for kill in killer.kills}
     assert len(struck) >= 3 and (not SOAK or struck == set(VERBS)), report
     assert {kill.target for kill in killer.kills} == set(TARGETS)
+    record.rename(record.with_name("kills_done.json"))  # the next soak begins anew
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])
@@ -384,7 +327,7 @@ def test_workers_end_with_a_launcher_that_dies_while_they_start(
     config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data, *OPTIONS)
     run = Launched(config, tmp_path / "run", tmp_path / "log")
     try:
-        while len(run.workers()) < RANKS:
+        while len(run.workers()) < 2:
             assert run.launcher.poll() is None, run.log.read_text()
             time.sleep(0.005)
         time.sleep(after_s)
