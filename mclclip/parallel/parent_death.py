@@ -42,7 +42,9 @@ def _launcher_is_gone(parent: int) -> bool:
             stat = Path(f"/proc/{parent}/stat").read_text()
         except OSError:  # cannot be known here: no reason to end
             return False
-        if b"python" in command or b"torchrun" in command:
+        # Process 1 adopts orphans and may be any Python program in a container.
+        launcher = b"torchrun" in command or b"torch.distributed" in command
+        if launcher or (b"python" in command and parent != 1):
             return False
         parent = int(stat.rsplit(")", 1)[1].split()[1])
     return True

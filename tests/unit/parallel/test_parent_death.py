@@ -76,8 +76,6 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, by: signal.Signa
 
 def test_a_worker_whose_torchrun_died_before_it_could_ask_ends(tmp_path: Path) -> None:
     """Importing takes seconds: the launcher may be gone when the import is done."""
-    if b"python" in Path("/proc/1/cmdline").read_bytes():
-        pytest.skip("orphans go to process 1, which is a Python program here")
     parent, child = start(tmp_path, 0.5, TORCHELASTIC_RUN_ID="x")
     parent.kill()
     parent.wait()
