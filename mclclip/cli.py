@@ -123,7 +123,12 @@ def _make_dataset(args: argparse.Namespace) -> object:
 def _demo(args: argparse.Namespace) -> object:
     from mclclip import demo
 
-    return demo.run(Path(args.out), seeds=args.seeds, overrides=args.overrides)
+    # argparse gives --seeds every word that follows it, overrides too.
+    seeds = [word for word in args.seeds if "=" not in word]
+    overrides = [word for word in args.seeds if "=" in word] + args.overrides
+    if not all(seed.isdigit() for seed in seeds):
+        raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
+    return demo.run(Path(args.out), seeds=[int(seed) for seed in seeds], overrides=overrides)
 
 
 def _doctor(args: argparse.Namespace) -> object:
@@ -181,7 +186,7 @@ def _add_standalone(verbs: Any) -> None:
     verb.set_defaults(standalone=_make_dataset)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
     verb.add_argument("--out", default="runs/demo", help="run directory (one below it per seed)")
-    verb.add_argument("--seeds", type=int, nargs="+", default=[0], help="more than one: a sweep")
+    verb.add_argument("--seeds", nargs="+", default=["0"], help="more than one: a sweep")
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
     verb.set_defaults(standalone=_demo)
     verb = _add(verbs, "doctor", "versions, devices, disk and file-system checks")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, cli, config
+from mclclip import __version__, cli, config, demo
 from mclclip.run_lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,3 +268,12 @@ def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("RANK", rank)
         assert main("config", "run_dir=x", "a=1").code == 2
     assert waited == [cli.LATER_RANKS_WAIT_S]
+
+
+def test_demo_takes_overrides_after_its_seeds(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: dict[str, Any] = {}
+    monkeypatch.setattr(demo, "run", lambda out, **options: called.update(options))
+    assert main("demo", "--seeds", "0", "2", "train.steps=5").code == 0
+    assert called == {"seeds": [0, 2], "overrides": ["train.steps=5"]}
+    shown = main("demo", "--seeds", "x")
+    assert shown.code == 2 and "wanted numbers from 0 on" in shown.err
