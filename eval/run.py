@@ -39,6 +39,9 @@ EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
 }
 """Benchmark kind -> ``evaluate(extractor, path, **options)``."""
 
+_FILE_OPTIONS = {"captions", "labels", "images", "classes"}
+"""Options of evaluators that name files, relative to the benchmark's folder."""
+
 SUITES = Path(__file__).resolve().parent / "suites"
 
 
@@ -125,6 +128,15 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
             raise FileNotFoundError(f"benchmark {name!r}: no folder {benchmark.path}")
 
 
+def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+    """Raises FileNotFoundError where an option names a file that is not there."""
+    for name, benchmark in benchmarks.items():
+        for option in sorted(_FILE_OPTIONS & benchmark.options.keys()):
+            file = Path(benchmark.path) / str(benchmark.options[option])
+            if not file.exists():
+                raise FileNotFoundError(f"benchmark {name!r}: {option}: there is no {file}")
+
+
 def run_suite(
     encoder: Encoder,
     benchmarks: Mapping[str, BenchmarkConfig],
@@ -204,7 +216,8 @@ def evaluate(
             not in done
         }
         if not pending:
-            log.info("%s is evaluated already", name)
+            why = "is evaluated already" if benchmarks else "has no benchmark in eval.suite"
+            log.info("%s %s", name, why)
             continue
         encoder = together(partial(load_model, location, pretrained, device=str(context.device)))
         rows += run_suite(

@@ -99,6 +99,13 @@ def save_npy(path: Path, array: np.ndarray) -> None:
     write_bytes(path, buffer.getvalue())
 
 
+def default_mode() -> int:
+    """The permissions that open() gives a new file under this process's umask."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
 def fsync_directory(directory: Path) -> None:
     """Makes a rename in ``directory`` durable (a no-op where directories cannot be opened)."""
     descriptor = os.open(directory, os.O_RDONLY)

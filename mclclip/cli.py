@@ -9,23 +9,19 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mclclip import __version__
+from mclclip import __version__, failures
 
 if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.parallel.process_group import Context
 
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
-LATER_RANKS_WAIT_S = 5.0
 _Verb = Callable[["Config", "Context", argparse.Namespace], object]
 
 
@@ -41,8 +37,7 @@ def _index(config: Config, context: Context, args: argparse.Namespace) -> object
 def _embed(config: Config, context: Context, args: argparse.Namespace) -> object:
     from mclclip import embed
 
-    text = True if args.text else None
-    return embed.run(config, context, stage=args.stage, text=text, force=args.force)
+    return embed.run(config, context, stage=args.stage, text=args.text or None, force=args.force)
 
 
 def _cluster(config: Config, context: Context, args: argparse.Namespace) -> object:
@@ -227,7 +222,11 @@ def _add_configured(verbs: Any) -> None:
                 "--variant", default="mcl", choices=["mcl", "ungrouped", "random_groups"]
             )
         if name == "embed":
-            verb.add_argument("--text", action="store_true", help="embed the captions too")
+            verb.add_argument(
+                "--text",
+                action="store_true",
+                help="captions too, also where the text tower is trained",
+            )
         if name == "eval":
             verb.add_argument(
                 "--model", action="append", default=[], metavar="[NAME=]PATH",
@@ -260,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = EXIT_OK
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        code = EXIT_USER if _is_for_the_user(error) else EXIT_INTERNAL
-        _complain(error, args.debug or code == EXIT_INTERNAL)
+        code = EXIT_USER if failures.is_for_the_user(error) else EXIT_INTERNAL
+        failures.complain(error, args.debug or code == EXIT_INTERNAL)
     _leave(code)
 
 
@@ -308,37 +307,6 @@ def _configured(config: Config, args: argparse.Namespace) -> int:
         finally:
             lock.__exit__(None, None, None)
     return EXIT_OK
-
-
-def _is_for_the_user(error: Exception) -> bool:
-    """Whether the error's own line says what to do: ours, the file system's, memory's."""
-    if isinstance(error, RuntimeError):
-        # torch raises RuntimeError for our bugs too: those want a traceback.
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if _is_of_loader_worker(error):
-            files = re.findall(r'^ *File "(.+)", line', str(error), re.MULTILINE)
-        raised_here = bool(files) and files[-1].startswith(os.path.dirname(__file__))
-        return raised_here or type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, ValueError | OSError)
-
-
-def _is_of_loader_worker(error: Exception) -> bool:
-    """Whether torch raised it again from a loader worker, with the traceback in its message."""
-    return " in DataLoader worker process " in str(error).partition("\n")[0]
-
-
-def _complain(error: Exception, with_traceback: bool) -> None:
-    """The user's line; the traceback only where it is asked for or is our own fault."""
-    if int(os.environ.get("RANK", "0")) > 0:
-        # Ranks fail together: the first one speaks, and the launcher ends the others meanwhile.
-        time.sleep(LATER_RANKS_WAIT_S)
-    if with_traceback:
-        traceback.print_exc()
-    line = str(error)
-    if _is_of_loader_worker(error):
-        line = line.strip().splitlines()[-1].partition(": ")[2]
-    line = " ".join(line.split()) or type(error).__name__
-    print(f"mclclip: {line}", file=sys.stderr)
 
 
 def _leave(code: int) -> None:

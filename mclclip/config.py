@@ -306,6 +306,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise ValueError(f"override {override!r}: {parent!r} holds a value, not options")
         node = below
     node[last] = _parse_yaml(text, f"override {override!r}")
+    if node[last] is None and parents in (["eval", "suite"], ["data", "sources"]):
+        del node[last]  # eval.suite.coco=null drops a recipe's benchmark
 
 
 _UNION_MEMBERS = ("int", "str", "constrained-int", "constrained-float")

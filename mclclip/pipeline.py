@@ -45,7 +45,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
 
 
 def _steps(config: Config, context: Context, force: bool) -> None:
-    index.run(config, context, force=force)
+    _check_data(config, len(index.run(config, context, force=force)))
     _stage_zero(config, context, force)
     for stage in range(1, config.num_stages + 1):
         log.info("--- stage %d of %d", stage, config.num_stages)
@@ -67,6 +67,22 @@ def _check(config: Config, context: Context) -> None:
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
     evaluation.check(config.eval.suite)
+    evaluation.check_files(config.eval.suite)
+
+
+def _check_data(config: Config, num_samples: int) -> None:
+    """Refuses what the number of samples cannot carry, before hours are spent on stage 0."""
+    for name, options in (("base", config.base), ("train", config.train)):
+        if options and options.plan.policy != "wrap" and options.global_batch > num_samples:
+            raise ValueError(
+                f"{name}.global_batch={options.global_batch:,} is more than the index's "
+                f"{num_samples:,} samples: lower it, or set {name}.plan.policy=wrap"
+            )
+    most = max(config.cluster.clusters_of(stage) for stage in range(config.num_stages))
+    if most > num_samples:
+        raise ValueError(
+            f"cluster.num_clusters={most:,} is more than the index's {num_samples:,} samples"
+        )
 
 
 def _stage_zero(config: Config, context: Context, force: bool) -> None:

@@ -108,6 +108,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(plain, temporary, metadata={"format": "pt"})
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
+    # safetensors writes for the owner alone; readable as far as the folder's own files are.
+    temporary.chmod(artifacts.default_mode())
     os.replace(temporary, path)
     artifacts.fsync_directory(path.parent)
 

@@ -278,3 +278,14 @@ def test_batch_that_two_ranks_cannot_share(config: Path, tmp_path: Path) -> None
     assert "global_batch=25 cannot be cut over 2 ranks" in line
     assert "exitcode  : 2" in process.stderr
     assert files(tmp_path) == {}
+
+
+@pytest.mark.parametrize("option", ["base.global_batch=5000", "cluster.num_clusters=5000"])
+def test_more_than_the_data_hold_is_refused_before_stage_zero(
+    shell: Shell, data: Path, tmp_path: Path, option: str
+) -> None:
+    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data)
+    finished = shell("run", "--config", config, option)
+    assert finished.code == 2
+    assert "is more than the index's 192 samples" in finished.complaints()[0]
+    assert not (tmp_path / "run" / "stage_0").exists()

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
-GROUND = {"config", "layout", "run_lock", "artifacts", "runlog", "torchvision_fix", "parallel"}
+GROUND = {"config", "layout", "run_lock", "artifacts", "runlog", "failures"}
+GROUND |= {"torchvision_fix", "parallel"}
 NOUNS = {"data", "models", "objectives", "checkpoint", "recorder"}
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "train", "export", "doctor", "eval"}
 LEVELS = {name: level for level, names in enumerate(

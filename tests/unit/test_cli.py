@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, cli, config, demo
+from mclclip import __version__, cli, config, demo, failures
 from mclclip.run_lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,11 +263,11 @@ def test_overrides_reach_the_verb(
 def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks fail together; the others wait, so that the line is not printed many times."""
     waited: list[float] = []
-    monkeypatch.setattr("mclclip.cli.time.sleep", waited.append)
+    monkeypatch.setattr("mclclip.failures.time.sleep", waited.append)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert main("config", "run_dir=x", "a=1").code == 2
-    assert waited == [cli.LATER_RANKS_WAIT_S]
+    assert waited == [failures.LATER_RANKS_WAIT_S]
 
 
 def test_demo_takes_overrides_after_its_seeds(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:

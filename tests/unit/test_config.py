@@ -195,3 +195,10 @@ def test_every_option_is_explained(node: ast.ClassDef) -> None:
         annotation = ast.unparse(item.annotation)
         explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         assert explained or annotation.endswith("Config"), ast.unparse(item.target)
+
+
+def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("run_dir: x\neval: {suite: {coco: {kind: retrieval, path: y}}}\n")
+    assert list(config.load(recipe).eval.suite) == ["coco"]
+    assert config.load(recipe, ["eval.suite.coco=null"]).eval.suite == {}

@@ -191,3 +191,13 @@ def test_nothing_to_evaluate(tmp_path: Path, folder: Path) -> None:
     bare = configuration.from_tree({"run_dir": str(tmp_path)})
     with pytest.raises(ValueError, match=r"set eval\.suite or give a suite"):
         evaluation.run(bare, SINGLE)
+
+
+def test_missing_files_of_options_are_found_before_a_long_run(tmp_path: Path) -> None:
+    benchmark = BenchmarkConfig(
+        kind="retrieval", path=str(tmp_path), options={"captions": "held_out.csv"}
+    )
+    with pytest.raises(FileNotFoundError, match="captions: there is no .*held_out.csv"):
+        evaluation.check_files({"held_out": benchmark})
+    (tmp_path / "held_out.csv").touch()
+    evaluation.check_files({"held_out": benchmark})
