@@ -44,8 +44,8 @@ from mclclip.recorder import Recorder
 log = logging.getLogger("mclclip")
 
 _VARIANTS = ("mcl", "ungrouped", "random_groups")
-# Options of TrainConfig that change records, not weights: a run may go on with other values.
-_RECORDS = ("checkpoint_every", "keep_checkpoints", "log_every")
+# Options of TrainConfig that change records or speed, not weights: a run may go on with others.
+_RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 
 
 class Trainee(nn.Module):
@@ -326,13 +326,13 @@ def _loop(job: _Stage, engine: Engine, loader: DataLoader[Batch], start: int, to
         recorder.take(batch)
         if done % options.log_every == 0 or done == total:
             recorder.write(done, parts, lr)
-        if done % options.checkpoint_every == 0 or done == total:
+        if done % options.checkpoint.every == 0 or done == total:
             checkpoint.save(
                 job.checkpoints,
                 done,
                 engine.module,
                 engine.optimizer,
-                keep=options.keep_checkpoints,
+                keep=options.checkpoint.keep,
             )
     recorder.close()
 

@@ -40,7 +40,7 @@ def tree(run_dir: Path, data: Path, *, locked_text: bool = False) -> dict[str, A
         "global_batch": 24,
         "steps": 6,
         "lr": 1e-3,
-        "checkpoint_every": 2,
+        "checkpoint": {"every": 2},
         "log_every": 2,
         "lock": {"image_blocks": 2, "text": not locked_text},
     }

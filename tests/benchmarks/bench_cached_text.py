@@ -115,7 +115,7 @@ def prepare(root: Path, setting: Setting) -> dict[str, Any]:
     save_export(base, root / "given")
     options = tiny.tree(root / "run", setting.data, locked_text=True)
     options |= {"num_stages": 1, "base": None, "model": {"name": f"local-dir:{root / 'given'}"}}
-    options["train"] |= {"steps": STEPS, "log_every": 1, "checkpoint_every": STEPS}
+    options["train"] |= {"steps": STEPS, "log_every": 1, "checkpoint": {"every": STEPS}}
     options["train"] |= setting.train
     config = from_tree(options)
     index.run(config, SINGLE)

@@ -55,7 +55,8 @@ def run_on(ranks: Ranks, world_size: int, options: dict[str, Any]) -> dict[str, 
 def options_for(data: Path, run_dir: Path, precision: str, model: Any) -> dict[str, Any]:
     tree = tiny.tree(run_dir, data)
     tree["model"] = {"name": model}
-    tree["base"] |= {"precision": precision, "steps": STEPS, "log_every": 1, "checkpoint_every": 20}
+    tree["base"] |= {"precision": precision, "steps": STEPS, "log_every": 1}
+    tree["base"] |= {"checkpoint": {"every": STEPS}}
     return tree
 
 

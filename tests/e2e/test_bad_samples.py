@@ -121,7 +121,7 @@ def test_a_resumed_run_replaces_them_alike(
     shell: Shell, config: Path, done: Run, tmp_path: Path
 ) -> None:
     """Though it knows more of them than the run that began."""
-    command = [*stage_zero(shell, config, tmp_path), "base.checkpoint_every=1"]
+    command = [*stage_zero(shell, config, tmp_path), "base.checkpoint.every=1"]
     for kill in (KillAfter("update", 3), KillAfter("save", 2)):
         assert shell(*command, inside=kill).code == -9
     assert (tmp_path / "index" / "bad_samples.json").exists()

@@ -44,7 +44,7 @@ OPTIONS = (
     "data.num_workers=1",
     "data.index_workers=2",
     "train.lock.text=false",
-    "train.checkpoint_every=1",
+    "train.checkpoint.every=1",
 )
 
 

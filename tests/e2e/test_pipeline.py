@@ -196,7 +196,7 @@ def assert_same_training(one: Path, other: Path) -> None:
     ids=lambda kill: f"{kill.what}_{kill.count}",
 )  # fmt: skip
 def test_resumes_at_any_step(shell: Shell, done: Run, tmp_path: Path, kill: KillAfter) -> None:
-    command = ["train", *copy_of(done, tmp_path, up_to_labels=True), "train.checkpoint_every=1"]
+    command = ["train", *copy_of(done, tmp_path, up_to_labels=True), "train.checkpoint.every=1"]
     assert shell(*command, inside=kill).code == -9
     assert not (tmp_path / "stage_1/train/manifest.json").exists()
     resumed = shell.ok(*command)
@@ -219,7 +219,7 @@ def test_resumes_with_loader_workers(shell: Shell, done: Run, tmp_path: Path) ->
     """Killed and resumed with two loader processes equals undisturbed with none."""
     command = ["train", *copy_of(done, tmp_path, up_to_labels=True)]
     killed_at_every_step(
-        shell, [*command, "train.checkpoint_every=1", "data.num_workers=2"], ranks=1
+        shell, [*command, "train.checkpoint.every=1", "data.num_workers=2"], ranks=1
     )
     assert_same_training(done.run_dir, tmp_path)
 
@@ -236,7 +236,7 @@ def test_ranks_resume_and_see_the_same_batches(
     np.testing.assert_array_equal(batches.sample_ids(ranks), done.batches.sample_ids()[single])
     np.testing.assert_array_equal(batches.labels(ranks), done.batches.labels()[single])
 
-    command = ["train", *copy_of(done, cut, up_to_labels=True), "train.checkpoint_every=1"]
+    command = ["train", *copy_of(done, cut, up_to_labels=True), "train.checkpoint.every=1"]
     killed_at_every_step(shell, command, ranks)
     assert_same_training(whole, cut)
 

@@ -177,10 +177,11 @@ def test_yaml_cannot_run_code(tmp_path: Path) -> None:
 
 
 def option_classes() -> list[ast.ClassDef]:
-    tree = ast.parse(Path(config.__file__).read_text())
+    paths = sorted(Path(config.__file__).parent.glob("*.py"))
     return [
         node
-        for node in tree.body
+        for path in paths
+        for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
     ]
 

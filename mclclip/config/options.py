@@ -1,0 +1,177 @@
+"""Every option of a run as a dataclass; those of a training are in ``training``."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
+
+from mclclip.config.training import STRICT, TrainConfig
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class SourceConfig:
+    """One data source: WebDataset shards with images and captions."""
+
+    shards: str | list[str]
+    """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line."""
+    captions: str = "txt"
+    """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    """Where samples come from and how they are read."""
+
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Data sources by name; a sample's key is ``source/key``."""
+    num_workers: NonNegativeInt = 2
+    """Loader processes per rank (0: read in the training process)."""
+    index_workers: PositiveInt = 2
+    """Processes that scan shards side by side."""
+    max_image_pixels: PositiveInt = 100_000_000
+    """Images with more pixels are refused as decompression bombs."""
+    max_bad_fraction: float = 0.01
+    """Share of undecodable samples (of the index) above which every verb stops on all ranks."""
+    max_open_files: PositiveInt = 64
+    """Shards that one process keeps open at once."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """The encoder that every stage starts from."""
+
+    name: str | dict[str, Any] = "ViT-B-32"
+    """An open_clip model name, ``local-dir:PATH``, the path of a JSON model config, or such a
+    config in place (``embed_dim``, ``vision_cfg``, ``text_cfg``)."""
+    pretrained: str | None = None
+    """open_clip's tag of the weights, a file, or null (random weights from ``seed``)."""
+    augmentation: dict[str, Any] = field(default_factory=dict)
+    """Fields of open_clip's AugmentationCfg, such as ``scale: [0.4, 1.0]`` (its own default:
+    RandomResizedCrop with scale 0.9 to 1)."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class EmbedConfig:
+    """How embeddings are made."""
+
+    batch_size: PositiveInt = 256
+    """Images per forward; batches are cut within a shard, so results do not depend on ranks."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Number format of embeddings on disk."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the encoder."""
+    feature: Literal["projected", "pooled"] = "projected"
+    """``projected``: after the projection (default); ``pooled``: before it."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ClusterConfig:
+    """k-means over the embeddings of one stage, and the labels made of it."""
+
+    num_clusters: PositiveInt | list[PositiveInt] = 10
+    """K, clusters per stage: one number, or one for each clustered stage (0, 1, ...)."""
+    algorithm: Literal["spherical", "euclidean"] = "spherical"
+    """``spherical`` assigns by cosine; ``euclidean`` is what the MCL authors released."""
+    restarts: PositiveInt = 3
+    """Independent starts; the one with the lowest inertia is kept."""
+    max_iterations: PositiveInt = 100
+    """Lloyd iterations at most."""
+    tolerance: float = 1e-5
+    """Relative change of inertia at which iteration stops."""
+    init_samples: PositiveInt = 100_000
+    """Rows from which k-means++ draws its start (at least 256 K are used where there are)."""
+    label_mode: Literal["prefix", "last"] = "prefix"
+    """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
+
+    def clusters_of(self, stage: int) -> int:
+        """K of the clustering of ``stage``; ValueError where the list is too short."""
+        if isinstance(self.num_clusters, int):
+            return self.num_clusters
+        if stage >= len(self.num_clusters):
+            raise ValueError(
+                f"cluster.num_clusters has {len(self.num_clusters)} entries, stage {stage} needs "
+                f"entry {stage}: give one K per clustered stage, or one number for all"
+            )
+        return self.num_clusters[stage]
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class BenchmarkConfig:
+    """One benchmark of the suite that runs between stages and at the end."""
+
+    kind: Literal["mmvp", "retrieval", "zeroshot"]
+    """Which evaluator."""
+    path: str
+    """Folder of the benchmark (mmvp: in its published layout; zeroshot: a folder per class)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the evaluator, by its own names."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class EvalConfig:
+    """What the encoders are measured on."""
+
+    suite: dict[str, BenchmarkConfig] = field(default_factory=dict)
+    """Benchmarks by name."""
+    batch_size: PositiveInt = 256
+    """Images or texts per forward."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the encoder during evaluation."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ExportConfig:
+    """What is joined at the end."""
+
+    concat: list[Literal["raw", "stage_norm"]] = field(
+        default_factory=lambda: ["raw", "stage_norm"]
+    )
+    """Variants of the concatenated encoder."""
+    soup: bool = True
+    """Write the uniform soup of all stages."""
+    ema: bool = True
+    """Export the moving average of the weights where the training kept one."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class Config:
+    """A whole run. ``mclclip config`` prints it resolved."""
+
+    run_dir: str
+    """Where everything of the run is written."""
+    seed: NonNegativeInt = 0
+    """Seed of weights, data order, augmentation and clustering."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; ``auto``: the GPU of this rank where there is one."""
+    num_threads: PositiveInt | None = None
+    """Intra-op threads per process (null: torch's choice)."""
+    wall_time_s: PositiveFloat | None = None
+    """Seconds after which a training saves and the run leaves as if pre-empted (null: no limit)."""
+    peer_timeout_s: PositiveFloat = 600.0
+    """Seconds without a sign of life from a rank, or without a finished training step, after which
+    the job ends with that rank named."""
+    poll_s: PositiveFloat = 5.0
+    """Seconds between looks for the files ``save_now`` and ``stop`` in the run directory."""
+    num_stages: PositiveInt = 3
+    """MCL stages after stage 0."""
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    base: TrainConfig | None = None
+    """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
+    embed: EmbedConfig = EmbedConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    train: TrainConfig = TrainConfig()
+    """Training of every stage s >= 1 (and of the controls)."""
+    controls: list[Literal["ungrouped", "random_groups"]] = field(default_factory=list)
+    """Controls at equal compute: each repeats every stage with another data seed."""
+    eval: EvalConfig = EvalConfig()
+    export: ExportConfig = ExportConfig()
+    track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    """Metric sinks beside metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.controls)) != len(self.controls):
+            raise ValueError(f"controls names one twice: {self.controls}")
