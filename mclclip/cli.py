@@ -1,27 +1,22 @@
 """The command line: one sub-command per verb, lazy imports, no logic.
 
-Exit codes: 0 done; 1 an error of mclclip itself (with a traceback); 2 a mistake of the user, or
-files that do not fit together (one line); 130 interrupted.
+Exit codes: see ``process``.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mclclip import __version__, failures
+from mclclip import __version__, process
 
 if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.parallel.process_group import Context
 
-EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 _Verb = Callable[["Config", "Context", argparse.Namespace], object]
 
 
@@ -147,7 +142,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mclclip",
         description="Fine-tune CLIP at scale so that it sees what it was blind to.",
-        epilog="Exit codes: 0 done, 1 internal error, 2 user mistake (one line), 130 interrupted.",
+        epilog="Exit codes: 0 done, 1 internal error, 2 user mistake (one line), "
+        "85 pre-empted (run it again), 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"mclclip {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -244,24 +240,10 @@ def _add_configured(verbs: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, runs one verb, and ends the process with its exit code."""
+    """Parses, runs one verb, and ends the process with its exit code (see ``process``)."""
     args = _parse(argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from mclclip.parallel.parent_death import die_with_parent
-
-        die_with_parent()  # before torch is imported: that takes seconds
-    try:
-        code = _call(args)
-    except KeyboardInterrupt:
-        print("mclclip: interrupted", file=sys.stderr)
-        code = EXIT_INTERRUPTED
-    except BrokenPipeError:  # such as 'mclclip doctor | head'
-        code = EXIT_OK
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:
-        code = EXIT_USER if failures.is_for_the_user(error) else EXIT_INTERNAL
-        failures.complain(error, args.debug or code == EXIT_INTERNAL)
-    _leave(code)
+    process.start()
+    process.end(lambda: _call(args), args.debug)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -281,39 +263,8 @@ def _call(args: argparse.Namespace) -> int:
     runlog.setup(int(os.environ.get("RANK", "0")))
     if hasattr(args, "standalone"):
         code = args.standalone(args)
-        return code if isinstance(code, int) else EXIT_OK
+        return code if isinstance(code, int) else process.EXIT_OK
     from mclclip import config as configuration
 
     config = configuration.load(args.config, args.overrides)
-    return _configured(config, args)
-
-
-def _configured(config: Config, args: argparse.Namespace) -> int:
-    from mclclip import artifacts
-    from mclclip.layout import Layout
-    from mclclip.parallel import collectives, process_group
-    from mclclip.run_lock import RunLock
-
-    context = process_group.init(config.device)
-    layout = Layout.of(config)
-    lock = RunLock(layout.run_dir) if context.is_main else nullcontext()
-    with process_group.num_threads(config.num_threads):
-        collectives.together(lock.__enter__)
-        try:
-            if context.is_main:  # temporary files of killed writers: the lock says none is at work
-                artifacts.remove_leftovers(layout.run_dir)
-                artifacts.remove_leftovers(layout.index)
-            args.configured(config, context, args)
-        finally:
-            lock.__exit__(None, None, None)
-    return EXIT_OK
-
-
-def _leave(code: int) -> None:
-    """Ends the process; past the interpreter's own shutdown where torch was loaded."""
-    if "torch" in sys.modules:
-        from mclclip.parallel import process_group
-
-        process_group.leave(code)
-    logging.shutdown()
-    sys.exit(code)
+    return process.run(config, args.verb, lambda context: args.configured(config, context, args))

@@ -50,7 +50,7 @@ from mclclip.data.shard_scan import (
 )
 from mclclip.layout import Layout
 from mclclip.parallel import collectives
-from mclclip.parallel.parent_death import die_with_parent
+from mclclip.parallel.parent_death import start_pool_worker
 from mclclip.parallel.process_group import Context
 from mclclip.runlog import progress
 
@@ -166,7 +166,7 @@ def _scan(shards: Sequence[Shard], workers: int) -> Iterator[ShardScan]:
         yield from itertools.starmap(scan_shard, columns)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=die_with_parent) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_pool_worker) as pool:
         yield from pool.map(scan_shard, *zip(*columns, strict=True))
 
 

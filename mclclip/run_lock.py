@@ -143,7 +143,7 @@ class RunLock:
             "%s was taken over by process %s on %s: this process was not heard of for %.0f s and "
             "ends now", self.path, owner["pid"], owner["host"], self.stale_s,
         )  # fmt: skip
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)  # not SIGTERM, on which it would save
 
     def __enter__(self) -> RunLock:
         deadline = time.monotonic() + self.wait_s

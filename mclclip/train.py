@@ -1,8 +1,7 @@
 """Verb: index + labels -> checkpoints. One loop for every method.
 
-A method is a model, an objective and ``Engine.update``. The loop asks the plan for a step, reads
-it, updates, and records; everything it does at step t is a function of t, so a run that resumes
-at t repeats the undisturbed one.
+A method is a model and an objective; ``trainer`` has the loop. Here options become objects: what a
+training is made of, whether it fits the data, and where it goes on.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from mclclip import artifacts, checkpoint, runlog
+from mclclip import artifacts
 from mclclip.artifacts import Artifact
+from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.bad_samples import BadSamples
 from mclclip.data.epoch_plan import EpochPlan, GroupedIndex
@@ -37,32 +36,18 @@ from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel import collectives
+from mclclip.parallel.build_engine import build_engine
 from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context, seed_everything, start_loader_worker
+from mclclip.parallel.process_group import Context, process_start, start_loader_worker
+from mclclip.parallel.step_boundary import StepBoundary
 from mclclip.recorder import Recorder
+from mclclip.trainer import Trainee, Trainer
 
 log = logging.getLogger("mclclip")
 
 _VARIANTS = ("mcl", "ungrouped", "random_groups")
 # Options of TrainConfig that change records or speed, not weights: a run may go on with others.
 _RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
-
-
-class Trainee(nn.Module):
-    """Model and objective as one module, so that engine and optimizer see both's parameters."""
-
-    def __init__(self, model: ClipModel, objective: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.objective = objective
-
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """This rank's batch -> {"loss": ..., parts}."""
-        features = self.model(image=batch.image, text=batch.text, text_features=batch.text_features)
-        parts: dict[str, Tensor] = self.objective(
-            **features, labels=batch.labels, sample_id=batch.sample_id
-        )
-        return parts | {"logit_scale": features["logit_scale"]}
 
 
 @dataclass
@@ -77,10 +62,6 @@ class _Stage:
     seed: int
     index: SampleIndex
     directory: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
 
     @property
     def uses_cached_text(self) -> bool:
@@ -196,14 +177,11 @@ def _train(job: _Stage, model: ClipModel, grouped: GroupedIndex, known_bad: np.n
         epoch=0,
     )
     total = options.steps or max(1, round(options.epochs * plan.steps_per_epoch))
-    trainee = Trainee(model, InfoNCE()).to(context.device)
-    optimizer = build_optimizer(
-        trainee,
-        weight_decay=options.weight_decay,
-        betas=options.betas,
-        eps=options.eps,
-    )
-    start = _resume(job, trainee, optimizer)
+    engine = _engine(job, model)
+    checkpoints = Checkpoints(job.directory / "checkpoints", **_checkpoint_options(job))
+    start = checkpoints.resume(engine)
+    if start:
+        log.info("resumed from %s", path_of(checkpoints.directory, start))
     log.info(
         "stage %d (%s): %d steps from %d, %d per epoch (%d of %d samples), %d groups, "
         "global batch %d over %d rank(s)",
@@ -211,17 +189,87 @@ def _train(job: _Stage, model: ClipModel, grouped: GroupedIndex, known_bad: np.n
         plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
         context.world_size,
     )  # fmt: skip
-    engine = Engine(
+    if start < total:
+        trainer = _trainer(job, engine, checkpoints, start, total)
+        loader = _loader(job, grouped, known_bad, model, range(start, total))
+        trainer.run(loader, start, total, f"stage {job.stage}")
+    return total
+
+
+def _engine(job: _Stage, model: ClipModel) -> Engine:
+    """The engine around model and objective, with the optimizer the options name."""
+    options, how = job.options, job.options.engine
+    trainee = Trainee(model, InfoNCE(), options.precision).to(job.context.device)
+    return build_engine(
+        how.name,
         trainee,
-        optimizer,
-        context,
+        lambda module: build_optimizer(
+            module,
+            name=options.optimizer,
+            weight_decay=options.weight_decay,
+            betas=options.betas,
+            eps=options.eps,
+            momentum=options.momentum,
+            layer_decay=options.layer_decay,
+        ),
+        job.context,
+        blocks=model.blocks(),
+        shard_ranks=how.shard_ranks,
+        zero_stage=how.zero_stage,
         precision=options.precision,
         clip_grad_norm=options.clip_grad_norm,
+        micro_batch=how.micro_batch,
+        ema_decay=options.ema_decay,
     )
-    if start < total:
-        loader = _loader(job, grouped, known_bad, model, range(start, total))
-        _loop(job, engine, loader, start, total)
-    return total
+
+
+def _trainer(
+    job: _Stage, engine: Engine, checkpoints: Checkpoints, start: int, total: int
+) -> Trainer:
+    options, context = job.options, job.context
+    recorder = Recorder(
+        job.directory,
+        context,
+        name=f"stage {job.stage}",
+        global_batch=options.global_batch,
+        start=start,
+        share_bad=BadSamples(job.index, job.config.data.max_bad_fraction).share,
+        track=list(job.config.track),
+        config=to_tree(job.config),
+    )
+    limit = job.config.wall_time_s
+    return Trainer(
+        engine,
+        checkpoints,
+        recorder,
+        StepBoundary(
+            context,
+            job.layout.run_dir,
+            poll_s=job.config.poll_s,
+            deadline=None if limit is None else process_start() + limit,
+        ),
+        learning_rate=partial(
+            learning_rate,
+            total_steps=total,
+            warmup_steps=round(options.warmup * total),
+            lr=options.lr,
+            schedule=options.schedule,
+        ),
+        prepare=partial(_to, options=options, context=context),
+        seed_words=(job.seed, job.stage),
+        checkpoint_every=options.checkpoint.every,
+        log_every=options.log_every,
+    )
+
+
+def _checkpoint_options(job: _Stage) -> dict[str, Any]:
+    """Arguments of Checkpoints; every training has a folder of its own in the mirror."""
+    options = to_tree(job.options.checkpoint)
+    del options["every"]
+    if options["mirror"] is not None:
+        inside = (job.directory / "checkpoints").relative_to(job.layout.run_dir)
+        options["mirror"] = f"{options['mirror'].rstrip('/')}/{inside}"
+    return options
 
 
 def build_model(
@@ -247,15 +295,6 @@ def build_model(
     if options.precision == "float64":
         model.double()
     return model.to(context.device).train()
-
-
-def _resume(job: _Stage, trainee: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    saved = collectives.on_main(lambda: checkpoint.steps(job.checkpoints))
-    if not saved:
-        return 0
-    checkpoint.load(job.checkpoints, saved[-1], trainee, optimizer)
-    log.info("resumed from %s", checkpoint.path_of(job.checkpoints, saved[-1]))
-    return saved[-1]
 
 
 def _loader(
@@ -290,51 +329,6 @@ def _loader(
         pin_memory=job.context.device.type == "cuda",
         persistent_workers=False,
     )
-
-
-def _loop(job: _Stage, engine: Engine, loader: DataLoader[Batch], start: int, total: int) -> None:
-    options, context = job.options, job.context
-    recorder = Recorder(
-        job.directory,
-        context,
-        name=f"stage {job.stage}",
-        global_batch=options.global_batch,
-        start=start,
-        share_bad=BadSamples(job.index, job.config.data.max_bad_fraction).share,
-        track=list(job.config.track),
-        config=to_tree(job.config),
-    )
-    settled = False
-    for batch in runlog.progress(
-        recorder.meter.waiting(loader), total=total - start, description=f"stage {job.stage}"
-    ):
-        step = batch.step
-        batch = _to(batch, options, context)
-        seed_everything(job.seed, job.stage, step, context.rank)
-        if not settled:
-            engine.settle(batch)
-            settled = True
-        lr = learning_rate(
-            step,
-            total,
-            warmup_steps=round(options.warmup * total),
-            lr=options.lr,
-            schedule=options.schedule,
-        )
-        parts = engine.update(batch, lr)
-        done = step + 1
-        recorder.take(batch)
-        if done % options.log_every == 0 or done == total:
-            recorder.write(done, parts, lr)
-        if done % options.checkpoint.every == 0 or done == total:
-            checkpoint.save(
-                job.checkpoints,
-                done,
-                engine.module,
-                engine.optimizer,
-                keep=options.checkpoint.keep,
-            )
-    recorder.close()
 
 
 def _to(batch: Batch, options: TrainConfig, context: Context) -> Batch:

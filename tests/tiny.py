@@ -65,10 +65,7 @@ def tree(run_dir: Path, data: Path, *, locked_text: bool = False) -> dict[str, A
 
 def make_config(run_dir: Path, data: Path, *overrides: str, locked_text: bool = False) -> Config:
     """The checked configuration of ``tree`` with ``key.path=value`` overrides."""
-    options = tree(run_dir, data, locked_text=locked_text)
-    for override in overrides:
-        config._apply(options, override)
-    return config.from_tree(options)
+    return config.from_tree(tree(run_dir, data, locked_text=locked_text), overrides)
 
 
 def write_config(path: Path, run_dir: Path, data: Path, *overrides: str) -> Path:

@@ -5,6 +5,7 @@ Derived numbers are not options: they are computed once, by the verb that needs 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import typing
@@ -31,13 +32,14 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
         tree = _parse_yaml(Path(path).read_text(), str(path)) or {}
         if not isinstance(tree, dict):
             raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")
+    return from_tree(tree, overrides)
+
+
+def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Checks a nested mapping with overrides and returns the Config (see ``load`` for errors)."""
+    tree = copy.deepcopy(tree)
     for override in overrides:
         _apply(tree, override)
-    return from_tree(tree)
-
-
-def from_tree(tree: dict[str, Any]) -> Config:
-    """Checks a nested mapping and returns the Config (see ``load`` for the errors)."""
     try:
         return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:

@@ -77,6 +77,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sample_id)
 
+    def rows(self, start: int, stop: int) -> Batch:
+        """A part of this rank's samples."""
+        return self._each_tensor(lambda tensor: tensor[start:stop])
+
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory; DataLoader(pin_memory=True) calls this."""
         return self._each_tensor(lambda tensor: tensor.pin_memory())

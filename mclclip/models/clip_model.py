@@ -123,13 +123,8 @@ class ClipModel(nn.Module):
         """Images and tokens (or ready text features) -> features for an objective.
 
         Returns `image_features` and `text_features` [b, D], unit length in fp32 or float64, where
-        the input was given, and `logit_scale`. In training a learned logit scale above 100 is
-        first set back to 100, as after every step of CLIP's own training.
+        the input was given, and `logit_scale`.
         """
-        parameter = self.clip.logit_scale
-        if self.training and parameter.requires_grad:
-            with torch.no_grad():
-                parameter.clamp_(max=math.log(MAX_LOGIT_SCALE))
         output = {"logit_scale": self.logit_scale()}
         if image is not None:
             output["image_features"] = self.encode_image(image, normalize=True)
@@ -138,6 +133,60 @@ class ClipModel(nn.Module):
         elif text is not None:
             output["text_features"] = self.encode_text(text, normalize=True)
         return output
+
+    @property
+    def upper_bounds(self) -> dict[str, float]:
+        """Largest values of parameters, which the optimizer keeps: the logit scale stays <= 100."""
+        return {"clip.logit_scale": math.log(MAX_LOGIT_SCALE)}
+
+    def layers_above(self, name: str) -> int:
+        """Layers above that of the parameter `name` in its own tower; 0 at the top.
+
+        For layer-wise learning-rate decay. Raises ValueError for towers that are not understood.
+        """
+        inside = name.removeprefix("clip.")
+        if inside.startswith("visual."):
+            return self.layout.layers_above(inside.removeprefix("visual."))
+        if inside.startswith("logit_"):
+            return 0
+        inside = inside if self._text is self.clip else inside.removeprefix("text.")
+        return towers.text_layout(self._text).layers_above(inside)
+
+    @property
+    def _text(self) -> Any:
+        """The text tower; older models have its parts in the CLIP module itself."""
+        return getattr(self.clip, "text", self.clip)
+
+    def set_grad_checkpointing(self, enabled: bool = True) -> None:
+        """Recomputes the blocks of both towers in the backward instead of keeping activations.
+
+        Gradients stay the same bit for bit. Raises ValueError for a ResNet, whose batch norms would
+        count every batch twice.
+        """
+        resnet = isinstance(self._layout, towers.TowerLayout) and self._layout.kind == "resnet"
+        if enabled and resnet:
+            raise ValueError(
+                "gradient checkpointing is on, but recomputing the blocks of a ResNet would count "
+                "every batch twice in its batch norms: turn it off"
+            )
+        self.clip.set_grad_checkpointing(enabled)
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of both towers: what is sharded or compiled one by one.
+
+        Transformer blocks and the layers of a ResNet; towers that are not understood have none.
+        """
+        return towers.block_modules(self.clip.visual) + towers.block_modules(self._text)
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Has every block compiled by torch when it first runs; names stay as they are."""
+        from torch._dynamo import config  # seconds to import
+
+        # Blocks of one kind share their code and with it the number of variants that torch compiles
+        # before it gives up: towers, precisions, batch sizes, with gradient and without.
+        config.recompile_limit = max(config.recompile_limit, 32)
+        for block in self.blocks():
+            block.compile(backend=backend)
 
     def lock(
         self,
@@ -167,6 +216,13 @@ class ClipModel(nn.Module):
             else:
                 trained = text
             parameter.requires_grad_(trained and name not in self._fixed)
+        return self.update_frozen()
+
+    def update_frozen(self) -> list[str]:
+        """Takes note of what is trainable now and returns its names.
+
+        For a caller who changed it in another way than by `lock`.
+        """
         self.num_frozen_blocks = self._count_frozen_blocks()
         self.train(self.training)
         return sorted(name for name, p in self.named_parameters() if p.requires_grad)

@@ -1,47 +1,205 @@
-"""Parameter groups, AdamW, and the learning rate as a function of the step."""
+"""Parameter groups, the optimizer by name, and the learning rate as a function of the step.
 
+Parameter groups carry, beside what the optimizer reads itself:
+
+    lr_scale   with layer-wise decay: whoever sets the learning rate sets `lr * lr_scale`
+    max_value  parameters with an upper bound: set back to it after every step
+
+Modules say where these come from: one with `upper_bounds` (name -> largest value) or
+`layers_above` (name -> how many layers lie above), as ClipModel has, is found wherever it sits in
+the module that is trained.
+"""
+
+import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import timm.optim
+
 Schedule = Literal["cosine", "constant"]
+
+_NAMES = ("adamw", "lars", "lion")
+# Optimizers that treat every element by itself, at their defaults.
+_ELEMENTWISE: tuple[Any, ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.SGD,
+    timm.optim.Lion,
+    timm.optim.NAdamW,
+    timm.optim.SGDW,
+)
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    *,
+    upper_bounds: Mapping[str, float] | None = None,
+    lr_scale: Callable[[str], float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: with weight decay, and without (the second).
+    """Trainable parameters with weight decay and without, in this order.
 
     Norms, biases, the class token and the logit scale (everything with fewer than two dimensions)
-    do not decay. Raises ValueError where nothing is trainable.
+    do not decay. With `lr_scale` there is one such pair for each of its values, lowest first;
+    parameters with an upper bound follow in groups of their own. Raises ValueError where nothing is
+    trainable.
     """
-    trainable = [p for _, p in named_parameters if p.requires_grad]
-    if not trainable:
+    bounds = upper_bounds or {}
+    found: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            scale = 1.0 if lr_scale is None else lr_scale(name)
+            key = (bounds.get(name, math.inf), scale, parameter.ndim < 2)
+            found.setdefault(key, []).append(parameter)
+    if not found:
         raise ValueError("no parameter is trainable: unlock a part of the model")
-    decayed = [p for p in trainable if p.ndim >= 2]
-    plain = [p for p in trainable if p.ndim < 2]
-    groups = [(decayed, weight_decay), (plain, 0.0)]
-    return [{"params": group, "weight_decay": value} for group, value in groups if group]
+    groups = []
+    for key in sorted(found, key=lambda key: (key[0] != math.inf, *key)):
+        bound, scale, plain = key
+        group = {"params": found[key], "weight_decay": 0.0 if plain else weight_decay}
+        group |= {} if lr_scale is None else {"lr_scale": scale}
+        groups.append(group | ({} if bound == math.inf else {"max_value": bound}))
+    return groups
 
 
 def build_optimizer(
     module: nn.Module,
     *,
+    name: str = "adamw",
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.98),
     eps: float = 1e-6,
+    momentum: float = 0.9,
+    layer_decay: float | None = None,
     lr: float = 0.0,
-) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `module` (see `parameter_groups`).
+) -> torch.optim.Optimizer:
+    """The optimizer `name` over the trainable parameters of `module` (see `parameter_groups`).
 
-    `lr` matters only to a caller who does not set the learning rate at every step.
+    Build it where the parameters have their final form: after `fully_shard`, for instance.
+    Parameters above their upper bound are set to it here, and again after every step.
+
+    Args:
+        name: `adamw` (`betas`, `eps`), `lion` (`betas`), `lars` (`momentum`; it adapts decayed
+            parameters only), or `timm:NAME` for any of timm's, at timm's own settings.
+        layer_decay: each layer's learning rate is this times that of the layer above it; what lies
+            above the last block of a tower has the full one, as in BEiT and timm.
+        lr: the peak; where the caller sets the rate at every step only timm's optimizers need it,
+            some of which keep it from the start.
+
+    Raises ValueError for an unknown name, and where nothing is trainable.
     """
-    groups = parameter_groups(module.named_parameters(), weight_decay)
-    # fused: one pass over the parameters; the default took a third of a small model's step.
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    scale = None if layer_decay is None else _lr_scale(module, layer_decay)
+    bounds = dict(_upper_bounds(module))
+    groups = parameter_groups(
+        module.named_parameters(), weight_decay, upper_bounds=bounds, lr_scale=scale
+    )
+    for group in groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+    optimizer: torch.optim.Optimizer
+    if name == "adamw":
+        # fused: one pass over the parameters; the default took a third of a small model's step.
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    elif name == "lars":
+        optimizer = timm.optim.Lars(groups, lr=lr, momentum=momentum)
+    elif name == "lion":
+        optimizer = timm.optim.Lion(groups, lr=lr, betas=betas)
+    else:
+        optimizer = _from_timm(name, groups, lr)
+    _hold_bounds(optimizer)
+    optimizer.register_step_post_hook(_hold_bounds)
+    return optimizer
+
+
+def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
+    """Whether the update of an element depends on that element's values and gradients alone.
+
+    Only then may an optimizer work on flat shards of parameters, as in ZeRO: one that takes the
+    norm of a whole parameter (LARS, LAMB) would compute other steps there. What is not known counts
+    as no. Takes an optimizer or a name as `build_optimizer` does (ValueError for an unknown one).
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        cautious = any(group.get("caution") for group in optimizer.param_groups)
+        return type(optimizer) in _ELEMENTWISE and not cautious
+    if optimizer in _NAMES:
+        return optimizer != "lars"
+    info = _timm_info(optimizer)
+    # A cautious update is scaled by the share of elements that move.
+    return info.opt_class in _ELEMENTWISE and not (info.defaults or {}).get("caution")
+
+
+def _from_timm(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    info = _timm_info(name)
+    if info.second_order:
+        raise ValueError(f"optimizer is {name!r}, which needs second derivatives: take another")
+    if lr <= 0.0:
+        raise ValueError(f"optimizer is {name!r} with lr {lr}: give the peak learning rate")
+    try:
+        optimizer: torch.optim.Optimizer = timm.optim.create_optimizer_v2(
+            groups, opt=info.name, lr=lr
+        )
+    except ImportError as error:
+        raise ValueError(f"optimizer is {name!r}, which is not installed ({error})") from error
+    return optimizer
+
+
+def _timm_info(name: str) -> Any:
+    known = timm.optim.list_optimizers()
+    if name.startswith("timm:") and name.removeprefix("timm:") in known:
+        return timm.optim.get_optimizer_info(name.removeprefix("timm:"))
+    choices = [*_NAMES, *(f"timm:{other}" for other in known)]
+    wanted = {name, f"timm:{name.removeprefix('timm:')}"}
+    near = [n for word in sorted(wanted) for n in difflib.get_close_matches(word, choices, n=3)]
+    raise ValueError(
+        f"optimizer is {name!r}, wanted {', '.join(_NAMES)} or timm:NAME"
+        + (f" (nearest: {', '.join(dict.fromkeys(near))})" if near else "")
+    )
+
+
+def _hold_bounds(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Sets the parameters of groups with `max_value` to at most this.
+
+    What the groups hold at the time of the call counts, not what they held when the optimizer was
+    built: an engine may have put its own shards in place of the parameters.
+    """
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            if "max_value" in group:
+                for parameter in group["params"]:
+                    parameter.clamp_(max=group["max_value"])
+
+
+def _declared(module: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
+    """Name prefix and attribute of every module within that has it."""
+    for name, inner in module.named_modules():
+        if hasattr(inner, attribute):
+            yield f"{name}." if name else "", getattr(inner, attribute)
+
+
+def _upper_bounds(module: nn.Module) -> Iterator[tuple[str, float]]:
+    for prefix, bounds in _declared(module, "upper_bounds"):
+        for name, value in bounds.items():
+            yield f"{prefix}{name}", value
+
+
+def _lr_scale(module: nn.Module, layer_decay: float) -> Callable[[str], float]:
+    declared = list(_declared(module, "layers_above"))
+
+    def scale(name: str) -> float:
+        for prefix, layers_above in declared:
+            if name.startswith(prefix):
+                return float(layer_decay ** layers_above(name.removeprefix(prefix)))
+        return 1.0
+
+    return scale
 
 
 def learning_rate(

@@ -39,6 +39,16 @@ class TowerLayout:
             return ()
         return self.embedding + tuple(name for block in self.blocks[:num_blocks] for name in block)
 
+    def layers_above(self, name: str) -> int:
+        """Layers above that of the tensor `name`, as layer-wise decay counts them.
+
+        0 for what lies after the blocks, 1 for the last block, most for the embedding.
+        """
+        for number, block in enumerate((self.embedding, *self.blocks)):
+            if belongs(name, block):
+                return self.num_blocks + 1 - number
+        return 0
+
 
 def transformer_layout(tower: nn.Module) -> TowerLayout:
     """Layout of an open_clip `VisionTransformer`.
@@ -69,6 +79,37 @@ def resnet_layout(tower: nn.Module) -> TowerLayout:
     stem = _present(tower, "conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
     layers = tuple((f"layer{i}",) for i in range(1, 5))
     return _checked(tower, TowerLayout("resnet", (), (stem, *layers), (), ("attnpool",)))
+
+
+def text_layout(tower: nn.Module) -> TowerLayout:
+    """Layout of an open_clip text transformer: `CLIP` itself, or the `text` of `CustomTextCLIP`.
+
+    Raises ValueError for other text towers (Hugging Face models).
+    """
+    number = len(block_modules(tower))
+    if number == 0:
+        raise ValueError(
+            f"the text tower is a {type(tower).__name__} whose blocks are not known: lock it, or "
+            "use an open_clip text transformer"
+        )
+    return TowerLayout(
+        kind="transformer",
+        embedding=_present(tower, "token_embedding", "positional_embedding", "cls_emb"),
+        blocks=tuple((f"transformer.resblocks.{i}",) for i in range(number)),
+        norm=("ln_final",),
+        projection=_present(tower, "text_projection"),
+    )
+
+
+def block_modules(tower: nn.Module) -> list[nn.Module]:
+    """The transformer blocks of a tower of either kind, or the four layers of a ResNet.
+
+    Empty for towers that are not understood. A ResNet's stem is no module of its own.
+    """
+    blocks = getattr(getattr(tower, "transformer", None), "resblocks", None)
+    if blocks is not None:
+        return list(blocks.children())
+    return [getattr(tower, name) for name in _present(tower, *(f"layer{i}" for i in range(1, 5)))]
 
 
 def _present(tower: nn.Module, *names: str) -> tuple[str, ...]:

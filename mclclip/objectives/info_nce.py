@@ -8,14 +8,23 @@ negative where its group is the row's and its sample is not.
 import torch
 from torch import Tensor, nn
 
+from mclclip.objectives.row_losses import Pairs, row_losses
 from mclclip.parallel import collectives
 
 
 class InfoNCE(nn.Module):
     """The contrastive loss of CLIP in which only samples of one group are each other's negatives.
 
-    It has no parameters of its own: the logit scale belongs to the model.
+    It has no parameters of its own: the logit scale belongs to the model. The similarity matrix is
+    computed in tiles of at most ``tile`` rows and columns, so that memory is linear in the batch;
+    the result does not depend on ``tile``. Raises ValueError for a tile below 1.
     """
+
+    def __init__(self, tile: int = 2048) -> None:
+        super().__init__()
+        if tile < 1:
+            raise ValueError(f"tile is {tile}: wanted at least 1 row and column of the matrix")
+        self.tile = tile
 
     def forward(
         self,
@@ -46,15 +55,17 @@ class InfoNCE(nn.Module):
         _check(image_features, text_features, labels, sample_id)
         with torch.autocast(image_features.device.type, enabled=False):
             image, text = _wide(image_features), _wide(text_features)
-            keep = _keep(labels[:, 0], sample_id)
+            pairs = _pairs(labels[:, 0], sample_id)
             scale = logit_scale.to(image.dtype)
-            by_image = _rows(scale * image @ collectives.gather_with_grad(text).T, keep)
-            by_text = _rows(scale * text @ collectives.gather_with_grad(image).T, keep)
-        # The row itself is always kept.
-        alone = (keep.sum(dim=1) == 1).sum()
+            by_image, alone = row_losses(
+                scale * image, collectives.gather_with_grad(text), pairs, self.tile
+            )
+            by_text, _ = row_losses(
+                scale * text, collectives.gather_with_grad(image), pairs, self.tile
+            )
         return {
             "loss": (by_image.mean() + by_text.mean()) / 2,
-            "rows_without_negatives": collectives.all_reduce_sum(alone),
+            "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
         }
 
 
@@ -76,26 +87,12 @@ def _wide(features: Tensor) -> Tensor:
     return features if features.dtype == torch.float64 else features.float()
 
 
-def _positions(rows: int, device: torch.device) -> Tensor:
-    """[b]: where this rank's rows stand in the global batch."""
-    return torch.arange(rows, device=device) + collectives.rank() * rows
-
-
-def _keep(groups: Tensor, sample_id: Tensor) -> Tensor:
-    """[b], [b] -> bool [b, B]: the own pair, and samples of the row's group that are not the row's.
-
-    It is symmetric over the global batch, so one mask serves both directions.
-    """
-    all_groups, all_ids = collectives.gather(groups), collectives.gather(sample_id)
-    keep = (groups[:, None] == all_groups[None]) & (sample_id[:, None] != all_ids[None])
-    keep[
-        torch.arange(len(groups), device=groups.device), _positions(len(groups), groups.device)
-    ] = True
-    return keep
-
-
-def _rows(logits: Tensor, keep: Tensor) -> Tensor:
-    """[b, B] logits -> [b] losses: -L_pp + log of the sum over kept columns of exp L_pq."""
-    own = _positions(len(logits), logits.device)
-    positive = logits.gather(1, own[:, None])[:, 0]
-    return logits.masked_fill(~keep, float("-inf")).logsumexp(dim=1) - positive
+def _pairs(groups: Tensor, sample_id: Tensor) -> Pairs:
+    """[b], [b] of this rank -> its rows among the global batch, for both directions."""
+    return Pairs(
+        groups,
+        sample_id,
+        collectives.gather(groups),
+        collectives.gather(sample_id),
+        first=collectives.rank() * len(groups),
+    )

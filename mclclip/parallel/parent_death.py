@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from mclclip.parallel import signals
+
 log = logging.getLogger("mclclip")
 _PR_SET_PDEATHSIG = 1
 
@@ -30,6 +32,15 @@ def die_with_parent() -> None:
     if os.getppid() != parent or _launcher_is_gone(parent):
         log.error("the launcher of process %d has died: the process ends", os.getpid())
         os._exit(1)
+
+
+def start_pool_worker() -> None:
+    """``initializer`` of every pool and loader process: it ends with its process, not by signals.
+
+    A signal to the whole job must not end a loader before its trainer has saved.
+    """
+    die_with_parent()
+    signals.ignore_in_child()
 
 
 def _launcher_is_gone(parent: int) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mclclip.parallel.parent_death import die_with_parent
+from mclclip.parallel.parent_death import die_with_parent, start_pool_worker
 
 log = logging.getLogger("mclclip")
 
@@ -37,6 +38,12 @@ class Context:
 
 
 SINGLE = Context()
+_STARTED = time.monotonic()
+
+
+def process_start() -> float:
+    """When this process began, on the clock of ``time.monotonic()``."""
+    return _STARTED
 
 
 def under_torchrun() -> bool:
@@ -67,13 +74,14 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     init_method: str | None = None,
-    timeout_s: float = 1800.0,
+    timeout_s: float = 86_400.0,
 ) -> Context:
     """Joins the process group and returns this process's Context.
 
     Without arguments the ranks come from torchrun's environment; without torchrun there is one
     process and no group. Explicit ``rank``, ``world_size`` and ``init_method`` (such as
-    ``file:///tmp/x``) serve tests and other launchers.
+    ``file:///tmp/x``) serve tests and other launchers. ``timeout_s`` of a collective is long, since
+    ranks may wait for hours while the first one indexes; the dead are found by ``peer_watch``.
     """
     if rank is None and not under_torchrun():
         return Context(device=pick_device(device))
@@ -125,8 +133,8 @@ def seed_everything(*words: int) -> None:
 
 
 def start_loader_worker(worker: int) -> None:
-    """``worker_init_fn`` of every DataLoader: one thread, and an end when its process ends."""
-    die_with_parent()
+    """``worker_init_fn`` of every DataLoader: one thread, no signals, an end with its process."""
+    start_pool_worker()
     torch.set_num_threads(1)
 
 

@@ -1,7 +1,11 @@
-"""Checkpoints over ranks: saved on some, loaded on others; a resumed run repeats itself."""
+"""Checkpoints over ranks: saved on some, loaded on others; whatever fails, fails on all alike."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +13,183 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from mclclip import checkpoint
+from mclclip.checkpoint import Checkpoints, load_model_state, step_files, steps, storage
 from mclclip.parallel import collectives
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import Context, seed_everything
 
 Ranks = Callable[..., list[Any]]
 State = dict[str, Tensor]
+SIZES = [(17, 6), (17,), (5, 17), (1,), (40, 3), (8, 8), (31,)]
+
+
+class Source:
+    """A state that all ranks hold whole; or, ``sharded``, of which each has its shards."""
+
+    def __init__(self, seed: int, *, sharded: bool = False) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.module = nn.ParameterDict(
+            {
+                f"p{n}": nn.Parameter(torch.randn(size, generator=rng))
+                for n, size in enumerate(SIZES)
+            }
+        )
+        self.moment = torch.randn(9, 4, generator=rng)
+        self.count = torch.tensor(float(seed))
+        if sharded:
+            fully_shard(self.module, mesh=init_device_mesh("cpu", (collectives.world_size(),)))
+
+    def state_dict(self) -> State:
+        state = {f"model.{name}": value for name, value in self.module.state_dict().items()}
+        return state | {"optimizer.p0.exp_avg": self.moment, "optimizer.p0.step": self.count}
+
+    def load_state_dict(self, state: State) -> None:
+        self.moment, self.count = (state.pop(f"optimizer.p0.{n}") for n in ("exp_avg", "step"))
+        self.module.load_state_dict({n.removeprefix("model."): v for n, v in state.items()})
+
+    def values(self) -> State:
+        """Full tensors, by name."""
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in self.state_dict().items()
+        }
+
+
+def save(directory: Path, *saved: int, sharded: bool = False, **options: Any) -> State:
+    """Saves ``Source(step)`` for every step; returns the last one's values."""
+    checkpoints = Checkpoints(directory, **{"keep": 9, **options})
+    for step in saved:
+        checkpoints.save(step, source := Source(step, sharded=sharded))
+    checkpoints.wait()
+    return source.values()
+
+
+def save_sharded(directory: Path, step: int) -> State:
+    return save(directory, step, sharded=True)
+
+
+def save_asynchronously(directory: Path, step: int, sharded: bool) -> None:
+    """Overwrites everything, and uses the ranks' group, while the write waits."""
+    write, trained = storage.write, threading.Event()
+
+    def late(*args: Any, **options: Any) -> None:
+        assert trained.wait(30)
+        write(*args, **options)
+
+    checkpoints = Checkpoints(directory, keep=2, asynchronous=True)
+    source = Source(step, sharded=sharded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "write", late)
+        checkpoints.save(step, source)
+        for value in source.state_dict().values():
+            value.detach().fill_(7)
+        assert checkpoints.steps() == []
+        trained.set()
+        for number in range(50):
+            assert int(collectives.all_reduce_sum(torch.tensor(number))) == (
+                number * collectives.world_size()
+            )
+        checkpoints.wait()
+    assert checkpoints.steps() == [step]
+
+
+def load(directory: Path, sharded: bool = False) -> tuple[int, State, list[str]]:
+    """Resumes into a state of other values; also returns this rank's warnings."""
+    target = Source(99, sharded=sharded)
+    with Heard() as heard:
+        step = Checkpoints(directory, keep=2).resume(target)
+    return step, target.values(), heard.lines
+
+
+class Heard(logging.Handler):
+    """Collects the warnings of a block."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Heard:
+        logging.getLogger("mclclip").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("mclclip").removeHandler(self)
+
+
+def assert_same(a: State, b: State) -> None:
+    assert a.keys() == b.keys() and len(a) == len(SIZES) + 2
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+# --- any number of ranks, any way of holding the state -----------------------------------------
+
+
+@pytest.mark.parametrize("loaded_on", [3, 2, 1])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_four_ranks_save_and_fewer_load(
+    ranks: Ranks, tmp_path: Path, loaded_on: int, sharded: bool
+) -> None:
+    saved = ranks(4, save_sharded if sharded else save, tmp_path, 3)[0]
+    for as_shards in (False, True):
+        for step, loaded, lines in ranks(loaded_on, load, tmp_path, as_shards):
+            assert step == 3 and not lines
+            assert_same(saved, loaded)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_one_rank_saves_and_more_load(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
+    saved = ranks(1, save, tmp_path, 3)[0]
+    for step, loaded, _ in ranks(3, load, tmp_path, sharded):
+        assert step == 3
+        assert_same(saved, loaded)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_written_later_is_what_was_saved(
+    ranks: Ranks, tmp_path: Path, sharded: bool
+) -> None:
+    ranks(3, save_asynchronously, tmp_path / "later", 3, sharded)
+    saved = ranks(1, save, tmp_path / "at once", 3)[0]
+    for step, loaded, _ in ranks(2, load, tmp_path / "later"):
+        assert step == 3
+        assert_same(saved, loaded)
+
+
+def save_big(directory: Path) -> None:
+    checkpoints = Checkpoints(directory, keep=2)
+    source = Source(1)
+    source.module = nn.ParameterDict({f"p{n}": torch.ones(1000 + n, 25) for n in range(16)})
+    checkpoints.save(1, source)
+
+
+def test_plain_tensors_are_written_once_and_by_all_ranks_alike(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(4, save_big, tmp_path)
+    sizes = [path.stat().st_size for path in tmp_path.glob("step_00000001/*.distcp")]
+    written = 16 * 1000 * 25 * 4
+    assert len(sizes) == 4 and written < sum(sizes) < 1.1 * written
+    assert max(sizes) < 1.1 * min(sizes)
+    state = json.loads((tmp_path / "step_00000001" / "state.json").read_text())
+    assert state["world_size"] == 4 and len(state["files"]) == 5
+
+
+def test_every_rank_can_have_the_models_state_alone(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks(2, save_sharded, tmp_path, 3)[0]
+    for state in ranks(2, load_model_state, tmp_path, 3):
+        assert len(state) == len(SIZES)
+        assert all(torch.equal(value, saved[f"model.{name}"]) for name, value in state.items())
+
+
+# --- a training goes on as if nothing had been -------------------------------------------------
 
 
 class Model(nn.Module):
@@ -41,16 +214,17 @@ class Model(nn.Module):
 
 def engine_for(seed: int) -> Engine:
     """A model on this rank, with the optimizer and groups of training."""
-    context = Context(collectives.rank(), collectives.world_size())
-    model = Model(seed)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.2},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-    )
-    return Engine(model, optimizer, context)
+
+    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.2},
+                {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            ]
+        )
+
+    return Engine(Model(seed), optimizer, Context(collectives.rank(), collectives.world_size()))
 
 
 def train(engine: Engine, steps: range, *, settled: bool = False) -> None:
@@ -65,79 +239,47 @@ def train(engine: Engine, steps: range, *, settled: bool = False) -> None:
         engine.update(batch, lr=0.01)
 
 
-def state_of(engine: Engine) -> State:
-    """Weights, buffers and moments of this rank, by name."""
-    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    for number, moments in enumerate(engine.optimizer.state.values()):
-        state |= {f"{number}.{name}": value.clone() for name, value in moments.items()}
-    return state
-
-
-def train_and_save(directory: Path, steps: int, save_at: int, keep: int = 2) -> State:
+def train_and_save(directory: Path, total: int, save_at: int, asynchronous: bool) -> State:
     """Trains from the start, saves on the way, and returns the state at the end."""
-    engine = engine_for(seed=0)
+    engine, checkpoints = engine_for(0), Checkpoints(directory, keep=2, asynchronous=asynchronous)
     train(engine, range(save_at))
-    checkpoint.save(directory, save_at, engine.module, engine.optimizer, keep=keep)
-    train(engine, range(save_at, steps), settled=True)
-    return state_of(engine)
+    checkpoints.save(save_at, engine)
+    train(engine, range(save_at, total), settled=True)
+    checkpoints.wait()
+    return {name: value.clone() for name, value in engine.state_dict().items()}
 
 
-def load_and_train(directory: Path, steps: int, step: int) -> State:
+def load_and_train(directory: Path, total: int) -> State:
     """Resumes in a model with other weights and returns the state at the end."""
-    engine = engine_for(seed=1)
-    checkpoint.load(directory, step, engine.module, engine.optimizer)
-    train(engine, range(step, steps))
-    return state_of(engine)
+    engine = engine_for(1)
+    train(engine, range(Checkpoints(directory, keep=2).resume(engine), total))
+    return {name: value.clone() for name, value in engine.state_dict().items()}
 
 
-def assert_same(a: State, b: State) -> None:
-    assert a.keys() == b.keys() and len(a) > 20
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_resuming_is_bit_for_bit(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-    """With dropout, with the sums of three ranks, and with a buffer that counts forwards."""
-    undisturbed = ranks(world_size, train_and_save, tmp_path, 6, 3)
-    resumed = ranks(world_size, load_and_train, tmp_path, 6, 3)
-    for rank in range(world_size):
-        assert_same(undisturbed[rank], resumed[rank])
-    assert int(resumed[0]["seen"]) == 6
-
-
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 1), (1, 2), (2, 3)])
-def test_any_number_of_ranks_loads_what_any_number_saved(
-    ranks: Ranks, tmp_path: Path, saved_on: int, loaded_on: int
+@pytest.mark.parametrize(
+    ("world_size", "asynchronous"), [(1, False), (2, False), (3, False), (3, True)]
+)
+def test_resuming_is_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, world_size: int, asynchronous: bool
 ) -> None:
-    saved = ranks(saved_on, train_and_save, tmp_path, 3, 3)[0]
-    for loaded in ranks(loaded_on, load_and_train, tmp_path, 3, 3):
-        assert_same(saved, loaded)
-
-
-def test_every_rank_can_have_the_models_state_alone(ranks: Ranks, tmp_path: Path) -> None:
-    saved = ranks(2, train_and_save, tmp_path, 3, 3)[0]
-    for state in ranks(2, checkpoint.load_model_state, tmp_path, 3):
-        assert state.keys() == Model(0).state_dict().keys()
-        assert all(torch.equal(value, saved[name]) for name, value in state.items())
-
-
-def test_the_number_of_ranks_is_in_no_name_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, train_and_save, tmp_path, 3, 3)
-    ranks(1, train_and_save, tmp_path, 4, 4, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
+    """With dropout, with the sums of three ranks, and with a buffer that counts forwards."""
+    undisturbed = ranks(world_size, train_and_save, tmp_path, 6, 3, asynchronous)
+    resumed = ranks(world_size, load_and_train, tmp_path, 6)
+    for before, after in zip(undisturbed, resumed, strict=True):
+        assert before.keys() == after.keys() and len(before) > 20
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert int(resumed[0]["model.seen"]) == 6
 
 
 def settle_only() -> tuple[State, State, bool]:
     engine = engine_for(seed=0)
-    before = state_of(engine)
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
     seed_everything(1)
     drawn_before = torch.get_rng_state()
     engine.settle(torch.ones(4, 6))
     same_draws = torch.equal(drawn_before, torch.get_rng_state())
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    assert not gradients
-    return before, state_of(engine), same_draws
+    assert not [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return before, engine.state_dict(), same_draws
 
 
 def test_settling_leaves_no_trace(ranks: Ranks) -> None:
@@ -147,37 +289,133 @@ def test_settling_leaves_no_trace(ranks: Ranks) -> None:
         assert same_draws
 
 
+# --- damage ------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_damage_of_any_file_is_seen_by_all_ranks_and_told_by_one(
+    ranks: Ranks, tmp_path: Path, number: int
+) -> None:
+    ranks(3, save, tmp_path, 3, 5)
+    flip(tmp_path / "step_00000005" / f"__{number}_0.distcp")
+    saved = ranks(1, save, tmp_path / "again", 3)[0]
+    results = ranks(3, load, tmp_path)
+    for step, loaded, _ in results:
+        assert step == 3
+        assert_same(saved, loaded)
+    (line,), *others = [lines for *_, lines in results]
+    assert f"step 5 (the checksum of __{number}_0.distcp is wrong" in line
+    assert "using step 3" in line and not any(others)
+    assert sorted(p.name for p in tmp_path.glob("*step_*")) == [
+        ".damaged_step_00000005",
+        "step_00000003",
+    ]
+
+
 def fail_to_load(directory: Path) -> str:
-    engine = engine_for(seed=1)
     try:
-        checkpoint.load(directory, 3, engine.module, engine.optimizer)
+        load(directory)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_damage_stops_all_ranks_with_one_line(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, train_and_save, tmp_path, 3, 3)
-    path = tmp_path / "step_00000003"
-    (path / "__0_0.distcp").write_bytes(b"")
-    for line in ranks(2, fail_to_load, tmp_path):
-        assert line.startswith(f"the checkpoint {path} cannot be read (") and "\n" not in line
+def test_all_ranks_stop_where_nothing_is_left(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, save, tmp_path, 3)
+    flip(tmp_path / "step_00000003" / "__1_0.distcp")
+    first, second = ranks(2, fail_to_load, tmp_path)
+    assert first == second and first.startswith("no intact checkpoint is left")
 
 
-def fail_to_save(directory: Path) -> str:
-    """The first rank's disk is full; the others' are not."""
-    engine = engine_for(seed=0)
-    if collectives.rank() == 0:
-        directory = directory / "file" / "below"
-        directory.parent.write_text("")
+# --- failed saves ------------------------------------------------------------------------------
+
+
+def save_with_failure(
+    directory: Path, where: str, failing: int, options: dict[str, Any]
+) -> tuple[str, list[str], int | None]:
+    """Step 5 fails on one rank; returns the error, the warnings, and what a next save leaves."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    owner: Any = {
+        "data": (torch, "save"),
+        "checksums": (step_files, "describe"),
+        "list": (step_files.artifacts, "write_json"),
+        "rename": (os, "rename"),
+        "copy": (storage, "own_part"),
+    }[where]
+    checkpoints, line = Checkpoints(directory, keep=2, **options), ""
+    with pytest.MonkeyPatch.context() as patch, Heard() as heard:
+        if collectives.rank() == failing:
+            patch.setattr(*owner, full)
+        try:
+            checkpoints.save(5, Source(5))
+            checkpoints.wait()
+        except RuntimeError as error:
+            line = str(error)
+    checkpoints.save(7, Source(7))
+    checkpoints.wait()
+    return line, heard.lines, checkpoints.saved
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("where", "failing"), [("data", 0), ("data", 1), ("checksums", 1), ("list", 0), ("copy", 1)]
+)
+def test_what_one_rank_cannot_write_none_has_written(
+    ranks: Ranks, tmp_path: Path, where: str, failing: int, asynchronous: bool
+) -> None:
+    for on_error in ("stop", "continue"):
+        directory = tmp_path / on_error
+        ranks(1, save, directory, 3)
+        options = {"asynchronous": asynchronous, "on_error": on_error}
+        results = ranks(2, save_with_failure, directory, where, failing, options)
+        (line, lines, saved), (other, others, other_saved) = results
+        assert line == other and not others and len(lines) == (on_error == "continue")
+        for told in [line, *lines]:
+            assert "step_00000005 cannot be written (" in told and "No space left" in told
+        assert steps(directory) == [3, 7] and saved == other_saved == 7
+        assert not list(directory.glob(".*"))
+
+
+def save_what_differs(directory: Path) -> str:
+    source = Source(1)
+    source.module[f"rank{collectives.rank()}"] = nn.Parameter(torch.zeros(2))
     try:
-        checkpoint.save(directory, 3, engine.module, engine.optimizer, keep=1)
-    except Exception as error:
+        Checkpoints(directory, keep=2).save(1, source)
+    except RuntimeError as error:
         return str(error)
     return ""
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    lines = ranks(2, fail_to_save, tmp_path)
-    assert all("file" in line for line in lines), lines
-    assert checkpoint.steps(tmp_path) == []
+def test_ranks_of_different_names_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    assert all("differ in names" in line for line in ranks(2, save_what_differs, tmp_path))
+    assert steps(tmp_path) == []
+
+
+# --- the mirror --------------------------------------------------------------------------------
+
+
+def load_from_mirror(directory: Path, mirror: str) -> tuple[int, State]:
+    target = Source(99)
+    return Checkpoints(directory, keep=2, mirror=mirror).resume(target), target.values()
+
+
+def save_to_mirror(directory: Path, mirror: str) -> State:
+    return save(directory, 3, 5, 7, mirror=mirror, keep=2, asynchronous=True)
+
+
+def test_other_ranks_on_a_fresh_disk_go_on_from_the_mirror(ranks: Ranks, tmp_path: Path) -> None:
+    mirror = f"file://{tmp_path}/mirror"
+    saved = ranks(3, save_to_mirror, tmp_path / "a", mirror)[0]
+    assert steps(tmp_path / "mirror") == [5, 7]
+    for step, loaded in ranks(2, load_from_mirror, tmp_path / "b", mirror):
+        assert step == 7
+        assert_same(saved, loaded)

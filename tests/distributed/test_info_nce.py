@@ -12,20 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel import collectives
 
-ROWS = 8
+ROWS = 12
 
 
 class Towers(torch.nn.Module):
     """Two linear towers and a scale: enough for DDP to average something."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, tile: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         for name in ("image", "text"):
             weight = torch.randn(5, 6, generator=generator, dtype=torch.float64)
             self.register_parameter(name, torch.nn.Parameter(weight.to(dtype)))
         self.log_scale = torch.nn.Parameter(torch.tensor(2.0, dtype=dtype))
-        self.loss = InfoNCE()
+        self.loss = InfoNCE(tile)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         image = functional.normalize(batch["image"] @ self.image.T, dim=-1)
@@ -37,19 +37,19 @@ class Towers(torch.nn.Module):
 
 
 def global_batch(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Three groups, one of a single sample, and one repeated sample."""
+    """Three groups, one of a single sample, and two repeated samples."""
     generator = torch.Generator().manual_seed(2)
     image, text = (torch.randn(ROWS, 6, generator=generator, dtype=torch.float64) for _ in "it")
-    labels = torch.tensor([0, 0, 1, 1, 0, 2, 1, 0])[:, None]
-    sample_id = torch.tensor([10, 11, 12, 13, 10, 15, 16, 17])
+    labels = torch.tensor([0, 0, 1, 1, 0, 2, 1, 0, 1, 0, 0, 1])[:, None]
+    sample_id = torch.tensor([10, 11, 12, 13, 10, 15, 16, 17, 12, 19, 10, 21])
     batch = {"image": image.to(dtype), "text": text.to(dtype)}
     return batch | {"labels": labels, "sample_id": sample_id}
 
 
-def one_step(dtype_name: str) -> dict[str, Any]:
+def one_step(dtype_name: str, tile: int) -> dict[str, Any]:
     """This rank's share of the global batch through DDP; the results that all ranks agree on."""
     dtype = getattr(torch, dtype_name)
-    module: torch.nn.Module = Towers(dtype)
+    module: torch.nn.Module = Towers(dtype, tile)
     world, rank = collectives.world_size(), collectives.rank()
     rows = ROWS // world
     batch = {n: t[rank * rows : (rank + 1) * rows] for n, t in global_batch(dtype).items()}
@@ -66,13 +66,14 @@ def one_step(dtype_name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-12)])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("tile", [1024, 5, 1])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process(
-    ranks: Callable[..., list[Any]], world_size: int, dtype: str, tolerance: float
+    ranks: Callable[..., list[Any]], world_size: int, tile: int, dtype: str, tolerance: float
 ) -> None:
-    alone = one_step(dtype)
+    alone = one_step(dtype, 1024)
     assert alone["rows_without_negatives"] == 1
-    for found in ranks(world_size, one_step, dtype):
+    for found in ranks(world_size, one_step, dtype, tile):
         assert found["loss"] == pytest.approx(alone["loss"], abs=tolerance)
         assert found["rows_without_negatives"] == 1
         for name, gradient in alone["gradients"].items():

@@ -72,16 +72,16 @@ class Finished:
 @dataclass(frozen=True)
 class KillAfter:
     """The process kills itself with -9 after its n-th call of ``update`` (engine) or ``save``
-    (checkpoint): the worst that can happen at a step."""
+    (checkpoints): the worst that can happen at a step."""
 
     what: str
     count: int
 
     def __call__(self) -> None:
-        from mclclip import checkpoint
+        from mclclip.checkpoint import Checkpoints
         from mclclip.parallel.engines import Engine
 
-        owner: Any = {"update": Engine, "save": checkpoint}[self.what]
+        owner: Any = {"update": Engine, "save": Checkpoints}[self.what]
         original, calls = getattr(owner, self.what), itertools.count(1)
 
         def called(*args: Any, **kwargs: Any) -> Any:

@@ -57,11 +57,11 @@ def copy_of(done: Run, run_dir: Path, *, up_to_labels: bool = False) -> list[str
 
 
 def files(run_dir: Path) -> dict[str, str]:
-    """Digest of every file of a run but its lock."""
+    """Digest of every file of a run but its lock and its state."""
     return {
         name: digest
         for name, digest in tiny.digests(run_dir, "**/*").items()
-        if not name.endswith((".lock", ".guard"))
+        if not name.endswith((".lock", ".guard", "run_state.json"))
     }
 
 

@@ -20,11 +20,12 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_mask_of_ones_is_clip_loss(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("tile", [1024, 5])
+def test_mask_of_ones_is_clip_loss(dtype: torch.dtype, tolerance: float, tile: int) -> None:
     image, text, scale = inputs(dtype)
     labels, ids = torch.full((16, 1), 4), torch.arange(16)
     unit = (functional.normalize(image, dim=-1), functional.normalize(text, dim=-1))
-    found = InfoNCE()(*unit, scale, labels, ids)
+    found = InfoNCE(tile)(*unit, scale, labels, ids)
     expected = open_clip.ClipLoss()(*unit, scale)
     torch.testing.assert_close(found["loss"], expected, atol=tolerance, rtol=tolerance)
     assert found["rows_without_negatives"] == 0

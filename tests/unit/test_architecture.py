@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 GROUND = {"config", "layout", "run_lock", "artifacts", "runlog", "failures"}
 GROUND |= {"torchvision_fix", "parallel"}
-NOUNS = {"data", "models", "objectives", "checkpoint", "recorder"}
+NOUNS = {"data", "models", "objectives", "checkpoint", "recorder", "run_state"}
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "train", "export", "doctor", "eval"}
 LEVELS = {name: level for level, names in enumerate(
-    [GROUND, NOUNS, VERBS, {"pipeline"}, {"demo"}, {"cli"}, {"__main__"}]
+    [GROUND, NOUNS, {"trainer"}, VERBS, {"pipeline"}, {"demo"}, {"process"}, {"cli"}, {"__main__"}]
 ) for name in names}  # fmt: skip
 MODULES = sorted(
     path.relative_to(PACKAGE)
@@ -68,7 +68,7 @@ def test_only_verbs_see_config(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_only_parallel_and_checkpoint_talk_to_torch_distributed(path: Path) -> None:
     distributed = [m for m in imports(path) if m.startswith("torch.distributed")]
-    if path.parts[0] == "checkpoint.py":
+    if path.parts[0] == "checkpoint":
         distributed = [m for m in distributed if not m.startswith("torch.distributed.checkpoint")]
     assert path.parts[0] == "parallel" or not distributed
 

@@ -1,166 +1,202 @@
-"""Checkpoints in one process: bit for bit, whole or not there, one line when damaged."""
+"""Checkpoints in one process: bit for bit, whole or not there, damage found, old ones kept."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
 
 from mclclip import checkpoint
+from mclclip.checkpoint import Checkpoints, step_files, storage
+from mclclip.checkpoint.mirror import Mirror
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SIZES = {"tail.weight": (17, 5), "tail.bias": (5,), "scale": (), "wide": (64, 33)}
 
 
-class Model(nn.Module):
-    """A trained layer, a frozen one, a buffer, a 0-dim and a 1-element parameter."""
+class Source:
+    """A state of weights and moments of every shape, and what was loaded into it."""
 
-    seen: Tensor
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.state: dict[str, Tensor] = {"model.seen": torch.tensor(seed)}
+        for name, size in SIZES.items():
+            self.state[f"model.{name}"] = torch.randn(size, generator=rng).to(dtype)
+            self.state[f"optimizer.{name}.exp_avg"] = torch.randn(size, generator=rng)
+            self.state[f"optimizer.{name}.step"] = torch.tensor(float(seed))
+        self.loads = 0
 
-    def __init__(self, seed: int = 0, *, frozen: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.tail = nn.Linear(4, 3)
-        self.trunk = nn.Linear(4, 4).requires_grad_(not frozen)
-        self.scale = nn.Parameter(torch.tensor(2.6))
-        self.shift = nn.Parameter(torch.zeros(1))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.state
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add_(1)
-        out: Tensor = self.tail(self.trunk(x)) * self.scale + self.shift
-        return out
-
-
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Two groups, as in training: with and without weight decay; frozen parameters in neither."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.2},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-6)
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        assert state.keys() == self.state.keys()
+        self.state, self.loads = dict(state), self.loads + 1
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def assert_same(a: Source, b: Source) -> None:
+    assert a.state.keys() == b.state.keys()
+    for name, value in a.state.items():
+        assert torch.equal(value, b.state[name]) and value.dtype == b.state[name].dtype, name
+
+
+def saved(directory: Path, *steps: int, keep: int = 9, **options: Any) -> Checkpoints:
+    """Saves ``Source(seed=step)`` for every step."""
+    checkpoints = Checkpoints(directory, keep=keep, **options)
     for step in steps:
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
-
-
-def trained(steps: int = 3, seed: int = 0) -> tuple[Model, torch.optim.AdamW]:
-    model = Model(seed)
-    optimizer = adamw(model)
-    train(model, optimizer, range(steps))
-    return model, optimizer
-
-
-def assert_same_state(a: nn.Module, b: nn.Module) -> None:
-    assert a.state_dict().keys() == b.state_dict().keys()
-    for name, value in a.state_dict().items():
-        assert torch.equal(value, b.state_dict()[name]), name
+        checkpoints.save(step, Source(step))
+    checkpoints.wait()
+    return checkpoints
 
 
 def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests set up must not keep mclclip's log from caplog."""
+    monkeypatch.setattr(logging.getLogger("mclclip"), "propagate", True)
+    caplog.set_level(logging.INFO)
+
+
 # --- round trip --------------------------------------------------------------------------------
 
 
-def test_a_resumed_training_repeats_the_undisturbed_one_bit_for_bit(tmp_path: Path) -> None:
-    model, optimizer = trained(3)
-    path = checkpoint.save(tmp_path, 3, model, optimizer, keep=2)
-    assert path == checkpoint.path_of(tmp_path, 3) == tmp_path / "step_00000003"
-    train(model, optimizer, range(3, 6))
-
-    resumed = Model(seed=1)
-    other = adamw(resumed)
-    checkpoint.load(tmp_path, 3, resumed, other)
-    train(resumed, other, range(3, 6))
-    assert_same_state(model, resumed)
-    for a, b in zip(optimizer.param_groups, other.param_groups, strict=True):
-        for p, q in zip(a["params"], b["params"], strict=True):
-            for name, value in optimizer.state[p].items():
-                assert torch.equal(value, other.state[q][name]), name
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_resumed_is_what_was_saved(tmp_path: Path, asynchronous: bool) -> None:
+    saved(tmp_path, 3, asynchronous=asynchronous)
+    assert files(tmp_path) == ["step_00000003"]
+    target = Source(1)
+    assert Checkpoints(tmp_path, keep=2).resume(target) == 3
+    assert_same(target, Source(3))
+    assert target.loads == 1
 
 
-def test_loading_brings_the_optimizers_options_too(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.125
-    checkpoint.save(tmp_path, 3, model, optimizer, keep=2)
-    resumed = Model(seed=1)
-    other = adamw(resumed)
-    checkpoint.load(tmp_path, 3, resumed, other)
-    assert [group["lr"] for group in other.param_groups] == [0.125, 0.125]
-    assert [group["weight_decay"] for group in other.param_groups] == [0.2, 0.0]
-
-
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    (saved, optimizer), (plain, other) = trained(), trained()
-    checkpoint.save(tmp_path, 3, saved, optimizer, keep=2)
-    train(saved, optimizer, range(3, 6))
-    train(plain, other, range(3, 6))
-    assert_same_state(saved, plain)
-
-
-def test_a_training_can_be_saved_before_its_first_step(tmp_path: Path) -> None:
-    model = Model()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    checkpoint.save(tmp_path, 0, model, adamw(model), keep=2)
-    resumed = Model(seed=1)
-    checkpoint.load(tmp_path, 0, resumed, adamw(resumed))
-    for name, value in before.items():
-        assert torch.equal(value, model.state_dict()[name]), name
-        assert torch.equal(value, resumed.state_dict()[name]), name
-
-
-def test_frozen_parameters_come_along_and_stay_frozen(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    checkpoint.save(tmp_path, 3, model, optimizer, keep=2)
-    resumed = Model(seed=1)
-    checkpoint.load(tmp_path, 3, resumed, adamw(resumed))
-    assert torch.equal(model.trunk.weight, resumed.trunk.weight)
-    assert not resumed.trunk.weight.requires_grad and resumed.tail.weight.requires_grad
+def test_nothing_saved_is_step_zero_and_touches_nothing(tmp_path: Path) -> None:
+    target = Source(1)
+    assert Checkpoints(tmp_path / "none", keep=1).resume(target) == 0
+    assert target.loads == 0 and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_number_formats_survive(tmp_path: Path, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).to(dtype)
-    checkpoint.save(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), keep=1)
-    state = checkpoint.load_model_state(tmp_path, 1)
-    assert state["weight"].dtype == dtype and torch.equal(state["weight"], model.weight)
+    source = Source(2, dtype)
+    Checkpoints(tmp_path, keep=1).save(2, source)
+    target = Source(1, dtype)
+    Checkpoints(tmp_path, keep=1).resume(target)
+    assert_same(target, source)
+
+
+def test_the_state_lists_every_file(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    path = tmp_path / "step_00000003"
+    state = json.loads((path / "state.json").read_text())
+    assert (state["step"], state["world_size"], state["schema_version"]) == (3, 1, 2)
+    assert sorted(state["files"]) == [".metadata", "__0_0.distcp"]
+    for name, entry in state["files"].items():
+        assert entry["size_bytes"] == (path / name).stat().st_size
+        assert entry["crc32"] == zlib.crc32((path / name).read_bytes())
+
+
+def test_training_on_does_not_change_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write begins only after everything was overwritten."""
+    source, checkpoints = Source(4), Checkpoints(tmp_path, keep=1, asynchronous=True)
+    write, trained = storage.write, threading.Event()
+
+    def late(*args: Any, **options: Any) -> None:
+        assert trained.wait(30)
+        write(*args, **options)
+
+    monkeypatch.setattr(storage, "write", late)
+    checkpoints.save(4, source)
+    for value in source.state.values():
+        value.fill_(7)
+    assert checkpoints.steps() == []
+    trained.set()
+    checkpoints.wait()
+    target = Source(1)
+    assert checkpoints.resume(target) == 4
+    assert_same(target, Source(4))
+
+
+def test_the_same_step_is_written_once_and_replaced_by_a_later_start(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 3)
+    inode = (tmp_path / "step_00000003").stat().st_ino
+    checkpoints.save(3, Source(3))
+    assert (tmp_path / "step_00000003").stat().st_ino == inode
+    Checkpoints(tmp_path, keep=1).save(3, Source(5))
+    assert files(tmp_path) == ["step_00000003"]
+    target = Source(1)
+    checkpoints.resume(target)
+    assert_same(target, Source(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"keep": 0}, "keep=0"),
+        ({"keep": 1, "keep_every": 0}, "keep_every=0"),
+        ({"keep": 1, "on_error": "ignore"}, "on_error='ignore'"),
+        ({"keep": 1, "mirror": "nowhere://x"}, "mirror='nowhere://x' cannot be used"),
+    ],
+)
+def test_options_that_make_no_sense(
+    tmp_path: Path, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Checkpoints(tmp_path, **options)
 
 
 # --- the model alone ---------------------------------------------------------------------------
 
 
-def test_the_models_state_can_be_had_alone(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    checkpoint.save(tmp_path, 3, model, optimizer, keep=2)
-    state = checkpoint.load_model_state(tmp_path, 3)
-    fresh = Model(seed=1)
-    fresh.load_state_dict(state)  # strict: the same names, nothing of the optimizer
-    assert_same_state(model, fresh)
+def test_a_part_can_be_had_alone(tmp_path: Path) -> None:
+    source = Source(3)
+    source.state["ema.scale"] = torch.tensor(0.5)
+    Checkpoints(tmp_path, keep=1).save(3, source)
+    model = checkpoint.load_model_state(tmp_path, 3)
+    assert model.keys() == {"seen", *SIZES}
+    assert all(torch.equal(value, source.state[f"model.{n}"]) for n, value in model.items())
+    assert checkpoint.load_model_state(tmp_path, 3, "ema") == {"scale": torch.tensor(0.5)}
+    with pytest.raises(RuntimeError, match="no part 'text', only ema, model, optimizer"):
+        checkpoint.load_model_state(tmp_path, 3, "text")
 
 
-# --- the newest few ----------------------------------------------------------------------------
+# --- which are kept ----------------------------------------------------------------------------
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    model, optimizer = trained()
     assert checkpoint.steps(tmp_path / "none yet") == []
-    for step in (5, 10, 15, 100):
-        checkpoint.save(tmp_path, step, model, optimizer, keep=2)
-    assert checkpoint.steps(tmp_path) == [15, 100]
+    assert saved(tmp_path, 5, 10, 15, 100, keep=2).steps() == [15, 100]
     assert files(tmp_path) == ["step_00000015", "step_00000100"]
+
+
+def test_some_are_kept_for_good(tmp_path: Path) -> None:
+    assert saved(tmp_path, *range(2, 22, 2), keep=2, keep_every=6).steps() == [6, 12, 18, 20]
 
 
 def test_steps_are_numbers_and_other_names_are_not_steps(tmp_path: Path) -> None:
@@ -169,119 +205,383 @@ def test_steps_are_numbers_and_other_names_are_not_steps(tmp_path: Path) -> None
     assert checkpoint.steps(tmp_path) == [10, 100_000_000]
 
 
-def test_no_fewer_than_one_is_kept(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    with pytest.raises(ValueError, match="keep=0"):
-        checkpoint.save(tmp_path, 1, model, optimizer, keep=0)
-    assert files(tmp_path) == []
-
-
 # --- killed saves ------------------------------------------------------------------------------
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mclclip import artifacts, checkpoint
-from tests.unit.test_checkpoint import trained
+from mclclip import artifacts
+from mclclip.checkpoint import Checkpoints, step_files, storage
+from tests.unit.test_checkpoint import Source
 
 def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
-model, optimizer = trained(4)
-where = {"write": (checkpoint.state_dict_saver, "save"), "publish": (artifacts, "write_json"),
-         "rename": (os, "rename"), "remove": (checkpoint.shutil, "rmtree")}[sys.argv[2]]
+where = {"write": (storage.state_dict_saver, "save"), "checksum": (step_files, "describe"),
+         "publish": (artifacts, "write_json"), "rename": (os, "rename"),
+         "remove": (step_files.shutil, "rmtree")}[sys.argv[2]]
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=1, asynchronous=sys.argv[3] == "True")
 setattr(*where, die)
-checkpoint.save(Path(sys.argv[1]), 4, model, optimizer, keep=1)
+checkpoints.save(4, Source(4))
+checkpoints.wait()
 """
 
 
 @pytest.mark.parametrize(
-    ("moment", "left"), [("write", [3]), ("publish", [3]), ("rename", [3]), ("remove", [4])]
+    ("moment", "left", "asynchronous"),
+    [
+        ("write", 3, False),
+        ("write", 3, True),
+        ("checksum", 3, True),
+        ("publish", 3, False),
+        ("rename", 3, True),
+        ("remove", 4, False),
+    ],
 )
 def test_a_killed_save_leaves_a_whole_checkpoint(
-    tmp_path: Path, moment: str, left: list[int]
+    tmp_path: Path, moment: str, left: int, asynchronous: bool
 ) -> None:
-    model, optimizer = trained(3)
-    checkpoint.save(tmp_path, 3, model, optimizer, keep=1)
-    command = [sys.executable, "-c", KILLED, str(tmp_path), moment]
+    saved(tmp_path, 3, keep=1)
+    command = [sys.executable, "-c", KILLED, str(tmp_path), moment, str(asynchronous)]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert checkpoint.steps(tmp_path) == left
+    assert checkpoint.steps(tmp_path) == [left]
     assert any(name.endswith(".tmp") for name in files(tmp_path))
 
-    resumed = Model(seed=1)
-    other = adamw(resumed)
-    checkpoint.load(tmp_path, left[0], resumed, other)
-    assert_same_state(resumed, trained(left[0])[0])
-    checkpoint.save(tmp_path, 5, resumed, other, keep=1)
-    assert files(tmp_path) == ["step_00000005"]  # the leftovers are gone
+    target = Source(1)
+    assert Checkpoints(tmp_path, keep=1).resume(target) == left
+    assert_same(target, Source(left))
+    assert files(tmp_path) == [f"step_{left:08d}"]  # the leftovers are gone
 
 
 # --- damage ------------------------------------------------------------------------------------
 
 
-def damage(path: Path, how: str) -> None:
-    data = next(path.glob("*.distcp"))
-    if how == "cut short":
-        os.truncate(data, data.stat().st_size // 2)
-    elif how == "emptied":
-        os.truncate(data, 0)
-    elif how == "file gone":
-        data.unlink()
-    elif how == "overwritten":
-        data.write_bytes(b"\xff" * data.stat().st_size)
-    elif how == "metadata gone":
-        (path / ".metadata").unlink()
-    elif how == "metadata cut short":
-        os.truncate(path / ".metadata", 20)
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "data cut short": (lambda p: os.truncate(p / "__0_0.distcp", 100), "has 100 bytes, not"),
+    "a bit of data": (lambda p: flip(p / "__0_0.distcp"), "checksum of __0_0.distcp is wrong"),
+    "data gone": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "a bit of metadata": (lambda p: flip(p / ".metadata"), "checksum of .metadata is wrong"),
+    "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
+    "list gone": (lambda p: (p / "state.json").unlink(), "it has no state.json"),
+    "list cut short": (lambda p: os.truncate(p / "state.json", 40), "state.json cannot be read"),
+    "list of nothing": (lambda p: (p / "state.json").write_text("[]"), "not of step 8"),
+    "empty": (lambda p: [f.unlink() for f in p.iterdir()], "it has no state.json"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_the_one_before_is_used_instead_of_a_damaged_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    saved(tmp_path, 4, 6, 8)
+    damage, what = DAMAGE[how]
+    damage(tmp_path / "step_00000008")
+    damage_of_six, _ = DAMAGE["a bit of data"]
+    damage_of_six(tmp_path / "step_00000006")
+    with pytest.raises(RuntimeError, match="step_00000008 cannot be read") as caught:
+        checkpoint.load_model_state(tmp_path, 8)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+    target = Source(1)
+    assert Checkpoints(tmp_path, keep=2).resume(target) == 4
+    assert_same(target, Source(4))
+    (line,) = warnings_of(caplog)
+    assert "step 8 (" in line and what in line and "step 6 (" in line and "using step 4" in line
+    assert files(tmp_path) == [
+        ".damaged_step_00000006",
+        ".damaged_step_00000008",
+        "step_00000004",
+    ]
+    caplog.clear()
+    assert saved(tmp_path, 6, 8, keep=2).steps() == [6, 8]
+    assert len(files(tmp_path)) == 4  # the damaged ones are neither counted nor removed
+    assert Checkpoints(tmp_path, keep=2).resume(target) == 8 and not warnings_of(caplog)
+
+
+def test_a_second_damage_of_a_step_does_not_overwrite_the_first(tmp_path: Path) -> None:
+    for _ in range(2):
+        saved(tmp_path, 4, 8)
+        (tmp_path / "step_00000008" / "state.json").unlink()
+        Checkpoints(tmp_path, keep=2).resume(Source(1))
+    assert files(tmp_path)[:2] == [".damaged_step_00000008", ".damaged_step_00000008_2"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path) -> None:
+    saved(tmp_path, 4, 8)
+    for step in (4, 8):
+        flip(tmp_path / f"step_{step:08d}" / "__0_0.distcp")
+    for _ in range(2):  # nor at the next start
+        target = Source(1)
+        with pytest.raises(RuntimeError, match="no intact checkpoint is left") as caught:
+            Checkpoints(tmp_path, keep=2).resume(target)
+        assert "step_00000004" in str(caught.value) and "\n" not in str(caught.value)
+        assert_same(target, Source(1))
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    assert Checkpoints(tmp_path, keep=2).resume(target) == 0
+
+
+def without(name: str) -> Source:
+    source = Source(1)
+    del source.state[name]
+    return source
+
+
+def with_size(name: str, *size: int) -> Source:
+    source = Source(1)
+    source.state[name] = torch.zeros(size)
+    return source
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["cut short", "emptied", "file gone", "overwritten", "metadata gone", "metadata cut short"],
+    ("target", "what"),
+    [
+        (without("model.wide"), "it holds model.wide, which the model lacks"),
+        (with_size("model.new", 3), "it lacks model.new"),
+        (with_size("model.wide", 64, 34), r"model.wide is \[64, 33\] there, \[64, 34\] here"),
+    ],
 )
-def test_damage_is_one_line_that_names_the_directory(tmp_path: Path, how: str) -> None:
-    model, optimizer = trained()
-    path = checkpoint.save(tmp_path, 3, model, optimizer, keep=2)
-    damage(path, how)
-    resumed = Model(seed=1)
-    other = adamw(resumed)
-    for read in (
-        lambda: checkpoint.load(tmp_path, 3, resumed, other),
-        lambda: checkpoint.load_model_state(tmp_path, 3),
-    ):
-        with pytest.raises(RuntimeError) as caught:
-            read()
-        line = str(caught.value)
-        assert line.startswith(f"the checkpoint {path} cannot be read (") and "\n" not in line
-        assert len(line) < 600 and "Traceback" not in line
-        assert "remove that directory to resume from the one before" in line
+def test_an_intact_one_of_another_model_is_no_damage(
+    tmp_path: Path, target: Source, what: str
+) -> None:
+    saved(tmp_path, 4, 8)
+    with pytest.raises(RuntimeError, match=rf"step_00000008 does not fit: {what}"):
+        Checkpoints(tmp_path, keep=2).resume(target)
+    assert files(tmp_path) == ["step_00000004", "step_00000008"] and target.loads == 0
 
 
-def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    with pytest.raises(RuntimeError, match=r"the checkpoint .*step_00000007 cannot be read"):
-        checkpoint.load(tmp_path, 7, model, optimizer)
+def test_one_of_a_newer_mclclip_is_no_damage(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    path = tmp_path / "step_00000004" / "state.json"
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 3'))
+    with pytest.raises(RuntimeError, match="schema 3, this mclclip .* update mclclip"):
+        Checkpoints(tmp_path, keep=2).resume(Source(1))
+    assert files(tmp_path) == ["step_00000004"]
 
 
-def test_a_checkpoint_of_another_model_does_not_fit(tmp_path: Path) -> None:
-    model = nn.Linear(4, 3)
-    checkpoint.save(tmp_path, 1, model, torch.optim.AdamW(model.parameters()), keep=1)
-    for other in (nn.Linear(4, 5), Model()):
-        with pytest.raises(RuntimeError, match=r"step_00000001 (cannot be read|does not fit)"):
-            checkpoint.load(tmp_path, 1, other, adamw(other))
+# --- schema 1: without a list of files ---------------------------------------------------------
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = trained()
-    checkpoint.save(tmp_path, 3, model, optimizer, keep=1)
+def save_as_schema_1(directory: Path, step: int) -> None:
+    """As mclclip 0.1 wrote it: nested, moments below ``optimizer.state``."""
+    model: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["scale"]}]}
+    for name, value in Source(step).state.items():
+        part, _, rest = name.partition(".")
+        if part == "model":
+            model[rest] = value
+        else:
+            own, _, moment = rest.rpartition(".")
+            optimizer["state"].setdefault(own, {})[moment] = value
+    path = checkpoint.path_of(directory, step)
+    writer = storage.FileSystemWriter(str(path))
+    state = {"model": model, "optimizer": optimizer}
+    state_dict_saver.save(state, storage_writer=writer, no_dist=True)
+    (path / "state.json").write_text(json.dumps({"step": step}))
 
+
+def test_checkpoints_without_a_list_still_load(tmp_path: Path) -> None:
+    save_as_schema_1(tmp_path, 6)
+    target = Source(1)
+    assert Checkpoints(tmp_path, keep=2).resume(target) == 6
+    assert_same(target, Source(6))
+    assert checkpoint.load_model_state(tmp_path, 6).keys() == {"seen", *SIZES}
+
+
+@pytest.mark.parametrize("how", ["cut short", "overwritten", "gone", "metadata cut short"])
+def test_damage_without_a_list_is_found_as_far_as_it_shows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    save_as_schema_1(tmp_path, 4)
+    save_as_schema_1(tmp_path, 6)
+    data, metadata = (tmp_path / "step_00000006" / n for n in ("__0_0.distcp", ".metadata"))
+    if how == "cut short":
+        os.truncate(data, data.stat().st_size // 2)
+    elif how == "overwritten":
+        data.write_bytes(b"\xff" * data.stat().st_size)
+    elif how == "gone":
+        data.unlink()
+    else:
+        os.truncate(metadata, 20)
+    target = Source(1)
+    assert Checkpoints(tmp_path, keep=2).resume(target) == 4
+    assert_same(target, Source(4))
+    assert len(warnings_of(caplog)) == 1
+
+
+# --- failed saves ------------------------------------------------------------------------------
+
+
+def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", full)
-    with pytest.raises(RuntimeError) as caught:
-        checkpoint.save(tmp_path, 4, model, optimizer, keep=1)
-    line = str(caught.value)
-    assert str(tmp_path / "step_00000004") in line and "No space left on device" in line
-    assert "\n" not in line and checkpoint.steps(tmp_path) == [3]
+    owner: Any = {
+        "data": (storage.state_dict_saver, "save"),
+        "checksums": (step_files, "describe"),
+        "list": (step_files.artifacts, "write_json"),
+        "rename": (step_files.os, "rename"),
+        "folder": (Path, "mkdir"),
+    }[where]
+    monkeypatch.setattr(*owner, full)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("where", ["data", "checksums", "list", "rename", "folder"])
+def test_a_failed_save_stops_with_one_line_or_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str, asynchronous: bool
+) -> None:
+    saved(tmp_path, 3, keep=1)
+    for on_error, warned in (("stop", False), ("continue", True)):
+        checkpoints = Checkpoints(
+            tmp_path, keep=1, asynchronous=asynchronous, on_error=on_error  # type: ignore[arg-type]
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            break_in(where, patch)
+            with pytest.raises(RuntimeError) as caught:
+                checkpoints.save(4, Source(4))
+                checkpoints.wait()  # of no use to a training that ends here: an error in any case
+        assert len(warnings_of(caplog)) == warned
+        for line in [str(caught.value), *warnings_of(caplog)]:
+            assert f"{tmp_path / 'step_00000004'} cannot be written" in line and "\n" not in line
+            assert "No space left on device" in line
+        assert files(tmp_path) == ["step_00000003"] and checkpoints.saved is None
+    checkpoints.save(5, Source(5))
+    checkpoints.wait()
+    assert checkpoints.steps() == [5] and checkpoints.saved == 5
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_going_on_costs_no_more_than_one_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=asynchronous, on_error="continue")
+    checkpoints.save(2, Source(2))
+    checkpoints.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        break_in("list", patch)
+        checkpoints.save(4, Source(4))
+        checkpoints._settle()
+    checkpoints.save(6, Source(6))
+    checkpoints.wait()
+    assert checkpoints.steps() == [6] and len(warnings_of(caplog)) == 1
+
+
+def test_an_interrupt_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoints(tmp_path, keep=1, on_error="continue").save(3, Source(3))
+
+
+# --- the mirror --------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file", "memory"])
+def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Url of an empty folder: one with a rename, one without."""
+    url = f"file://{tmp_path}/mirror" if request.param == "file" else f"memory://{tmp_path}"
+    return url
+
+
+def names_at(url: str) -> list[str]:
+    fs, root = fsspec.core.url_to_fs(url)
+    return sorted(path.rsplit("/", 1)[-1] for path in fs.ls(root, detail=False))
+
+
+def test_a_fresh_disk_gets_the_newest_of_the_mirror(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mirror: str
+) -> None:
+    saved(tmp_path / "a", *range(2, 14, 2), keep=2, keep_every=4, mirror=mirror)
+    assert names_at(mirror) == [f"step_{step:08d}" for step in (4, 8, 10, 12)]
+    target = Source(1)
+    fresh = Checkpoints(tmp_path / "b", keep=2, mirror=mirror)
+    assert fresh.resume(target) == 12
+    assert_same(target, Source(12))
+    (line,) = warnings_of(caplog)
+    assert "no checkpoint here, using step 12 of the mirror" in line
+    assert Checkpoints(tmp_path / "b", keep=2).resume(target) == 12
+
+
+def test_a_damaged_copy_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mirror: str
+) -> None:
+    saved(tmp_path / "a", 2, 4, 6, 8, mirror=mirror)
+    fs, root = fsspec.core.url_to_fs(mirror)
+    fs.rm_file(f"{root}/step_00000008/state.json")  # a copy that was never finished
+    data = f"{root}/step_00000006/__0_0.distcp"
+    fs.pipe_file(data, fs.cat_file(data)[:-1])
+    flip(tmp_path / "a" / "step_00000002" / "__0_0.distcp")
+    for step in (4, 6, 8):
+        shutil.rmtree(tmp_path / "a" / f"step_{step:08d}")
+    target = Source(1)
+    assert Checkpoints(tmp_path / "a", keep=2, mirror=mirror).resume(target) == 4
+    assert_same(target, Source(4))
+    (line,) = warnings_of(caplog)
+    assert "step 2 (" in line and "step 6 (" in line and "using step 4 of the mirror" in line
+
+
+def test_leftovers_of_a_killed_copy_go_with_the_next(tmp_path: Path, mirror: str) -> None:
+    fs, root = fsspec.core.url_to_fs(mirror)
+    for name in (".step_00000002.tmp", "step_00000003"):
+        fs.makedirs(f"{root}/{name}")
+        fs.pipe_file(f"{root}/{name}/.metadata", b"")
+    fs.pipe_file(f"{root}/notes.txt", b"not ours")
+    saved(tmp_path / "a", 4, mirror=mirror)
+    assert names_at(mirror) == ["notes.txt", "step_00000004"]
+
+
+def test_a_failing_mirror_is_a_counted_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mirror").write_text("a file where a folder should be")
+    checkpoints = saved(tmp_path / "a", 2, 4, mirror=f"file://{tmp_path}/mirror")
+    assert checkpoints.steps() == [2, 4]
+    assert checkpoints.mirror is not None and checkpoints.mirror.failures == 2
+    assert [f"failure {n}" in line for n, line in enumerate(warnings_of(caplog), 1)] == [True] * 2
+    (tmp_path / "mirror").unlink()  # the next round brings over what was missed
+    checkpoints.save(6, Source(6))
+    checkpoints.wait()
+    assert names_at(f"file://{tmp_path}/mirror") == [f"step_{n:08d}" for n in (2, 4, 6)]
+
+
+def test_a_mirror_that_cannot_be_read_does_not_keep_a_run_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", away)
+    assert Checkpoints(tmp_path / "a", keep=2, mirror="memory://x").resume(Source(1)) == 0
+    (line,) = warnings_of(caplog)
+    assert "cannot be read (ConnectionError: no route to host)" in line
+
+
+def test_a_slow_mirror_holds_up_neither_training_nor_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirror: str
+) -> None:
+    go_on, original = threading.Event(), Mirror._copy
+
+    def slow(*args: Any) -> None:
+        assert go_on.wait(30)
+        original(*args)
+
+    monkeypatch.setattr(Mirror, "_copy", slow)
+    checkpoints = Checkpoints(tmp_path / "a", keep=1, mirror=mirror)
+    checkpoints.save(2, Source(2))
+    while checkpoints.mirror is None or checkpoints.mirror.copying != 2:
+        time.sleep(0.001)
+    checkpoints.save(4, Source(4))
+    assert checkpoints.steps() == [2, 4]  # 2 is still being read
+    go_on.set()
+    checkpoints.wait()
+    assert checkpoints.steps() == [4] and names_at(mirror) == ["step_00000004"]

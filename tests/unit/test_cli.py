@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import logging
 import os
 import re
@@ -16,11 +17,17 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, cli, config, demo, failures
+from mclclip import __version__, cli, config, demo, failures, process
 from mclclip.run_lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
-EXIT_CODES = (cli.EXIT_OK, cli.EXIT_INTERNAL, cli.EXIT_USER, cli.EXIT_INTERRUPTED)
+EXIT_CODES = (
+    process.EXIT_OK,
+    process.EXIT_INTERNAL,
+    process.EXIT_USER,
+    process.EXIT_PREEMPTED,
+    process.EXIT_INTERRUPTED,
+)
 
 
 def verbs() -> list[str]:
@@ -48,7 +55,8 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     def leave(code: int) -> NoReturn:
         raise SystemExit(code)
 
-    monkeypatch.setattr(cli, "_leave", leave)
+    monkeypatch.setattr(process, "_leave", leave)
+    monkeypatch.setattr(process, "start", lambda: None)  # the handlers of signals stay the tests'
 
     def call(*words: str) -> SimpleNamespace:
         with pytest.raises(SystemExit) as caught:
@@ -96,8 +104,8 @@ def test_help_needs_nothing_heavy() -> None:
 
 def test_checking_a_configuration_needs_no_torch() -> None:
     code = (
-        "import sys; from mclclip import cli\n"
-        "cli._leave = lambda code: print(code, 'torch' in sys.modules)\n"
+        "import sys; from mclclip import cli, process\n"
+        "process._leave = lambda code: print(code, 'torch' in sys.modules)\n"
         "cli.main(['config', 'run_dir=x'])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -237,7 +245,11 @@ def test_a_failed_run_frees_its_directory_and_leaves_nothing_half_written(
 ) -> None:
     shown = main("index", f"run_dir={tmp_path / 'run'}", "device=cpu")
     assert shown.code == 2 and "data.sources is empty" in shown.err
-    assert [path.name for path in (tmp_path / "run").rglob("*")] == [".run.lock.guard"]
+    left = {path.name for path in (tmp_path / "run").rglob("*")}
+    assert left == {".run.lock.guard", "run_state.json"}
+    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 2, False)
+    assert "data.sources is empty" in state["reason"]
 
 
 def test_overrides_reach_the_verb(

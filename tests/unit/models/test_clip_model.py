@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import _dynamo as dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.lora import add_lora
+from mclclip.models.optimizer import build_optimizer
 from tests.unit.models.conftest import CONFIGS
 
 BLOCK = "clip.visual.transformer.resblocks."
@@ -212,13 +216,64 @@ def test_gradient_reaches_images_through_a_frozen_trunk(vit: ClipModel, images: 
     assert images.grad.abs().sum() > 0
 
 
-def test_gradient_checkpointing_changes_nothing(vit: ClipModel, images: Tensor) -> None:
-    vit.double()
-    lock(vit, 2)
-    plain = gradients(vit, images.double())
-    vit.clip.set_grad_checkpointing(True)
-    for name, gradient in gradients(vit, images.double()).items():
-        torch.testing.assert_close(gradient, plain[name], rtol=1e-12, atol=1e-15)
+def text_and_image_gradients(
+    model: ClipModel, images: Tensor, tokens: Tensor, precision: torch.dtype
+) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32):
+        features = model(image=images, text=tokens)
+    (features["image_features"] * features["text_features"]).sum().backward()
+    torch.rand(1)
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("image_blocks", [2, "all"])
+def test_gradient_checkpointing_changes_nothing(
+    images: Tensor, precision: torch.dtype, custom: bool, lora: bool, image_blocks: Any
+) -> None:
+    config = json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"custom_text": custom}
+    model = load_clip(config, patch_dropout=0.5).train()
+    names = lock(model, image_blocks, text=True, image_norm=True, image_projection=True)
+    if lora:
+        names = add_lora(model, rank=2, alpha=4.0, dropout=0.5)
+        for name in (name for name in names if name.endswith("lora_b")):
+            nn.init.normal_(model.get_parameter(name))
+    tokens = model.tokenizer(["a red square", "two blue dots", "nothing"])
+    plain = text_and_image_gradients(model, images, tokens, precision)
+    assert sorted(plain) == names
+    state = torch.get_rng_state()
+    model.set_grad_checkpointing()
+    calls = count_calls(model.blocks())
+    found = text_and_image_gradients(model, images, tokens, precision)
+    assert torch.equal(torch.get_rng_state(), state)
+    frozen = model.num_frozen_blocks
+    assert calls == [1] * frozen + [2] * (5 - frozen)
+    for name in names:
+        assert torch.equal(found[name], plain[name]), name
+    model.set_grad_checkpointing(False)
+    text_and_image_gradients(model, images, tokens, precision)
+    assert calls == [2] * frozen + [3] * (5 - frozen)
+
+
+def count_calls(modules: list[nn.Module]) -> list[int]:
+    calls = [0] * len(modules)
+
+    def count(module: nn.Module, arguments: Any) -> None:
+        calls[modules.index(module)] += 1
+
+    for module in modules:
+        module.register_forward_pre_hook(count)
+    return calls
+
+
+def test_a_resnet_is_not_recomputed(resnet: ClipModel) -> None:
+    with pytest.raises(ValueError, match="count every batch twice"):
+        resnet.set_grad_checkpointing()
+    resnet.set_grad_checkpointing(False)
 
 
 def test_towers_that_are_not_understood_encode_but_do_not_split(images: Tensor) -> None:
@@ -274,12 +329,120 @@ def test_logit_scale_is_capped_but_can_fall(vit: ClipModel) -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_learned_scale_is_set_back_in_training(
-    vit: ClipModel, images: Tensor, trained: bool
+def test_learned_scale_is_held_by_the_optimizer(
+    vit: ClipModel, images: Tensor, tokens: Tensor, trained: bool
 ) -> None:
     lock(vit, 1, logit_scale=trained)
     nn.init.constant_(vit.clip.logit_scale, 5.0)
-    vit.eval()(image=images)
-    assert vit.clip.logit_scale.item() == 5.0
     vit.train()(image=images)
-    assert vit.clip.logit_scale.item() == pytest.approx(math.log(100.0) if trained else 5.0)
+    assert vit.clip.logit_scale.item() == 5.0  # a forward changes no parameter
+    optimizer = build_optimizer(vit, weight_decay=0.0, lr=0.5)
+    expected = pytest.approx(math.log(100.0) if trained else 5.0)
+    assert vit.clip.logit_scale.item() == expected
+    output = vit(image=images, text=tokens)
+    (-output["logit_scale"] - output["image_features"].sum()).backward()  # drives it up
+    optimizer.step()
+    assert vit.clip.logit_scale.item() == expected
+
+
+# --- what engines ask for --------------------------------------------------------------------
+
+
+def blocks_of(model: ClipModel) -> list[str]:
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(block)] for block in model.blocks()]
+
+
+def test_blocks_of_both_towers(vit: ClipModel, resnet: ClipModel) -> None:
+    text = ["clip.transformer.resblocks.0", "clip.transformer.resblocks.1"]
+    assert blocks_of(vit) == [f"{BLOCK}{i}" for i in range(3)] + text
+    assert blocks_of(resnet) == [f"clip.visual.layer{i}" for i in range(1, 5)] + text
+
+
+def custom_text() -> ClipModel:
+    config = json.loads((CONFIGS / "tiny_vit.json").read_text())
+    return load_clip(config | {"custom_text": True})
+
+
+def test_blocks_of_a_separate_text_tower() -> None:
+    names = blocks_of(custom_text())
+    assert names[3:] == ["clip.text.transformer.resblocks.0", "clip.text.transformer.resblocks.1"]
+
+
+def test_towers_that_are_not_understood_have_no_blocks(vit: ClipModel) -> None:
+    vit.clip.visual.transformer = nn.Identity()
+    assert len(blocks_of(vit)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "above"),
+    [
+        ("logit_scale", 0),
+        ("visual.proj", 0),
+        ("visual.ln_post.weight", 0),
+        ("visual.transformer.resblocks.2.attn.in_proj_weight", 1),
+        ("visual.transformer.resblocks.0.ln_1.bias", 3),
+        ("visual.conv1.weight", 4),
+        ("visual.class_embedding", 4),
+        ("text_projection", 0),
+        ("ln_final.weight", 0),
+        ("transformer.resblocks.1.mlp.c_fc.weight", 1),
+        ("transformer.resblocks.0.mlp.c_fc.weight", 2),
+        ("token_embedding.weight", 3),
+        ("positional_embedding", 3),
+    ],
+)
+def test_layers_count_from_the_top_of_their_tower(vit: ClipModel, name: str, above: int) -> None:
+    assert vit.layers_above(f"clip.{name}") == above
+    text = not name.startswith(("visual.", "logit_"))
+    assert custom_text().layers_above(f"clip.{'text.' if text else ''}{name}") == above
+
+
+def test_layers_of_a_resnet(resnet: ClipModel) -> None:
+    names = ("attnpool.c_proj.weight", "layer4.0.conv1.weight", "layer1.0.bn1.bias", "bn1.weight")
+    assert [resnet.layers_above(f"clip.visual.{name}") for name in names] == [0, 1, 4, 5]
+
+
+def test_layers_of_an_unknown_text_tower(vit: ClipModel) -> None:
+    vit.clip.transformer = nn.Identity()
+    with pytest.raises(ValueError, match="CLIP whose blocks are not known"):
+        vit.layers_above("clip.ln_final.weight")
+
+
+@dynamo.config.patch(recompile_limit=8)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_compiled_blocks_keep_names_and_results(
+    vit: ClipModel, images: Tensor, tokens: Tensor, adapted: bool
+) -> None:
+    lock(vit, 2, text=True)
+    if adapted:
+        add_lora(vit, rank=2, alpha=2.0)
+    vit.train()
+    names = list(vit.state_dict())
+    plain = gradients(vit, images)
+    text = vit.encode_text(tokens)
+    dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    vit.compile_blocks(backend=counter)
+    assert list(vit.state_dict()) == names
+    for name, gradient in gradients(vit, images).items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(vit.encode_text(tokens), text)
+    # One graph for frozen image blocks, one or two for trained ones (the first one's input needs
+    # no gradient), as many for text blocks: not one for each block.
+    assert 3 <= counter.frame_count <= 5
+
+
+@dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
+def test_blocks_stay_compiled_for_every_kind_of_pass(images: Tensor) -> None:
+    dynamo.reset()
+    model = load_clip(CONFIGS / "tiny_vit.json")
+    lock(model, 2, text=True)
+    model.compile_blocks(backend="eager")
+    tokens = model.tokenizer(["a red square", "two blue dots", "nothing"])
+    for training in (True, False):
+        model.train(training)
+        for size in (3, 2):
+            for with_grad in (True, False):
+                with torch.set_grad_enabled(with_grad):
+                    model(image=images[:size], text=tokens[:size])

@@ -1,11 +1,22 @@
-"""Parameter groups and the learning rate."""
+"""Parameter groups, optimizers by name, upper bounds, and the learning rate."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mclclip.models.clip import ClipModel
-from mclclip.models.optimizer import build_optimizer, learning_rate, parameter_groups
+from mclclip.models.optimizer import (
+    build_optimizer,
+    is_elementwise,
+    learning_rate,
+    parameter_groups,
+)
+
+# isort: split
+import timm.optim
 
 
 def test_norms_biases_and_the_scale_do_not_decay(vit: ClipModel) -> None:
@@ -35,6 +46,174 @@ def test_optimizer_takes_its_settings(vit: ClipModel) -> None:
     optimizer = build_optimizer(vit, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-4, lr=0.5)
     for group in optimizer.param_groups:
         assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.9), 1e-4, 0.5)
+
+
+# --- optimizers by name ----------------------------------------------------------------------
+
+
+class Halves(nn.Module):
+    """Two equal parameters: whole in `both`, or cut into two."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        whole = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
+        parts = whole.split(20) if cut else [whole]
+        self.parts = nn.ParameterList(nn.Parameter(part.clone()) for part in parts)
+
+    def take(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        for step in range(3):
+            gradient = torch.randn(40, 20, generator=torch.Generator().manual_seed(step + 1))
+            rows = gradient.split([len(part) for part in self.parts])
+            for part, rows_of_part in zip(self.parts, rows, strict=True):
+                part.grad = rows_of_part.clone()
+            optimizer.step()
+        return torch.cat([part.detach() for part in self.parts])
+
+
+ELEMENTWISE = ["adamw", "lion", "timm:sgd", "timm:adam", "timm:nadamw", "timm:radam", "timm:lionc"]
+WHOLE = ["lars", "timm:lamb", "timm:muon", "timm:adafactor", "timm:cadamw", "timm:adafactorbv"]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE + WHOLE)
+def test_elementwise_is_what_may_be_cut(name: str) -> None:
+    results = []
+    for cut in (False, True):
+        module = Halves(cut)
+        optimizer = build_optimizer(module, name=name, weight_decay=0.1, lr=0.1)
+        results.append(module.take(optimizer))
+        assert is_elementwise(optimizer) == is_elementwise(name) == (name in ELEMENTWISE)
+    assert not torch.allclose(results[0], torch.cat([*Halves(True).parts]))
+    assert torch.allclose(results[0], results[1], rtol=1e-6) == (name in ELEMENTWISE)
+
+
+def test_an_unknown_optimizer_class_is_not_elementwise() -> None:
+    assert not is_elementwise(torch.optim.Rprop([torch.ones(1)]))
+
+
+def test_names_give_their_optimizers(vit: ClipModel) -> None:
+    assert isinstance(build_optimizer(vit, weight_decay=0.1), torch.optim.AdamW)
+    lars = build_optimizer(vit, name="lars", weight_decay=0.1, momentum=0.7)
+    assert isinstance(lars, timm.optim.Lars)
+    assert {group["momentum"] for group in lars.param_groups} == {0.7}
+    lion = build_optimizer(vit, name="lion", weight_decay=0.1, betas=(0.8, 0.9))
+    assert isinstance(lion, timm.optim.Lion)
+    assert {group["betas"] for group in lion.param_groups} == {(0.8, 0.9)}
+    lamb = build_optimizer(vit, name="timm:lamb", weight_decay=0.1, lr=0.3)
+    assert isinstance(lamb, timm.optim.Lamb)
+    assert {group["lr"] for group in lamb.param_groups} == {0.3}
+    assert {group["weight_decay"] for group in lamb.param_groups} == {0.0, 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adam", "optimizer is 'adam', wanted adamw, lars, lion or timm:NAME .*adamw.*timm:adam"),
+        ("timm:lamp", "nearest: .*timm:lamb"),
+        ("timm:adahessian", "second derivatives"),
+        ("timm:lamb", "give the peak learning rate"),
+        ("timm:lookahead_adamw", "optimizer is 'timm:lookahead_adamw'"),
+    ],
+)
+def test_names_that_cannot_be(vit: ClipModel, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_optimizer(vit, name=name, weight_decay=0.1)
+
+
+def test_names_of_is_elementwise_are_checked() -> None:
+    with pytest.raises(ValueError, match="optimizer is 'sgdd'"):
+        is_elementwise("sgdd")
+
+
+# --- layer-wise decay ------------------------------------------------------------------------
+
+
+class Trainee(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = nn.Linear(2, 2)
+
+
+def settings(optimizer: torch.optim.Optimizer, module: nn.Module, key: str) -> dict[str, Any]:
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = optimizer.param_groups
+    return {names[id(p)]: group.get(key) for group in groups for p in group["params"]}
+
+
+def test_layers_decay_from_the_top(vit: ClipModel) -> None:
+    module = Trainee(vit)
+    optimizer = build_optimizer(module, weight_decay=0.2, layer_decay=0.5, lr=8.0)
+    scales = settings(optimizer, module, "lr_scale")
+    assert scales.keys() == {name for name, _ in module.named_parameters()}
+    block = "transformer.resblocks"
+    assert scales["objective.weight"] == scales["model.clip.logit_scale"] == 1.0
+    assert scales["model.clip.visual.proj"] == scales["model.clip.ln_final.bias"] == 1.0
+    assert scales[f"model.clip.visual.{block}.2.attn.in_proj_weight"] == 0.5
+    assert scales[f"model.clip.visual.{block}.0.ln_1.weight"] == 0.125
+    assert scales["model.clip.visual.conv1.weight"] == 0.0625
+    assert scales[f"model.clip.{block}.0.ln_1.weight"] == 0.25
+    assert scales["model.clip.token_embedding.weight"] == 0.125
+    rates = settings(optimizer, module, "lr")
+    assert all(rates[name] == 8.0 * scale for name, scale in scales.items())
+    decays = settings(optimizer, module, "weight_decay")
+    assert all(decays[n] == (0.2 if p.ndim >= 2 else 0.0) for n, p in module.named_parameters())
+    pairs = [(group["lr_scale"], group["weight_decay"]) for group in optimizer.param_groups[:-1]]
+    assert len(set(pairs)) == len(pairs) == 2 * 5
+
+
+def test_without_decay_every_group_has_the_same_rate(vit: ClipModel) -> None:
+    optimizer = build_optimizer(vit, weight_decay=0.2, lr=8.0)
+    assert {group["lr"] for group in optimizer.param_groups} == {8.0}
+    assert not any("lr_scale" in group for group in optimizer.param_groups)
+
+
+# --- upper bounds ----------------------------------------------------------------------------
+
+
+def test_bounded_parameters_have_a_group_of_their_own(vit: ClipModel) -> None:
+    module = Trainee(vit)
+    optimizer = build_optimizer(module, weight_decay=0.2)
+    bounds = settings(optimizer, module, "max_value")
+    assert {n for n, bound in bounds.items() if bound} == {"model.clip.logit_scale"}
+    assert optimizer.param_groups[-1]["max_value"] == pytest.approx(math.log(100.0))
+    assert optimizer.param_groups[-1]["weight_decay"] == 0.0
+    vit.clip.logit_scale.requires_grad_(False)
+    groups = build_optimizer(module, weight_decay=0.2).param_groups
+    assert not any("max_value" in group for group in groups)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lars", "lion", "timm:lamb"])
+def test_bounds_hold_after_every_step(vit: ClipModel, name: str) -> None:
+    vit.lock(0, image_norm=True, image_projection=False, text=False, logit_scale=True)
+    scale, other = vit.clip.logit_scale, vit.clip.visual.ln_post.weight
+    nn.init.constant_(scale, 7.0)
+    nn.init.constant_(other, 7.0)
+    optimizer = build_optimizer(vit, name=name, weight_decay=0.0, lr=0.5)
+    assert scale.item() == pytest.approx(math.log(100.0))  # before the first step
+    for gradient, steps in ((-1.0, 5), (1.0, 40)):
+        for _ in range(steps):
+            for parameter in (scale, other):
+                parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+            assert scale.item() <= torch.tensor(math.log(100.0)).item()
+        if gradient < 0:
+            assert scale.item() == pytest.approx(math.log(100.0))
+            assert (other > 7.0).all()
+    assert scale.item() < 4.6  # it can fall
+
+
+def test_bounds_hold_for_what_an_engine_puts_in_the_group(vit: ClipModel) -> None:
+    """As ZeRO, which steps on flat shards, in groups that it swaps in one at a time."""
+    optimizer = build_optimizer(vit, weight_decay=0.0, lr=1.0)
+    shard = nn.Parameter(torch.tensor([0.0, 4.6, 9.0]))
+    group = optimizer.param_groups[-1] | {"params": [shard]}
+    optimizer.param_groups = [group]
+    shard.grad = torch.zeros(3)
+    optimizer.step()
+    torch.testing.assert_close(shard.data, torch.tensor([0.0, 4.6, math.log(100.0)]))
+
+
+# --- the learning rate ------------------------------------------------------------------------
 
 
 def test_warm_up_rises_to_the_full_rate() -> None:

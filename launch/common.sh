@@ -1,0 +1,144 @@
+# Sourced by local.sh and multinode.sh: one torchrun from start to end, with one exit code for it.
+# shellcheck shell=bash
+
+# launch NPROC OPTION... -- ARGUMENT...: starts torchrun with the options and NPROC ranks here, on
+# mclclip with the arguments; waits, and ends this script with
+#     0   finished
+#     85  asked to leave, saved: the same command goes on (PREEMPTED_CODE replaces 85)
+#     130 interrupted
+#     or the code that mclclip recorded when it failed.
+# torchrun turns the codes of its workers into 0 or 1, so mclclip records how it ends in
+# MCLCLIP_STATE_FILE (a temporary file, unless the caller names one, empty or absent).
+#
+# SIGUSR1, SIGTERM and SIGHUP mean: save and leave. They are passed on to the workers and kept from
+# torchrun, which would end the workers and print a traceback.
+launch() {
+    local code=0
+    [[ ${*: -1} != -- ]] || fail "no command: say what mclclip shall do, such as 'run --config FILE'"
+    prepare "$1"
+    request=
+    trap 'request=USR1' USR1 TERM HUP
+    start "$@"
+    trap interrupt INT
+    trap 'kill -KILL "$torchrun" 2>/dev/null; clean_up' EXIT  # the workers end with torchrun
+    while kill -0 "$torchrun" 2>/dev/null; do
+        if [[ -z $request ]]; then
+            wait "$torchrun" || true  # ends with torchrun, or by a signal
+        else
+            # Again and again: a worker that is only starting takes no notice.
+            signal_workers "$request"
+            sleep 1
+        fi
+    done
+    wait "$torchrun" || code=$?
+    conclude "$code"
+}
+
+fail() {
+    echo "${0##*/}: $1" >&2
+    exit 2
+}
+
+# One rank per GPU of this machine, or one where there is none. torch knows GPUs of all makes.
+count_devices() {
+    "${PYTHON:-python}" -c 'import torch; print(torch.cuda.device_count() or 1)'
+}
+
+# prepare NPROC: the environment of torchrun and its workers.
+prepare() {
+    local cores=${SLURM_CPUS_PER_TASK:-$(nproc)} threads
+    temporary=
+    if [[ -z ${MCLCLIP_STATE_FILE:-} ]]; then
+        temporary=$(mktemp "${TMPDIR:-/tmp}/mclclip_state.XXXXXX")
+        MCLCLIP_STATE_FILE=$temporary
+    fi
+    export MCLCLIP_STATE_FILE
+    # All ranks of a machine share its cores; torchrun would give one to each, and say so.
+    threads=$((cores / $1))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+    # What torchrun leaves its workers to save in where it is asked to end all the same (older than
+    # 2.9 or so: 30 s), and the signals that make it do so (older: SIGTERM and SIGHUP too).
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
+    export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
+}
+
+clean_up() {
+    [[ -z $temporary ]] || rm -f "$temporary"
+}
+
+# start NPROC OPTION... -- ARGUMENT...: torchrun in the background; sets `torchrun`.
+start() {
+    local options=(--nproc-per-node "$1") tie=()
+    shift
+    while [[ $1 != -- ]]; do
+        options+=("$1")
+        shift
+    done
+    shift
+    # torchrun ends with this script even where that is killed with -9.
+    if setpriv --pdeathsig KILL true 2>/dev/null; then
+        tie=(setpriv --pdeathsig KILL)
+    fi
+    (
+        # In a session of its own it gets no signal that is meant for this script (Ctrl-C, SLURM's);
+        # ignored ones stay ignored in torchrun, and in workers until they have handlers.
+        trap '' USR1 TERM HUP
+        exec "${tie[@]}" setsid "${PYTHON:-python}" -m torch.distributed.run "${options[@]}" \
+            -m mclclip "$@"
+    ) &
+    torchrun=$!
+}
+
+# The ranks of this machine: the children of torchrun.
+workers() {
+    cat "/proc/$torchrun/task/"*/children 2>/dev/null || true
+}
+
+# signal_workers NAME: to all ranks of this machine.
+signal_workers() {
+    local name=$1 pid pids
+    read -ra pids <<<"$(workers)"
+    for pid in "${pids[@]}"; do
+        kill -s "$name" "$pid" 2>/dev/null || true
+    done
+}
+
+# Ctrl-C: the workers say so and end; torchrun, which would print a traceback, is kept still.
+interrupt() {
+    trap '' INT
+    kill -STOP "$torchrun" 2>/dev/null || true
+    signal_workers INT
+    local patience=50
+    until all_ended || ((patience-- == 0)); do
+        sleep 0.2
+    done
+    exit 130
+}
+
+# Whether all workers have ended: what a stopped parent leaves of them is a zombie.
+all_ended() {
+    local pid pids
+    read -ra pids <<<"$(workers)"
+    for pid in "${pids[@]}"; do
+        [[ $(cat "/proc/$pid/stat" 2>/dev/null) =~ \)\ [ZX]\  ]] || return 1
+    done
+}
+
+# recorded FIELD: a word or number of the state file's one line, or nothing.
+recorded() {
+    sed -nE "s/.*\"$1\": \"?([a-z0-9]+).*/\1/p" "$MCLCLIP_STATE_FILE" 2>/dev/null || true
+}
+
+# conclude CODE: ends this script, when torchrun has ended with CODE.
+conclude() {
+    local code=$1
+    trap clean_up EXIT
+    case $(recorded state) in
+        finished) exit 0 ;;
+        preempted) exit "${PREEMPTED_CODE:-85}" ;;
+        failed) code=$(recorded exit_code) ;;
+        running) ;;            # killed
+        *) exit "$code" ;;     # a verb that records nothing, or ended before it could
+    esac
+    exit "$((code > 0 ? code : 1))"
+}

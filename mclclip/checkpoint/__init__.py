@@ -1,0 +1,22 @@
+"""Resumable state on torch.distributed.checkpoint (DCP).
+
+One directory per saved step, independent of engine and number of ranks::
+
+    checkpoints/
+      step_00002000/           .metadata  __0_0.distcp  __1_0.distcp ...  state.json
+      .step_00004000.tmp/      being written, or left by a killed process: removed at the next start
+      .damaged_step_00003000/  found damaged at a start: kept, never used again
+
+The state is flat: names to tensors. A step is written under a temporary name by all ranks and
+renamed by the first: what has its final name is whole. ``state.json`` lists every file with size
+and checksum, so that damage that comes later is seen too. DCP reads its metadata with pickle, so
+only checkpoints of a trusted run may be loaded.
+"""
+
+from mclclip.checkpoint.checkpoints import Checkpoints
+from mclclip.checkpoint.old_calls import load, save
+from mclclip.checkpoint.resumption import Stateful
+from mclclip.checkpoint.step_files import path_of, steps
+from mclclip.checkpoint.storage import load_model_state
+
+__all__ = ["Checkpoints", "Stateful", "load", "load_model_state", "path_of", "save", "steps"]

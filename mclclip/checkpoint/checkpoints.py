@@ -1,0 +1,228 @@
+"""The checkpoints of one training: saved, published, kept, mirrored, and found again."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mclclip import artifacts
+from mclclip.checkpoint import step_files, storage
+from mclclip.checkpoint.mirror import POLL_S, Mirror
+from mclclip.checkpoint.resumption import Resumption, Stateful
+from mclclip.checkpoint.step_files import Entries, path_of, temporary_of
+from mclclip.checkpoint.storage import State
+from mclclip.parallel import collectives, peer_watch
+from mclclip.parallel.side_group import SideGroup
+
+log = logging.getLogger("mclclip")
+
+
+class Checkpoints:
+    """The saved steps of one training below ``directory``; every method is collective.
+
+    The newest ``keep`` steps are kept, and every step divisible by ``keep_every`` for good.
+    ``asynchronous``: ``save`` returns when the state is copied, and a thread writes it.
+    ``mirror``: fsspec url that gets a copy of every step, in the background.
+    ``on_error``: what a checkpoint that cannot be written does: ``stop`` raises RuntimeError on
+    all ranks, ``continue`` is a warning. In both cases the checkpoints before stay, and what was
+    half written is removed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        keep_every: int | None = None,
+        asynchronous: bool = False,
+        mirror: str | None = None,
+        on_error: Literal["stop", "continue"] = "stop",
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: a resumable training keeps at least one checkpoint")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every={keep_every}: wanted a number of steps, or None")
+        if on_error not in ("stop", "continue"):
+            raise ValueError(f"on_error={on_error!r}: wanted 'stop' or 'continue'")
+        self.directory = Path(directory)
+        self.keep, self.keep_every = keep, keep_every
+        self.asynchronous, self.on_error = asynchronous, on_error
+        self.mirror = Mirror(mirror, self.directory, keep, keep_every) if mirror else None
+        self.saved: int | None = None  # the last step that this process knows to be on disk
+        self._failed: RuntimeError | None = None  # why the last save is not on disk
+        self._writing: tuple[int, Future[str | None]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._side: SideGroup | None = None
+
+    def steps(self) -> list[int]:
+        """Steps saved so far, ascending; the first rank's view, on all ranks."""
+        return collectives.on_main(lambda: step_files.steps(self.directory))
+
+    # --- saving --------------------------------------------------------------------------------
+
+    def save(self, step: int, source: Stateful) -> None:
+        """Saves ``source`` as ``step``; first waits for the save before, and raises its error.
+
+        Raises RuntimeError, one line and on all ranks, where a step cannot be written (a full
+        disk) and ``on_error`` is ``stop``.
+        """
+        self._settle()
+        if step == self.saved:
+            return
+        if step < 0:
+            raise ValueError(f"step={step}: steps are counted from 0")
+        state: State = dict(source.state_dict())
+        failure, part = self._prepare(step, state)
+        if failure is not None:
+            self._take_result(step, failure)
+        elif self.asynchronous:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+                self._side = SideGroup()
+            self._writing = step, self._thread.submit(self._write, step, part)
+        else:
+            self._take_result(step, self._write(step, part))
+
+    def wait(self) -> None:
+        """Until the last save is on disk and mirrored.
+
+        Raises RuntimeError where it is not on disk, for ``continue`` too: who waits is about to
+        rely on it, and an older step is not the end of a training.
+        """
+        self._settle()
+        if self._failed is not None:
+            raise self._failed
+        self._wait_for_mirror()
+
+    def _settle(self) -> None:
+        """Ends the save that is under way, if there is one."""
+        if self._writing is None:
+            return
+        (step, result), self._writing = self._writing, None
+        wait_for([result])
+        try:
+            failure = result.result()
+        except Exception as error:  # the ranks lost each other
+            failure = storage.cause(error)
+        self._take_result(step, failure)
+
+    def _take_result(self, step: int, failure: str | None) -> None:
+        path, self._failed = path_of(self.directory, step), None
+        if failure is None:
+            self.saved = step
+            return
+        self._failed = RuntimeError(
+            f"the checkpoint {path} cannot be written ({failure}): make room, then run the same "
+            f"command again to resume"
+        )
+        if self.on_error == "stop":
+            raise self._failed
+        if collectives.rank() == 0:
+            log.warning(
+                "the checkpoint %s cannot be written (%s): training goes on, the next one is tried",
+                path, failure,
+            )  # fmt: skip
+
+    def _prepare(self, step: int, state: State) -> tuple[str | None, State]:
+        """This rank's part of the state, copied if training goes on meanwhile.
+
+        Returns what failed, on any rank, and the part.
+        """
+        rank, failure, part = collectives.rank(), None, {}
+        try:
+            if rank == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                artifacts.remove_leftovers(self.directory)
+                temporary_of(self.directory, step).mkdir()
+            part = storage.own_part(state, rank, collectives.world_size())
+            if self.asynchronous:
+                part = storage.staged(part)
+        except Exception as error:
+            failure = storage.cause(error)
+        # Ranks that hold different names would each leave out what they take for another's.
+        names = zlib.crc32("\n".join(sorted(state)).encode())
+        reports = collectives.gather_objects((failure, names))
+        if len({names for _, names in reports}) > 1:
+            raise RuntimeError(f"step {step} cannot be saved: the ranks' states differ in names")
+        return _first_failure([failure for failure, _ in reports]), part
+
+    def _write(self, step: int, part: State) -> str | None:
+        """Writes and publishes a step; returns what failed, the same on all ranks.
+
+        Runs in the background where saving is asynchronous.
+        """
+        gather: Callable[[Any], list[Any]] = collectives.gather_objects
+        if self._side is not None:
+            gather = self._side.gather_objects
+        rank, temporary = collectives.rank(), temporary_of(self.directory, step)
+        group = None if self._side is None else self._side.group
+        failure, entries = None, {}
+        try:
+            storage.write(part, temporary, group=group, alone=collectives.world_size() == 1)
+            del part
+            # Read back at once, while the pages are warm.
+            entries = step_files.describe(storage.written_by(rank, temporary))
+        except (Exception, CheckpointException) as error:
+            storage.raise_interrupt(error)
+            failure = storage.cause(error)
+        reports: list[tuple[str | None, Entries]] = gather((failure, entries))
+        failure = _first_failure([failure for failure, _ in reports])
+        if rank == 0:
+            failure = failure or self._publish(step, [entries for _, entries in reports])
+            if failure is not None:
+                shutil.rmtree(temporary, ignore_errors=True)  # makes room again
+        outcome: str | None = gather(failure)[0]
+        return outcome
+
+    def _publish(self, step: int, parts: list[Entries]) -> str | None:
+        """Names the step, removes what is superfluous, tells the mirror; returns what failed."""
+        entries = {name: entry for part in parts for name, entry in part.items()}
+        try:
+            step_files.publish(self.directory, step, entries, len(parts))
+        except Exception as error:
+            return storage.cause(error)
+        self._prune(step)
+        if self.mirror is not None:
+            self.mirror.start_round()
+        return None
+
+    def _prune(self, newest: int) -> None:
+        copying = None if self.mirror is None else self.mirror.copying
+        spare = [] if copying is None else [copying]
+        step_files.prune(self.directory, newest, self.keep, self.keep_every, spare)
+
+    def _wait_for_mirror(self) -> None:
+        mirror = self.mirror
+        if mirror is None:
+            return
+        while collectives.on_main(lambda: mirror.busy(POLL_S)):
+            peer_watch.note()
+        if collectives.rank() == 0 and self.saved is not None:
+            self._prune(self.saved)  # what was spared while it was copied
+
+    # --- resuming ------------------------------------------------------------------------------
+
+    def resume(self, target: Stateful) -> int:
+        """Loads the newest intact step into ``target`` and returns it (0: nothing saved).
+
+        Damaged steps are set aside, with one warning for all of them. Where no intact one is
+        left, the newest intact one of the mirror is fetched. Raises RuntimeError where steps
+        were saved and none is intact, and where an intact one does not fit ``target``.
+        """
+        return Resumption(self.directory, self.mirror).run(target)
+
+
+def _first_failure(failures: list[str | None]) -> str | None:
+    """The first rank's that failed, with its number where there are several ranks."""
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            return failure if len(set(failures)) == 1 else f"rank {rank}: {failure}"
+    return None

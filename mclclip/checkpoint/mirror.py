@@ -1,0 +1,172 @@
+"""A copy of every step on another file system, for a job that comes back on a fresh disk."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from mclclip import artifacts
+from mclclip.checkpoint.step_files import (
+    STATE,
+    parse_steps,
+    path_of,
+    read_entries,
+    steps,
+    superfluous,
+    temporary_of,
+)
+
+log = logging.getLogger("mclclip")
+
+POLL_S = 5.0  # no collective waits longer than this for work of the first rank alone
+
+
+class Mirror:
+    """Keeps ``url`` (fsspec) as ``directory`` is, in a background thread of this process.
+
+    A round copies every step that the mirror lacks, the newest first, then removes what is
+    superfluous there; so a step that failed to be copied is tried again with the next one. In a
+    copy state.json comes last: without it a step does not count. A failing mirror is a warning.
+    """
+
+    def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:
+        protocol = fsspec.core.split_protocol(url)[0] or "file"
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"mirror={url!r} cannot be used: {error}") from error
+        self.url, self.directory = url.rstrip("/"), Path(directory)
+        self.keep, self.keep_every = keep, keep_every
+        self.failures = 0  # rounds that failed
+        self.copying: int | None = None  # must not be removed meanwhile
+        self._thread: ThreadPoolExecutor | None = None
+        self._round: Future[None] | None = None
+
+    def start_round(self) -> None:
+        """Copies what is new, in the background, after what is under way."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
+        self._round = self._thread.submit(self._guarded_round)
+
+    def busy(self, timeout_s: float) -> bool:
+        """Waits up to ``timeout_s`` for the rounds that were started; True if they go on."""
+        return self._round is not None and bool(wait_for([self._round], timeout_s).not_done)
+
+    # --- to the mirror -------------------------------------------------------------------------
+
+    def _guarded_round(self) -> None:
+        try:
+            self._copy_new()
+        except Exception as error:  # every file system has errors of its own
+            self._warn("be brought up to date", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        self.failures += 1
+        text = " ".join(str(error).split())[:200]
+        log.warning(
+            "the mirror %s cannot %s (%s: %s), failure %d: training does not depend on it",
+            self.url, what, type(error).__name__, text, self.failures,
+        )  # fmt: skip
+
+    def _copy_new(self) -> None:
+        fs, root = fsspec.core.url_to_fs(self.url)
+        fs.makedirs(root, exist_ok=True)
+        saved = steps(self.directory)
+        for step in reversed(saved):
+            self.copying = step
+            try:
+                self._copy(fs, root, path_of(self.directory, step), step)
+            except FileNotFoundError:
+                if path_of(self.directory, step).exists():  # else removed by retention
+                    raise
+            finally:
+                self.copying = None
+        if saved:
+            self._prune(fs, root, saved[-1])
+
+    def _copy(self, fs: Any, root: str, path: Path, step: int) -> None:
+        final = f"{root}/{path.name}"
+        state = (path / STATE).read_bytes()
+        if fs.exists(f"{final}/{STATE}") and fs.cat_file(f"{final}/{STATE}") == state:
+            return
+        self._remove(fs, final)
+        # Object stores have no rename: there the copy grows under its final name.
+        by_rename = isinstance(fs, LocalFileSystem)
+        target = f"{root}/.{path.name}.tmp" if by_rename else final
+        self._remove(fs, target)
+        fs.makedirs(target, exist_ok=True)
+        names = read_entries(path, step) or [p.name for p in path.iterdir() if p.name != STATE]
+        for name in names:
+            fs.put_file(str(path / name), f"{target}/{name}")
+        fs.pipe_file(f"{target}/{STATE}", state)
+        if by_rename:
+            fs.mv(target, final, recursive=True)
+
+    def _prune(self, fs: Any, root: str, newest: int) -> None:
+        """Removes superfluous steps, and copies that were never finished."""
+        whole = self._steps(fs, root)
+        doomed = superfluous(whole, newest, self.keep, self.keep_every)
+        for name in self._names(fs, root):
+            half = [step for step in parse_steps([name]) if step not in whole and step <= newest]
+            if half or set(parse_steps([name])) & set(doomed) or _is_temporary(name):
+                self._remove(fs, f"{root}/{name}")
+
+    def _remove(self, fs: Any, path: str) -> None:
+        if fs.exists(f"{path}/{STATE}"):
+            fs.rm_file(f"{path}/{STATE}")
+        if fs.exists(path):
+            fs.rm(path, recursive=True)
+
+    # --- from the mirror -----------------------------------------------------------------------
+
+    def fetch(self, tried: set[int]) -> int | None:
+        """Copies the newest whole step that is not in ``tried`` to the local directory.
+
+        Returns it; None where there is none, or where the mirror fails (a warning). Whether it
+        is intact is for the caller to check.
+        """
+        try:
+            fs, root = fsspec.core.url_to_fs(self.url)
+            found = [step for step in self._steps(fs, root) if step not in tried]
+            if not found:
+                return None
+            self._fetch(fs, root, found[-1])
+        except Exception as error:
+            self._warn("be read", error)
+            return None
+        return found[-1]
+
+    def _fetch(self, fs: Any, root: str, step: int) -> None:
+        final, temporary = path_of(self.directory, step), temporary_of(self.directory, step)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        for source in fs.ls(f"{root}/{final.name}", detail=False):
+            fs.get_file(source, str(temporary / source.rsplit("/", 1)[-1]))
+        artifacts.fsync_directory(temporary)
+        temporary.rename(final)
+
+    # --- what is there -------------------------------------------------------------------------
+
+    def _names(self, fs: Any, root: str) -> list[str]:
+        fs.invalidate_cache()
+        if not fs.exists(root):
+            return []
+        return [path.rstrip("/").rsplit("/", 1)[-1] for path in fs.ls(root, detail=False)]
+
+    def _steps(self, fs: Any, root: str) -> list[int]:
+        """Whole steps of the mirror, ascending."""
+        found = parse_steps(self._names(fs, root))
+        return [step for step in found if fs.exists(f"{root}/{path_of(Path(), step).name}/{STATE}")]
+
+
+def _is_temporary(name: str) -> bool:
+    return re.fullmatch(r"\.step_\d+\.tmp", name) is not None

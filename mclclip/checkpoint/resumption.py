@@ -1,0 +1,157 @@
+"""Finding the step to go on from: the newest that is intact and fits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from mclclip import artifacts
+from mclclip.checkpoint import step_files, storage
+from mclclip.checkpoint.mirror import POLL_S, Mirror
+from mclclip.checkpoint.step_files import Damaged, Entries, path_of
+from mclclip.checkpoint.storage import State
+from mclclip.parallel import collectives
+
+T = TypeVar("T")
+log = logging.getLogger("mclclip")
+
+
+class Stateful(Protocol):
+    """What can be saved: an engine."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat names to tensors, the same full ones on every rank, or DTensors. Collective."""
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes the state back, its tensors filled. Collective."""
+
+
+class Resumption:
+    """One search through ``directory``, and its mirror; every method is collective."""
+
+    def __init__(self, directory: Path, mirror: Mirror | None) -> None:
+        self.directory, self.mirror = directory, mirror
+        self.damage: list[str] = []  # which step was set aside, and why
+        self.fetched: set[int] = set()
+
+    def run(self, target: Stateful) -> int:
+        """Loads what is found into ``target``; see ``Checkpoints.resume``."""
+        collectives.on_main(self._clear)
+        state: State | None = None
+        while (step := self._newest_intact()) is not None:
+            state = dict(target.state_dict()) if state is None else state
+            if (what := self._load(step, state)) is None:
+                break
+            self._set_aside(step, what)
+        self._report(step)
+        if step is None or state is None:
+            return 0
+        target.load_state_dict(state)
+        return step
+
+    def _clear(self) -> None:
+        if self.directory.exists():
+            artifacts.remove_leftovers(self.directory)
+
+    def _newest_intact(self) -> int | None:
+        """The newest step without visible damage, here or else in the mirror."""
+        while True:
+            saved = collectives.on_main(lambda: step_files.steps(self.directory))
+            for step in reversed(saved):
+                if (what := self._defect(step)) is None:
+                    return step
+                self._set_aside(step, what)
+            if self.mirror is None:
+                return None
+            fetched = _patiently(partial(self.mirror.fetch, self.fetched))
+            if fetched is None:
+                return None
+            self.fetched.add(fetched)
+
+    def _defect(self, step: int) -> str | None:
+        """What is wrong with a step, the same on all ranks; None where it is intact."""
+        path = path_of(self.directory, step)
+        entries, what = collectives.on_main(lambda: _inspect(path, step))
+        if what is None:
+            # Divided over the ranks, the biggest file to the first.
+            names = sorted(entries, key=lambda name: (-entries[name].size_bytes, name))
+            own = names[collectives.rank() :: collectives.world_size()]
+            try:
+                step_files.check_contents(path, {name: entries[name] for name in own})
+            except Damaged as error:
+                what = str(error)
+        return next(filter(None, collectives.gather_objects(what)), None)
+
+    def _load(self, step: int, state: State) -> str | None:
+        """Fills ``state``; returns what is wrong where a step of schema 1 turns out damaged."""
+        path = path_of(self.directory, step)
+
+        def check() -> tuple[bool, dict[str, str]]:
+            metadata = storage.read_metadata(path)
+            storage.check_fit(path, state, metadata)
+            verified = bool(step_files.read_entries(path, step))
+            return verified, storage.stored_names(state, metadata)
+
+        verified, names = collectives.together(check)
+        try:
+            storage.read(path, state, names, alone=collectives.world_size() == 1)
+        except RuntimeError as error:
+            if verified:
+                raise
+            return storage.cause(error.__cause__ or error)
+        return None
+
+    def _set_aside(self, step: int, what: str) -> None:
+        path = path_of(self.directory, step)
+        aside = collectives.on_main(lambda: step_files.set_aside(path))
+        self.damage.append(f"step {step} ({what}; now {aside.name})")
+
+    def _report(self, step: int | None) -> None:
+        """One line on what was damaged and what is used; RuntimeError where nothing is left."""
+        damage = "; ".join(self.damage)
+        if step is None:
+            aside = collectives.on_main(lambda: step_files.damaged(self.directory))
+            if aside:
+                raise RuntimeError(
+                    f"no intact checkpoint is left in {self.directory}, only damaged ones: "
+                    f"{damage or ', '.join(path.name for path in aside)}. Bring one back, or "
+                    f"remove them to start from the beginning"
+                )
+        elif collectives.rank() == 0 and (damage or self.fetched):
+            log.warning(
+                "%s: %s, using step %d%s",
+                self.directory,
+                f"damaged: {damage}" if damage else "no checkpoint here",
+                step,
+                f" of the mirror {self.mirror.url}" if self.mirror and self.fetched else "",
+            )
+
+
+def _inspect(path: Path, step: int) -> tuple[Entries, str | None]:
+    """A step's listed files, and what is wrong with it at first sight."""
+    try:
+        entries = step_files.read_entries(path, step)
+        if not entries:
+            storage.check_unlisted(path)
+    except Damaged as error:
+        return {}, str(error)
+    return entries, None
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """The first rank's result of slow work; the others wait in short collectives meanwhile."""
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(work) if collectives.rank() == 0 else None
+    thread.shutdown(wait=False)
+    while collectives.broadcast_object(
+        future is not None and bool(wait_for([future], POLL_S).not_done)
+    ):
+        continue
+    return collectives.on_main(lambda: future.result())  # type: ignore[union-attr]

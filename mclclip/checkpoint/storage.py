@@ -1,0 +1,233 @@
+"""A flat state into a directory and back, through torch.distributed.checkpoint (DCP)."""
+
+from __future__ import annotations
+
+import heapq
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mclclip.checkpoint.step_files import (
+    METADATA,
+    Damaged,
+    check_contents,
+    path_of,
+    read_entries,
+)
+
+State = dict[str, Any]
+
+# DCP says so at every save of a single process. By message and once, since the scopes of
+# ``catch_warnings`` are not for threads.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+# --- writing -----------------------------------------------------------------------------------
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer; says that a disk is full, where torch's file format stumbles over that."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's part; raises the OSError behind torch's error, if there is one."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            behind: BaseException | None = error
+            while behind is not None and not isinstance(behind, OSError):
+                behind = behind.__context__
+            raise (behind or error) from None
+
+
+def own_part(state: State, rank: int, world_size: int) -> State:
+    """What this rank writes of a state whose plain tensors all ranks hold: about 1/W of them.
+
+    DTensors stay in all parts: each rank writes its own shards of them. All ranks cut the same
+    names and sizes, so each plain tensor is written once.
+    """
+    plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
+    plain.sort(key=lambda name: (-_size_bytes(state[name]), name))
+    loads = [(0, writer) for writer in range(world_size)]
+    others = set()
+    for name in plain:
+        load, writer = loads[0]
+        heapq.heapreplace(loads, (load + _size_bytes(state[name]), writer))
+        if writer != rank:
+            others.add(name)
+    return {name: value for name, value in state.items() if name not in others}
+
+
+def _size_bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 1
+
+
+def staged(state: State) -> State:
+    """A copy in this process's memory that further training does not change."""
+    copy: State = FileSystemWriter("").stage(state)
+    return copy
+
+
+def write(state: State, temporary: Path, *, group: Any, alone: bool) -> None:
+    """Writes each rank's part, on disk when this returns; fails on all ranks together.
+
+    Collective over ``group`` (None: the default one) unless ``alone``.
+    """
+    writer = _Writer(str(temporary), sync_files=True)
+    if group is None or alone:
+        state_dict_saver.save(state, storage_writer=writer, no_dist=alone)
+    else:
+        state_dict_saver.save(state, storage_writer=writer, process_group=group)
+
+
+def written_by(rank: int, temporary: Path) -> list[Path]:
+    """The files that ``rank`` has just written (the first one writes the metadata)."""
+    own = sorted(temporary.glob(f"__{rank}_*"))
+    return own if rank else [temporary / METADATA, *own]
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def read_metadata(path: Path) -> Metadata:
+    """DCP's metadata; RuntimeError where it cannot be read."""
+    try:
+        return FileSystemReader(str(path)).read_metadata()
+    except (Exception, CheckpointException) as error:  # many types, all mean the same here
+        raise unreadable(path, error) from error
+
+
+def read(path: Path, state: State, names: dict[str, str] | None = None, *, alone: bool) -> None:
+    """Fills the tensors of ``state`` in place; RuntimeError, on all ranks, where that fails.
+
+    ``names``: where an item is stored under another name. Collective unless ``alone``.
+    """
+    names = names or {name: name for name in state}
+    stored = {names[name]: value for name, value in state.items()}
+    reader = FileSystemReader(str(path))
+    try:
+        state_dict_loader.load(stored, storage_reader=reader, no_dist=alone)
+    except (Exception, CheckpointException) as error:
+        raise_interrupt(error)
+        raise unreadable(path, error) from error
+    state.update({name: stored[names[name]] for name in state})  # what is no tensor is new
+
+
+def stored_names(state: State, metadata: Metadata) -> dict[str, str]:
+    """The name under which each item of ``state`` is stored.
+
+    Steps of schema 1 hold the moments below ``optimizer.state.``.
+    """
+    stored = metadata.state_dict_metadata
+    names = {}
+    for name in state:
+        old = name.replace("optimizer.", "optimizer.state.", 1)
+        names[name] = old if name not in stored and old in stored else name
+    return names
+
+
+def check_fit(path: Path, state: State, metadata: Metadata) -> None:
+    """RuntimeError where an intact step is of another model or training than ``state``."""
+    stored, names = metadata.state_dict_metadata, stored_names(state, metadata)
+    lacking = [name for name in names.values() if name not in stored]
+    foreign = [name for name in stored if name.startswith("model.") and name not in state]
+    other = [
+        f"{name} is {list(item.size)} there, {list(state[own].shape)} here"
+        for own, name in names.items()
+        if isinstance(item := stored.get(name), TensorStorageMetadata)
+        and item.size != state[own].shape
+    ]
+    what = (
+        f"it lacks {_count(lacking)}" if lacking
+        else f"it holds {_count(foreign)}, which the model lacks" if foreign
+        else other[0] if other
+        else None
+    )  # fmt: skip
+    if what is not None:
+        raise RuntimeError(
+            f"the checkpoint {path} does not fit: {what}. It is of another model or training: go "
+            f"on with its options, or in another run directory"
+        )
+
+
+def _count(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def check_unlisted(path: Path) -> None:
+    """Raises Damaged where a step of schema 1 is visibly not whole."""
+    try:
+        parts = read_metadata(path).storage_data
+    except RuntimeError as error:
+        raise Damaged(f"its {METADATA} cannot be read") from error
+    for part in (parts or {}).values():
+        file = path / part.relative_path
+        size = file.stat().st_size if file.exists() else -1
+        if size < part.offset + part.length:
+            raise Damaged(f"{file.name} is {'missing' if size < 0 else 'cut short'}")
+
+
+def load_model_state(directory: Path, step: int, part: str = "model") -> dict[str, Tensor]:
+    """The tensors of one part (``model``, ``ema``) of a checkpoint on the CPU, by name.
+
+    In this process alone. Raises RuntimeError, one line, where the checkpoint is damaged or has
+    no such part.
+    """
+    path = path_of(directory, step)
+    try:
+        entries = read_entries(path, step)
+        check_contents(path, entries)
+    except Damaged as error:
+        raise unreadable(path, error) from error
+    stored = read_metadata(path).state_dict_metadata
+    state = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)
+        for name, item in stored.items()
+        if name.startswith(f"{part}.") and isinstance(item, TensorStorageMetadata)
+    }
+    if not state:
+        parts = sorted({name.partition(".")[0] for name in stored})
+        raise RuntimeError(f"the checkpoint {path} has no part {part!r}, only {', '.join(parts)}")
+    read(path, state, alone=True)
+    return {name.removeprefix(f"{part}."): tensor for name, tensor in state.items()}
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def unreadable(path: Path, error: BaseException) -> RuntimeError:
+    """The error of a step that cannot be used, with what to do."""
+    return RuntimeError(
+        f"the checkpoint {path} cannot be read ({cause(error)}): remove that directory to resume "
+        f"from the one before"
+    )
+
+
+def cause(error: BaseException) -> str:
+    """The error that DCP wrapped (in an exception that no ``except Exception`` sees), short."""
+    error = _unwrapped(error)
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 200 else text[:200] + "..."
+    return text if isinstance(error, Damaged) else f"{type(error).__name__}: {text}"
+
+
+def raise_interrupt(error: BaseException) -> None:
+    """Raises the KeyboardInterrupt that DCP took for a failed write, if it was one."""
+    if isinstance(_unwrapped(error), KeyboardInterrupt):
+        raise KeyboardInterrupt from error
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    if isinstance(error, CheckpointException) and error.failures:
+        first: BaseException = next(iter(error.failures.values()))[0]
+        return first
+    return error

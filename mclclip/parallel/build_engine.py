@@ -1,0 +1,42 @@
+"""The engine that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from mclclip.parallel.engines import Engine, MakeOptimizer
+from mclclip.parallel.process_group import Context
+
+
+def build_engine(
+    name: str,
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    context: Context,
+    *,
+    blocks: Sequence[nn.Module] = (),
+    shard_ranks: int | None = None,
+    zero_stage: int = 2,
+    **options: Any,
+) -> Engine:
+    """``ddp``, ``fsdp`` (shards ``blocks`` one by one) or ``deepspeed`` around ``module``.
+
+    One process has nothing to share, so every engine is the plain one there. ``options`` are
+    Engine's. Raises ValueError for combinations that an engine does not have.
+    """
+    if name == "ddp" or context.world_size == 1:
+        return Engine(module, make_optimizer, context, **options)
+    if name == "fsdp":
+        from mclclip.parallel.fsdp_engine import FsdpEngine
+
+        return FsdpEngine(
+            module, make_optimizer, context, blocks=blocks, shard_ranks=shard_ranks, **options
+        )
+    if name == "deepspeed":
+        from mclclip.parallel.deepspeed_engine import DeepspeedEngine
+
+        return DeepspeedEngine(module, make_optimizer, context, zero_stage=zero_stage, **options)
+    raise ValueError(f"engine.name is {name!r}: wanted ddp, fsdp or deepspeed")

@@ -1,0 +1,174 @@
+"""Peers that hang, die with their node, or cannot be reached: named, and the job ended in time.
+
+A collective waits for its slowest rank without saying which. Each rank therefore reports to the
+store that the launcher opened: that it lives, and how often it got on with the training. Who is not
+heard of for ``timeout_s``, or is behind when nothing has moved for so long, is named, and the
+process ends. Two threads: one talks to the store, which may block for ever when the network is cut;
+the other only looks at clocks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from mclclip.parallel import collectives
+from mclclip.parallel.process_group import Context
+
+log = logging.getLogger("mclclip")
+
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process is gone."""
+    kinds = [getattr(dist, name, None) for name in ("DistBackendError", "DistNetworkError")]
+    if isinstance(error, tuple(kind for kind in kinds if kind is not None)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+
+
+class _Progress:
+    """How often this process got on with its training; None outside of one."""
+
+    count = 0
+    since: float | None = None
+
+
+def note() -> None:
+    """To be called whenever the training got on: a batch was read, a step or a save was done."""
+    _Progress.count += 1
+    if _Progress.since is not None:
+        _Progress.since = time.monotonic()
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """Inside, a rank that does not call ``note`` for too long counts as hanging."""
+    _Progress.since = time.monotonic()
+    try:
+        yield
+    finally:
+        _Progress.since = None
+
+
+class PeerWatch:
+    """Watches over the other ranks from ``with`` to its end; nothing where there is one process.
+
+    ``on_lost`` is called with one line before the process ends with exit code 1.
+    """
+
+    def __init__(self, context: Context, timeout_s: float, on_lost: Callable[[str], None]) -> None:
+        self.context, self.timeout_s, self.on_lost = context, timeout_s, on_lost
+        self.period_s = min(max(timeout_s / 10, 0.1), 10.0)
+        self._stop = threading.Event()
+        self._names: list[str] = []
+        self._heard = time.monotonic()
+        # rank -> its last report, and when that was new here
+        self._reports: dict[int, tuple[str, float]] = {}
+
+    def __enter__(self) -> PeerWatch:
+        if self.context.world_size == 1 or "MASTER_ADDR" not in os.environ:
+            return self
+        mine = f"rank {self.context.rank} (host {socket.gethostname()}, process {os.getpid()})"
+        self._names = collectives.gather_objects(mine)
+        now = time.monotonic()
+        self._reports = {rank: ("", now) for rank in range(self.context.world_size)}
+        self._heard = now
+        for work in (self._talk, self._look):
+            threading.Thread(target=work, name="peer-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+
+    # --- the thread that talks to the store ----------------------------------------------------
+
+    def _talk(self) -> None:
+        try:
+            store = self._open_store()
+            beat = 0
+            while not self._stop.wait(self.period_s):
+                beat += 1
+                store.set(str(self.context.rank), f"{beat} {_Progress.count}")
+                for rank in self._reports:
+                    if store.check([str(rank)]):
+                        self._take(rank, store.get(str(rank)).decode())
+                self._heard = time.monotonic()
+        except (RuntimeError, OSError) as error:
+            # The other thread ends the process if nothing else does before.
+            log.debug("the store does not answer: %s", error)
+
+    def _open_store(self) -> Store:
+        """A connection of its own: a blocked one must not hold up the training's."""
+        store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=self.timeout_s),
+        )
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"mclclip/peers/{start}", store)
+
+    def _take(self, rank: int, report: str) -> None:
+        if report != self._reports[rank][0]:
+            self._reports[rank] = report, time.monotonic()
+
+    # --- the thread that looks at clocks -------------------------------------------------------
+
+    def _look(self) -> None:
+        while not self._stop.wait(self.period_s):
+            problem = self._problem(time.monotonic())
+            if problem is not None and not self._stop.is_set():
+                self._end(problem)
+
+    def _problem(self, now: float) -> str | None:
+        """What is wrong, as one line, or None."""
+        if now - self._heard > self.timeout_s:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            return f"{self._names[0]} or the launcher beside it at {where} cannot be reached"
+        silent = [rank for rank, (_, at) in self._reports.items() if now - at > self.timeout_s]
+        if silent:
+            return f"{self._named(silent)}: not heard of"
+        since = _Progress.since
+        if since is None or now - since <= self.timeout_s:
+            return None
+        counts = {rank: _progress_of(report) for rank, (report, _) in self._reports.items()}
+        behind = [rank for rank, count in counts.items() if count == min(counts.values())]
+        if len(behind) == len(counts):
+            return "no rank has got on with the training"
+        if self.context.rank in behind:
+            faulthandler.dump_traceback(file=sys.stderr)
+        return f"{self._named(behind)}: hangs, the other ranks wait for it"
+
+    def _named(self, ranks: list[int]) -> str:
+        return ", ".join(self._names[rank] for rank in ranks[:8])
+
+    def _end(self, problem: str) -> None:
+        line = (
+            f"{problem} for {self.timeout_s:g} s (peer_timeout_s): the job ends; the same command "
+            "goes on from the last checkpoint"
+        )
+        self.on_lost(line)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _progress_of(report: str) -> int:
+    return int(report.split()[1]) if report else 0

@@ -1,0 +1,143 @@
+"""One process of a run from start to end: signals, ranks, the lock, the recorded state, the end.
+
+Exit codes: 0 done; 1 an error of mclclip itself (with a traceback); 2 a mistake of the user, or
+files that do not fit together (one line); 85 pre-empted, saved, to be started again; 130
+interrupted. Under torchrun, which reports every other code as a crash, a pre-empted process ends
+with 0: the recorded state tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from mclclip import failures
+from mclclip.parallel import signals
+from mclclip.parallel.signals import EXIT_PREEMPTED, Preempted
+
+if TYPE_CHECKING:
+    from mclclip.config import Config
+    from mclclip.parallel.process_group import Context
+
+EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def start() -> None:
+    """What comes before the seconds that importing torch takes."""
+    signals.install_handlers()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from mclclip.parallel.parent_death import die_with_parent
+
+        die_with_parent()
+
+
+def end(work: Callable[[], int], debug: bool) -> None:
+    """Calls ``work``, says what went wrong if anything did, and ends with its exit code."""
+    try:
+        code = work()
+    except BrokenPipeError:  # such as 'mclclip doctor | head'
+        code = EXIT_OK
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (Exception, KeyboardInterrupt, Preempted) as error:
+        code = exit_code(error)
+        _tell(error, code, debug)
+    _leave(code)
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that stands for an error."""
+    if isinstance(error, Preempted):
+        return EXIT_PREEMPTED
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    for_user = isinstance(error, Exception) and failures.is_for_the_user(error)
+    return EXIT_USER if for_user else EXIT_INTERNAL
+
+
+def _tell(error: BaseException, code: int, debug: bool) -> None:
+    if isinstance(error, Preempted):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"mclclip: asked to leave ({error}): the same command goes on", file=sys.stderr)
+    elif isinstance(error, Exception):
+        failures.complain(error, debug or (code == EXIT_INTERNAL and not _is_lost_peer(error)))
+    else:
+        print("mclclip: interrupted", file=sys.stderr)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether another rank is gone; that rank, or its launcher, says why."""
+    if "torch" not in sys.modules:
+        return False
+    from mclclip.parallel.peer_watch import is_lost_peer
+
+    return is_lost_peer(error)
+
+
+def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
+    """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends."""
+    from mclclip import artifacts
+    from mclclip.layout import Layout
+    from mclclip.parallel import collectives, process_group
+    from mclclip.run_lock import RunLock
+
+    context = process_group.init(config.device)
+    layout = Layout.of(config)
+    lock = RunLock(layout.run_dir) if context.is_main else nullcontext()
+    with process_group.num_threads(config.num_threads):
+        collectives.together(lock.__enter__)
+        try:
+            if context.is_main:  # temporary files of killed writers: the lock says none is at work
+                artifacts.remove_leftovers(layout.run_dir)
+                artifacts.remove_leftovers(layout.index)
+            _recorded(config, verb, context, work)
+        finally:
+            lock.__exit__(None, None, None)
+    return EXIT_OK
+
+
+def _recorded(
+    config: Config, verb: str, context: Context, work: Callable[[Context], object]
+) -> None:
+    """Calls ``work`` between the records of its start and of its end."""
+    from pathlib import Path
+
+    from mclclip import run_state
+    from mclclip.parallel.peer_watch import PeerWatch
+
+    def record(state: str, code: int, reason: str, requeue: bool = False) -> None:
+        # Any rank may be the one that fails; of all else the first one speaks.
+        where = Path(config.run_dir) if context.is_main or state == "failed" else None
+        run_state.write(where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason)
+
+    def on_lost(line: str) -> None:
+        print(f"mclclip: {line}", file=sys.stderr)
+        record("failed", EXIT_INTERNAL, line, requeue=True)
+
+    record("running", EXIT_OK, f"process {os.getpid()}")
+    try:
+        with PeerWatch(context, config.peer_timeout_s, on_lost):
+            work(context)
+    except Preempted as error:
+        record("preempted", EXIT_PREEMPTED, error.reason, error.requeue)
+        raise
+    except BaseException as error:
+        line = " ".join(str(error).split()) or type(error).__name__
+        record("failed", exit_code(error), line, requeue=_is_lost_peer(error))
+        raise
+    record("finished", EXIT_OK, "")
+
+
+def _leave(code: int) -> None:
+    """Ends the process; past the interpreter's own shutdown where torch was loaded."""
+    if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
+        code = EXIT_OK
+    if "torch" in sys.modules:
+        from mclclip.parallel import process_group
+
+        process_group.leave(code)
+    logging.shutdown()
+    sys.exit(code)

@@ -1,0 +1,144 @@
+"""The training loop, one for every method: read a step, update, record, save, or leave.
+
+Everything at step t is a function of t, so a run that resumes at t repeats the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mclclip import runlog
+from mclclip.checkpoint import Checkpoints
+from mclclip.data.training_batches import Batch
+from mclclip.models.clip import ClipModel
+from mclclip.parallel import peer_watch, signals
+from mclclip.parallel.engines import Engine
+from mclclip.parallel.gradient_cache import Pullback
+from mclclip.parallel.process_group import seed_everything
+from mclclip.parallel.signals import Preempted
+from mclclip.parallel.step_boundary import StepBoundary
+from mclclip.recorder import Recorder
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainee(nn.Module):
+    """Model and objective as one module, so that engine and optimizer see both's parameters.
+
+    It can be trained in micro-batches (``parallel.gradient_cache.Cacheable``). ``precision``:
+    ``bf16`` and ``fp16`` are autocast around the model.
+    """
+
+    def __init__(self, model: ClipModel, objective: nn.Module, precision: str = "fp32") -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.precision = precision
+
+    def forward(
+        self, batch: Batch, only_features: bool = False, pullback: Pullback | None = None
+    ) -> dict[str, Tensor]:
+        """This rank's batch -> {"loss": ..., parts}; or its features; or the pulled-back loss."""
+        with self._autocast(batch.image.device):
+            features: dict[str, Tensor] = self.model(
+                image=batch.image, text=batch.text, text_features=batch.text_features
+            )
+        if only_features:
+            return features
+        if pullback is None:
+            return self.loss(features, batch)
+        products = [(features[name] * g).sum() for name, g in pullback.features.items()]
+        own = [p for p in self.objective.parameters() if p.requires_grad]
+        products += [
+            (p * g).sum() for p, g in zip(own, pullback.parameters, strict=False) if g is not None
+        ]
+        return {"loss": torch.stack(products).sum()}
+
+    def loss(self, features: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """Features of the local batch -> {"loss": ..., parts}."""
+        parts: dict[str, Tensor] = self.objective(
+            **features, labels=batch.labels, sample_id=batch.sample_id
+        )
+        return parts | {"logit_scale": features["logit_scale"]}
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        dtype = _HALF.get(self.precision)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=dtype)
+
+
+class Trainer:
+    """Steps ``start`` to ``total`` of one training.
+
+    learning_rate   step -> learning rate
+    prepare         moves a batch to the device, in the training's number format
+    seed_words      words that, with the step and the rank, seed dropout
+    checkpoint_every, log_every   steps between checkpoints, and between rows of metrics
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        checkpoints: Checkpoints,
+        recorder: Recorder,
+        boundary: StepBoundary,
+        *,
+        learning_rate: Callable[[int], float],
+        prepare: Callable[[Batch], Batch],
+        seed_words: tuple[int, ...],
+        checkpoint_every: int,
+        log_every: int,
+    ) -> None:
+        self.engine, self.checkpoints = engine, checkpoints
+        self.recorder, self.boundary = recorder, boundary
+        self.learning_rate, self.prepare, self.seed_words = learning_rate, prepare, seed_words
+        self.checkpoint_every, self.log_every = checkpoint_every, log_every
+
+    def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> None:
+        """Trains on ``batches``, those of the steps ``start`` to ``total`` in order.
+
+        Raises Preempted, with everything saved, where the ranks agreed to leave.
+        """
+        waiting = self.recorder.meter.waiting(batches)
+        with signals.deferred(), peer_watch.training(), contextlib.closing(self.recorder):
+            for batch in runlog.progress(waiting, total=total - start, description=description):
+                if batch.step == start:
+                    self.engine.settle(self.prepare(batch))
+                self._step(batch, total)
+                if batch.step + 1 < total:
+                    self._obey(batch.step + 1)
+            self.boundary.finish()
+            self.checkpoints.wait()
+
+    def _step(self, batch: Batch, total: int) -> None:
+        """One update and what is due after it."""
+        peer_watch.note()
+        batch = self.prepare(batch)
+        seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
+        lr = self.learning_rate(batch.step)
+        parts = self.engine.update(batch, lr)
+        done = batch.step + 1
+        self.recorder.take(batch)
+        if done % self.log_every == 0 or done == total:
+            self.recorder.write(done, parts, lr)
+        if done % self.checkpoint_every == 0 or done == total:
+            self.checkpoints.save(done, self.engine)
+        peer_watch.note()
+
+    def _obey(self, done: int) -> None:
+        """Saves or leaves after ``done`` steps where all ranks have agreed on it."""
+        decision = self.boundary.decide()
+        if decision.save or decision.leave is not None:
+            if done % self.checkpoint_every:  # else it is saved already
+                self.checkpoints.save(done, self.engine)
+        if decision.leave is not None:
+            self.checkpoints.wait()
+            self.boundary.finish()
+            raise Preempted(decision.leave, decision.requeue)

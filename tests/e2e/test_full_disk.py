@@ -1,0 +1,152 @@
+"""A disk that really is full: a small tmpfs where the checkpoints go."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mclclip import artifacts, checkpoint
+from mclclip.checkpoint import Checkpoints
+from tests import tiny
+from tests.distributed.conftest import RankPool
+from tests.e2e.conftest import Finished, Shell
+
+MIB = 2**20
+Disk = Callable[[Path, int], Path]
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    """``disk(folder, mib)`` makes ``folder`` a disk of its own, or gives that another size."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path, mib: int) -> Path:
+        again = folder in mounted
+        folder.mkdir(parents=True, exist_ok=True)
+        options = f"{'remount,' if again else ''}size={mib}m"
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command here")
+        if done.returncode:
+            pytest.skip(f"file systems cannot be mounted here: {done.stderr.strip()}")
+        if not again:
+            mounted.append(folder)
+        return folder
+
+    try:
+        yield mount
+    finally:
+        for folder in mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+            assert not folder.is_mount()
+
+
+# --- two ranks and their checkpoints -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.kill()
+
+
+class Source:
+    """Two MiB of one number."""
+
+    def __init__(self, value: float) -> None:
+        self.state = {f"model.p{n}": torch.full((MIB // 16,), float(value)) for n in range(8)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.state = state
+
+
+def save(directory: Path, steps: list[int], on_error: str, asynchronous: bool) -> list[str]:
+    """Resumes and saves all of ``steps``; returns what was raised, and by which call."""
+    checkpoints = Checkpoints(
+        directory, keep=1, asynchronous=asynchronous, on_error=on_error  # type: ignore[arg-type]
+    )  # fmt: skip
+    source, raised = Source(0.0), []
+    start = checkpoints.resume(source)
+    assert all(bool((value == start).all()) for value in source.state.values())
+    for step in [*steps, None]:
+        try:
+            checkpoints.wait() if step is None else checkpoints.save(step, Source(step))
+        except RuntimeError as error:
+            raised.append(f"{'wait' if step is None else step}: {error}")
+            break
+    return raised
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_two_ranks_keep_the_checkpoint_before(
+    ranks: RankPool, disk: Disk, tmp_path: Path, on_error: str, asynchronous: bool
+) -> None:
+    folder = disk(tmp_path / "disk", 3)
+    directory = folder / "checkpoints"
+    assert ranks(2, save, directory, [2], on_error, asynchronous) == [[], []]
+    first, second = ranks(2, save, directory, [4, 6], on_error, asynchronous)
+    (line,) = first
+    assert second == first and "No space left on device" in line and "\n" not in line
+    # With "continue" both saves are tried, and only waiting for them at the end fails.
+    failed, call = (4, "6" if asynchronous else "4") if on_error == "stop" else (6, "wait")
+    assert line.startswith(f"{call}: the checkpoint {directory}/step_{failed:08d} cannot be")
+    assert [path.name for path in directory.iterdir()] == ["step_00000002"]
+    used = sum(path.stat().st_size for path in directory.rglob("*"))
+    assert used < 2.2 * MIB  # what was half written is gone
+    disk(folder, 6)
+    assert ranks(2, save, directory, [4, 6], on_error, asynchronous) == [[], []]
+    assert checkpoint.steps(directory) == [6]
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def train(shell: Shell, config: Path, *options: str, ranks: int) -> Finished:
+    return shell("train", "--stage", "0", "--config", config, *options, ranks=ranks)
+
+
+def lines_of(finished: Finished, text: str) -> list[str]:
+    return [line for stderr in finished.stderrs for line in stderr.splitlines() if text in line]
+
+
+@pytest.mark.parametrize(
+    ("on_error", "ranks"), [("stop", 2), ("continue", 2), ("stop", 1), ("continue", 1)]
+)
+def test_a_training_on_a_full_disk(
+    shell: Shell, disk: Disk, data: Path, tmp_path: Path, on_error: str, ranks: int
+) -> None:
+    """One checkpoint fits, a second does not; with room the same command ends the training."""
+    run_dir = tmp_path / "run"
+    config = tiny.write_config(tmp_path / "config.yaml", run_dir, data)
+    shell.ok("index", "--config", config)
+    directory = run_dir / "stage_0/train/checkpoints"
+    disk(directory, 16)
+    option = f"base.checkpoint.on_error={on_error}"
+    finished = train(shell, config, option, ranks=ranks)
+    assert finished.code == 2, finished.stderrs
+    last = 4 if on_error == "stop" else 6
+    (complaint,) = finished.complaints()
+    assert f"{directory}/step_{last:08d} cannot be written (" in complaint
+    assert "No space left on device" in complaint
+    warned = lines_of(finished, "training goes on, the next one is tried")
+    assert len(warned) == (2 if on_error == "continue" else 0)
+    assert "Traceback" not in "".join(finished.stderrs)
+    assert [path.name for path in directory.iterdir()] == ["step_00000002"]
+    assert not artifacts.is_finished(run_dir / "stage_0/train")
+
+    disk(directory, 64)
+    shell.ok("train", "--stage", "0", "--config", config, option, ranks=ranks)
+    assert checkpoint.steps(directory) == [4, 6]
+    assert artifacts.is_finished(run_dir / "stage_0/train")

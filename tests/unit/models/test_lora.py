@@ -1,0 +1,293 @@
+"""Adapters: what they compute, what they train, and that nothing is left of them in an export."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.lora import LowRank, Targets, add_lora, merge_lora
+from mclclip.models.optimizer import build_optimizer
+from tests.unit.models.conftest import CONFIGS
+
+WIDTH = 64  # of tiny_vit, whose MLP is 4 times as wide
+
+
+def lock(model: ClipModel, image_blocks: Any = 2, **parts: bool) -> list[str]:
+    flags = dict.fromkeys(("image_norm", "image_projection", "text", "logit_scale"), False)
+    return model.lock(image_blocks, **(flags | parts))
+
+
+def adapt(model: ClipModel, **options: Any) -> list[str]:
+    return add_lora(model, **({"rank": 4, "alpha": 8.0, "seed": 5} | options))
+
+
+def disturb(model: ClipModel) -> None:
+    """Gives every B a value, as training does."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+
+
+def adapters(model: ClipModel) -> dict[str, LowRank]:
+    """By the name of the weight they adapt, such as `0.attn.in_proj_weight`."""
+    start = "clip.visual.transformer.resblocks."
+    return {
+        name.removeprefix(start).replace("parametrizations.", "").removesuffix(".0"): module
+        for name, module in model.named_modules()
+        if isinstance(module, LowRank)
+    }
+
+
+# --- what is trained -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "per_rank"),
+    [
+        ("attention", (3 + 1 + 1 + 1) * WIDTH),  # in_proj [3 W, W], out_proj [W, W]
+        ("mlp", (4 + 1 + 1 + 4) * WIDTH),  # c_fc [4 W, W], c_proj [W, 4 W]
+        ("all", (6 + 10) * WIDTH),
+    ],
+)
+def test_only_adapters_of_unlocked_blocks_are_trained(
+    vit: ClipModel, images: Tensor, targets: Targets, per_rank: int
+) -> None:
+    lock(vit, 2)
+    names = adapt(vit, targets=targets, rank=3)
+    assert {name.rsplit(".", 1)[1] for name in names} == {"lora_a", "lora_b"}
+    assert sum(vit.get_parameter(name).numel() for name in names) == 2 * 3 * per_rank
+    assert {name.split("resblocks.")[1][0] for name in names} == {"1", "2"}
+    assert vit.num_frozen_blocks == 1
+    disturb(vit)
+    vit.train()(image=images)["image_features"][:, 0].sum().backward()
+    moved = {n for n, p in vit.named_parameters() if p.grad is not None and p.grad.any()}
+    assert sorted(moved) == names
+
+
+def test_what_the_lock_leaves_free_is_trained_too(vit: ClipModel) -> None:
+    lock(vit, "all", image_norm=True, image_projection=True, text=True, logit_scale=True)
+    names = adapt(vit)
+    others = [name for name in names if "lora_" not in name]
+    visual = [name for name in others if name.startswith("clip.visual.")]
+    assert visual == [f"clip.visual.{n}" for n in ("ln_post.bias", "ln_post.weight", "proj")]
+    assert {"clip.logit_scale", "clip.ln_final.weight", "clip.text_projection"} <= set(others)
+    assert len(adapters(vit)) == 3 * 4
+    assert vit.num_frozen_blocks == 0
+
+
+def test_training_moves_adapters_and_leaves_the_base(vit: ClipModel, images: Tensor) -> None:
+    lock(vit, 2)
+    names = adapt(vit)
+    before = {name: p.detach().clone() for name, p in vit.named_parameters()}
+    optimizer = build_optimizer(vit.train(), weight_decay=0.1, lr=0.01)
+    for _ in range(2):  # A moves only once B is not zero
+        optimizer.zero_grad()
+        vit(image=images)["image_features"][:, 0].sum().backward()
+        optimizer.step()
+    moved = [name for name, p in vit.named_parameters() if not torch.equal(p, before[name])]
+    assert sorted(moved) == names
+
+
+# --- what is computed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", ["attention", "mlp", "all"])
+def test_adapters_start_as_the_identity(vit: ClipModel, images: Tensor, targets: Targets) -> None:
+    lock(vit, "all")
+    with torch.no_grad():
+        before = vit.encode_image(images)
+        adapt(vit, targets=targets)
+        assert torch.equal(vit.encode_image(images), before)
+    torch.testing.assert_close(vit.train().encode_image(images), before)
+
+
+def test_a_is_drawn_by_the_seed_alone(vit: ClipModel) -> None:
+    models = [copy.deepcopy(vit) for _ in range(3)]
+    state = torch.get_rng_state()
+    for model, seed in zip(models, (7, 7, 8), strict=True):
+        lock(model)
+        adapt(model, seed=seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.rand(1)
+        state = torch.get_rng_state()
+    first, same, other = (adapters(model)["2.mlp.c_proj.weight"].lora_a for model in models)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert first.abs().max() <= (4 * WIDTH) ** -0.5
+    draws = [adapter.lora_a.flatten()[:5].tolist() for adapter in adapters(models[0]).values()]
+    assert len({tuple(draw) for draw in draws}) == len(draws)
+
+
+@pytest.mark.parametrize("kind", ["tiny_vit", "qk_norm"])
+def test_the_weights_are_base_plus_product(kind: str, images: Tensor) -> None:
+    config = json.loads((CONFIGS / "tiny_vit.json").read_text())
+    config["vision_cfg"]["qk_norm"] = kind == "qk_norm"  # open_clip's own attention
+    model = load_clip(config)
+    expected = copy.deepcopy(model)
+    lock(model)
+    adapt(model, rank=4, alpha=6.0)
+    disturb(model)
+    for name, adapter in adapters(model).items():
+        weight = expected.clip.visual.transformer.resblocks.get_parameter(name)
+        with torch.no_grad():
+            weight += 6.0 / 4 * adapter.lora_b @ adapter.lora_a
+    found, wanted = model.encode_image(images), expected.encode_image(images)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert not torch.allclose(found, load_clip(config).encode_image(images), atol=1e-2)
+
+
+def test_a_block_equals_pefts(vit: ClipModel) -> None:
+    """All but `out_proj`, whose adapter peft 0.21's forward adds twice."""
+    peft = pytest.importorskip("peft")
+    block = copy.deepcopy(vit.clip.visual.transformer.resblocks[2])
+    lock(vit, 1)
+    adapt(vit, rank=4, alpha=6.0)
+    disturb(vit)
+    nn.init.zeros_(adapters(vit)["2.attn.out_proj.weight"].lora_b)
+    options = peft.LoraConfig(
+        r=4, lora_alpha=6.0, target_modules=["attn", "c_fc", "c_proj"], bias="none"
+    )
+    theirs = peft.inject_adapter_in_model(options, block)
+    attention = theirs.attn
+    places = {
+        "attn.in_proj_weight": attention,
+        "attn.out_proj.weight": attention.base_layer.out_proj,
+        "mlp.c_fc.weight": theirs.mlp.c_fc,
+        "mlp.c_proj.weight": theirs.mlp.c_proj,
+    }
+    for name, place in places.items():
+        adapter = adapters(vit)[f"2.{name}"]
+        place.lora_A["default"].weight.data = adapter.lora_a.data
+        place.lora_B["default"].weight.data = adapter.lora_b.data
+    hidden = torch.randn(2, 17, WIDTH, generator=torch.Generator().manual_seed(1))
+    ours = vit.clip.visual.transformer.resblocks[2]
+    torch.testing.assert_close(ours(hidden), theirs(hidden), rtol=1e-5, atol=1e-5)
+    number = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    assert number == sum(p.numel() for p in ours.parameters() if p.requires_grad)
+
+
+def test_autocast_keeps_the_weights_precision(vit: ClipModel) -> None:
+    lock(vit)
+    adapt(vit)
+    disturb(vit)
+    block = vit.clip.visual.transformer.resblocks[2]
+    weight = block.mlp.c_fc.weight
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(block.mlp.c_fc.weight, weight)
+
+
+def test_dropout_masks_input_features() -> None:
+    adapter = LowRank(torch.zeros(6, 400), 2, 1.0, 0.25, torch.Generator().manual_seed(0))
+    nn.init.normal_(adapter.lora_b)
+    whole = adapter.eval()(torch.zeros(6, 400))
+    torch.manual_seed(0)
+    dropped = adapter.train()(torch.zeros(6, 400))
+    mask = functional.dropout(torch.ones(400), 0.25)  # another draw: the share is what counts
+    kept = dropped.abs().sum(dim=0) > 0
+    assert 0.65 < kept.float().mean() < 0.85
+    assert not torch.equal(kept, mask > 0)
+    torch.testing.assert_close(dropped[:, kept], whole[:, kept] / 0.75)
+
+
+# --- merging and saving ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_merging_keeps_the_output_and_restores_the_modules(
+    vit: ClipModel, images: Tensor, training: bool
+) -> None:
+    names = {name: p.shape for name, p in vit.state_dict().items()}
+    kinds = {name: type(module) for name, module in vit.named_modules()}
+    lock(vit, 2)
+    adapt(vit, dropout=0.5)
+    disturb(vit)
+    adapted = vit.eval().encode_image(images)
+    vit.train(training)
+    merge_lora(vit)
+    torch.testing.assert_close(vit.eval().encode_image(images), adapted, rtol=0, atol=1e-6)
+    assert {name: p.shape for name, p in vit.state_dict().items()} == names
+    assert {name: type(module) for name, module in vit.named_modules()} == kinds
+    lock(vit, 2)
+    adapt(vit)  # and again
+    assert len(adapters(vit)) == 8
+
+
+def test_adapters_pass_through_a_state_dict(images: Tensor) -> None:
+    trained, loaded = (load_clip(CONFIGS / "tiny_vit.json", seed=1) for _ in range(2))
+    for model, seed in ((trained, 1), (loaded, 2)):
+        lock(model, 2)
+        adapt(model, seed=seed)
+    disturb(trained)
+    assert not torch.equal(trained.encode_image(images), loaded.encode_image(images))
+    loaded.load_state_dict(copy.deepcopy(trained.state_dict()), strict=True)
+    assert torch.equal(trained.encode_image(images), loaded.encode_image(images))
+    copied = copy.deepcopy(trained)
+    merge_lora(trained)
+    assert torch.equal(copied.encode_image(images), loaded.encode_image(images))
+
+
+def test_export_is_a_plain_model_with_an_untouched_trunk(
+    vit: ClipModel, images: Tensor, tmp_path: Path
+) -> None:
+    base = copy.deepcopy(vit.clip.state_dict())
+    lock(vit, 2)
+    adapt(vit)
+    disturb(vit)
+    wanted = vit.encode_image(images)
+    merge_lora(vit)
+    save_export(vit, tmp_path / "export")
+    plain = open_clip.create_model(f"local-dir:{tmp_path / 'export'}").eval()
+    torch.testing.assert_close(plain.encode_image(images), wanted, rtol=0, atol=1e-6)
+    changed = {name for name, t in plain.state_dict().items() if not torch.equal(t, base[name])}
+    weights = (
+        "attn.in_proj_weight",
+        "attn.out_proj.weight",
+        "mlp.c_fc.weight",
+        "mlp.c_proj.weight",
+    )
+    expected = {f"visual.transformer.resblocks.{i}.{name}" for i in (1, 2) for name in weights}
+    assert changed - {"logit_scale"} == expected
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+def test_a_resnet_has_no_linear_layers_to_adapt(resnet: ClipModel) -> None:
+    lock(resnet, 1)
+    with pytest.raises(ValueError, match="image tower is a ResNet"):
+        adapt(resnet)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank is 0"),
+        ({"alpha": 0.0}, "alpha 0.0"),
+        ({"dropout": 1.0}, "dropout 1.0"),
+        ({"targets": "text"}, "targets is 'text': give attention, mlp, all"),
+    ],
+)
+def test_numbers_out_of_range(vit: ClipModel, options: dict[str, Any], message: str) -> None:
+    lock(vit)
+    with pytest.raises(ValueError, match=message):
+        adapt(vit, **options)
+
+
+def test_a_model_without_unlocked_blocks_or_with_adapters(vit: ClipModel) -> None:
+    lock(vit, 0, image_norm=True)
+    with pytest.raises(ValueError, match="all are locked"):
+        adapt(vit)
+    with pytest.raises(ValueError, match="no LoRA adapters"):
+        merge_lora(vit)
+    lock(vit, 1)
+    adapt(vit)
+    with pytest.raises(ValueError, match="has LoRA adapters already"):
+        adapt(vit)

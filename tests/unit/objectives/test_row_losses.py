@@ -1,0 +1,201 @@
+"""Losses of rows computed in tiles: the whole matrix's values and gradients, without the matrix."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mclclip.objectives.row_losses import Pairs, row_losses
+
+
+def draw(
+    seed: int,
+    rows: int,
+    ranks: int = 1,
+    rank: int = 0,
+    groups: int = 1,
+    dim: int = 5,
+    distinct: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Pairs]:
+    """Queries of one of several ranks, keys of all, labels; at most ``distinct`` sample ids."""
+    rng = np.random.default_rng(seed)
+    total = rows * ranks
+    queries, keys = (torch.tensor(rng.normal(size=(n, dim)), dtype=dtype) for n in (rows, total))
+    all_groups = torch.tensor(rng.integers(0, groups, total))
+    all_ids = torch.tensor(
+        rng.permutation(total) if distinct is None else rng.choice(distinct, total)
+    )
+    own = slice(rank * rows, (rank + 1) * rows)
+    pairs = Pairs(all_groups[own], all_ids[own], all_groups, all_ids, first=rank * rows)
+    return queries.requires_grad_(), keys.requires_grad_(), pairs
+
+
+def whole(queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """The same from the whole matrix."""
+    own = pairs.first + torch.arange(len(queries))
+    keep = (pairs.groups[:, None] == pairs.all_groups) & (
+        pairs.sample_id[:, None] != pairs.all_sample_ids
+    )
+    alone = ~keep.any(dim=1)
+    keep[torch.arange(len(queries)), own] = True
+    logits = queries @ keys.T
+    positive = logits.gather(1, own[:, None])[:, 0]
+    return logits.masked_fill(~keep, float("-inf")).logsumexp(dim=1) - positive, alone
+
+
+def gradients(losses: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Of a sum in which every row counts differently."""
+    weights = torch.linspace(0.5, 2, len(losses), dtype=losses.dtype)
+    return torch.autograd.grad((losses * weights).sum(), inputs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 9),
+    ranks=st.integers(1, 4),
+    rank=st.integers(0, 3),
+    groups=st.integers(1, 4),
+    distinct=st.none() | st.integers(1, 12),
+    tile=st.integers(1, 40),
+)
+def test_tiles_give_what_the_matrix_gives(tile: int, ranks: int, rank: int, **drawn: Any) -> None:
+    queries, keys, pairs = draw(ranks=ranks, rank=rank % ranks, **drawn)
+    found, alone = row_losses(queries, keys, pairs, tile)
+    expected, expected_alone = whole(queries, keys, pairs)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    assert torch.equal(alone, expected_alone)
+    for mine, theirs in zip(
+        gradients(found, queries, keys), gradients(expected, queries, keys), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("tile", [2, 3, 100])
+def test_gradient_is_the_derivative(tile: int) -> None:
+    queries, keys, pairs = draw(0, rows=4, ranks=2, rank=1, groups=2, distinct=6)
+    assert torch.autograd.gradcheck(
+        lambda q, k: row_losses(q, k, pairs, tile)[0], (queries, keys), atol=1e-7, rtol=1e-7
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tile", [1, 3, 100])
+def test_rows_without_negatives_are_exactly_silent(tile: int, dtype: torch.dtype) -> None:
+    queries, keys, pairs = draw(1, rows=7, groups=7, distinct=3, dim=64, dtype=dtype)
+    losses, alone = row_losses(queries, keys, pairs, tile)
+    assert 0 < alone.sum() < 7
+    assert torch.equal(losses[alone], torch.zeros_like(losses[alone]))
+    assert (losses[~alone] > 0).all()
+    for gradient in gradients(losses, queries, keys):
+        assert torch.equal(gradient[alone], torch.zeros_like(gradient[alone]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_float32_is_as_accurate_as_the_matrix(scale: float) -> None:
+    def features(dtype: torch.dtype) -> tuple[Tensor, Tensor, Pairs]:
+        queries, keys, pairs = draw(2, rows=400, groups=2, dim=32, dtype=torch.float32)
+        queries, keys = (torch.nn.functional.normalize(x.detach()) for x in (queries, keys))
+        queries, keys = (scale * queries).to(dtype), keys.to(dtype)
+        return queries.requires_grad_(), keys.requires_grad_(), pairs
+
+    def errors(losses: Tensor, *inputs: Tensor) -> list[float]:
+        found = (losses, *gradients(losses, *inputs))
+        return [
+            float((x.double() - y).detach().norm() / y.detach().norm())
+            for x, y in zip(found, exact, strict=True)
+        ]
+
+    queries, keys, pairs = features(torch.float64)
+    losses = whole(queries, keys, pairs)[0]
+    exact = (losses, *gradients(losses, queries, keys))
+    queries, keys, pairs = features(torch.float32)
+    ours = errors(row_losses(queries, keys, pairs, tile=64)[0], queries, keys)
+    matrix = errors(whole(queries, keys, pairs)[0], queries, keys)
+    for mine, theirs in zip(ours, matrix, strict=True):
+        assert 0 < mine < 1.5 * theirs
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_maximum_may_come_first_or_last(order: int) -> None:
+    """Logits up to 1e4 from tile to tile, rising and falling: exp of any but differences is inf."""
+    columns = order * torch.linspace(-1e4, 1e4, 8, dtype=torch.float64)[:, None]
+    queries = torch.ones(8, 1, dtype=torch.float64)
+    pairs = Pairs(torch.zeros(8), torch.arange(8), torch.zeros(8), torch.arange(8), first=0)
+    found, _ = row_losses(queries, columns, pairs, tile=2)
+    torch.testing.assert_close(found, 1e4 - columns[:, 0], atol=1e-9, rtol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, Tensor):
+                self.elements = max(self.elements, item.numel())
+        return result
+
+
+def test_matrix_is_never_whole() -> None:
+    queries, keys, pairs = draw(3, rows=100, ranks=4, rank=2, dim=4)
+    with Largest() as seen:
+        losses, _ = row_losses(queries, keys, pairs, tile=16)
+        losses.sum().backward()
+    assert 100 <= seen.elements <= 400 * 4
+    with Largest() as seen:
+        whole(queries, keys, pairs)
+    assert seen.elements == 100 * 400
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_gradient_of_one_side_alone(trained: int) -> None:
+    queries, keys, pairs = draw(4, rows=5)
+    expected = gradients(row_losses(queries, keys, pairs, 2)[0], queries, keys)[trained]
+    inputs = [queries.detach(), keys.detach()]
+    inputs[trained].requires_grad_()
+    found = gradients(row_losses(inputs[0], inputs[1], pairs, 2)[0], inputs[trained])
+    assert torch.equal(found[0], expected)
+
+
+def test_backward_is_as_precise_under_autocast() -> None:
+    queries, keys, pairs = draw(5, rows=6, dtype=torch.float32)
+    plain = gradients(row_losses(queries, keys, pairs, 4)[0], queries, keys)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = gradients(row_losses(queries, keys, pairs, 4)[0], queries, keys)
+    for mine, theirs in zip(cast, plain, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_second_derivative_is_refused() -> None:
+    queries, keys, pairs = draw(6, rows=4)
+    losses, _ = row_losses(queries, keys, pairs, 3)
+    with pytest.raises(RuntimeError, match="create_graph=True: it has no second derivative"):
+        torch.autograd.grad(losses.sum(), queries, create_graph=True)
+
+
+def test_compiled_callers_get_the_same() -> None:
+    queries, keys, pairs = draw(7, rows=6, groups=2)
+
+    def loss(queries: Tensor, keys: Tensor) -> Tensor:
+        return row_losses(2 * queries, keys, pairs, 4)[0].mean()
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    found, expected = compiled(queries, keys), loss(queries, keys)
+    assert torch.equal(found, expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, (queries, keys)),
+        torch.autograd.grad(expected, (queries, keys)),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
