@@ -27,7 +27,7 @@ launch() {
         else
             # Again and again: a worker that is only starting takes no notice.
             signal_workers "$request"
-            sleep 1
+            (trap '' USR1 TERM HUP && exec sleep 1)  # SLURM may signal every process of a task
         fi
     done
     wait "$torchrun" || code=$?
@@ -60,6 +60,8 @@ prepare() {
     # 2.9 or so: 30 s), and the signals that make it do so (older: SIGTERM and SIGHUP too).
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
     export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
+    # The host that ends first leaves the others' torchruns without a store: they would warn of it.
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} LOGLEVEL=${LOGLEVEL:-ERROR}
 }
 
 clean_up() {

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from mclclip import artifacts, checkpoint
 from mclclip.artifacts import Artifact
-from mclclip.config import Config, ModelConfig
+from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import Sample, TarDataset
 from mclclip.layout import Layout
 from mclclip.models import concat, soup, weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.lora import add_lora, merge_lora
 from mclclip.parallel import collectives
 from mclclip.parallel.process_group import Context
 
@@ -60,9 +61,12 @@ def join(
 def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
     layout = Layout.of(config, variant)
     trained = stage > 0 or config.base is not None
+    options = config.train if stage > 0 or config.base is None else config.base
     fields: dict[str, Any] = {"stage": stage, "variant": layout.variant if stage else "mcl"}
     if trained:
         inputs = {"train": artifacts.read_manifest(layout.train(stage), "train").digest}
+        if options.ema_decay is not None:
+            fields["ema"] = config.export.ema
     else:
         fields |= _given(config)
         inputs = {}
@@ -72,7 +76,7 @@ def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
     def write(directory: Path) -> dict[str, Any]:
         model = _base(config, layout, stage)
         if trained:
-            _fill(model, layout.train(stage))
+            _fill(model, layout.train(stage), options, config.export.ema)
         base = weights.base_digest(layout.export(0)) if stage > 0 else None
         save_export(model, directory, base)
         return {"parameters": sum(p.numel() for p in model.parameters())}
@@ -103,13 +107,22 @@ def _base(config: Config, layout: Layout, stage: int) -> ClipModel:
     return load_clip(config.model.name, config.model.pretrained, seed=config.seed)
 
 
-def _fill(model: ClipModel, train_directory: Path) -> None:
-    """Loads the last checkpoint of a finished training into ``model``."""
+def _fill(model: ClipModel, train_directory: Path, options: TrainConfig, ema: bool) -> None:
+    """Loads the last checkpoint of a finished training into ``model``; adapters are merged.
+
+    With ``ema`` what was trained is its moving average, where the training kept one.
+    """
     directory = train_directory / "checkpoints"
     steps = checkpoint.steps(directory)
     if not steps:
         raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train' again")
-    state = _model_part(checkpoint.load_model_state(directory, steps[-1]), directory)
+    state = checkpoint.load_model_state(directory, steps[-1])
+    if ema and options.ema_decay is not None:
+        state |= checkpoint.load_model_state(directory, steps[-1], part="ema")
+    state = _model_part(state, directory)
+    if options.lora is not None:
+        model.lock(**to_tree(options.lock))
+        add_lora(model, **to_tree(options.lora), seed=0)
     try:
         model.clip.load_state_dict(state, strict=True)
     except RuntimeError as error:
@@ -118,6 +131,8 @@ def _fill(model: ClipModel, train_directory: Path) -> None:
             f"the checkpoint in {directory} does not fit the model ({cause}): was the model "
             "configuration changed after training?"
         ) from error
+    if options.lora is not None:
+        merge_lora(model)
 
 
 def _model_part(state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from mclclip.data.tar_dataset import TextFeatures
 from mclclip.data.training_batches import Batch, TrainingBatches
 from mclclip.layout import Layout
 from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.lora import add_lora
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel import collectives
@@ -200,6 +201,8 @@ def _engine(job: _Stage, model: ClipModel) -> Engine:
     """The engine around model and objective, with the optimizer the options name."""
     options, how = job.options, job.options.engine
     trainee = Trainee(model, InfoNCE(), options.precision).to(job.context.device)
+    if how.compile == "step":
+        trainee.compile()
     return build_engine(
         how.name,
         trainee,
@@ -211,6 +214,7 @@ def _engine(job: _Stage, model: ClipModel) -> Engine:
             eps=options.eps,
             momentum=options.momentum,
             layer_decay=options.layer_decay,
+            lr=options.lr,
         ),
         job.context,
         blocks=model.blocks(),
@@ -285,16 +289,17 @@ def build_model(
         )
     else:
         model = load_clip(f"local-dir:{layout.export(0)}", augmentation=config.model.augmentation)
-    model.lock(
-        image_blocks=options.lock.image_blocks,
-        image_norm=options.lock.image_norm,
-        image_projection=options.lock.image_projection,
-        text=options.lock.text,
-        logit_scale=options.lock.logit_scale,
-    )
+    model.lock(**to_tree(options.lock))
+    if options.lora is not None:
+        add_lora(model, **to_tree(options.lora), seed=config.seed)
     if options.precision == "float64":
         model.double()
-    return model.to(context.device).train()
+    model.to(context.device).train()
+    if options.engine.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    if options.engine.compile == "model":
+        model.compile_blocks()
+    return model
 
 
 def _loader(

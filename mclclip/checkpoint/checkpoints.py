@@ -7,7 +7,6 @@ import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,12 +106,7 @@ class Checkpoints:
         if self._writing is None:
             return
         (step, result), self._writing = self._writing, None
-        wait_for([result])
-        try:
-            failure = result.result()
-        except Exception as error:  # the ranks lost each other
-            failure = storage.cause(error)
-        self._take_result(step, failure)
+        self._take_result(step, result.result())
 
     def _take_result(self, step: int, failure: str | None) -> None:
         path, self._failed = path_of(self.directory, step), None
@@ -152,7 +146,10 @@ class Checkpoints:
         reports = collectives.gather_objects((failure, names))
         if len({names for _, names in reports}) > 1:
             raise RuntimeError(f"step {step} cannot be saved: the ranks' states differ in names")
-        return _first_failure([failure for failure, _ in reports]), part
+        failure = _first_failure([failure for failure, _ in reports])
+        if failure is not None and rank == 0:
+            shutil.rmtree(temporary_of(self.directory, step), ignore_errors=True)
+        return failure, part
 
     def _write(self, step: int, part: State) -> str | None:
         """Writes and publishes a step; returns what failed, the same on all ranks.
@@ -166,8 +163,8 @@ class Checkpoints:
         group = None if self._side is None else self._side.group
         failure, entries = None, {}
         try:
-            storage.write(part, temporary, group=group, alone=collectives.world_size() == 1)
-            del part
+            alone = collectives.world_size() == 1
+            storage.write(part, temporary, group=group, alone=alone, copied=self.asynchronous)
             # Read back at once, while the pages are warm.
             entries = step_files.describe(storage.written_by(rank, temporary))
         except (Exception, CheckpointException) as error:

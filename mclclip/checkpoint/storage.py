@@ -26,6 +26,7 @@ from mclclip.checkpoint.step_files import (
 )
 
 State = dict[str, Any]
+_COPY_AHEAD_BYTES = 10_000_000  # from the GPU, while the tensor before is written
 
 # DCP says so at every save of a single process. By message and once, since the scopes of
 # ``catch_warnings`` are not for threads.
@@ -77,12 +78,15 @@ def staged(state: State) -> State:
     return copy
 
 
-def write(state: State, temporary: Path, *, group: Any, alone: bool) -> None:
+def write(state: State, temporary: Path, *, group: Any, alone: bool, copied: bool) -> None:
     """Writes each rank's part, on disk when this returns; fails on all ranks together.
 
-    Collective over ``group`` (None: the default one) unless ``alone``.
+    Collective over ``group`` (None: the default one) unless ``alone``. What is ``copied`` is read
+    from the CPU's memory as it lies; the streams that overlap copies would open a context on the
+    first GPU for every rank's thread.
     """
-    writer = _Writer(str(temporary), sync_files=True)
+    ahead = 0 if copied else _COPY_AHEAD_BYTES
+    writer = _Writer(str(temporary), sync_files=True, per_thread_copy_ahead=ahead)
     if group is None or alone:
         state_dict_saver.save(state, storage_writer=writer, no_dist=alone)
     else:

@@ -68,7 +68,7 @@ class EngineConfig:
     grad_checkpointing: bool = False
     """Recompute the blocks' activations in the backward instead of keeping them."""
     compile: Literal["off", "model", "step"] = "off"
-    """torch.compile: ``model`` the towers' blocks, ``step`` the optimizer's update too."""
+    """torch.compile: ``model`` block by block, ``step`` the whole forward with the objective."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
