@@ -61,7 +61,8 @@ prepare() {
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
     export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
     # The host that ends first leaves the others' torchruns without a store: they would warn of it.
-    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} LOGLEVEL=${LOGLEVEL:-ERROR}
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+    export TORCH_LOGS=${TORCH_LOGS:--torch.distributed.elastic.rendezvous}
 }
 
 clean_up() {
@@ -137,7 +138,8 @@ conclude() {
     trap clean_up EXIT
     case $(recorded state) in
         finished) exit 0 ;;
-        preempted) exit "${PREEMPTED_CODE:-85}" ;;
+        # Where a rank dies, torchrun sends SIGTERM to the others: they leave, but nobody asked.
+        preempted) [[ $code != 0 && -z $request ]] || exit "${PREEMPTED_CODE:-85}" ;;
         failed) code=$(recorded exit_code) ;;
         running) ;;            # killed
         *) exit "$code" ;;     # a verb that records nothing, or ended before it could

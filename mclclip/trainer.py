@@ -124,6 +124,7 @@ class Trainer:
         seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
         lr = self.learning_rate(batch.step)
         parts = self.engine.update(batch, lr)
+        peer_watch.note()
         done = batch.step + 1
         self.recorder.take(batch)
         if done % self.log_every == 0 or done == total:

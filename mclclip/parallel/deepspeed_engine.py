@@ -94,6 +94,10 @@ class DeepspeedEngine(Engine):
     def zero_grad(self) -> None:
         """Forgets all gradients; from here to the step the loss scale is fixed."""
         super().zero_grad()
+        if self.zero_stage == 3:
+            # Else a parameter that the first micro-batch does not reach, such as the logit scale
+            # under gradient caching, would add to its gradient of the step before.
+            self.optimizer.grad_partitions_flat_buffer.zero_()
         if self.scaler.is_enabled():
             self.optimizer.override_loss_scale(self.scaler.get_scale())
 
@@ -144,6 +148,8 @@ class DeepspeedEngine(Engine):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes what ``state_dict`` gave, filled with other values (a collective)."""
+        if not self._inner.state:
+            self._first_moments()
         own: dict[str, Any] = self.module.state_dict(keep_vars=True)
         for name, tensor in own.items():
             value = state[f"model.{name}"]
@@ -152,8 +158,6 @@ class DeepspeedEngine(Engine):
             if tensor.numel() == value.numel():  # empty where only the shard is here
                 tensor.copy_(value)
         self.optimizer.refresh_fp32_params()
-        if not self._inner.state:
-            self._first_moments()
         for name, parameter in self._trained().items():
             for moment, value in self._moments().items():
                 loaded = state[f"optimizer.{name}.{moment}"]

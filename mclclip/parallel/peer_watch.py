@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -32,6 +33,8 @@ from mclclip.parallel.process_group import Context
 
 log = logging.getLogger("mclclip")
 
+_PACKAGE = Path(__file__).parents[1]
+_MOST_NAMED = 8
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
 
 
@@ -105,7 +108,7 @@ class PeerWatch:
             beat = 0
             while not self._stop.wait(self.period_s):
                 beat += 1
-                store.set(str(self.context.rank), f"{beat} {_Progress.count}")
+                store.set(str(self.context.rank), f"{beat} {_Progress.count} {_place()}")
                 for rank in self._reports:
                     if store.check([str(rank)]):
                         self._take(rank, store.get(str(rank)).decode())
@@ -145,20 +148,24 @@ class PeerWatch:
             return f"{self._names[0]} or the launcher beside it at {where} cannot be reached"
         silent = [rank for rank, (_, at) in self._reports.items() if now - at > self.timeout_s]
         if silent:
-            return f"{self._named(silent)}: not heard of"
+            return f"{self._named(silent)} has not been heard of"
         since = _Progress.since
         if since is None or now - since <= self.timeout_s:
             return None
         counts = {rank: _progress_of(report) for rank, (report, _) in self._reports.items()}
         behind = [rank for rank, count in counts.items() if count == min(counts.values())]
         if len(behind) == len(counts):
-            return "no rank has got on with the training"
+            return f"no rank has got on with the training ({self._places(behind)})"
         if self.context.rank in behind:
             faulthandler.dump_traceback(file=sys.stderr)
-        return f"{self._named(behind)}: hangs, the other ranks wait for it"
+        return f"{self._named(behind)} is waited for ({self._places(behind)})"
 
     def _named(self, ranks: list[int]) -> str:
-        return ", ".join(self._names[rank] for rank in ranks[:8])
+        return ", ".join(self._names[rank] for rank in ranks[:_MOST_NAMED])
+
+    def _places(self, ranks: list[int]) -> str:
+        places = [(rank, self._reports[rank][0].split(" ", 2)[2:]) for rank in ranks[:_MOST_NAMED]]
+        return ", ".join(f"rank {rank} at {' '.join(place) or '?'}" for rank, place in places)
 
     def _end(self, problem: str) -> None:
         line = (
@@ -168,6 +175,17 @@ class PeerWatch:
         self.on_lost(line)
         sys.stderr.flush()
         os._exit(1)
+
+
+def _place() -> str:
+    """Where the main thread stands in this package, such as ``recorder.py:70``."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGE):
+            return f"{path.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
 
 
 def _progress_of(report: str) -> int:

@@ -45,7 +45,11 @@ def prepared(shell: Shell, config: Path, tmp_path_factory: pytest.TempPathFactor
 def files(folder: Path) -> dict[str, str]:
     """Digests of all files, except the guard of the lock and the recorded state."""
     found = tiny.digests(folder, "**/*")
-    return {name: digest for name, digest in found.items() if not name.endswith((".guard", "run_state.json"))}
+    return {
+        name: digest
+        for name, digest in found.items()
+        if not name.endswith((".guard", "run_state.json"))
+    }
 
 
 def assert_refused(finished: Finished, *words: str) -> None:

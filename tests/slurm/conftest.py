@@ -163,9 +163,7 @@ def free_ports(count: int) -> int:
     raise RuntimeError(f"no {count} free ports in a row below {HIGHEST_PORT}")
 
 
-def wait_until(
-    condition: Callable[[], object], limit_s: float, report: Callable[[], str]
-) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float, report: Callable[[], str]) -> None:
     """Returns when the condition holds; after ``limit_s`` fails with the report."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -569,17 +568,17 @@ def test_a_mirror_that_cannot_be_read_does_not_keep_a_run_from_starting(
 def test_a_slow_mirror_holds_up_neither_training_nor_its_own_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirror: str
 ) -> None:
-    go_on, original = threading.Event(), Mirror._copy
+    begun, go_on, original = threading.Event(), threading.Event(), Mirror._copy
 
     def slow(*args: Any) -> None:
+        begun.set()
         assert go_on.wait(30)
         original(*args)
 
     monkeypatch.setattr(Mirror, "_copy", slow)
     checkpoints = Checkpoints(tmp_path / "a", keep=1, mirror=mirror)
     checkpoints.save(2, Source(2))
-    while checkpoints.mirror is None or checkpoints.mirror.copying != 2:
-        time.sleep(0.001)
+    assert begun.wait(30)
     checkpoints.save(4, Source(4))
     assert checkpoints.steps() == [2, 4]  # 2 is still being read
     go_on.set()

@@ -1,0 +1,237 @@
+"""Asked to leave: every rank saves the same step, says so, and the same command goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import checkpoint
+from tests import tiny
+from tests.e2e.conftest import Finished, Shell
+
+STEPS = 8
+TIMEOUT_S = 3.0
+LIMIT_S = 25.0
+OPTIONS = (f"base.steps={STEPS}", "base.checkpoint.every=100", "base.log_every=1", "poll_s=0.01")
+
+
+@dataclass(frozen=True)
+class After:
+    """Calls ``act`` on the given ranks after the n-th update, once per process."""
+
+    count: int
+    act: Callable[[], None]
+    ranks: tuple[int, ...]
+
+    def __call__(self) -> None:
+        from mclclip.parallel.engines import Engine
+
+        if int(os.environ.get("RANK", "0")) not in self.ranks:
+            return
+        original, calls = Engine.update, itertools.count(1)
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if next(calls) == self.count:
+                self.act()
+            return result
+
+        setattr(Engine, "update", update)  # noqa: B010
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Sends a signal to the process itself, and to its loader workers."""
+
+    number: int
+
+    def __call__(self) -> None:
+        me = os.getpid()
+        for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+            os.kill(int(child), self.number)
+        os.kill(me, self.number)
+
+
+@dataclass(frozen=True)
+class Touch:
+    """Makes a file, as a user would in a running job's directory."""
+
+    path: Path
+
+    def __call__(self) -> None:
+        self.path.touch()
+
+
+def sleep() -> None:
+    """A rank that hangs."""
+    time.sleep(600)
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((run_dir / "run_state.json").read_text())
+    return state
+
+
+@pytest.fixture(scope="module")
+def indexed(
+    shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A configuration, and a run directory that has its index."""
+    folder = tmp_path_factory.mktemp("preemption")
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
+    shell.ok("index", "--config", config)
+    return config, folder / "run"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shell: Shell, indexed: tuple[Path, Path]) -> Callable[[int], dict[str, str]]:
+    """Digests of the weights of a training that nobody disturbed, by number of ranks."""
+    found: dict[int, dict[str, str]] = {}
+
+    def digests(ranks: int) -> dict[str, str]:
+        if ranks not in found:
+            config, run_dir = indexed
+            copy = run_dir.with_name(f"undisturbed_{ranks}")
+            shutil.copytree(run_dir, copy)
+            shell.ok(*train(config, copy), ranks=ranks)
+            found[ranks] = weights(copy)
+        return found[ranks]
+
+    return digests
+
+
+def train(config: Path, run_dir: Path, *options: str) -> list[object]:
+    return ["train", "--stage", 0, "--config", config, f"run_dir={run_dir}", *options]
+
+
+def weights(run_dir: Path) -> dict[str, str]:
+    """The trained weights and moments, bit for bit."""
+    directory = run_dir / "stage_0" / "train" / "checkpoints"
+    assert checkpoint.steps(directory)[-1] == STEPS
+    state = checkpoint.load_model_state(directory, STEPS)
+    return {name: tensor.numpy().tobytes().hex() for name, tensor in state.items()}
+
+
+def disturbed(shell: Shell, indexed: tuple[Path, Path], tmp_path: Path, **call: Any) -> Finished:
+    """Trains in a copy of the indexed run; nothing may be lost and nothing shown as a crash."""
+    config, run_dir = indexed
+    shutil.copytree(run_dir, tmp_path / "run", dirs_exist_ok=True)
+    options = call.pop("options", ())
+    return shell(*train(config, tmp_path / "run", *options), **call)
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "who"),
+    [(signal.SIGUSR1, 1, (0,)), (signal.SIGTERM, 2, (0, 1)), (signal.SIGUSR1, 2, (1,))],
+    ids=["one", "all", "some"],
+)
+def test_a_signal_saves_and_leaves(
+    shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path, number: int, ranks: int, who: Any
+) -> None:
+    """Also when it reaches one rank only, and the loader workers with it."""
+    inside = After(3, Signal(number), who)
+    left = disturbed(
+        shell, indexed, tmp_path, ranks=ranks, inside=inside, options=["data.num_workers=1"]
+    )
+    assert left.code == 85, left.stderrs
+    name = signal.Signals(number).name
+    assert left.complaints() == [f"mclclip: asked to leave ({name}): the same command goes on"]
+    assert "Traceback" not in "".join(left.stderrs)
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["exit_code"], state["requeue"]) == ("preempted", 85, True)
+    saved = checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints")
+    assert saved in ([4], [5])  # at the boundary after next at the latest
+    shell.ok(*train(indexed[0], tmp_path / "run"), ranks=ranks)
+    assert state_of(tmp_path / "run")["state"] == "finished"
+    assert weights(tmp_path / "run") == undisturbed(ranks)
+
+
+def test_a_signal_outside_of_training_leaves_at_once(
+    shell: Shell, indexed: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(indexed[1], tmp_path / "run")
+    command = ["export", "--stage", 0, "--config", indexed[0], f"run_dir={tmp_path / 'run'}"]
+    shell.ok(*train(indexed[0], tmp_path / "run"))
+    left = shell(*command, inside=signal_in_export)
+    assert left.code == 85 and "Traceback" not in left.stderr
+    assert state_of(tmp_path / "run")["state"] == "preempted"
+    assert not (tmp_path / "run/stage_0/export/manifest.json").exists()
+    shell.ok(*command)
+    assert state_of(tmp_path / "run")["state"] == "finished"
+
+
+def signal_in_export() -> None:
+    from mclclip import export
+
+    def write(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(60)
+
+    setattr(export, "save_export", write)  # noqa: B010
+
+
+def test_save_now_saves_and_goes_on(shell: Shell, indexed: Any, tmp_path: Path) -> None:
+    request = tmp_path / "run" / "save_now"
+    done = disturbed(shell, indexed, tmp_path, ranks=2, inside=After(2, Touch(request), (0,)))
+    assert done.code == 0, done.stderrs
+    assert not request.exists()
+    steps = checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints")
+    assert len(steps) == 2 and steps[0] in (3, 4) and steps[1] == STEPS
+
+
+def test_stop_leaves_for_good(shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path) -> None:
+    request = tmp_path / "run" / "stop"
+    left = disturbed(shell, indexed, tmp_path, ranks=2, inside=After(2, Touch(request), (0,)))
+    assert left.code == 85 and not request.exists()
+    assert state_of(tmp_path / "run")["requeue"] is False
+    shell.ok(*train(indexed[0], tmp_path / "run"), ranks=2)
+    assert weights(tmp_path / "run") == undisturbed(2)
+
+
+def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path) -> None:
+    left = disturbed(shell, indexed, tmp_path, options=["wall_time_s=0.001"])
+    assert left.code == 85
+    assert "the wall-time limit" in state_of(tmp_path / "run")["reason"]
+    assert checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints") == [2]
+    shell.ok(*train(indexed[0], tmp_path / "run"))
+    assert weights(tmp_path / "run") == undisturbed(1)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (sleep, "is waited for (rank 1 at trainer.py:"),
+        (Signal(signal.SIGSTOP), "has not been heard of for 3 s (peer_timeout_s)"),
+    ],
+    ids=["hangs", "stopped"],
+)
+def test_a_rank_that_stands_still_is_named(
+    shell: Shell, indexed: Any, tmp_path: Path, act: Any, words: str
+) -> None:
+    start = time.monotonic()
+    left = disturbed(
+        shell,
+        indexed,
+        tmp_path,
+        ranks=2,
+        inside=After(3, act, (1,)),
+        options=[f"peer_timeout_s={TIMEOUT_S}"],
+        timeout_s=LIMIT_S,
+    )
+    took = time.monotonic() - start
+    assert left.codes[0] == 1, left.stderrs
+    (line,) = left.complaints()
+    assert line.startswith("mclclip: rank 1 (host ") and words in line, line
+    assert took < LIMIT_S or act is not sleep  # who is stopped cannot end itself
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["requeue"]) == ("failed", True)
