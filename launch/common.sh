@@ -8,7 +8,7 @@
 #     130 interrupted
 #     or the code that mclclip recorded when it failed.
 # torchrun turns the codes of its workers into 0 or 1, so mclclip records how it ends in
-# MCLCLIP_STATE_FILE (a temporary file, unless the caller names one, empty or absent).
+# MCLCLIP_STATE_FILE (a temporary file, unless the caller names one), which is emptied first.
 #
 # SIGUSR1, SIGTERM and SIGHUP mean: save and leave. They are passed on to the workers and kept from
 # torchrun, which would end the workers and print a traceback.
@@ -20,17 +20,17 @@ launch() {
     trap 'request=USR1' USR1 TERM HUP
     start "$@"
     trap interrupt INT
-    trap 'kill -KILL "$torchrun" 2>/dev/null; clean_up' EXIT  # the workers end with torchrun
+    trap 'disown; kill -KILL "$torchrun"; clean_up' EXIT  # the workers end with torchrun
     while kill -0 "$torchrun" 2>/dev/null; do
         if [[ -z $request ]]; then
-            wait "$torchrun" || true  # ends with torchrun, or by a signal
+            wait "$torchrun" 2>/dev/null || true  # ends with torchrun, or by a signal
         else
             # Again and again: a worker that is only starting takes no notice.
             signal_workers "$request"
             (trap '' USR1 TERM HUP && exec sleep 1)  # SLURM may signal every process of a task
         fi
     done
-    wait "$torchrun" || code=$?
+    wait "$torchrun" 2>/dev/null || code=$?
     conclude "$code"
 }
 
@@ -53,6 +53,7 @@ prepare() {
         MCLCLIP_STATE_FILE=$temporary
     fi
     export MCLCLIP_STATE_FILE
+    : >"$MCLCLIP_STATE_FILE"
     # All ranks of a machine share its cores; torchrun would give one to each, and say so.
     threads=$((cores / $1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}

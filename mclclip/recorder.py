@@ -1,19 +1,29 @@
-"""What a training leaves behind beside checkpoints: rows of metrics, and its bad samples."""
+"""What a training leaves behind beside checkpoints: rows of metrics, and its bad samples.
+
+Between two rows nothing here waits for the device: figures stay tensors until a row is written.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from mclclip import runlog
 from mclclip.parallel import collectives
 from mclclip.parallel.process_group import Context
+from mclclip.profiling import PeakMemory
 
 log = logging.getLogger("mclclip")
+
+_WATCHED = 3  # first steps whose memory is measured by phase, besides those that give a row
 
 
 class _Read(Protocol):
@@ -23,11 +33,21 @@ class _Read(Protocol):
     replaced: dict[int, str]
 
 
+R = TypeVar("R", bound=_Read)
+
+
 class Recorder:
     """Metrics of the steps since the last row, and the samples that had to be replaced.
 
-    ``share_bad`` makes this rank's replaced samples known to all ranks and returns how many are
-    known (data.bad_samples.BadSamples.share); it is called by all ranks at every row.
+    directory        gets metrics.jsonl (a row per ``log_every`` steps and after the last),
+                     epochs.jsonl (a row per epoch, or the part of it that ran) and the sinks
+    start, total     steps done before, and in the whole training
+    share_bad        makes this rank's replaced samples known to all ranks and returns how many are
+                     known (data.bad_samples.BadSamples.share); called by all ranks at every row
+    track, config    names of the sinks, and what they note of the run
+    peaks            this rank's memory, its phase "start" under way; rows hold the ranks' maximum
+
+    Raises ValueError on all ranks where the package of a sink is not installed.
     """
 
     def __init__(
@@ -38,51 +58,129 @@ class Recorder:
         name: str,
         global_batch: int,
         start: int,
+        total: int,
+        steps_per_epoch: int,
+        log_every: int,
         share_bad: Callable[[Mapping[int, str]], int],
         track: list[str],
         config: Mapping[str, Any],
+        peaks: PeakMemory,
     ) -> None:
         self.name, self.context, self.global_batch = name, context, global_batch
-        self.meter = runlog.Meter(global_batch, context.world_size)
-        self.share_bad = share_bad
+        self.start, self.total, self.log_every = start, total, log_every
+        self.steps_per_epoch, self.share_bad, self.peaks = steps_per_epoch, share_bad, peaks
+        self.row = runlog.Meter(global_batch, context.world_size)
+        self.epoch = runlog.Meter(global_batch, context.world_size)
         self.replaced: dict[int, str] = {}
         self.group_size = 0
-        self.metrics = None
-        if context.is_main:
-            sinks = [runlog.make_sink(sink, directory / sink, config) for sink in track]
-            path = directory / "metrics.jsonl"
-            self.metrics = runlog.MetricsLog(path, resume_step=start, sinks=sinks)
+        self.loss_sum: Tensor | float = 0.0
 
-    def take(self, batch: _Read) -> None:
-        """Notes one step's batch."""
-        self.meter.steps += 1
-        self.replaced.update(batch.replaced)
-        self.group_size = batch.group_size
+        def open_log() -> runlog.MetricsLog:
+            sinks = runlog.open_sinks(track, directory, config=config, resume_step=start)
+            return runlog.MetricsLog(directory, resume_step=start, sinks=sinks)
 
-    def write(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
-        """Writes one row (rank 0) after step ``done``; a collective."""
-        num_bad = self.share_bad(self.replaced)
-        self.replaced = {}
-        means = {
-            name: float(collectives.all_reduce_sum(value.double())) / self.context.world_size
-            for name, value in parts.items()
-        }
-        row = means | {
-            "samples_seen": done * self.global_batch,
-            "lr": lr,
-            "group_size": self.group_size,
-            "bad_samples": num_bad,
-            **self.meter.read(),
-        }
-        if self.metrics is not None:
-            self.metrics.write(done, row)
-            log.info(
-                "%s step %d: loss %.4f lr %.2e scale %.1f, %.0f samples/s, waiting %.0f %%",
-                self.name, done, row["loss"], lr, row["logit_scale"],
-                row["samples_per_s"], 100 * row["data_wait_share"],
-            )  # fmt: skip
+        self.metrics = collectives.together(lambda: open_log() if context.is_main else None)
+
+    def reading(self, batches: Iterable[R]) -> Iterator[R]:
+        """Yields ``batches``, the steps from ``start`` on, and notes what reading them costs."""
+        self.peaks.ended("start")
+        self.row.read()
+        self.epoch.read()
+        source = iter(batches)
+        for done in itertools.count(self.start + 1):
+            self.peaks.watching = self._gives_row(done) or done <= self.start + _WATCHED
+            self.peaks.restart()
+            before = time.perf_counter()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            wait_s = time.perf_counter() - before
+            self.peaks.ended("data_wait")
+            self.row.wait_s += wait_s
+            self.epoch.wait_s += wait_s
+            self.replaced.update(batch.replaced)
+            self.group_size = batch.group_size
+            yield batch
+
+    def take(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
+        """Notes the step that was the ``done``-th; where a row is due, a collective."""
+        self.row.steps += 1
+        self.epoch.steps += 1
+        self.loss_sum = self.loss_sum + parts["loss"].detach().double()
+        if self._gives_row(done):
+            self._write(done, parts, lr)
+
+    def end_epoch(self, done: int, leaving: bool = False) -> None:
+        """Writes the row of the epoch if it ends after ``done`` steps; then a collective.
+
+        ``leaving``: the process ends here, and the row is that of the part that ran.
+        """
+        if self.epoch.steps and (leaving or done % self.steps_per_epoch == 0 or done == self.total):
+            self._write_epoch(done)
 
     def close(self) -> None:
-        """Closes metrics.jsonl and the sinks."""
+        """Closes the files and the sinks; takes no longer than a process that must leave can."""
         if self.metrics is not None:
             self.metrics.close()
+
+    def _gives_row(self, done: int) -> bool:
+        return done % self.log_every == 0 or done == self.total
+
+    def _write(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
+        figures = self._figures(done, self.row, parts)
+        row = figures | {"lr": lr, "group_size": self.group_size}
+        if self.metrics is None:
+            return
+        self.metrics.write(done, row)
+        log.info(
+            "%s step %d: loss %.4f lr %.2e scale %.1f, %.0f samples/s, waiting %.0f %%",
+            self.name, done, row["loss"], lr, row["logit_scale"],
+            row["samples_per_s"], 100 * row["data_wait_share"],
+        )  # fmt: skip
+
+    def _write_epoch(self, done: int) -> None:
+        steps = self.epoch.steps
+        mean = self.loss_sum / steps
+        self.loss_sum = 0.0
+        row = self._figures(done, self.epoch, {"loss": mean})
+        row |= {"first_step": done - steps, "steps": steps}
+        if self.metrics is None:
+            return
+        self.metrics.write_epoch(done, row)
+        log.info(
+            "%s epoch %d of %d (%d steps): loss %.4f, %.0f samples/s, waiting %.0f %%, "
+            "%d bad sample(s), peak memory %.2f GiB, %.1f s",
+            self.name, math.ceil(row["epoch"]), math.ceil(self.total / self.steps_per_epoch),
+            steps, row["loss"], row["samples_per_s"], 100 * row["data_wait_share"],
+            row["bad_samples"], row["memory_gib"], row["seconds"],
+        )  # fmt: skip
+
+    def _figures(
+        self, done: int, meter: runlog.Meter, parts: Mapping[str, Tensor | float]
+    ) -> dict[str, Any]:
+        """What every row has: ``parts`` as means over the ranks, progress, speed and memory."""
+        num_bad = self.share_bad(self.replaced)
+        self.replaced = {}
+        memory = self.peaks.figures()
+        every = self._gather({**parts, **memory, "wait_s": meter.wait_s})
+        # The slowest reader holds up all ranks; the fullest one is the first to fail.
+        speed = meter.read(max(every["wait_s"]))
+        peaks = {name: max(every[name]) for name in memory}
+        return {
+            "epoch": round(done / self.steps_per_epoch, 6),
+            "samples_seen": done * self.global_batch,
+            **{name: sum(every[name]) / len(every[name]) for name in parts},
+            "bad_samples": num_bad,
+            **speed,
+            **{name: peak for name, peak in peaks.items() if peak},
+        }
+
+    def _gather(self, values: Mapping[str, Tensor | float]) -> dict[str, list[float]]:
+        """Every rank's numbers, by one collective."""
+        mine = [
+            torch.as_tensor(value, dtype=torch.float64, device=self.context.device).reshape(())
+            for value in values.values()
+        ]
+        table = collectives.gather(torch.stack(mine)[None])
+        return dict(zip(values, table.T.tolist(), strict=True))

@@ -1,18 +1,29 @@
-"""What the user sees and what stays: log lines, progress bars, metrics.jsonl, sinks."""
+"""What the user sees and what stays: log lines, progress bars, rows of metrics, sinks.
+
+A training never ends because a row could not be written: what fails is said once and counted.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
-import resource
+import math
+import os
+import secrets
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
+
+CLOSE_S = 20.0  # for a sink to send what it still holds; a pre-empted process has little time
 
 
 def setup(rank: int = 0, level: str = "INFO") -> None:
@@ -51,16 +62,6 @@ def progress(
             log.info("%s: %d of %s", description, done, "?" if total is None else total)
 
 
-def memory_gib() -> float:
-    """Peak memory of this process in GiB: resident on the CPU, allocated on the GPU if used."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        # A run on the CPU of a machine with a GPU has allocated nothing there.
-        if allocated := torch.cuda.max_memory_allocated():
-            return float(allocated) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 class Meter:
     """Speed since the last reading: steps, samples per second, share of time waiting for data."""
 
@@ -68,27 +69,19 @@ class Meter:
         self.global_batch, self.world_size = global_batch, world_size
         self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
 
-    def waiting(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yields ``batches`` and notes the time spent waiting for each."""
-        source = iter(batches)
-        while True:
-            before = time.perf_counter()
-            try:
-                batch = next(source)
-            except StopIteration:
-                return
-            self.wait_s += time.perf_counter() - before
-            yield batch
+    def read(self, wait_s: float | None = None) -> dict[str, float]:
+        """The figures since the last reading, which starts anew.
 
-    def read(self) -> dict[str, float]:
-        """The figures since the last reading, which starts anew."""
-        elapsed_s = max(time.perf_counter() - self.since, 1e-9)
-        per_s = self.steps * self.global_batch / elapsed_s
+        ``wait_s``: the seconds of waiting to report instead of this process's own.
+        """
+        seconds = max(time.perf_counter() - self.since, 1e-9)
+        waited_s = self.wait_s if wait_s is None else wait_s
+        per_s = self.steps * self.global_batch / seconds
         figures = {
             "samples_per_s": round(per_s, 1),
             "samples_per_s_per_rank": round(per_s / self.world_size, 1),
-            "data_wait_share": round(min(self.wait_s / elapsed_s, 1.0), 4),
-            "memory_gib": round(memory_gib(), 3),
+            "data_wait_share": round(min(waited_s / seconds, 1.0), 4),
+            "seconds": round(seconds, 3),
         }
         self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
         return figures
@@ -105,18 +98,24 @@ class MetricSink(Protocol):
 
 
 class TensorboardSink:
-    """Scalars for tensorboard under ``directory`` (needs the extra ``track``)."""
+    """Scalars for tensorboard under ``directory`` (needs the extra ``track``).
 
-    def __init__(self, directory: Path) -> None:
+    Points after ``resume_step``, which an earlier process left, are hidden.
+    """
+
+    def __init__(self, directory: Path, *, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(directory))  # type: ignore[no-untyped-call, unused-ignore]
+        self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call, unused-ignore]
+            str(directory), purge_step=resume_step + 1
+        )
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Writes every number of the row as a scalar."""
+        """Writes every number of the row as a scalar; it is on disk afterwards."""
         for name, value in row.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
         """Flushes and closes the event file."""
@@ -124,19 +123,18 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """Rows for Weights & Biases under ``directory`` (needs the extra ``track``)."""
+    """Rows for Weights & Biases under ``directory`` (needs the extra ``track``).
+
+    wandb's own variables hold, such as WANDB_MODE=offline. Rows that a resumed training repeats
+    are left out by wandb, which has those steps already.
+    """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
-        directory.mkdir(parents=True, exist_ok=True)
-        # One id per training, kept on disk: a resumed run goes on in the same wandb run.
-        id_file = directory / "run_id"
-        if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
         self._run: Any = wandb.init(
             project="mclclip",
-            id=id_file.read_text().strip(),
+            id=_run_id(directory),
             resume="allow",
             dir=str(directory),
             config=dict(config),
@@ -151,45 +149,142 @@ class WandbSink:
         self._run.finish()
 
 
-def make_sink(name: str, directory: Path, config: Mapping[str, Any]) -> MetricSink:
-    """The sink ``tensorboard`` or ``wandb``; ValueError where its package is not installed."""
-    try:
-        return TensorboardSink(directory) if name == "tensorboard" else WandbSink(directory, config)
-    except ImportError as error:
-        raise ValueError(f"track: {name} is not installed: pip install 'mclclip[track]'") from error
+def _run_id(directory: Path) -> str:
+    """One id per training, kept on disk: a resumed training goes on in the same wandb run."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "run_id"
+    if not path.exists():
+        temporary = path.with_name(".run_id.tmp")
+        temporary.write_text(secrets.token_hex(4))
+        temporary.replace(path)
+    return path.read_text().strip()
+
+
+def open_sinks(
+    names: Iterable[str], directory: Path, *, config: Mapping[str, Any], resume_step: int
+) -> dict[str, MetricSink]:
+    """The sinks ``tensorboard`` and ``wandb`` by name, each in a folder of its own.
+
+    One that does not start (no network, no key, a full disk) is warned of and left out; one whose
+    package is not installed is a ValueError.
+    """
+    sinks: dict[str, MetricSink] = {}
+    for name in names:
+        try:
+            if name == "tensorboard":
+                sinks[name] = TensorboardSink(directory / name, resume_step=resume_step)
+            else:
+                sinks[name] = WandbSink(directory / name, config)
+        except ImportError as error:
+            raise ValueError(
+                f"track: {name} is not installed: pip install 'mclclip[track]'"
+            ) from error
+        except Exception as error:  # whatever its package raises
+            log.warning("%s does not start (%s): the training goes on without", name, _line(error))
+    return sinks
+
+
+class JsonLines:
+    """A file with one row of strict JSON per line, cut back to the step a run resumes from.
+
+    Every row has ``step``. Numbers that are not finite, which JSON does not have, are null. A row
+    that was written is in the file whole, or not at all where writing raised OSError.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab", buffering=0)
+        self._file.truncate(self._length(resume_step))
+
+    def _length(self, resume_step: int) -> int:
+        """Bytes of the whole rows up to ``resume_step``."""
+        length = 0
+        with open(self.path, "rb") as lines:
+            for line in lines:
+                try:
+                    step = json.loads(line)["step"] if line.endswith(b"\n") else None
+                except ValueError:
+                    step = None
+                if step is None:  # the row being written when the run was killed
+                    log.info("%s: dropped a half-written row", self.path)
+                if step is None or step > resume_step:
+                    break
+                length += len(line)
+        return length
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row; raises OSError, with the file as it was, where it does not fit."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+        length = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            self._file.truncate(length)
+            raise
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
 
 
 class MetricsLog:
-    """``metrics.jsonl``: one row per logged step, cut back to the step a run resumes from."""
+    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training; nothing here raises.
 
-    def __init__(self, path: Path, *, resume_step: int, sinks: Iterable[MetricSink] = ()) -> None:
-        self.path = Path(path)
-        self.sinks = list(sinks)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in self._lines() if line["step"] <= resume_step]
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text(text)
-        temporary.replace(self.path)
-        self._file = open(self.path, "a", buffering=1)
+    ``lost`` counts what could not be written, by its name.
+    """
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        if not self.path.exists():
-            return
-        for line in self.path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:  # the row being written when the run was killed
-                log.info("%s: dropped a half-written last row", self.path)
+    def __init__(
+        self, directory: Path, *, resume_step: int, sinks: Mapping[str, MetricSink] | None = None
+    ) -> None:
+        self.sinks = dict(sinks or {})
+        self.lost: Counter[str] = Counter()
+        self._files = {
+            name: JsonLines(Path(directory) / name, resume_step=resume_step)
+            for name in ("metrics.jsonl", "epochs.jsonl")
+        }
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Appends one row and passes it to the sinks."""
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
-        for sink in self.sinks:
-            sink.write(step, row)
+        """Appends one row to metrics.jsonl and passes it to the sinks."""
+        self._append("metrics.jsonl", step, row)
+        for name, sink in self.sinks.items():
+            self._try(name, partial(sink.write, step, row))
+
+    def write_epoch(self, step: int, row: Mapping[str, Any]) -> None:
+        """Appends the row of an epoch, which ended after ``step``."""
+        self._append("epochs.jsonl", step, row)
+
+    def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
+        self._try(name, partial(self._files[name].write, {"step": step, **row}))
 
     def close(self) -> None:
-        """Closes the file and the sinks."""
-        self._file.close()
-        for sink in self.sinks:
-            sink.close()
+        """Closes files and sinks, each within CLOSE_S seconds, and says how much was lost."""
+        for name, file in self._files.items():
+            self._try(name, file.close)
+        for name, sink in self.sinks.items():
+            # A thread, since a network may keep it for ever.
+            closing = threading.Thread(target=self._try, args=(name, sink.close), daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+            if closing.is_alive():
+                log.warning("%s was not done after %g s: left", name, CLOSE_S)
+        for name, count in self.lost.items():
+            log.warning("%s: %d write(s) failed in all", name, count)
+
+    def _try(self, name: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # a disk, a network, whatever a sink's package raises
+            self.lost[name] += 1
+            if self.lost[name] == 1:
+                log.warning("%s cannot be written (%s): the training goes on", name, _line(error))
+
+
+def _line(error: Exception) -> str:
+    """The error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

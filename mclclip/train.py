@@ -41,6 +41,7 @@ from mclclip.parallel.build_engine import build_engine
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import Context, process_start, start_loader_worker
 from mclclip.parallel.step_boundary import StepBoundary
+from mclclip.profiling import PeakMemory, StepProfiler
 from mclclip.recorder import Recorder
 from mclclip.trainer import Trainee, Trainer
 
@@ -63,6 +64,7 @@ class _Stage:
     seed: int
     index: SampleIndex
     directory: Path
+    peaks: PeakMemory
 
     @property
     def uses_cached_text(self) -> bool:
@@ -86,7 +88,8 @@ def run(
     index = SampleIndex.open(layout.index)
     check_world_size(options, context)
     seed, directory = data_seed(config.seed, variant), layout.train(stage)
-    job = _Stage(config, options, context, layout, stage, seed, index, directory)
+    peaks = PeakMemory(context.device)
+    job = _Stage(config, options, context, layout, stage, seed, index, directory, peaks)
     if collectives.on_main(lambda: _prepare(job, variant, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
@@ -167,15 +170,9 @@ def _labels(job: _Stage, variant: str) -> tuple[np.ndarray, tuple[int, ...], dic
 
 def _train(job: _Stage, model: ClipModel, grouped: GroupedIndex, known_bad: np.ndarray) -> int:
     """Trains ``model``; returns the number of steps of the whole training."""
-    options, context = job.options, job.context
+    options, context, how = job.options, job.context, job.options.plan
     plan = EpochPlan(
-        grouped,
-        options.global_batch,
-        options.plan.policy,
-        options.plan.order,
-        seed=job.seed,
-        stage=job.stage,
-        epoch=0,
+        grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
     )
     total = options.steps or max(1, round(options.epochs * plan.steps_per_epoch))
     engine = _engine(job, model)
@@ -191,7 +188,7 @@ def _train(job: _Stage, model: ClipModel, grouped: GroupedIndex, known_bad: np.n
         context.world_size,
     )  # fmt: skip
     if start < total:
-        trainer = _trainer(job, engine, checkpoints, start, total)
+        trainer = _trainer(job, engine, checkpoints, plan, start, total)
         loader = _loader(job, grouped, known_bad, model, range(start, total))
         trainer.run(loader, start, total, f"stage {job.stage}")
     return total
@@ -228,7 +225,7 @@ def _engine(job: _Stage, model: ClipModel) -> Engine:
 
 
 def _trainer(
-    job: _Stage, engine: Engine, checkpoints: Checkpoints, start: int, total: int
+    job: _Stage, engine: Engine, checkpoints: Checkpoints, plan: EpochPlan, start: int, total: int
 ) -> Trainer:
     options, context = job.options, job.context
     recorder = Recorder(
@@ -237,9 +234,13 @@ def _trainer(
         name=f"stage {job.stage}",
         global_batch=options.global_batch,
         start=start,
+        total=total,
+        steps_per_epoch=plan.steps_per_epoch,
+        log_every=options.log_every,
         share_bad=BadSamples(job.index, job.config.data.max_bad_fraction).share,
         track=list(job.config.track),
         config=to_tree(job.config),
+        peaks=job.peaks,
     )
     limit = job.config.wall_time_s
     return Trainer(
@@ -262,7 +263,9 @@ def _trainer(
         prepare=partial(_to, options=options, context=context),
         seed_words=(job.seed, job.stage),
         checkpoint_every=options.checkpoint.every,
-        log_every=options.log_every,
+        profiler=StepProfiler(
+            job.directory / "profile", options.profile_steps, total, context.device, context.rank
+        ),
     )
 
 

@@ -23,6 +23,7 @@ from mclclip.parallel.gradient_cache import Pullback
 from mclclip.parallel.process_group import seed_everything
 from mclclip.parallel.signals import Preempted
 from mclclip.parallel.step_boundary import StepBoundary
+from mclclip.profiling import StepProfiler
 from mclclip.recorder import Recorder
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +81,8 @@ class Trainer:
     learning_rate   step -> learning rate
     prepare         moves a batch to the device, in the training's number format
     seed_words      words that, with the step and the rank, seed dropout
-    checkpoint_every, log_every   steps between checkpoints, and between rows of metrics
+    checkpoint_every   steps between checkpoints
+    profiler        records the steps it was told to
     """
 
     def __init__(
@@ -94,21 +96,23 @@ class Trainer:
         prepare: Callable[[Batch], Batch],
         seed_words: tuple[int, ...],
         checkpoint_every: int,
-        log_every: int,
+        profiler: StepProfiler,
     ) -> None:
         self.engine, self.checkpoints = engine, checkpoints
         self.recorder, self.boundary = recorder, boundary
         self.learning_rate, self.prepare, self.seed_words = learning_rate, prepare, seed_words
-        self.checkpoint_every, self.log_every = checkpoint_every, log_every
+        self.checkpoint_every, self.profiler = checkpoint_every, profiler
+        engine.phase_ended = recorder.peaks.ended
 
     def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> None:
         """Trains on ``batches``, those of the steps ``start`` to ``total`` in order.
 
         Raises Preempted, with everything saved, where the ranks agreed to leave.
         """
-        waiting = self.recorder.meter.waiting(batches)
-        with signals.deferred(), peer_watch.training(), contextlib.closing(self.recorder):
-            for batch in runlog.progress(waiting, total=total - start, description=description):
+        reading = self.recorder.reading(batches)
+        # The recorder is closed last: its sinks may take a while, which is no hanging of this rank.
+        with signals.deferred(), contextlib.closing(self.recorder), peer_watch.training():
+            for batch in runlog.progress(reading, total=total - start, description=description):
                 if batch.step == start:
                     self.engine.settle(self.prepare(batch))
                 self._step(batch, total)
@@ -120,17 +124,18 @@ class Trainer:
     def _step(self, batch: Batch, total: int) -> None:
         """One update and what is due after it."""
         peer_watch.note()
-        batch = self.prepare(batch)
-        seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
         lr = self.learning_rate(batch.step)
-        parts = self.engine.update(batch, lr)
+        with self.profiler.step(batch.step):
+            batch = self.prepare(batch)
+            seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
+            self.recorder.peaks.restart()
+            parts = self.engine.update(batch, lr)
         peer_watch.note()
         done = batch.step + 1
-        self.recorder.take(batch)
-        if done % self.log_every == 0 or done == total:
-            self.recorder.write(done, parts, lr)
+        self.recorder.take(done, parts, lr)
         if done % self.checkpoint_every == 0 or done == total:
-            self.checkpoints.save(done, self.engine)
+            self._save(done)
+        self.recorder.end_epoch(done)
         peer_watch.note()
 
     def _obey(self, done: int) -> None:
@@ -138,8 +143,13 @@ class Trainer:
         decision = self.boundary.decide()
         if decision.save or decision.leave is not None:
             if done % self.checkpoint_every:  # else it is saved already
-                self.checkpoints.save(done, self.engine)
+                self._save(done)
         if decision.leave is not None:
             self.checkpoints.wait()
+            self.recorder.end_epoch(done, leaving=True)
             self.boundary.finish()
             raise Preempted(decision.leave, decision.requeue)
+
+    def _save(self, done: int) -> None:
+        with self.recorder.peaks.phase("checkpoint"):
+            self.checkpoints.save(done, self.engine)

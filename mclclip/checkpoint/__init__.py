@@ -14,9 +14,8 @@ only checkpoints of a trusted run may be loaded.
 """
 
 from mclclip.checkpoint.checkpoints import Checkpoints
-from mclclip.checkpoint.old_calls import load, save
 from mclclip.checkpoint.resumption import Stateful
 from mclclip.checkpoint.step_files import path_of, steps
 from mclclip.checkpoint.storage import load_model_state
 
-__all__ = ["Checkpoints", "Stateful", "load", "load_model_state", "path_of", "save", "steps"]
+__all__ = ["Checkpoints", "Stateful", "load_model_state", "path_of", "steps"]

@@ -11,7 +11,7 @@ What kernels take for themselves and do not return (workspaces of cuDNN, fragmen
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def size_bytes(tensors: Iterable[Tensor]) -> int:
 @contextmanager
 def faked(module: nn.Module) -> Iterator[None]:
     """Inside, `module`, built by `load_shapes`, runs as on a CPU, and new tensors are fakes too."""
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         module.to_empty(device="cpu")
         yield
 
@@ -63,7 +63,7 @@ def peak_bytes(
     are those of CUDA, fp32, not those of the CPU that fakes stand on.
     """
     meter = _Meter(existing)
-    with _GpuAutocast() if as_on_gpu else _AsIs(), meter:
+    with _GpuAutocast() if as_on_gpu else nullcontext(), meter:
         work()
     return meter.peak
 
@@ -77,10 +77,6 @@ class _StayOnMeta(TorchFunctionMode):
         if func is Tensor.to and args[0].is_meta:
             args = [a if not isinstance(a, torch.device | str) else args[0].device for a in args]
         return func(*args, **(kwargs or {}))
-
-
-class _AsIs(TorchFunctionMode):
-    """Changes nothing."""
 
 
 class _GpuAutocast(TorchFunctionMode):

@@ -97,6 +97,8 @@ def build_optimizer(
 
     Raises ValueError for an unknown name, and where nothing is trainable.
     """
+    if layer_decay is not None and not 0.0 < layer_decay <= 1.0:
+        raise ValueError(f"layer_decay is {layer_decay}: wanted more than 0 and at most 1")
     scale = None if layer_decay is None else _lr_scale(module, layer_decay)
     bounds = dict(_upper_bounds(module))
     groups = parameter_groups(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class DeepspeedEngine(Engine):
         engine, optimizer, _, _ = deepspeed.initialize(
             model=self.module, optimizer=self._inner, config=config, dist_init_required=False
         )
+        weakref.finalize(self, _release, engine, self.module).atexit = False
         return optimizer, engine
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
@@ -282,6 +284,15 @@ def _join(context: Context) -> Any:
         groups._WORLD_GROUP = None
         _joined = dist.group.WORLD
     return deepspeed
+
+
+def _release(engine: Any, module: nn.Module) -> None:
+    """Lets go of an engine: its hooks hold it in circles that Python does not see."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    engine.destroy()
+    while module in FWD_MODULE_STACK:  # ZeRO-3 puts its module there for good
+        FWD_MODULE_STACK.remove(module)
 
 
 def _shared(tensor: Tensor) -> bool:

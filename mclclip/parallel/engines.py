@@ -59,6 +59,8 @@ class Engine:
         ema_decay: float | None = None,
     ) -> None:
         self.module, self.context = module, context
+        # Told when a phase of an update has ended: "forward", "backward", "optimizer".
+        self.phase_ended: Callable[[str], None] = _unwatched
         self.clip_grad_norm, self.micro_batch = clip_grad_norm, micro_batch
         if micro_batch is not None:
             gradient_cache.check(module)
@@ -171,10 +173,13 @@ class Engine:
             parts = gradient_cache.backward(self, batch, self.micro_batch)
         else:
             parts = self.run(batch)
+            self.phase_ended("forward")
             self.backward(parts["loss"])
+        self.phase_ended("backward")
         norm = self.step()
         if self.average is not None:
             self.average.update()
+        self.phase_ended("optimizer")
         if self.scaler.is_enabled():
             parts["loss_scale"] = torch.tensor(self.scaler.get_scale())
         return {name: value.detach() for name, value in parts.items()} | {"grad_norm": norm}
@@ -199,6 +204,10 @@ class Engine:
                 "_growth_tracker": int(state["scaler.growth_tracker"]),
             }
             self.scaler.load_state_dict(self.scaler.state_dict() | values)
+
+
+def _unwatched(phase: str) -> None:
+    """Nobody wants to know when a phase has ended."""
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
+import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -57,17 +59,27 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Equal states of fp32 runs; moments, whose largest are near 1, in relation to that."""
     assert one.keys() == other.keys()
     for start, atol in (("model.", 1e-5), ("ema.", 1e-5), ("optimizer.", 5e-5)):
-        parts = [{n: v for n, v in state.items() if n.startswith(start)} for state in (one, other)]
-        assert_close(*parts, atol)
+        first, second = (
+            {n: v for n, v in state.items() if n.startswith(start)} for state in (one, other)
+        )
+        assert_close(first, second, atol)
+
+
+def short(*args: Any) -> Any:
+    """As run, but eight steps."""
+    with patch.object(test_engines, "STEPS", 8):
+        return run(*args)
 
 
 @pytest.fixture(scope="module")
 def single(ranks: Ranks) -> Callable[..., tuple[list[float], dict[str, Any]]]:
-    """20 steps of one process: losses and state, by precision and options."""
+    """Steps of one process: losses and state, by precision and options."""
 
     @cache
-    def result(precision: str = "fp32", **options: Any) -> tuple[list[float], dict[str, Any]]:
-        return ranks(1, run, "ddp", precision, options)[0]  # type: ignore[no-any-return]
+    def result(
+        precision: str = "fp32", steps: Any = run, **options: Any
+    ) -> tuple[list[float], dict[str, Any]]:
+        return ranks(1, steps, "ddp", precision, options)[0]  # type: ignore[no-any-return]
 
     return result
 
@@ -88,16 +100,16 @@ def test_two_ranks_equal_one(ranks: Ranks, single: Any, stage: int, options: Any
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradient_caching_equals_the_whole_batch(ranks: Ranks, single: Any, stage: int) -> None:
     """In micro-batches of unequal size (12 = 5 + 5 + 2)."""
-    losses, state = single()
+    losses, state = single(steps=short)
     options = {"zero_stage": stage, "micro_batch": 5}
-    got_losses, got = ranks(2, zero, run, "deepspeed", "fp32", options)[0]
+    got_losses, got = ranks(2, zero, short, "deepspeed", "fp32", options)[0]
     np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
     assert_same(state, got)
 
 
 def test_three_ranks_that_divide_no_parameter(ranks: Ranks, single: Any) -> None:
     """Also with more than one bucket of gradients, and some larger than a bucket."""
-    losses, state = single(ema_decay=0.9)
+    losses, state = single(steps=short, ema_decay=0.9)
     options = {"zero_stage": 3, "ema_decay": 0.9}
     got_losses, got = ranks(3, in_small_buckets, "deepspeed", "fp32", options)[0]
     np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
@@ -106,7 +118,7 @@ def test_three_ranks_that_divide_no_parameter(ranks: Ranks, single: Any) -> None
 
 def in_small_buckets(*args: Any) -> Any:
     with patch.object(deepspeed_engine, "BUCKET", 5000):
-        return zero(run, *args)
+        return zero(short, *args)
 
 
 def test_zero_3_with_small_parameters_kept_whole(ranks: Ranks, single: Any) -> None:
@@ -138,9 +150,9 @@ def test_gradient_norm_is_that_before_clipping(ranks: Ranks, stage: int) -> None
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_agrees(ranks: Ranks, single: Any, precision: str, stage: int) -> None:
-    exact, _ = single()
-    losses, state = single(precision)
-    got, other = ranks(2, zero, run, "deepspeed", precision, {"zero_stage": stage})[0]
+    exact, _ = single(steps=short)
+    losses, state = single(precision, steps=short)
+    got, other = ranks(2, zero, short, "deepspeed", precision, {"zero_stage": stage})[0]
     np.testing.assert_allclose(got, losses, rtol=1e-2)
     assert max(abs(a - b) for a, b in zip(got, exact, strict=True)) > 1e-4  # it was half precision
     assert state.keys() == other.keys()
@@ -279,6 +291,26 @@ def test_resnet_with_a_frozen_tower(ranks: Ranks, stage: int) -> None:
     assert state.keys() == got.keys()
     for name in ("model.model.clip.token_embedding.weight", "model.model.clip.text_projection"):
         np.testing.assert_array_equal(got[name], state[name])
+
+
+# --- an engine's end ---------------------------------------------------------------------------
+
+
+def left_over(stage: int) -> list[Any]:
+    """What is left of the weights and of the optimizer's tensors once their engine is gone."""
+    engine: Any = make_engine("deepspeed", zero_stage=stage)
+    train(engine, range(2))
+    held = [next(engine.module.parameters()), engine.optimizer.optimizer]
+    references = [weakref.ref(item) for item in held]
+    del engine, held
+    gc.collect()
+    return [reference() for reference in references]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_that_is_gone_holds_no_memory(ranks: Ranks, stage: int) -> None:
+    for result in ranks(2, zero, left_over, stage):
+        assert result == [None, None]
 
 
 # --- refusals ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The export verb: checkpoints and given encoders to open_clip directories, once."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from mclclip import artifacts, checkpoint, config, export
+from mclclip import artifacts, config, export
 from mclclip.artifacts import Artifact
+from mclclip.checkpoint import Checkpoints, load_model_state
 from mclclip.config import Config
 from mclclip.layout import Layout
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.concat import ConcatEncoder, load_model
 from mclclip.models.optimizer import build_optimizer
+from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import SINGLE
 from tests.unit.models.stages import vary
 
@@ -43,10 +46,10 @@ def finish_training(directory: Path, base: ClipModel, seed: int) -> ClipModel:
     model = base
     model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
     vary(model, seed)
-    trained = Trained(model)
-    optimizer = build_optimizer(trained, weight_decay=0.1)
+    engine = Engine(Trained(model), partial(build_optimizer, weight_decay=0.1), SINGLE)
+    checkpoints = Checkpoints(directory / "checkpoints", keep=2)
     for step in (5, 10):
-        checkpoint.save(directory / "checkpoints", step, trained, optimizer, keep=2)
+        checkpoints.save(step, engine)
     artifact = Artifact.open(directory, kind="train", config={"seed": seed}, inputs={})
     artifact.finish({"steps": 10})
     return model
@@ -76,7 +79,7 @@ def test_given_encoder_is_stage_zero(tmp_path: Path) -> None:
 
 def test_last_checkpoint_is_exported(options: Config) -> None:
     layout = Layout.of(options)
-    state = checkpoint.load_model_state(layout.train(2) / "checkpoints", 10)
+    state = load_model_state(layout.train(2) / "checkpoints", 10)
     plain, _, _ = open_clip.create_model_and_transforms(f"local-dir:{layout.export(2)}")
     for name, tensor in plain.state_dict().items():
         saved = state[f"model.clip.{name}"].reshape(tensor.shape)

@@ -91,50 +91,41 @@ def test_progress_is_silent_on_other_ranks_and_seldom_on_the_first(
 def test_the_meter_tells_speed_and_waiting_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now.s)
-
-    def slow() -> Iterator[int]:
-        for step in range(4):
-            now.s += 0.5  # reading a batch
-            yield step
-
     meter = runlog.Meter(global_batch=64, world_size=2)
-    for _ in meter.waiting(slow()):
-        now.s += 1.5  # training on it
+    for _ in range(4):
+        now.s += 2.0
+        meter.wait_s += 0.5
         meter.steps += 1
-    figures = meter.read()
-    assert figures["samples_per_s"] == 32.0 and figures["samples_per_s_per_rank"] == 16.0
-    assert figures["data_wait_share"] == 0.25
-    assert 0.01 < figures["memory_gib"] < 100
-    now.s += 1.0
-    assert meter.read()["samples_per_s"] == 0.0  # readings start anew
+    assert meter.read() == {
+        "samples_per_s": 32.0,
+        "samples_per_s_per_rank": 16.0,
+        "data_wait_share": 0.25,
+        "seconds": 8.0,
+    }
+    now.s += 1.0  # readings start anew
+    assert meter.read()["samples_per_s"] == 0.0
+    now.s += 2.0
+    assert meter.read(wait_s=1.5)["data_wait_share"] == 0.75  # another rank waited longer
 
 
-@pytest.mark.parametrize(
-    ("allocated", "expected"), [(3 * 2**30, 3.0), (0, None)], ids=["GPU used", "GPU idle"]
-)
-def test_memory_is_that_of_the_device_in_use(
-    monkeypatch: pytest.MonkeyPatch, allocated: int, expected: float | None
-) -> None:
-    cuda = SimpleNamespace(is_available=lambda: True, max_memory_allocated=lambda: allocated)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    gib = runlog.memory_gib()
-    assert gib == expected if expected is not None else 0 < gib < 100
-
-
-# --- metrics.jsonl -----------------------------------------------------------------------------
+# --- rows on disk ------------------------------------------------------------------------------
 
 
 class Sink:
-    """Keeps what it is given."""
+    """Keeps what it is given; fails, or hangs, where it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None, hang_s: float = 0.0) -> None:
+        self.error, self.hang_s = error, hang_s
         self.rows: list[tuple[int, Mapping[str, Any]]] = []
         self.closed = False
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
+        if self.error is not None:
+            raise self.error
         self.rows.append((step, row))
 
     def close(self) -> None:
+        time.sleep(self.hang_s)
         self.closed = True
 
 
@@ -143,20 +134,22 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, *steps: int, resume_step: int = 0) -> None:
-    metrics = runlog.MetricsLog(path, resume_step=resume_step)
+    lines = runlog.JsonLines(path, resume_step=resume_step)
     for step in steps:
-        metrics.write(step, {"loss": step / 10})
-    metrics.close()
+        lines.write({"step": step, "loss": step / 10})
+    lines.close()
 
 
 def test_rows_go_to_the_file_and_to_every_sink(tmp_path: Path) -> None:
     sink = Sink()
-    path = tmp_path / "train" / "metrics.jsonl"
-    metrics = runlog.MetricsLog(path, resume_step=0, sinks=[sink])
+    metrics = runlog.MetricsLog(tmp_path / "train", resume_step=0, sinks={"sink": sink})
     metrics.write(10, {"loss": 0.5})
-    assert rows(path) == [{"step": 10, "loss": 0.5}]  # on disk before the file is closed
+    metrics.write_epoch(12, {"loss": 0.4})
+    # On disk before the files are closed.
+    assert rows(tmp_path / "train" / "metrics.jsonl") == [{"step": 10, "loss": 0.5}]
+    assert rows(tmp_path / "train" / "epochs.jsonl") == [{"step": 12, "loss": 0.4}]
     metrics.close()
-    assert sink.rows == [(10, {"loss": 0.5})] and sink.closed
+    assert sink.rows == [(10, {"loss": 0.5})] and sink.closed and not metrics.lost
 
 
 def test_a_resumed_run_repeats_no_row_and_misses_none(tmp_path: Path) -> None:
@@ -167,11 +160,14 @@ def test_a_resumed_run_repeats_no_row_and_misses_none(tmp_path: Path) -> None:
     assert path.read_text() == undisturbed.read_text()
 
 
-def test_half_a_row_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("half", [b'{"step": 20, "lo', b'{"step": 20}', b"\0\0\0\n", b"\xff\n"])
+def test_half_a_row_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, half: bytes
+) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 10)
-    with path.open("a") as file:
-        file.write('{"step": 20, "lo')
+    with path.open("ab") as file:
+        file.write(half)
     with caplog.at_level("INFO", "mclclip"):
         write(path, 20, resume_step=20)
     assert [row["step"] for row in rows(path)] == [10, 20]
@@ -184,7 +180,72 @@ def test_a_run_from_the_start_forgets_the_rows_before(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [5]
 
 
+def test_rows_are_json_for_the_strictest_reader(tmp_path: Path) -> None:
+    lines = runlog.JsonLines(tmp_path / "m.jsonl", resume_step=0)
+    lines.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
+    lines.close()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    row = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
+
+
+def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
+    """A disk that takes half of a row, as seen by the file object."""
+    lines = runlog.JsonLines(tmp_path / "m.jsonl", resume_step=0)
+    lines.write({"step": 1})
+    whole = lines._file
+
+    def half(data: bytes) -> int:
+        return whole.write(data[: len(data) // 2])
+
+    lines._file = SimpleNamespace(  # type: ignore[assignment]
+        write=half, fileno=whole.fileno, truncate=whole.truncate
+    )
+    with pytest.raises(OSError, match="No space left"):
+        lines.write({"step": 2})
+    lines._file = whole
+    lines.write({"step": 3})
+    lines.close()
+    assert rows(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 3}]
+
+
+def test_what_fails_is_said_once_counted_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = Sink(), Sink(ConnectionError("no\nroute"))
+    metrics = runlog.MetricsLog(tmp_path, resume_step=0, sinks={"bad": bad, "good": good})
+    metrics._files["epochs.jsonl"].close()  # so that writing fails
+    for step in (1, 2, 3):
+        metrics.write(step, {"loss": 0.5})
+        metrics.write_epoch(step, {"loss": 0.5})
+    metrics.close()
+    assert metrics.lost == {"bad": 3, "epochs.jsonl": 3}
+    assert len(good.rows) == 3 and bad.closed and len(rows(tmp_path / "metrics.jsonl")) == 3
+    assert caplog.text.count("bad cannot be written (no route): the training goes on") == 1
+    assert "bad: 3 write(s) failed in all" in caplog.text
+
+
+def test_a_sink_that_hangs_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runlog, "CLOSE_S", 0.1)
+    after = Sink()
+    sinks = {"slow": Sink(hang_s=2.0), "after": after}
+    before = time.monotonic()
+    runlog.MetricsLog(tmp_path, resume_step=0, sinks=sinks).close()
+    assert time.monotonic() - before < 1.5 and after.closed
+    assert "slow was not done after 0.1 s: left" in caplog.text
+
+
 # --- sinks -------------------------------------------------------------------------------------
+
+
+def open_sink(name: str, directory: Path, resume_step: int = 0) -> runlog.MetricSink:
+    sinks = runlog.open_sinks([name], directory, config={"seed": 1}, resume_step=resume_step)
+    return sinks[name]
 
 
 def test_a_sink_that_is_not_installed_names_the_extra(
@@ -192,22 +253,36 @@ def test_a_sink_that_is_not_installed_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"wandb is not installed: pip install 'mclclip\[track\]'"):
-        runlog.make_sink("wandb", tmp_path, {})
+        open_sink("wandb", tmp_path)
 
 
-def test_tensorboard_keeps_the_numbers(tmp_path: Path) -> None:
+def test_a_sink_that_does_not_start_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def init(**options: Any) -> None:
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert runlog.open_sinks(["wandb"], tmp_path, config={}, resume_step=0) == {}
+    assert "wandb does not start (no API key): the training goes on without" in caplog.text
+
+
+def test_tensorboard_resumes_without_double_points(tmp_path: Path) -> None:
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = runlog.make_sink("tensorboard", tmp_path, {})
-    sink.write(10, {"loss": 0.5, "note": "text is left out"})
-    sink.write(20, {"loss": 0.25})
-    sink.close()
-    events = loading.EventAccumulator(str(tmp_path))
+    first = open_sink("tensorboard", tmp_path)
+    for step in (10, 20, 30):
+        first.write(step, {"loss": step / 10, "note": "text is left out"})
+    # Killed: never closed. The last checkpoint is of step 20.
+    second = open_sink("tensorboard", tmp_path, resume_step=20)
+    for step in (30, 40):
+        second.write(step, {"loss": step / 10})
+    second.close()
+    events = loading.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (10, 0.5),
-        (20, 0.25),
-    ]
+        (10, 1.0), (20, 2.0), (30, 3.0), (40, 4.0)
+    ]  # fmt: skip
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,12 +293,10 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
         started.append(options)
         return run
 
-    util = SimpleNamespace(generate_id=lambda: f"id{len(started)}")
-    fake = SimpleNamespace(util=util, init=init)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for _ in range(2):
-        sink = runlog.make_sink("wandb", tmp_path / "wandb", {"seed": 1})
+        sink = open_sink("wandb", tmp_path)
         sink.write(1, {"loss": 0.5})
         sink.close()
-    assert [options["id"] for options in started] == ["id0", "id0"]
+    assert len(started[0]["id"]) == 8 and started[0]["id"] == started[1]["id"]
     assert started[0]["config"] == {"seed": 1} and started[1]["resume"] == "allow"

@@ -1,0 +1,190 @@
+"""Saved on four ranks, resumed on another number and under another engine: the same training.
+
+Same samples, same augmentation at every step; losses within 1e-5 relative over the next 20 steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip import config, index, train
+from mclclip.data.training_batches import Batch
+from mclclip.parallel import collectives
+from mclclip.parallel.engines import Engine
+from mclclip.parallel.process_group import Context
+from mclclip.parallel.signals import Preempted
+from tests import tiny
+
+Ranks = Callable[..., list[Any]]
+STEPS = 24  # saved after at most 4, so at least 20 follow
+Seen = dict[int, dict[int, str]]  # step -> sample_id -> digest of its pixels
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {"name": "ddp"},
+    "fsdp": {"name": "fsdp"},
+    "cached": {"name": "ddp", "micro_batch": 2},
+    "zero1": {"name": "deepspeed", "zero_stage": 1},
+    "zero3": {"name": "deepspeed", "zero_stage": 3},
+}
+
+
+@contextmanager
+def recorded(seen: Seen) -> Iterator[None]:
+    """Notes what every update of this rank trains on."""
+    original = Engine.update
+
+    def update(engine: Engine, batch: Batch, lr: float) -> Any:
+        seen[batch.step] = {
+            int(number): hashlib.sha256(image.numpy().tobytes()).hexdigest()
+            for number, image in zip(batch.sample_id, batch.image, strict=True)
+        }
+        return original(engine, batch, lr)
+
+    setattr(Engine, "update", update)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(Engine, "update", original)  # noqa: B010
+
+
+def train_here(options: dict[str, Any]) -> Seen:
+    """Index and stage 0 on this rank, until the end or until it is asked to leave."""
+    torch.set_num_threads(1)
+    context = Context(collectives.rank(), collectives.world_size())
+    settled = config.from_tree(options)
+    index.run(settled, context)
+    seen: Seen = {}
+    with recorded(seen):
+        try:
+            train.run(settled, context, stage=0)
+        except Preempted:
+            return seen
+    return seen
+
+
+def run(ranks: Ranks, world_size: int, options: dict[str, Any]) -> Seen:
+    """Samples and pixels of each step, of all ranks together."""
+    merged: Seen = {}
+    for seen in ranks(world_size, train_here, options, timeout_s=120.0):
+        for step, samples in seen.items():
+            merged.setdefault(step, {}).update(samples)
+    return merged
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = (run_dir / "stage_0/train/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def options_for(data: Path, run_dir: Path, engine: str) -> dict[str, Any]:
+    tree = tiny.tree(run_dir, data)
+    tree["base"] |= {"steps": STEPS, "log_every": 1, "engine": ENGINES[engine]}
+    tree["base"] |= {"checkpoint": {"every": 100}}
+    return tree | {"poll_s": 0.001}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=120)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Seen, list[float]]:
+    """The undisturbed training of a single process."""
+    run_dir = tmp_path_factory.mktemp("alone")
+    return run(ranks, 1, options_for(data, run_dir, "ddp")), losses(run_dir)
+
+
+@pytest.fixture(scope="module")
+def left(
+    ranks: Ranks, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Seen]]:
+    """A run directory that four ranks under an engine have left, and what they saw."""
+    found: dict[str, tuple[Path, Seen]] = {}
+
+    def leave(engine: str) -> tuple[Path, Seen]:
+        if engine not in found:
+            run_dir = tmp_path_factory.mktemp(f"left_{engine}")
+            (run_dir / "stop").touch()
+            found[engine] = run_dir, run(ranks, 4, options_for(data, run_dir, engine))
+        return found[engine]
+
+    return leave
+
+
+@pytest.mark.parametrize(
+    ("saved", "world_size", "resumed"),
+    [
+        ("ddp", 2, "ddp"),
+        ("ddp", 3, "ddp"),
+        ("ddp", 1, "ddp"),
+        ("ddp", 2, "fsdp"),
+        ("fsdp", 3, "ddp"),
+        ("fsdp", 2, "cached"),
+        ("fsdp", 2, "zero3"),
+        ("zero3", 3, "fsdp"),
+        ("zero1", 1, "ddp"),
+        ("ddp", 3, "zero1"),
+    ],
+)
+def test_the_same_training_goes_on(
+    ranks: Ranks, data: Path, alone: Any, left: Any, tmp_path: Path,
+    saved: str, world_size: int, resumed: str,
+) -> None:  # fmt: skip
+    if "zero" in saved + resumed and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    run_dir, before = left(saved)
+    shutil.copytree(run_dir, tmp_path / "run")
+    after = run(ranks, world_size, options_for(data, tmp_path / "run", resumed))
+    assert 2 <= len(before) <= 4 and STEPS - len(before) >= 20
+    assert sorted(before) + sorted(after) == list(range(STEPS))
+    assert before | after == alone[0]
+    np.testing.assert_allclose(losses(tmp_path / "run"), alone[1], rtol=1e-5)
+
+
+def test_the_same_ranks_end_bit_for_bit(
+    ranks: Ranks, data: Path, left: Any, tmp_path: Path
+) -> None:
+    """Also three and four, where the order of DDP's sums must be the settled one from the start."""
+    for engine in ("ddp", "fsdp"):
+        undisturbed, resumed = tmp_path / engine / "undisturbed", tmp_path / engine / "resumed"
+        run(ranks, 4, options_for(data, undisturbed, engine))
+        shutil.copytree(left(engine)[0], resumed)
+        run(ranks, 4, options_for(data, resumed, engine))
+        assert states(undisturbed) == states(resumed), engine
+        assert losses(undisturbed) == losses(resumed), engine
+
+
+def states(run_dir: Path) -> dict[str, bytes]:
+    """The last checkpoint's weights and moments."""
+    from mclclip import checkpoint
+
+    directory = run_dir / "stage_0/train/checkpoints"
+    return {
+        part + name: tensor.numpy().tobytes()
+        for part in ("model.", "optimizer.")
+        for name, tensor in checkpoint.load_model_state(directory, STEPS, part[:-1]).items()
+    }
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_refused_with_those_that_do(
+    ranks: Ranks, data: Path, left: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(left("ddp")[0], tmp_path / "run")
+    tree = options_for(data, tmp_path / "run", "ddp")
+    tree["base"]["global_batch"] = 26
+    with pytest.raises(Exception, match=r"global_batch=26 cannot be cut over 4 ranks.*1, 2, 13"):
+        run(ranks, 4, tree)

@@ -1,0 +1,123 @@
+"""What a pre-empted and resumed training on two ranks leaves to look at: rows, points, traces."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.e2e.conftest import Shell
+
+STEPS, PREEMPTED = 8, 85
+OPTIONS = (
+    f"base.steps={STEPS}", "base.checkpoint.every=100", "base.log_every=1", "poll_s=0.01",
+    "base.profile_steps=[2,40]",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Offline:
+    """Keeps wandb from the network; after the ``leave_after``-th update the process is asked to
+    leave."""
+
+    leave_after: int = 0
+
+    def __call__(self) -> None:
+        from mclclip.parallel.engines import Engine
+
+        os.environ["WANDB_MODE"] = "offline"
+        original, calls = Engine.update, itertools.count(1)
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if next(calls) == self.leave_after:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return result
+
+        setattr(Engine, "update", update)  # noqa: B010
+
+
+@pytest.fixture(scope="module")
+def trained(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a training that was pre-empted once, and its whole log."""
+    folder = tmp_path_factory.mktemp("observability")
+    sinks = [n for n in ("tensorboard", "wandb") if importlib.util.find_spec(n) is not None]
+    config = tiny.write_config(
+        folder / "config.yaml", folder / "run", data, *OPTIONS, f"track={json.dumps(sinks)}"
+    )
+    shell.ok("index", "--config", config)
+    train = ["train", "--stage", 0, "--config", config]
+    first = shell(*train, ranks=2, inside=Offline(leave_after=4))
+    assert first.code == PREEMPTED, first.stderrs
+    second = shell.ok(*train, ranks=2, inside=Offline())
+    return folder / "run" / "stage_0" / "train", first.stderr + second.stderr
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_step_has_one_row_with_both_ranks_in_it(trained: tuple[Path, str]) -> None:
+    found = rows(trained[0] / "metrics.jsonl")
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    for row in found:
+        assert abs(row["samples_per_s"] - 2 * row["samples_per_s_per_rank"]) < 1
+        assert row["memory_gib"] > 0 and 0 <= row["data_wait_share"] <= 1
+    phases = {name for name in found[-1] if name.startswith("memory_")}
+    if "memory_start_gib" in phases:  # else the machine cannot measure them
+        assert phases == {
+            "memory_gib", "memory_start_gib", "memory_data_wait_gib", "memory_forward_gib",
+            "memory_backward_gib", "memory_optimizer_gib",
+        }  # fmt: skip
+
+
+def test_the_parts_of_an_epoch_join(trained: tuple[Path, str]) -> None:
+    directory, log = trained
+    first, second = rows(directory / "epochs.jsonl")
+    left_after = first["step"]
+    assert 4 <= left_after < STEPS and first["first_step"] == 0
+    assert (second["first_step"], second["step"]) == (left_after, STEPS)
+    losses = [row["loss"] for row in rows(directory / "metrics.jsonl")]
+    assert first["loss"] == pytest.approx(sum(losses[:left_after]) / left_after)
+    assert second["loss"] == pytest.approx(sum(losses[left_after:]) / (STEPS - left_after))
+    assert f"epoch 1 of 1 ({left_after} steps)" in log
+    assert "memory_checkpoint_gib" in first or "memory_start_gib" not in first
+
+
+def test_the_chosen_step_is_traced_on_one_rank(trained: tuple[Path, str]) -> None:
+    directory, log = trained
+    names = sorted(path.name for path in (directory / "profile").iterdir())
+    assert names == ["step_00000002_rank0.json.gz", "step_00000002_rank0.txt"]
+    assert "profile_steps: there is no step [40], the last is 7" in log
+
+
+def test_tensorboard_shows_each_point_once(trained: tuple[Path, str]) -> None:
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = loading.EventAccumulator(str(trained[0] / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, STEPS + 1))
+
+
+def test_wandb_has_one_run_whose_rows_are_on_disk(trained: tuple[Path, str]) -> None:
+    pytest.importorskip("wandb")
+    directory = trained[0] / "wandb"
+    run_id = (directory / "run_id").read_text()
+    files = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
+    assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
+    left_after = rows(trained[0] / "epochs.jsonl")[0]["step"]
+    counts = [path.read_bytes().count(b"samples_seen") for path in files]
+    # A row each, and some more for the summary.
+    assert counts[0] >= left_after and counts[1] >= STEPS - left_after
+
+
+def test_nothing_was_lost(trained: tuple[Path, str]) -> None:
+    log = trained[1]
+    assert "cannot be written" not in log and "failed in all" not in log and "left" not in log

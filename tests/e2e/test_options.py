@@ -1,0 +1,126 @@
+"""Options of a training through the command line: what they change, and what they must not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import open_clip
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mclclip import checkpoint
+from tests import tiny
+from tests.e2e.conftest import Shell
+
+WEIGHTS = "open_clip_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def based(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A configuration, and a run whose stage 0 is exported and clustered."""
+    folder = tmp_path_factory.mktemp("options")
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data)
+    for command in (
+        ["index"],
+        ["train", "--stage", 0],
+        ["export", "--stage", 0],
+        ["embed", "--stage", 0],
+        ["cluster", "--stage", 0],
+    ):
+        shell.ok(*command, "--config", config)
+    return config, folder / "run"
+
+
+def stage_one(shell: Shell, based: tuple[Path, Path], tmp_path: Path, *options: str) -> Path:
+    """Trains and exports stage 1 with ``options``; returns its directory."""
+    shutil.copytree(based[1], tmp_path / "run")
+    command = ["--stage", 1, "--config", based[0], f"run_dir={tmp_path / 'run'}", *options]
+    shell.ok("train", *command)
+    shell.ok("export", *command)
+    return tmp_path / "run/stage_1"
+
+
+def tensors(stage: Path) -> dict[str, torch.Tensor]:
+    return load_file(stage / "export" / WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def plain(
+    shell: Shell, based: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
+    return tensors(stage_one(shell, based, tmp_path_factory.mktemp("plain")))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["train.engine.micro_batch=5"],
+        ["train.engine.grad_checkpointing=true"],
+        ["train.engine.name=fsdp"],
+        ["train.checkpoint.asynchronous=true", "train.checkpoint.every=1"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_how_a_step_runs_changes_no_weights(
+    shell: Shell, based: Any, plain: dict[str, torch.Tensor], tmp_path: Path, options: list[str]
+) -> None:
+    got = tensors(stage_one(shell, based, tmp_path, *options))
+    for name, tensor in plain.items():
+        if "in_proj_bias" not in name:  # the key bias: see tests/distributed/test_train.py
+            torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=0)
+
+
+def test_adapters_are_merged_into_a_plain_export(shell: Shell, based: Any, tmp_path: Path) -> None:
+    stage = stage_one(shell, based, tmp_path, "train.lora={rank: 2}", "train.lr=0.01")
+    base, got = load_file(tmp_path / "run/stage_0/export" / WEIGHTS), tensors(stage)
+    assert got.keys() == base.keys()
+    change = got["visual.transformer.resblocks.2.mlp.c_fc.weight"]
+    change = change - base["visual.transformer.resblocks.2.mlp.c_fc.weight"]
+    assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2
+    trunk = "visual.transformer.resblocks.0.mlp.c_fc.weight"
+    assert torch.equal(got[trunk], base[trunk])
+    open_clip.create_model(f"local-dir:{stage / 'export'}")
+
+
+def test_the_moving_average_is_exported(shell: Shell, based: Any, tmp_path: Path) -> None:
+    stage = stage_one(shell, based, tmp_path, "train.ema_decay=0.5")
+    directory = stage / "train" / "checkpoints"
+    last = checkpoint.steps(directory)[-1]
+    average = checkpoint.load_model_state(directory, last, part="ema")
+    trained = checkpoint.load_model_state(directory, last)
+    name = "visual.transformer.resblocks.2.mlp.c_fc.weight"
+    (key,) = [other for other in average if other.endswith(name)]
+    got = tensors(stage)[name]
+    assert torch.equal(got, average[key]) and not torch.equal(got, trained[key])
+    command = ["export", "--stage", 1, "--config", based[0], f"run_dir={tmp_path / 'run'}"]
+    shell.ok(*command, "train.ema_decay=0.5", "export.ema=false", "--force")
+    assert torch.equal(tensors(stage)[name], trained[key])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["train.optimizer=adamx"], "adamx"),
+        (["train.ema_decay=1.5"], "ema_decay is 1.5"),
+        (["train.engine.micro_batch=0"], "train.engine.micro_batch"),
+        (["train.engine.name=zero"], "train.engine.name"),
+        (["train.checkpoint.mirror=nosuch://x"], "nosuch"),
+        (["train.layer_decay=2.0"], "layer_decay"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_a_line(
+    shell: Shell, based: Any, tmp_path: Path, options: list[str], words: str
+) -> None:
+    shutil.copytree(based[1], tmp_path / "run")
+    run = f"run_dir={tmp_path / 'run'}"
+    refused = shell("train", "--stage", 1, "--config", based[0], run, *options)
+    assert refused.code == 2, refused.stderr
+    (line,) = refused.complaints()
+    assert words in line and "Traceback" not in refused.stderr

@@ -1,0 +1,455 @@
+"""launch/ and slurm/: what the scripts start, how signals travel, and which code they end with.
+
+A stand-in for torchrun and for mclclip's ranks makes these fast; ``tests/slurm`` and
+``tests/distributed`` have the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config
+from mclclip.cli import build_parser
+from tests import tiny
+
+LAUNCH, SLURM = tiny.ROOT / "launch", tiny.ROOT / "slurm"
+SCRIPTS = [*LAUNCH.glob("*.sh"), *SLURM.glob("*.sbatch")]
+BATCH = ["mclclip.sbatch", "eval_array.sbatch"]
+WAIT_S = 20.0
+
+TORCHRUN = """#!{python}
+import json, os, signal, subprocess, sys
+from pathlib import Path
+
+if sys.argv[1] == "-c":  # how many devices
+    print(3)
+    sys.exit()
+folder = Path(os.environ["RECORDS"])
+words = sys.argv[1:]
+split = next(n for n in range(len(words)) if words[n - 1:n + 1] == ["-m", "mclclip"])
+signals = [name for name in ("SIGUSR1", "SIGTERM", "SIGHUP")
+           if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
+(folder / "torchrun.json").write_text(json.dumps(dict(
+    options=words[:split - 1], arguments=words[split + 1:], environment=dict(os.environ),
+    pid=os.getpid(), ignored=signals)))
+rank = subprocess.Popen([sys.executable, folder / "rank.py", *words[split + 1:]],
+                        start_new_session=True)
+if rank.wait():
+    print("Traceback of torchrun", file=sys.stderr)
+    sys.exit(1)
+"""
+RANK = """
+import ctypes, json, os, signal, sys, time
+from pathlib import Path
+
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
+folder = Path(os.environ["RECORDS"])
+
+
+def record(state, code):
+    line = json.dumps(dict(state=state, exit_code=code, requeue=True, reason="a \\"reason\\""))
+    Path(os.environ["MCLCLIP_STATE_FILE"]).write_text(line + "\\n")
+
+
+def leave(number, frame):
+    record("preempted", 85)
+    os._exit(0)
+
+
+verb, words = sys.argv[1], [int(word) for word in sys.argv[2:]]
+if verb == "late":  # has no handlers yet
+    (folder / "rank").write_text(str(os.getpid()))
+    time.sleep(1.5)
+if verb == "silent":
+    sys.exit(*words)
+record("running", 0)
+if verb == "end":
+    record({0: "finished", 85: "preempted"}.get(words[0], "failed"), words[0])
+    sys.exit(words[1])
+if verb == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGUSR1, leave)
+try:
+    (folder / "rank").write_text(str(os.getpid()))
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("mclclip: interrupted", file=sys.stderr)
+    sys.exit(130)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The stand-ins, and what they record."""
+    (tmp_path / "python").write_text(TORCHRUN.replace("{python}", sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "temporary").mkdir()
+    return tmp_path
+
+
+def start(folder: Path, *words: object, script: str = "local.sh", **variables: object) -> Any:
+    """The script as a process of a session of its own, as under a terminal."""
+    own = {"PYTHON": folder / "python", "RECORDS": folder, "TMPDIR": folder / "temporary"}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS",)}
+    return subprocess.Popen(
+        [LAUNCH / script, *map(str, words)],
+        env=inherited | {k: str(v) for k, v in {**own, **variables}.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=folder,
+    )
+
+
+def finish(process: Any) -> tuple[int, str]:
+    """Exit code and stderr."""
+    _, stderr = process.communicate(timeout=WAIT_S)
+    return process.returncode, stderr
+
+
+def seen(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "torchrun.json").read_text())
+    return found
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# --- what is started ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "ranks"),
+    [((), {}, "3"), ((5,), {}, "5"), ((), {"NPROC_PER_NODE": 2}, "2")],
+)
+def test_one_machine(
+    folder: Path, words: tuple[int, ...], variables: dict[str, Any], ranks: str
+) -> None:
+    assert finish(start(folder, *words, "silent", 0, **variables)) == (0, "")
+    found = seen(folder)
+    assert found["options"] == ["-m", "torch.distributed.run", "--nproc-per-node", ranks] + [
+        "--standalone"
+    ]
+    assert found["arguments"] == ["silent", "0"]
+    assert found["ignored"] == ["SIGUSR1", "SIGTERM", "SIGHUP"]
+
+
+def test_ranks_share_the_cores(folder: Path) -> None:
+    assert finish(start(folder, 2, "silent", SLURM_CPUS_PER_TASK=9)) == (0, "")
+    assert seen(folder)["environment"]["OMP_NUM_THREADS"] == "4"
+    assert finish(start(folder, 8, "silent", SLURM_CPUS_PER_TASK=4)) == (0, "")
+    assert seen(folder)["environment"]["OMP_NUM_THREADS"] == "1"
+    assert finish(start(folder, 8, "silent", OMP_NUM_THREADS=7)) == (0, "")
+    assert seen(folder)["environment"]["OMP_NUM_THREADS"] == "7"
+
+
+MEETING = {"HEAD_ADDRESS": "head:29500", "NUM_NODES": 2, "NODE_RANK": 1}
+
+
+@pytest.mark.parametrize(("number", "is_host"), [(0, 1), (1, 0)])
+def test_several_hosts(folder: Path, number: int, is_host: int) -> None:
+    variables = {**MEETING, "NODE_RANK": number, "LOCAL_ADDRESS": "10.0.0.7", "NPROC_PER_NODE": 8}
+    process = start(folder, "silent", script="multinode.sh", GLOO_SOCKET_IFNAME="ib0", **variables)
+    assert finish(process) == (0, "")
+    options = " ".join(seen(folder)["options"][2:])
+    assert options == (
+        "--nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint head:29500 "
+        f"--rdzv-id mclclip --rdzv-conf is_host={is_host} --local-addr 10.0.0.7"
+    )
+    assert seen(folder)["environment"]["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_a_missing_variable_is_named(folder: Path, name: str) -> None:
+    variables = {key: value for key, value in MEETING.items() if key != name}
+    code, stderr = finish(start(folder, "silent", script="multinode.sh", **variables))
+    assert code == 2 and stderr.startswith(f"multinode.sh: {name} is not set: ")
+    assert stderr.count("\n") == 1
+
+
+def test_an_address_has_a_port(folder: Path) -> None:
+    variables = MEETING | {"HEAD_ADDRESS": "head"}
+    code, stderr = finish(start(folder, "silent", script="multinode.sh", **variables))
+    assert (code, stderr) == (2, "multinode.sh: HEAD_ADDRESS is 'head': wanted host:port\n")
+
+
+def test_no_command(folder: Path) -> None:
+    code, stderr = finish(start(folder))
+    assert code == 2 and stderr.startswith("local.sh: no command")
+
+
+# --- how it ends --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("end", 0, 0), 0),
+        (("end", 0, 1), 0),  # crashed after it had finished
+        (("end", 85, 0), 85),
+        (("end", 85, 1), 1),  # left because another rank had died
+        (("end", 2, 1), 2),
+        (("end", 130, 1), 130),
+        (("killed",), 1),
+        (("silent", 0), 0),  # a verb that records nothing
+        (("silent", 3), 1),
+    ],
+)
+def test_codes(folder: Path, words: tuple[object, ...], code: int) -> None:
+    assert finish(start(folder, 1, *words))[0] == code
+    assert not list((folder / "temporary").iterdir())
+
+
+def test_a_caller_that_reads_the_state_itself(folder: Path) -> None:
+    state = folder / "state"
+    process = start(folder, 1, "end", 85, 0, MCLCLIP_STATE_FILE=state, PREEMPTED_CODE=0)
+    assert finish(process) == (0, "")
+    assert json.loads(state.read_text())["state"] == "preempted"
+    process = start(folder, 1, "silent", 3, MCLCLIP_STATE_FILE=state)
+    assert finish(process)[0] == 1, "what an earlier start recorded does not count"
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("verb", ["wait", "late"])
+def test_asked_to_leave(folder: Path, name: str, verb: str) -> None:
+    """To all processes of the script's group, as some clusters do it."""
+    if verb == "late" and name != "SIGUSR1":
+        pytest.skip("the same for all")
+    process = start(folder, 1, verb)
+    until((folder / "rank").exists)
+    os.killpg(process.pid, getattr(signal, name))
+    assert finish(process) == (85, "")
+    assert not list((folder / "temporary").iterdir())
+
+
+def test_interrupted(folder: Path) -> None:
+    process = start(folder, 1, "wait")
+    until((folder / "rank").exists)
+    os.killpg(process.pid, signal.SIGINT)
+    assert finish(process) == (130, "mclclip: interrupted\n")
+    pids = [seen(folder)["pid"], int((folder / "rank").read_text())]
+    until(lambda: not any(map(runs, pids)))
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
+def test_nothing_outlives_a_killed_script(folder: Path) -> None:
+    process = start(folder, 1, "wait")
+    until((folder / "rank").exists)
+    process.kill()
+    pids = [seen(folder)["pid"], int((folder / "rank").read_text())]
+    until(lambda: not any(map(runs, pids)))
+
+
+def test_a_real_torchrun_says_nothing_when_asked_to_leave(folder: Path) -> None:
+    package = folder / "mclclip"
+    package.mkdir()
+    (package / "__main__.py").write_text(RANK)
+    process = start(folder, 2, "wait", PYTHON=sys.executable, PYTHONPATH=folder)
+    deadline = time.monotonic() + 60
+    while not (folder / "rank").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert finish(process) == (85, "")
+
+
+# --- the batch script ---------------------------------------------------------------------------
+
+SRUN = """#!/bin/bash
+echo "$@" >>"$RECORDS/steps"
+[[ -z ${STATE:-} ]] || echo "$STATE" >"$MCLCLIP_STATE_FILE"
+exit "$CODE"
+"""
+SCONTROL = """#!/bin/bash
+case "$*" in
+    "show hostnames n[1-2]") printf 'n1\\nn2\\n' ;;
+    "show node n1") echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1" ;;
+    *) echo "$@" >>"$RECORDS/asked" ;;
+esac
+"""
+
+
+def batch(
+    folder: Path, code: int, state: dict[str, Any] | None, **variables: str
+) -> tuple[int, str]:
+    """One start of mclclip.sbatch where srun ends so; its code and what scontrol was asked."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    if not (folder / "launch").exists():
+        (folder / "launch").symlink_to(LAUNCH)
+    own = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "RECORDS": str(folder),
+        "CODE": str(code),
+        "STATE": json.dumps(state) if state else "",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "mclclip",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+    done = subprocess.run(
+        ["bash", SLURM / "mclclip.sbatch", "run", "--config", "x"],
+        env=os.environ | own | variables,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert not done.stderr
+    asked = folder / "asked"
+    text = asked.read_text() if asked.exists() else ""
+    asked.unlink(missing_ok=True)
+    return done.returncode, text
+
+
+PREEMPTED = {"state": "preempted", "exit_code": 85, "requeue": True}
+AGAIN = "requeue Incomplete 7\n"
+
+
+def test_a_finished_job_leaves_no_files(folder: Path) -> None:
+    finished = {"state": "finished", "exit_code": 0, "requeue": False}
+    assert batch(folder, 137, None) == (0, AGAIN)
+    assert batch(folder, 0, finished) == (0, "")
+    assert not list(folder.glob("*.state*"))
+
+
+def test_a_saved_job_starts_again_however_often(folder: Path) -> None:
+    for _ in range(5):
+        assert batch(folder, 0, PREEMPTED) == (0, AGAIN)
+
+
+def test_a_job_stopped_by_its_user_stays_so(folder: Path) -> None:
+    assert batch(folder, 0, {**PREEMPTED, "requeue": False}) == (85, "")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {"state": "running", "exit_code": 0, "requeue": False},
+        {"state": "failed", "exit_code": 1, "requeue": False},
+        PREEMPTED,  # what the others record when a task has died
+    ],
+)
+def test_failures_in_a_row_are_counted(folder: Path, state: dict[str, Any] | None) -> None:
+    for _ in range(2):
+        assert batch(folder, 137, state, MAX_RESTARTS="2") == (0, AGAIN)
+    code, asked = batch(folder, 137, state, MAX_RESTARTS="2")
+    assert code in (1, 137) and asked == ""
+
+
+def test_progress_resets_the_count(folder: Path) -> None:
+    for _ in range(3):
+        assert batch(folder, 1, None, MAX_RESTARTS="1") == (0, AGAIN)
+        assert batch(folder, 0, PREEMPTED) == (0, AGAIN)
+
+
+def test_a_mistake_is_not_repeated(folder: Path) -> None:
+    failed = {"state": "failed", "exit_code": 2, "requeue": False}
+    assert batch(folder, 1, failed) == (2, "")
+
+
+def test_what_a_step_is(folder: Path) -> None:
+    batch(folder, 1, None, CONTAINER_IMAGE="image.sqsh", CONTAINER_MOUNTS="/data:/data")
+    step = (folder / "steps").read_text()
+    assert "--kill-on-bad-exit=1" in step and "--container-image=image.sqsh" in step
+    assert f"--container-mounts={folder}:{folder},/data:/data" in step
+    assert step.endswith("run --config x\n")
+
+
+# --- as text ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, LAUNCH / "common.sh"], ids=lambda path: path.name)
+def test_syntax(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text()
+    assert script.name == "common.sh" or "\nset -euo pipefail\n" in text
+    assert not re.search(r"(?<![\w.])/(home|work|root|mnt|scratch)/", text), "a machine's own path"
+    assert os.access(script, os.X_OK) == (script.suffix == ".sh" and script.name != "common.sh")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_shellcheck() -> None:
+    subprocess.run(["shellcheck", "-x", *SCRIPTS], check=True, cwd=tiny.ROOT)
+
+
+def lines_to_edit(script: str) -> list[str]:
+    """What stands below the comments ``# 1.``, ``# 2.`` and ``# 3.``."""
+    lines = (SLURM / script).read_text().splitlines()
+    return [lines[n + 1] for n, line in enumerate(lines) if re.match(r"# \d\. ", line)]
+
+
+@pytest.mark.parametrize("script", BATCH)
+def test_three_lines_to_edit(script: str) -> None:
+    job, nodes, command = lines_to_edit(script)
+    assert job.startswith("#SBATCH --partition=") and "--account=" in job and "--time=" in job
+    assert nodes.startswith("#SBATCH") and "--gpus-per-node=" in nodes
+    assert command.startswith("COMMAND=(")
+
+
+def test_the_readme_names_them() -> None:
+    readme = (SLURM / "README.md").read_text()
+    job, nodes, command = lines_to_edit("mclclip.sbatch")
+    for line in (job, nodes, command.split(" --config")[0]):
+        assert f"`{line}" in readme, line
+
+
+def test_the_options_that_survival_needs() -> None:
+    text = (SLURM / "mclclip.sbatch").read_text()
+    for option in (
+        "--requeue", "--open-mode=append", "--signal=B:USR1@300", "--ntasks-per-node=1",
+    ):  # fmt: skip
+        assert re.search(rf"^#SBATCH .*{option}\b", text, re.MULTILINE), option
+    for name in ("SRUN_CPUS_PER_TASK", "NCCL_DEBUG", "PYTHONFAULTHANDLER"):
+        assert name in text
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in text
+
+
+def commands() -> list[list[str]]:
+    """Every command of mclclip that scripts, recipes and the README beside them give."""
+    texts = [p.read_text() for p in (*SCRIPTS, SLURM / "README.md", *LAUNCH.glob("recipes/*.yaml"))]
+    text = re.sub(r"\\\n\s*#?\s*", " ", "\n".join(texts))
+    found = re.findall(r"(?:mclclip\.sbatch|local\.sh(?: \d)?|multinode\.sh|-m mclclip) "
+                       r"((?:run|train|export) .*)$", text, re.MULTILINE)  # fmt: skip
+    found += re.findall(r"COMMAND=\((run .*)\)", text)
+    return [shlex.split(words, comments=True) for words in found]
+
+
+def test_commands_are_valid() -> None:
+    checked = 0
+    for words in commands():
+        given = [word for word in words if "..." not in word and word != "key=value"]
+        if any("$" in word for word in given) or not any(word.endswith(".yaml") for word in given):
+            continue
+        args = build_parser().parse_args(given)
+        config.load(tiny.ROOT / args.config, args.overrides)
+        checked += 1
+    assert checked >= 6
