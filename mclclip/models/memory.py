@@ -11,14 +11,13 @@ What kernels take for themselves and do not return (workspaces of cuDNN, fragmen
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,23 +46,27 @@ def size_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 @contextmanager
-def faked(module: nn.Module) -> Iterator[None]:
-    """Inside, `module`, built by `load_shapes`, runs as on a CPU, and new tensors are fakes too."""
+def faked(module: nn.Module, *, gpu_autocast: bool = False) -> Iterator[None]:
+    """Inside, `module`, built by `load_shapes`, runs as on a CPU, and new tensors are fakes too.
+
+    `gpu_autocast`: its layer norms keep what they would keep on a GPU under autocast; the module
+    is of no other use afterwards.
+    """
+    for child in module.modules() if gpu_autocast else ():
+        if isinstance(child, nn.LayerNorm):
+            child.__class__ = _GpuLayerNorm
     with FakeTensorMode(allow_non_fake_inputs=True):
         module.to_empty(device="cpu")
         yield
 
 
-def peak_bytes(
-    work: Callable[[], object], existing: Iterable[Tensor] = (), *, as_on_gpu: bool = False
-) -> int:
+def peak_bytes(work: Callable[[], object], existing: Iterable[Tensor] = ()) -> int:
     """The most bytes that `work` holds at a time, beside the `existing` tensors.
 
-    To be called where tensors are fakes (`faked`). `as_on_gpu`: autocast's rules for layer norms
-    are those of CUDA, fp32, not those of the CPU that fakes stand on.
+    Of real tensors too; fakes (`faked`) cost nothing.
     """
     meter = _Meter(existing)
-    with _GpuAutocast() if as_on_gpu else nullcontext(), meter:
+    with meter:
         work()
     return meter.peak
 
@@ -79,18 +82,13 @@ class _StayOnMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _GpuAutocast(TorchFunctionMode):
-    """Layer norms compute in fp32 under autocast, and keep their input so, as on a GPU."""
+class _GpuLayerNorm(nn.LayerNorm):
+    """Computes in fp32 and returns its input's type: open_clip's layer norm under CUDA's autocast,
+    which keeps an fp32 copy of the input. The CPU's autocast would compute in half precision."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not functional.layer_norm or not torch.is_autocast_enabled("cpu"):
-            return func(*args, **kwargs)
+    def forward(self, input: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
-            args = [a.float() if isinstance(a, Tensor) else a for a in args]
-            return func(*args, **kwargs)
+            return super().forward(input.float()).to(input.dtype)
 
 
 class _Meter(TorchDispatchMode):
