@@ -4,12 +4,12 @@ Verbs meet only on disk. Each writes one artifact: a directory whose ``manifest.
 last, by rename. A directory without a manifest is unfinished work, never a result::
 
     runs/NAME/
-      run.lock  config.yaml
+      run.lock  run_state.json  config.yaml
       index/                    samples.arrow  shards.json  bad_samples.json  manifest.json
       stage_0/  embeddings/     00000.npy ...            one file per shard of the index
                 text_embeddings/
                 clusters/       centroids.npy  cluster_labels.npy  distances.npy
-                train/          checkpoints/step_00000400/  metrics.jsonl   (trained from scratch)
+                train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy
                 train/          grouped_index/  checkpoints/  metrics.jsonl

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.parallel.process_group import Context
 
+_RECORDED = "_mclclip_recorded"  # set on an error whose end is in the record
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -44,6 +45,8 @@ def end(work: Callable[[], int], debug: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, KeyboardInterrupt, Preempted) as error:
         code = exit_code(error)
+        if not hasattr(error, _RECORDED):
+            _record_early(error, code)
         _tell(error, code, debug)
     _leave(code)
 
@@ -56,6 +59,20 @@ def exit_code(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     for_user = isinstance(error, Exception) and failures.is_for_the_user(error)
     return EXIT_USER if for_user else EXIT_INTERNAL
+
+
+def _record_early(error: BaseException, code: int) -> None:
+    """For the launcher: what ended before a run began, such as a mistake in the command line."""
+    if os.environ.get("MCLCLIP_STATE_FILE"):
+        from mclclip import run_state
+
+        state = "preempted" if code == EXIT_PREEMPTED else "failed"
+        again = code == EXIT_PREEMPTED
+        run_state.write(None, state, verb="", exit_code=code, requeue=again, reason=_line(error))
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _tell(error: BaseException, code: int, debug: bool) -> None:
@@ -123,10 +140,11 @@ def _recorded(
             work(context)
     except Preempted as error:
         record("preempted", EXIT_PREEMPTED, error.reason, error.requeue)
+        setattr(error, _RECORDED, True)
         raise
     except BaseException as error:
-        line = " ".join(str(error).split()) or type(error).__name__
-        record("failed", exit_code(error), line, requeue=_is_lost_peer(error))
+        record("failed", exit_code(error), _line(error), requeue=_is_lost_peer(error))
+        setattr(error, _RECORDED, True)
         raise
     record("finished", EXIT_OK, "")
 

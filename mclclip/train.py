@@ -34,7 +34,7 @@ from mclclip.data.training_batches import Batch, TrainingBatches
 from mclclip.layout import Layout
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.lora import add_lora
-from mclclip.models.optimizer import build_optimizer, learning_rate
+from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel import collectives
 from mclclip.parallel.build_engine import build_engine
@@ -217,6 +217,7 @@ def _engine(job: _Stage, model: ClipModel) -> Engine:
         blocks=model.blocks(),
         shard_ranks=how.shard_ranks,
         zero_stage=how.zero_stage,
+        elementwise=is_elementwise(options.optimizer),
         precision=options.precision,
         clip_grad_norm=options.clip_grad_norm,
         micro_batch=how.micro_batch,

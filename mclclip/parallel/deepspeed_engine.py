@@ -287,12 +287,23 @@ def _join(context: Context) -> Any:
 
 
 def _release(engine: Any, module: nn.Module) -> None:
-    """Lets go of an engine: its hooks hold it in circles that Python does not see."""
+    """Lets go of an engine's memory, which its hooks hold in circles that Python does not see.
+
+    After ZeRO-3 the module is empty.
+    """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
+    optimizer = engine.optimizer
     engine.destroy()
     while module in FWD_MODULE_STACK:  # ZeRO-3 puts its module there for good
         FWD_MODULE_STACK.remove(module)
+    shared = [parameter for parameter in module.parameters() if _shared(parameter)]
+    for parameter in shared:
+        parameter.data = parameter.data.new_empty(0)
+        vars(parameter).clear()
+    if shared:
+        optimizer.state.clear()
+        vars(optimizer).clear()
 
 
 def _shared(tensor: Tensor) -> bool:

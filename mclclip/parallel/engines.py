@@ -120,10 +120,13 @@ class Engine:
         same tensor on all ranks, or a DTensor.
         """
         state = {f"model.{name}": value for name, value in self.module.state_dict().items()}
+        fresh = not self.optimizer.state
         moments = get_optimizer_state_dict(self.module, self.optimizer, options=_FLAT)
         for name, value in moments.items():
             if name.startswith("state."):
                 state[f"optimizer.{name.removeprefix('state.')}"] = value
+        if fresh:  # torch made them by a step of rate zero, which was counted
+            self.optimizer.state.clear()
         return state | self._extra_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

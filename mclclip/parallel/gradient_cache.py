@@ -63,6 +63,7 @@ def backward(engine: Engine, batch: Any, micro_batch: int) -> dict[str, Tensor]:
     pieces = [batch.rows(start, start + micro_batch) for start in starts]
     with torch.no_grad():
         states, features = _first_pass(engine, pieces)
+    engine.phase_ended("forward")
     leaves = {n: f.requires_grad_() for n, f in features.items() if f.is_floating_point()}
     own = [p for p in module.objective.parameters() if p.requires_grad]
     parts: dict[str, Tensor] = module.loss(features, batch)

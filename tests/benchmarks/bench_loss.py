@@ -9,19 +9,15 @@ the features' gradients.
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.info_nce import InfoNCE
-from tests.benchmarks import timing
+from tests.benchmarks import memory, timing
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
 SIZES = (256, 1024, 4096, 8192)
@@ -76,29 +72,13 @@ def deviation(loss: Loss, given: Sequence[Tensor]) -> float:
 # --- memory ----------------------------------------------------------------------------------
 
 
-def resident_mib(field: str) -> float:
-    """VmRSS (now) or VmHWM (the highest since the process or the last reset) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-
-
 def peak_here(name: str, tiles: Sequence[int], size: int, dim: int) -> float:
     """MiB of one step, in this process, which should be a fresh one."""
     torch.set_num_threads(1)
     loss = ways(tiles)[name]
     given = inputs(size, dim)
     step(loss, inputs(32, dim))  # libraries and their buffers are loaded at first use
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from VmRSS
-    before = resident_mib("VmRSS")
-    step(loss, given)
-    return resident_mib("VmHWM") - before
-
-
-def peak_mib(name: str, tiles: Sequence[int], size: int, dim: int) -> float:
-    """The same in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(peak_here, name, tiles, size, dim).result()
+    return memory.peak_mib(lambda: step(loss, given))
 
 
 # --- the table -------------------------------------------------------------------------------
@@ -114,7 +94,7 @@ def measure(size: int, dim: int, tiles: Sequence[int], rounds: int) -> None:
     rows = [
         [
             *row,
-            timing.number(peak_mib(row[0], tiles, size, dim)),
+            timing.number(memory.in_fresh_process(peak_here, row[0], tiles, size, dim)),
             f"{deviation(compared[row[0]], given):.1e}",
         ]
         for row in timings.rows(WHOLE, size)

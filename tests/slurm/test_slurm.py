@@ -173,24 +173,38 @@ def test_an_undisturbed_run_finishes_quietly(undisturbed: Job) -> None:
     assert not list(undisturbed.folder.glob("*.state*"))
 
 
-def test_usr1_saves_and_the_job_starts_again(
+def test_asked_to_leave_it_saves_and_starts_again(
     cluster: Cluster, undisturbed: Job, data: Path, tmp_path: Path
 ) -> None:
-    """As SLURM does before the time limit, by --signal=B:USR1@300."""
+    """By USR1, as --signal=B:USR1@300 does before the time limit; then by a more urgent job."""
     job = submit_run(cluster, tmp_path, data)
-    job.wait_for_step(20)
+    job.wait_for_step(15)
     cluster("scancel", "--signal=USR1", "--batch", job.job_id)
-    wait_until(lambda: job.recorded()["state"] == "preempted", START_S, job.report)
-    saved = checkpoint.steps(job.run_dir / "stage_1/train/checkpoints")[-1]
-    assert 20 <= saved < STEPS and saved % 40, job.report()
-    assert job.recorded()["exit_code"] == 85
+    first = saved_when_left(job, 15)
     job.wait_for_restart(1)
+    job.wait_for_step(60)
+    cluster(
+        *("sbatch", "--partition=urgent", "--nodes=2", f"--output={tmp_path}/urgent"),
+        *("--wrap", "sleep 1"),
+    )
+    second = saved_when_left(job, 60)
+    job.wait_for_restart(2)
     job.wait_for_state("COMPLETED")
     check_same_end(job, undisturbed)
-    assert f"step_{saved:08d}" in job.log, "it went on from what was saved"
+    for step in (first, second):
+        assert f"step_{step:08d}" in job.log, "it went on from what was saved"
     for noise in ("Traceback", "ChildFailedError", "Exited with exit code", "SignalException"):
         assert noise not in job.log, job.log
     assert not list(job.folder.glob("*.state*"))
+
+
+def saved_when_left(job: Job, least: int) -> int:
+    """The step that was saved because the run was asked to leave."""
+    wait_until(lambda: job.recorded()["state"] == "preempted", START_S, job.report)
+    assert job.recorded()["exit_code"] == 85
+    saved = checkpoint.steps(job.run_dir / "stage_1/train/checkpoints")[-1]
+    assert least <= saved < STEPS and saved % 40, job.report()
+    return saved
 
 
 def test_killed_processes_end_the_start_and_not_the_job(

@@ -14,6 +14,7 @@ GROUND = {"config", "layout", "run_lock", "artifacts", "runlog", "failures"}
 GROUND |= {"torchvision_fix", "parallel", "profiling"}
 NOUNS = {"data", "models", "objectives", "checkpoint", "recorder", "run_state"}
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "train", "export", "doctor", "eval"}
+VERBS |= {"plan"}
 LEVELS = {name: level for level, names in enumerate(
     [GROUND, NOUNS, {"trainer"}, VERBS, {"pipeline"}, {"demo"}, {"process"}, {"cli"}, {"__main__"}]
 ) for name in names}  # fmt: skip

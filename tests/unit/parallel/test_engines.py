@@ -11,7 +11,7 @@ from mclclip.parallel.process_group import SINGLE
 
 
 class Model(nn.Module):
-    """A batch [b, 4] -> its loss; notes the number format it computed in."""
+    """A batch [b, 4] -> its loss; notes that it was run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +30,15 @@ BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 
 def engine_of(model: Model, **options: object) -> Engine:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD([{"params": [trained[0]]}, {"params": [trained[1]]}], lr=1.0)
-    return Engine(model, optimizer, SINGLE, **options)  # type: ignore[arg-type]
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": [p]} for p in module.parameters() if p.requires_grad]
+        return torch.optim.SGD(groups, lr=1.0)
+
+    return Engine(model, make, SINGLE, **options)  # type: ignore[arg-type]
+
+
+def adamw_of(model: Model) -> Engine:
+    return Engine(model, lambda module: torch.optim.AdamW(model.tail.parameters()), SINGLE)
 
 
 def gradients(model: Model) -> tuple[Tensor, Tensor]:
@@ -88,13 +94,51 @@ def test_without_a_limit_no_bit_of_the_gradient_changes() -> None:
     assert torch.equal(model.tail.weight, before - weight)
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
-)
-def test_bf16_is_autocast_and_weights_stay_fp32(precision: str, dtype: torch.dtype) -> None:
+def test_a_group_may_have_a_share_of_the_learning_rate() -> None:
+    model, plain = Model(), Model()
+    engine = engine_of(model)
+    engine.optimizer.param_groups[1]["lr_scale"] = 0.5
+    engine.update(BATCH, lr=0.01)
+    engine_of(plain).update(BATCH, lr=0.005)
+    assert torch.equal(model.tail.bias, plain.tail.bias)
+    assert not torch.equal(model.tail.weight, plain.tail.weight)
+
+
+def test_an_average_of_the_trained_weights_is_kept_and_saved() -> None:
     model = Model()
-    engine_of(model, precision=precision).update(BATCH, lr=0.01)
-    assert model.dtype == dtype and model.tail.weight.dtype == torch.float32
+    before = model.tail.weight.detach().clone()
+    engine = engine_of(model, ema_decay=0.75)
+    engine.update(BATCH, lr=0.01)
+    state = engine.state_dict()
+    assert {name for name in state if name.startswith("ema.")} == {
+        "ema.tail.weight",
+        "ema.tail.bias",
+    }
+    expected = 0.75 * before + 0.25 * model.tail.weight.detach()
+    torch.testing.assert_close(state["ema.tail.weight"], expected)
+
+
+def test_the_state_of_one_engine_is_taken_by_another() -> None:
+    """Weights, buffers and moments; the next step is the same."""
+    engine, other = adamw_of(Model()), adamw_of(Model())
+    for _ in range(3):
+        engine.update(BATCH, lr=0.01)
+    state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    assert float(state["optimizer.tail.weight.step"]) == 3
+    other.load_state_dict(state)
+    for one in (engine, other):
+        one.update(BATCH, lr=0.01)
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def test_asking_for_the_state_does_not_count_as_a_step() -> None:
+    engine, other = adamw_of(Model()), adamw_of(Model())
+    engine.state_dict()
+    for one in (engine, other):
+        one.update(BATCH, lr=0.01)
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
 
 
 def test_frozen_parameters_stay() -> None:
@@ -103,7 +147,7 @@ def test_frozen_parameters_stay() -> None:
     engine = engine_of(model)
     engine.update(BATCH, lr=0.5)
     assert torch.equal(model.trunk.weight, before) and model.trunk.weight.grad is None
-    assert len(engine.parameters) == 2
+    assert sorted(engine.local_parameters()) == ["tail.bias", "tail.weight"]
 
 
 def test_one_process_has_nothing_to_settle() -> None:

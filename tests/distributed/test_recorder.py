@@ -1,0 +1,74 @@
+"""Rows of several ranks: the mean loss, the fullest rank's memory, the slowest one's waiting."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mclclip.parallel import collectives
+from mclclip.parallel.process_group import Context
+from mclclip.profiling import PeakMemory
+from mclclip.recorder import Recorder
+
+Ranks = Callable[..., list[Any]]
+WAIT_S = 0.2
+
+
+def record(directory: Path, track: list[str]) -> float:
+    """Two steps, one epoch; returns what this rank held in GiB."""
+    rank = collectives.rank()
+    peaks = PeakMemory(torch.device("cpu"))
+    recorder = Recorder(
+        directory, Context(rank, collectives.world_size()), name="stage 1", global_batch=8,
+        start=0, total=2, steps_per_epoch=2, log_every=1, share_bad=len, track=track, config={},
+        peaks=peaks,
+    )  # fmt: skip
+
+    def batches() -> Iterator[Any]:
+        for _ in range(2):
+            time.sleep(WAIT_S * rank)  # the second rank reads slowly
+            yield SimpleNamespace(group_size=4, replaced={})
+
+    for done, _ in enumerate(recorder.reading(batches()), start=1):
+        parts = {"loss": torch.tensor(1.0 + rank), "logit_scale": torch.tensor(3)}
+        recorder.take(done, parts, lr=0.1)
+        recorder.end_epoch(done)
+    recorder.close()
+    return peaks.figures()["memory_gib"]
+
+
+def record_without_wandb(directory: Path) -> float:
+    """The same, where the package of a sink is missing (processes are kept: put back)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)
+        return record(directory, ["wandb"])
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    held = ranks(2, record, tmp_path, [])
+    found = rows(tmp_path / "metrics.jsonl")
+    epoch = rows(tmp_path / "epochs.jsonl")[0]
+    for row in (*found, epoch):
+        assert row["loss"] == 1.5
+        assert row["data_wait_share"] * row["seconds"] >= 0.9 * WAIT_S
+    assert found[0]["logit_scale"] == 3.0 and epoch["steps"] == 2
+    assert epoch["memory_gib"] == pytest.approx(max(held), abs=0.01)
+
+
+def test_a_missing_sink_fails_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Only the first rank opens sinks; the others must not wait for it."""
+    with pytest.raises(ValueError, match="not installed") as caught:
+        ranks(2, record_without_wandb, tmp_path)
+    assert len(caught.value.__notes__) == 2

@@ -1,0 +1,95 @@
+"""Memory found without taking any is the memory that real tensors take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mclclip.models import memory
+from mclclip.models.clip import ClipModel, load_clip
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def trained(model: ClipModel, rows: int, precision: str) -> int:
+    """Peak of a forward and backward, gradients being there already."""
+    size = model.image_size
+    images = torch.ones(rows, 3, size, size)  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+
+    def work() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            features = model.encode_image(images)
+        torch.autograd.backward(features.float().sum())
+
+    return memory.peak_bytes(work, [*model.parameters(), *model.buffers(), *gradients, images])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["tiny_vit", "tiny_resnet"])
+@pytest.mark.parametrize("change", ["whole", "locked", "recomputed"])
+def test_fakes_take_what_real_tensors_take(name: str, change: str, precision: str) -> None:
+    if (name, change) == ("tiny_resnet", "recomputed"):
+        pytest.skip("batch norms would count every batch twice")
+
+    def prepared(model: ClipModel) -> ClipModel:
+        if change == "locked":
+            model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
+        model.set_grad_checkpointing(change == "recomputed")
+        return model.train()
+
+    model = prepared(memory.load_shapes(CONFIGS / f"{name}.json"))
+    with memory.faked(model):
+        estimate = trained(model, 8, precision)
+    assert estimate == trained(prepared(load_clip(CONFIGS / f"{name}.json")), 8, precision)
+
+
+def test_the_meter_counts_what_is_alive_at_once() -> None:
+    kept: list[Tensor] = []
+    given = torch.zeros(1000)
+
+    def work() -> None:
+        kept.append(given * 2)  # 4,000 bytes, kept
+        kept[0].view(10, 100).add_(given.view(10, 100))  # a view and in place: nothing
+        for _ in range(3):
+            torch.ones(500)  # 2,000 bytes, one at a time
+
+    assert memory.peak_bytes(work, [given]) == 6000
+
+
+def test_shapes_are_the_models_own() -> None:
+    path = CONFIGS / "tiny_vit.json"
+    shapes, real = memory.load_shapes(path), load_clip(path)
+    assert all(parameter.is_meta for parameter in shapes.parameters())
+    assert {n: p.shape for n, p in shapes.named_parameters()} == {
+        n: p.shape for n, p in real.named_parameters()
+    }
+
+
+def test_layer_norms_of_a_gpu_keep_fp32() -> None:
+    model = memory.load_shapes(CONFIGS / "tiny_vit.json").train()
+    with memory.faked(model):
+        as_on_cpu = trained(model, 8, "bf16")
+    model = memory.load_shapes(CONFIGS / "tiny_vit.json").train()
+    with memory.faked(model, gpu_autocast=True):
+        assert trained(model, 8, "bf16") > as_on_cpu
+
+
+def test_nothing_is_fetched_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was asked for")
+
+    monkeypatch.setattr("mclclip.models.clip.download_pretrained_from_hf", fetch)
+    with pytest.raises(ValueError, match="give local-dir:PATH"):
+        memory.load_shapes("hf-hub:some/model")
+
+
+def test_size_bytes() -> None:
+    layer = nn.Linear(3, 5)
+    assert memory.size_bytes(layer.parameters()) == 4 * (15 + 5)

@@ -1,0 +1,236 @@
+"""The dry run: known numbers, refusals in one line, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config, plan
+from mclclip.config import Config
+from mclclip.layout import Layout
+from mclclip.parallel.process_group import SINGLE
+from mclclip.plan import Machine, disk
+from tests import tiny
+
+RECIPES = sorted((tiny.ROOT / "launch" / "recipes").glob("*.yaml"))
+CC12M = 10_968_539
+GIB = 2**30
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes' run directories are relative; a disk of 100 TiB, whatever the machine has."""
+    monkeypatch.chdir(tmp_path)
+    roomy = Usage(100 * 1024 * GIB, 0, 100 * 1024 * GIB)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: roomy)
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return config.load(tiny.ROOT / "launch" / "recipes" / f"{name}.yaml", overrides)
+
+
+def tiny_config(*overrides: str) -> Config:
+    return tiny.make_config(Path("run"), Path("data"), *overrides)
+
+
+def refusal(options: Config, machine: Machine, samples: int | None = None) -> str:
+    with pytest.raises(ValueError) as caught:
+        plan.run(options, machine, samples=samples, as_json=False)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- known numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_has_a_plan(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.run(config.load(path), Machine(), samples=CC12M, as_json=False)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    for word in ("samples seen", "GiB per rank (estimate)", "GiB on disk", "in all"):
+        assert word in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_the_small_recipe() -> None:
+    found = plan.make(recipe("cc12m_vitb32"), Machine(1, 8), CC12M)
+    kind = found["memory"]["train"]
+    towers = kind["counts"].values()
+    trainable = sum(tower["trainable"] for tower in towers)
+    assert trainable + sum(tower["frozen"] for tower in towers) == 151_277_313
+    assert kind["parts"]["optimizer"] == 8 * trainable  # two fp32 moments
+    assert kind["parts"]["gradients"] == kind["parts"]["engine"] == 4 * trainable
+    assert (kind["local_batch"], kind["micro_batches"]) == (1024, 1)
+    # train.py rounds epochs x whole steps: 20 x floor(10,968,539 / 8,192).
+    assert [t["steps"] for t in found["trainings"]] == [(26_760, 26_760)] * 3
+    assert found["trainings"][2]["groups"] == (1, 1000)
+    assert found["disk"]["embeddings"] == 4 * CC12M * 512 * 2  # three stages and the captions
+    checkpoint = found["disk"]["trainings"][0]
+    assert checkpoint["each"] == kind["parts"]["parameters"] + 8 * trainable
+    assert checkpoint["kept"] == 2 * checkpoint["each"]
+
+
+def test_options_move_the_parts_they_should() -> None:
+    def parts(*overrides: str, ranks: int = 4) -> dict[str, int]:
+        options = tiny_config("base=null", *overrides)
+        found: dict[str, int] = plan.make(options, Machine(1, ranks), 500)["memory"]["train"]
+        return found["parts"]  # type: ignore[return-value]
+
+    plain = parts()
+    trained = plain["gradients"]
+    assert parts("train.optimizer=lion")["optimizer"] == trained
+    assert parts("train.ema_decay=0.9")["ema"] == trained
+    assert parts("train.engine.micro_batch=2")["activations"] < plain["activations"] / 2
+    assert parts("train.engine.grad_checkpointing=true")["activations"] < plain["activations"]
+    assert parts("train.engine.name=fsdp")["parameters"] == -(-plain["parameters"] // 4)
+    assert parts("train.lora={}")["gradients"] < trained
+    assert parts(ranks=1)["engine"] == 0
+    assert parts()["context"] == 0 and parts("device=cuda")["context"] > 0
+
+
+def test_without_samples_it_says_so() -> None:
+    found = plan.make(recipe("cc12m_vitb32"), Machine())
+    assert found["trainings"][0]["steps"] is None and found["disk"]["embeddings"] is None
+    assert "samples: unknown" in plan.table.text(found)
+
+
+def test_controls_and_stage_zero_are_counted() -> None:
+    found = plan.make(tiny_config("controls=[ungrouped,random_groups]"), Machine(), 192)
+    names = [(t["stage"], t["variant"]) for t in found["trainings"]]
+    assert names[0] == (0, "mcl") and len(names) == 1 + 2 * 3
+    assert all(t["steps"] == (6, 6) for t in found["trainings"])
+    groups = {(t["stage"], t["variant"]): t["groups"] for t in found["trainings"]}
+    assert groups[2, "mcl"] == groups[2, "random_groups"] == (1, 9)
+    assert groups[2, "ungrouped"] == (1, 1)
+
+
+def test_kept_checkpoints() -> None:
+    options = tiny_config("train.checkpoint={every: 2, keep: 2, keep_every: 4}", "train.steps=11")
+    # 2, 4, 6, 8, 10 and the last, 11: the newest two, and 4 and 8 for good.
+    assert disk._number_kept(options.train, (11, 11)) == 4
+
+
+def test_large_models_answer_in_seconds() -> None:
+    start = time.monotonic()
+    options = recipe("cc12m_vitl14", "model.name=ViT-H-14", "model.pretrained=null")
+    found = plan.make(options, Machine(2, 8), CC12M)
+    assert found["ranks"] == 16 and time.monotonic() - start < 60
+
+
+# --- what is on disk ---------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
+    """Index, labels and begun trainings are read; what was trained is what was planned."""
+    from mclclip import artifacts, cluster, embed, export, index, train
+
+    data = tiny.make_data(tmp_path / "data")
+    options = tiny.make_config(
+        tmp_path / "run", data, "base=null", "train.steps=null", "train.epochs=1.5", "num_stages=1"
+    )
+    index.run(options, SINGLE)
+    export.stage(options, SINGLE, stage=0)
+    embed.run(options, SINGLE, stage=0)
+    cluster.run(options, SINGLE, stage=0)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    found = plan.make(options, Machine(), 1)  # the index counts, not --samples
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert found["samples"]["number"] == 192
+    planned = found["trainings"][0]
+    assert planned["exact"] and planned["groups"][0] == planned["groups"][1] > 1
+    train.run(options, SINGLE, stage=1)
+    layout = Layout.of(options)
+    done = artifacts.read_manifest(layout.train(1), "train")
+    assert planned["steps"] == (done.counts["steps"],) * 2
+    written = sum(p.stat().st_size for p in layout.embeddings(0).glob("*.npy"))
+    assert written == pytest.approx(found["disk"]["embeddings"], rel=0.1)
+    checkpoints = layout.train(1) / "checkpoints"
+    each = [
+        sum(p.stat().st_size for p in step.rglob("*") if p.is_file())
+        for step in checkpoints.glob("step_*")
+    ]
+    assert max(each) == pytest.approx(found["disk"]["trainings"][0]["each"], rel=0.1)
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused() -> None:
+    told = refusal(tiny_config(), Machine(1, 7))
+    assert "base.global_batch=24 cannot be cut over 7 ranks" in told
+    assert "[1, 2, 3, 4, 6, 8, 12, 24]" in told
+
+
+def test_too_little_gpu_memory_names_part_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    options = recipe("cc12m_vitl14")
+    told = refusal(options, Machine(1, 4, 80.0), CC12M)
+    assert "most of it" in told and "are activations" in told
+    assert "train.engine.micro_batch=" in told and "grad_checkpointing" in told
+    assert "GiB per rank" in capsys.readouterr().out  # the plan is shown all the same
+    micro = told.split("micro_batch=")[1].split()[0]
+    options = recipe("cc12m_vitl14", f"train.engine.micro_batch={micro}")
+    plan.run(options, Machine(1, 4, 80.0), samples=CC12M, as_json=False)
+
+
+def test_too_little_memory_for_the_weights_names_the_engine() -> None:
+    options = tiny_config("base=null", "device=cpu")
+    told = refusal(options, Machine(1, 4, 0.002), 500)
+    assert "parameters" in told and "train.engine.name=fsdp" in told
+
+
+def test_a_full_disk_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: Usage(GIB, 0, GIB))
+    told = refusal(recipe("cc12m_vitb32"), Machine(1, 8), CC12M)
+    assert "GiB more, its disk has 1.0 GiB free" in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "samples", "message"),
+    [
+        ((), 10, "global_batch=24 is more than the 10 samples"),
+        (("cluster.num_clusters=200",), 192, "num_clusters=200 is more than the 192 samples"),
+        (("train.plan.policy=drop",), 192, "possible labels"),
+        (("train.engine={name: fsdp, shard_ranks: 3}",), 192, "shard_ranks=3 does not divide"),
+        (("train.engine.name=deepspeed", "train.optimizer=lars"), 192, "whole parameters"),
+        (("train.lock.image_blocks=9",), 192, "image_blocks is 9"),
+        (("cluster.num_clusters=[3]",), 192, "has 1 entries"),
+    ],
+)
+def test_what_the_run_would_refuse(overrides: tuple[str, ...], samples: int, message: str) -> None:
+    assert message in refusal(tiny_config("base=null", *overrides), Machine(1, 4), samples)
+
+
+@pytest.mark.parametrize("wrong", [{"nodes": 0}, {"gpus_per_node": -1}, {"memory_gib": 0.0}])
+def test_a_machine_without_gpus_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="wanted"):
+        Machine(**wrong)
+
+
+# --- the command line --------------------------------------------------------------------------
+
+
+def mclclip(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mclclip", "config", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=tiny.environment())
+
+
+def test_the_command_prints_json_and_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    tiny.write_config(path, tmp_path / "run", tmp_path / "data")
+    shown = mclclip("--config", str(path), "--plan", "--json", "--samples", "192", "seed=3")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["trainings"][1]["steps"] == [6, 6]
+    assert list(tmp_path.iterdir()) == [path]
+    refused = mclclip("--config", str(path), "--plan", "--gpus-per-node", "7")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
