@@ -130,7 +130,14 @@ def _doctor(args: argparse.Namespace) -> object:
 def _config(args: argparse.Namespace) -> object:
     from mclclip import config
 
-    print(config.dump(config.load(args.config, args.overrides)), end="")
+    options = config.load(args.config, args.overrides)
+    if args.plan:
+        from mclclip import plan
+
+        machine = plan.Machine(args.nodes, args.gpus_per_node, args.gpu_memory_gib)
+        plan.run(options, machine, samples=args.samples, as_json=args.json)
+        return None
+    print(config.dump(options), end="")
     return None
 
 
@@ -183,14 +190,25 @@ def _add_standalone(verbs: Any) -> None:
     verb = _add(verbs, "doctor", "versions, devices, disk and file-system checks")
     verb.add_argument("--path", default=".", help="where runs will be written")
     verb.set_defaults(standalone=_doctor)
-    verb = _add(verbs, "config", "check a configuration and print it resolved")
+    verb = _add(verbs, "config", "check a configuration and print it resolved, or its plan")
     _add_config_options(verb)
+    _add_plan_options(verb)
     verb.set_defaults(standalone=_config)
 
 
 def _add_config_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--config", metavar="FILE", help="YAML (see launch/recipes)")
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
+
+
+def _add_plan_options(verb: argparse.ArgumentParser) -> None:
+    group = verb.add_argument_group("plan", "what the run will do and need; uses no GPU")
+    group.add_argument("--plan", action="store_true", help="print steps, memory and disk instead")
+    group.add_argument("--nodes", type=int, default=1, metavar="N")
+    group.add_argument("--gpus-per-node", type=int, default=1, metavar="G")
+    group.add_argument("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
+    group.add_argument("--samples", type=int, metavar="N", help="used where there is no index yet")
+    group.add_argument("--json", action="store_true", help="sizes in bytes")
 
 
 def _add_configured(verbs: Any) -> None:

@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mclclip.models.clip import ClipModel, load_clip
+
+# Raised where what is computed depends on values that fakes do not have.
+NeedsValues = DataDependentOutputException
 
 
 def load_shapes(name: str | Path | Mapping[str, Any]) -> ClipModel:
@@ -74,9 +77,7 @@ def peak_bytes(work: Callable[[], object], existing: Iterable[Tensor] = ()) -> i
 class _StayOnMeta(TorchFunctionMode):
     """Moving a tensor that has no values leaves it where it is."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.to and args[0].is_meta:
             args = [a if not isinstance(a, torch.device | str) else args[0].device for a in args]
         return func(*args, **(kwargs or {}))
@@ -91,19 +92,17 @@ class _GpuLayerNorm(nn.LayerNorm):
             return super().forward(input.float()).to(input.dtype)
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operations make, until nothing refers to them any more."""
 
     def __init__(self, existing: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: set[int] = set()
         for tensor in existing:
             self._note(tensor.untyped_storage(), 0)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):

@@ -289,8 +289,10 @@ def _join(context: Context) -> Any:
 def _release(engine: Any, module: nn.Module) -> None:
     """Lets go of an engine's memory, which its hooks hold in circles that Python does not see.
 
-    After ZeRO-3 the module is empty.
+    After ZeRO-3 the module is empty. Once the process group is closed DeepSpeed cannot do that.
     """
+    if not dist.is_initialized():
+        return
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     optimizer = engine.optimizer

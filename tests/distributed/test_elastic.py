@@ -75,6 +75,9 @@ def train_here(options: dict[str, Any]) -> Seen:
 
 def run(ranks: Ranks, world_size: int, options: dict[str, Any]) -> Seen:
     """Samples and pixels of each step, of all ranks together."""
+    if options["base"]["engine"].get("zero_stage") == 3:
+        # ZeRO-3 numbers modules as it meets them, and ranks of the pool have met different ones.
+        ranks.kill()  # type: ignore[attr-defined]
     merged: Seen = {}
     for seen in ranks(world_size, train_here, options, timeout_s=120.0):
         for step, samples in seen.items():
@@ -129,15 +132,20 @@ def left(
     ("saved", "world_size", "resumed"),
     [
         ("ddp", 2, "ddp"),
-        ("ddp", 3, "ddp"),
-        ("ddp", 1, "ddp"),
-        ("ddp", 2, "fsdp"),
+        ("ddp", 1, "cached"),
         ("fsdp", 3, "ddp"),
-        ("fsdp", 2, "cached"),
-        ("fsdp", 2, "zero3"),
-        ("zero3", 3, "fsdp"),
-        ("zero1", 1, "ddp"),
         ("ddp", 3, "zero1"),
+        ("fsdp", 2, "zero3"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("ddp", 3, "ddp"),
+                ("ddp", 2, "fsdp"),
+                ("fsdp", 2, "cached"),
+                ("zero3", 3, "fsdp"),
+                ("zero1", 1, "ddp"),
+            )
+        ),
     ],
 )
 def test_the_same_training_goes_on(
@@ -155,17 +163,16 @@ def test_the_same_training_goes_on(
     np.testing.assert_allclose(losses(tmp_path / "run"), alone[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_same_ranks_end_bit_for_bit(
-    ranks: Ranks, data: Path, left: Any, tmp_path: Path
+    ranks: Ranks, data: Path, left: Any, tmp_path: Path, engine: str
 ) -> None:
-    """Also three and four, where the order of DDP's sums must be the settled one from the start."""
-    for engine in ("ddp", "fsdp"):
-        undisturbed, resumed = tmp_path / engine / "undisturbed", tmp_path / engine / "resumed"
-        run(ranks, 4, options_for(data, undisturbed, engine))
-        shutil.copytree(left(engine)[0], resumed)
-        run(ranks, 4, options_for(data, resumed, engine))
-        assert states(undisturbed) == states(resumed), engine
-        assert losses(undisturbed) == losses(resumed), engine
+    """Four ranks, where the order of DDP's sums must be the settled one from the start."""
+    run(ranks, 4, options_for(data, tmp_path / "undisturbed", engine))
+    shutil.copytree(left(engine)[0], tmp_path / "resumed")
+    run(ranks, 4, options_for(data, tmp_path / "resumed", engine))
+    assert states(tmp_path / "undisturbed") == states(tmp_path / "resumed")
+    assert losses(tmp_path / "undisturbed") == losses(tmp_path / "resumed")
 
 
 def states(run_dir: Path) -> dict[str, bytes]:

@@ -1,0 +1,69 @@
+"""Verb: what a configuration will do on N nodes, and whether it fits, without doing any of it.
+
+Reads the run directory where there is one and writes nothing. Steps are counted from the index and
+the pseudo labels, or from a number of samples (``steps``); memory is measured on tensors without
+values (``memory``); ``disk`` adds up files; ``table`` prints.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mclclip.config import Config, TrainConfig
+from mclclip.plan import disk, memory, steps, table
+from mclclip.plan.machine import GIB, Machine
+
+__all__ = ["Machine", "make", "run"]
+
+
+def run(config: Config, machine: Machine, *, samples: int | None, as_json: bool) -> None:
+    """Prints the plan of ``config``; see ``make`` for ``samples``.
+
+    Raises ValueError, one line, for what cannot run: options that exclude each other before
+    anything is printed, too little memory or disk after the plan.
+    """
+    plan = make(config, machine, samples)
+    print(json.dumps(plan, indent=2) if as_json else table.text(plan))
+    for name, options in trainings(config).items():
+        memory.check(plan["memory"][name], name, options, machine)
+    disk.check(plan["disk"], config)
+
+
+def make(config: Config, machine: Machine, samples: int | None = None) -> dict[str, Any]:
+    """The plan as plain nested mappings; sizes in bytes.
+
+    ``samples``: of the index, for a run directory that has none (None: unknown).
+    """
+    options = trainings(config)
+    for name, training in options.items():
+        _check_ranks(name, training, machine.ranks)
+    counted = steps.count(config, samples)
+    measured = {name: memory.measure(config, name, options[name], machine) for name in options}
+    return {
+        "run_dir": config.run_dir,
+        "nodes": machine.nodes,
+        "gpus_per_node": machine.gpus_per_node,
+        "ranks": machine.ranks,
+        "limit": None if machine.memory_gib is None else round(machine.memory_gib * GIB),
+        "samples": counted["samples"],
+        "trainings": counted["trainings"],
+        "memory": measured,
+        "disk": disk.count(config, counted, measured),
+    }
+
+
+def trainings(config: Config) -> dict[str, TrainConfig]:
+    """The kinds of training by the option that describes them."""
+    base = {} if config.base is None else {"base": config.base}
+    return base | {"train": config.train}
+
+
+def _check_ranks(name: str, options: TrainConfig, ranks: int) -> None:
+    if options.global_batch % ranks:
+        near = range(1, max(2 * ranks, 128) + 1)
+        fits = [n for n in near if options.global_batch % n == 0]
+        raise ValueError(
+            f"{name}.global_batch={options.global_batch} cannot be cut over {ranks} ranks: use "
+            f"one of {fits} ranks, or a multiple of {ranks} as {name}.global_batch"
+        )

@@ -1,0 +1,104 @@
+"""What a run will write, and whether its disk has room for it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip.config import Config, TrainConfig
+from mclclip.plan.machine import GIB
+
+
+def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Bytes by kind (None: unknown without a number of samples), their sum, and what is free.
+
+    Indices, labels and logs are not counted: they are small beside these.
+    """
+    trainings = [
+        _training(config, training, measured[training["option"]])
+        for training in counted["trainings"]
+    ]
+    embeddings = _embeddings(config, counted["samples"], measured["train"])
+    exports = _exports(config, measured["train"])
+    # A new checkpoint is whole before the oldest goes.
+    spare = max(training["each"] for training in trainings)
+    whole = sum(training["kept"] for training in trainings) + spare + exports + (embeddings or 0)
+    return {
+        "trainings": trainings,
+        "checkpoints": sum(training["kept"] for training in trainings) + spare,
+        "exports": exports,
+        "embeddings": embeddings,
+        "sum": whole,
+        "present": _present(Path(config.run_dir)),
+        "free": shutil.disk_usage(_nearest(Path(config.run_dir))).free,
+    }
+
+
+def check(counted: dict[str, Any], config: Config) -> None:
+    """Raises ValueError where the disk of the run directory has too little room."""
+    missing = counted["sum"] - counted["present"]
+    if missing > counted["free"]:
+        raise ValueError(
+            f"{config.run_dir} needs about {missing / GIB:.1f} GiB more, its disk has "
+            f"{counted['free'] / GIB:.1f} GiB free: give another run_dir, make room, or keep fewer "
+            "checkpoints (checkpoint.keep, checkpoint.keep_every)"
+        )
+
+
+def _training(config: Config, training: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    options = config.base if training["option"] == "base" else config.train
+    assert options is not None
+    number = _number_kept(options, training["steps"])
+    return {
+        "stage": training["stage"],
+        "variant": training["variant"],
+        "each": measured["checkpoint"],
+        "number": number,
+        "kept": number * measured["checkpoint"],
+    }
+
+
+def _number_kept(options: TrainConfig, steps: tuple[int, int] | None) -> int:
+    """The newest ones, and those kept for good; the last step is saved whatever it is."""
+    saved = options.checkpoint
+    if steps is None:
+        return saved.keep
+    written = [*range(saved.every, steps[1], saved.every), steps[1]]
+    newest, older = written[-saved.keep :], written[: -saved.keep]
+    for_good = [s for s in older if saved.keep_every and s % saved.keep_every == 0]
+    return len(newest) + len(for_good)
+
+
+def _embeddings(config: Config, samples: dict[str, Any], measured: dict[str, Any]) -> int | None:
+    """Images once per clustered stage; captions once, where the text tower is locked."""
+    if samples["number"] is None:
+        return None
+    item = np.dtype(config.embed.dtype).itemsize
+    pooled = config.embed.feature == "pooled" and measured["width"]
+    rows = samples["number"] * (measured["width"] if pooled else measured["embed_dim"])
+    texts = 0
+    if config.train.cached_text and not config.train.lock.text:
+        texts = samples["captions"] * measured["embed_dim"]
+    return int(item * (rows * config.num_stages + texts))
+
+
+def _exports(config: Config, measured: dict[str, Any]) -> int:
+    """One model per stage; joined ones hold what all stages share once."""
+    joined = measured["export"] if config.export.soup else 0
+    concat = measured["export"] + config.num_stages * measured["trained"]
+    joined += concat * len(config.export.concat)
+    variants = 1 + len(config.controls)
+    return int(measured["export"] * (1 + config.num_stages * variants) + joined * variants)
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _present(run_dir: Path) -> int:
+    return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())

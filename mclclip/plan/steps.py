@@ -1,0 +1,153 @@
+"""How many steps every training takes, and over what: counted from disk as far as that is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mclclip import artifacts
+from mclclip.config import Config, TrainConfig
+from mclclip.data.epoch_plan import GroupedIndex, coverage_report
+from mclclip.data.pseudo_labels import label_space
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.stage_groups import StageGroups, read_pseudo_labels
+from mclclip.data.step_counts import steps_per_epoch
+from mclclip.layout import Layout
+
+Range = tuple[int, int]
+
+
+def count(config: Config, samples: int | None) -> dict[str, Any]:
+    """``samples`` (number, usable, captions, where from) and ``trainings``, in order.
+
+    A training: stage, variant, option, steps, steps_per_epoch and groups as [fewest, most] or None,
+    and whether they are exact. Raises ValueError for groups or batches that the samples cannot
+    fill.
+    """
+    if samples is not None and samples < 1:
+        raise ValueError(f"--samples is {samples}: wanted at least 1")
+    layout = Layout.of(config)
+    index = SampleIndex.open(layout.index) if artifacts.is_finished(layout.index) else None
+    found = _samples(index, samples)
+    trainings = [] if config.base is None else [_training(config, index, found, 0, "mcl")]
+    for variant in ("mcl", *config.controls):
+        for stage in range(1, config.num_stages + 1):
+            trainings.append(_training(config, index, found, stage, variant))
+    return {"samples": found, "trainings": trainings}
+
+
+def _samples(index: SampleIndex | None, given: int | None) -> dict[str, Any]:
+    if index is None:
+        return {"number": given, "usable": given, "captions": given, "exact": False}
+    bad = len(index.bad_ids())
+    return {
+        "number": len(index),
+        "usable": len(index) - bad,
+        "captions": int(index.num_captions.sum()),
+        "exact": True,
+    }
+
+
+def _training(
+    config: Config, index: SampleIndex | None, samples: dict[str, Any], stage: int, variant: str
+) -> dict[str, Any]:
+    name, options = ("base", config.base) if stage == 0 else ("train", config.train)
+    assert options is not None
+    radices = _radices(config, stage, variant)
+    usable = samples["usable"]
+    _check_samples(config, name, options, usable, radices)
+    on_disk = _on_disk(config, index, stage, variant, options)
+    groups: Range | None = (1, label_space(radices)) if radices else (1, 1)
+    epoch: Range | None = None
+    if on_disk is not None:
+        groups, epoch = on_disk
+    elif usable is not None:
+        most = label_space(radices)
+        groups = (1, min(most, usable))
+        epoch = steps_per_epoch(usable, options.global_batch, options.plan.policy, most)
+    if epoch is not None and epoch[1] == 0:
+        raise ValueError(
+            f"stage {stage} ({variant}) has no step: {usable:,} samples fill no batch of "
+            f"{name}.global_batch={options.global_batch:,} under policy {options.plan.policy!r}: "
+            "lower it, or cluster into fewer groups"
+        )
+    total = _total(options, epoch)
+    return {
+        "stage": stage,
+        "variant": variant,
+        "option": name,
+        "groups": groups,
+        "steps_per_epoch": epoch,
+        "steps": total,
+        "samples_seen": total and tuple(steps * options.global_batch for steps in total),
+        "exact": on_disk is not None or (samples["exact"] and not radices),
+    }
+
+
+def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
+    """Steps of a training, as ``train`` counts them."""
+    if options.steps is not None:
+        return options.steps, options.steps
+    if epoch is None:
+        return None
+    low, high = (max(1, round(options.epochs * steps)) for steps in epoch)
+    return low, high
+
+
+def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
+    """Clusters of each stage that a training's labels are made of; () for one group."""
+    if variant == "ungrouped":
+        return ()
+    radices = tuple(config.cluster.clusters_of(earlier) for earlier in range(stage))
+    return radices[-1:] if config.cluster.label_mode == "last" else radices
+
+
+def _check_samples(
+    config: Config, name: str, options: TrainConfig, usable: int | None, radices: tuple[int, ...]
+) -> None:
+    """What the run would refuse once it has its index, or its labels."""
+    if usable is None:
+        return
+    batch, policy = options.global_batch, options.plan.policy
+    if policy != "wrap" and batch > usable:
+        raise ValueError(
+            f"{name}.global_batch={batch:,} is more than the {usable:,} samples: lower it, or set "
+            f"{name}.plan.policy=wrap"
+        )
+    if max(radices, default=1) > usable:
+        raise ValueError(
+            f"cluster.num_clusters={max(radices):,} is more than the {usable:,} samples: lower it"
+        )
+    if policy == "drop" and label_space(radices) * batch > usable:
+        raise ValueError(
+            f"{label_space(radices):,} possible labels x {name}.global_batch={batch:,} are more "
+            f"than the {usable:,} samples, which {name}.plan.policy=drop does not allow: use "
+            "policy backoff, fewer clusters or a smaller global batch"
+        )
+
+
+def _on_disk(
+    config: Config, index: SampleIndex | None, stage: int, variant: str, options: TrainConfig
+) -> tuple[Range, Range] | None:
+    """Groups and steps per epoch of a training that has begun, or whose labels are there."""
+    layout = Layout.of(config, variant)
+    begun = StageGroups(layout.train(stage) / "grouped_index")
+    if begun.written:
+        grouped = begun.read()[0]
+    elif index is None:
+        return None
+    else:
+        labels, radices = np.zeros(len(index), np.int64), tuple[int, ...]()
+        bad = index.bad_ids()
+        if stage > 0 and variant != "ungrouped":
+            directory = layout.pseudo_labels(stage)
+            # Which groups of random labels lose a bad sample depends on the draw.
+            if not artifacts.is_finished(directory) or (variant != "mcl" and len(bad)):
+                return None
+            labels, radices, _ = read_pseudo_labels(directory, index)
+            labels = labels.copy()
+        labels[bad] = -1
+        grouped = GroupedIndex.build(labels, radices)
+    report = coverage_report(grouped, options.global_batch, options.plan.policy)
+    return (grouped.num_groups, grouped.num_groups), (report.steps, report.steps)
