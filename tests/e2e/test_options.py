@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mclclip import checkpoint
 from tests import tiny
 from tests.e2e.conftest import Shell
 
+SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
 WEIGHTS = "open_clip_model.safetensors"
 
 
@@ -124,3 +126,35 @@ def test_what_cannot_be_is_refused_in_a_line(
     assert refused.code == 2, refused.stderr
     (line,) = refused.complaints()
     assert words in line and "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "engine"),
+    [
+        ("model", "ddp"),
+        ("step", "fsdp"),
+        *(
+            pytest.param(*case, marks=pytest.mark.skipif(not SOAK, reason="in 'make soak'"))
+            for case in (
+                ("step", "ddp"),
+                ("model", "fsdp"),
+                ("model", "deepspeed"),
+                ("step", "deepspeed"),
+            )
+        ),
+    ],
+)
+def test_compiling_changes_no_weights(
+    shell: Shell, based: Any, plain: dict[str, torch.Tensor], tmp_path: Path, what: str, engine: str
+) -> None:
+    """By torch's own compiler, which takes a minute when cold; on two ranks."""
+    shutil.copytree(based[1], tmp_path / "run")
+    command = ["--stage", 1, "--config", based[0], f"run_dir={tmp_path / 'run'}"]
+    options = [f"train.engine.compile={what}", f"train.engine.name={engine}"]
+    shell.ok("train", *command, *options, ranks=2, timeout_s=600)
+    shell.ok("export", *command, *options)
+    got = tensors(tmp_path / "run/stage_1")
+    for name, tensor in plain.items():
+        if "in_proj_bias" not in name:
+            torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=0)
