@@ -14,7 +14,8 @@ from pathlib import Path
 
 from mclclip import artifacts, cluster, embed, export, index, train
 from mclclip import config as configuration
-from mclclip.config import Config
+from mclclip.config import Config, TrainConfig
+from mclclip.data.step_counts import check_ranks, check_samples
 from mclclip.eval import run as evaluation
 from mclclip.layout import Layout
 from mclclip.parallel import collectives
@@ -62,8 +63,8 @@ def _steps(config: Config, context: Context, force: bool) -> None:
 
 def _check(config: Config, context: Context) -> None:
     """What can be known of the whole run before its first step."""
-    for options in filter(None, (config.base, config.train)):
-        train.check_world_size(options, context)
+    for name, options in _trainings(config).items():
+        check_ranks(name, options.global_batch, context.world_size)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
     evaluation.check(config.eval.suite)
@@ -72,17 +73,18 @@ def _check(config: Config, context: Context) -> None:
 
 def _check_data(config: Config, num_samples: int) -> None:
     """Refuses what the number of samples cannot carry, before hours are spent on stage 0."""
-    for name, options in (("base", config.base), ("train", config.train)):
-        if options and options.plan.policy != "wrap" and options.global_batch > num_samples:
-            raise ValueError(
-                f"{name}.global_batch={options.global_batch:,} is more than the index's "
-                f"{num_samples:,} samples: lower it, or set {name}.plan.policy=wrap"
-            )
     most = max(config.cluster.clusters_of(stage) for stage in range(config.num_stages))
-    if most > num_samples:
-        raise ValueError(
-            f"cluster.num_clusters={most:,} is more than the index's {num_samples:,} samples"
-        )
+    for name, options in _trainings(config).items():
+        check_samples(name, options.global_batch, options.plan.policy, most, num_samples)
+
+
+def _trainings(config: Config) -> dict[str, TrainConfig]:
+    """The kinds of training by the option that describes them."""
+    return {
+        name: options
+        for name, options in (("base", config.base), ("train", config.train))
+        if options is not None
+    }
 
 
 def _stage_zero(config: Config, context: Context, force: bool) -> None:

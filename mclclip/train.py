@@ -29,11 +29,11 @@ from mclclip.data.stage_groups import (
     permute_labels,
     read_pseudo_labels,
 )
+from mclclip.data.step_counts import check_ranks, total_steps
 from mclclip.data.tar_dataset import TextFeatures
 from mclclip.data.training_batches import Batch, TrainingBatches
 from mclclip.layout import Layout
 from mclclip.models.clip import ClipModel, load_clip
-from mclclip.models.lora import add_lora
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel import collectives
@@ -43,7 +43,7 @@ from mclclip.parallel.process_group import Context, process_start, start_loader_
 from mclclip.parallel.step_boundary import StepBoundary
 from mclclip.profiling import PeakMemory, StepProfiler
 from mclclip.recorder import Recorder
-from mclclip.trainer import Trainee, Trainer
+from mclclip.trainer import Trainee, Trainer, prepare_model
 
 log = logging.getLogger("mclclip")
 
@@ -86,7 +86,7 @@ def run(
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
-    check_world_size(options, context)
+    check_ranks("train" if stage else "base", options.global_batch, context.world_size)
     seed, directory = data_seed(config.seed, variant), layout.train(stage)
     peaks = PeakMemory(context.device)
     job = _Stage(config, options, context, layout, stage, seed, index, directory, peaks)
@@ -139,16 +139,6 @@ def data_seed(seed: int, variant: str) -> int:
     return seed if number == 0 else int(mix(seed, number) >> np.uint64(33))
 
 
-def check_world_size(options: TrainConfig, context: Context) -> None:
-    """Raises ValueError where the global batch cannot be cut over the ranks."""
-    if options.global_batch % context.world_size:
-        fits = [n for n in range(1, 129) if options.global_batch % n == 0]
-        raise ValueError(
-            f"global_batch={options.global_batch} cannot be cut over {context.world_size} ranks: "
-            f"use one of {fits} ranks, or a multiple of {context.world_size}"
-        )
-
-
 def _labels(job: _Stage, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
     inputs = {"index": job.index.digest}
@@ -174,7 +164,7 @@ def _train(job: _Stage, model: ClipModel, grouped: GroupedIndex, known_bad: np.n
     plan = EpochPlan(
         grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
     )
-    total = options.steps or max(1, round(options.epochs * plan.steps_per_epoch))
+    total = total_steps(options.steps, options.epochs, plan.steps_per_epoch)
     engine = _engine(job, model)
     checkpoints = Checkpoints(job.directory / "checkpoints", **_checkpoint_options(job))
     start = checkpoints.resume(engine)
@@ -293,14 +283,15 @@ def build_model(
         )
     else:
         model = load_clip(f"local-dir:{layout.export(0)}", augmentation=config.model.augmentation)
-    model.lock(**to_tree(options.lock))
-    if options.lora is not None:
-        add_lora(model, **to_tree(options.lora), seed=config.seed)
-    if options.precision == "float64":
-        model.double()
-    model.to(context.device).train()
-    if options.engine.grad_checkpointing:
-        model.set_grad_checkpointing(True)
+    prepare_model(
+        model,
+        lock=to_tree(options.lock),
+        lora=to_tree(options.lora) if options.lora else None,
+        seed=config.seed,
+        precision=options.precision,
+        grad_checkpointing=options.engine.grad_checkpointing,
+    )
+    model.to(context.device)
     if options.engine.compile == "model":
         model.compile_blocks()
     return model

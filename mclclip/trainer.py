@@ -6,7 +6,7 @@ Everything at step t is a function of t, so a run that resumes at t repeats the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ from mclclip import runlog
 from mclclip.checkpoint import Checkpoints
 from mclclip.data.training_batches import Batch
 from mclclip.models.clip import ClipModel
+from mclclip.models.lora import add_lora
 from mclclip.parallel import peer_watch, signals
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.gradient_cache import Pullback
@@ -27,6 +28,29 @@ from mclclip.profiling import StepProfiler
 from mclclip.recorder import Recorder
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare_model(
+    model: ClipModel,
+    *,
+    lock: Mapping[str, Any],
+    lora: Mapping[str, Any] | None,
+    seed: int,
+    precision: str,
+    grad_checkpointing: bool,
+) -> None:
+    """Brings a model into the state in which it is trained, in place.
+
+    ``lock`` and ``lora`` are the arguments of ClipModel.lock and add_lora; ``seed`` draws adapters.
+    """
+    model.lock(**lock)
+    if lora is not None:
+        add_lora(model, **lora, seed=seed)
+    if precision == "float64":
+        model.double()
+    model.train()
+    if grad_checkpointing:
+        model.set_grad_checkpointing(True)
 
 
 class Trainee(nn.Module):

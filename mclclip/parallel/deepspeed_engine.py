@@ -79,6 +79,9 @@ class DeepspeedEngine(Engine):
                 "stage": self.zero_stage,
                 "reduce_bucket_size": BUCKET,
                 "stage3_param_persistence_threshold": KEPT_WHOLE,
+                # Else it replaces torch's linear in the whole process for good, by one that rounds
+                # otherwise: what is embedded after a training would depend on its having run here.
+                "memory_efficient_linear": False,
             },
             "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU at each step
         }

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from mclclip.config import Config, TrainConfig
+from mclclip.data.step_counts import check_ranks
 from mclclip.plan import disk, memory, steps, table
 from mclclip.plan.machine import GIB, Machine
 
@@ -37,7 +38,7 @@ def make(config: Config, machine: Machine, samples: int | None = None) -> dict[s
     """
     options = trainings(config)
     for name, training in options.items():
-        _check_ranks(name, training, machine.ranks)
+        check_ranks(name, training.global_batch, machine.ranks)
     counted = steps.count(config, samples)
     measured = {name: memory.measure(config, name, options[name], machine) for name in options}
     return {
@@ -57,13 +58,3 @@ def trainings(config: Config) -> dict[str, TrainConfig]:
     """The kinds of training by the option that describes them."""
     base = {} if config.base is None else {"base": config.base}
     return base | {"train": config.train}
-
-
-def _check_ranks(name: str, options: TrainConfig, ranks: int) -> None:
-    if options.global_batch % ranks:
-        near = range(1, max(2 * ranks, 128) + 1)
-        fits = [n for n in near if options.global_batch % n == 0]
-        raise ValueError(
-            f"{name}.global_batch={options.global_batch} cannot be cut over {ranks} ranks: use "
-            f"one of {fits} ranks, or a multiple of {ranks} as {name}.global_batch"
-        )

@@ -13,14 +13,13 @@ from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.training_batches import Batch
 from mclclip.models import memory
 from mclclip.models.clip import ClipModel
-from mclclip.models.lora import add_lora
 from mclclip.models.optimizer import build_optimizer, is_elementwise
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.row_losses import Pairs, row_losses
 from mclclip.parallel import gradient_cache
 from mclclip.parallel.engine_memory import Sizes, per_rank
 from mclclip.plan.machine import GIB, Machine
-from mclclip.trainer import Trainee
+from mclclip.trainer import Trainee, prepare_model
 
 _HALF = ("bf16", "fp16")
 # What a rank holds, in the order of the table, as it is called there.
@@ -49,7 +48,14 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     gpu = config.device != "cpu"
     model = memory.load_shapes(config.model.name)
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
-        _prepare(model, config, options)
+        prepare_model(
+            model,
+            lock=to_tree(options.lock),
+            lora=to_tree(options.lora) if options.lora else None,
+            seed=config.seed,
+            precision=options.precision,
+            grad_checkpointing=options.engine.grad_checkpointing,
+        )
         _check_engine(model, name, options, machine)
         cached_text = name == "train" and options.cached_text and not options.lock.text
         trainee = Trainee(model, InfoNCE(), options.precision)
@@ -132,18 +138,6 @@ def _fitting(measured: dict[str, Any], room: float) -> int:
 
 
 # --- the training ------------------------------------------------------------------------------
-
-
-def _prepare(model: ClipModel, config: Config, options: TrainConfig) -> None:
-    """Brings a model into the state in which ``train`` hands it to the engine."""
-    model.lock(**to_tree(options.lock))
-    if options.lora is not None:
-        add_lora(model, **to_tree(options.lora), seed=config.seed)
-    if options.precision == "float64":
-        model.double()
-    model.train()
-    if options.engine.grad_checkpointing:
-        model.set_grad_checkpointing(True)
 
 
 def _check_engine(model: ClipModel, name: str, options: TrainConfig, machine: Machine) -> None:

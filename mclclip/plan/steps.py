@@ -12,7 +12,7 @@ from mclclip.data.epoch_plan import GroupedIndex, coverage_report
 from mclclip.data.pseudo_labels import label_space
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import StageGroups, read_pseudo_labels
-from mclclip.data.step_counts import steps_per_epoch
+from mclclip.data.step_counts import check_samples, steps_per_epoch, total_steps
 from mclclip.layout import Layout
 
 Range = tuple[int, int]
@@ -87,11 +87,9 @@ def _training(
 
 def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
     """Steps of a training, as ``train`` counts them."""
-    if options.steps is not None:
-        return options.steps, options.steps
-    if epoch is None:
+    if epoch is None and options.steps is None:
         return None
-    low, high = (max(1, round(options.epochs * steps)) for steps in epoch)
+    low, high = (total_steps(options.steps, options.epochs, steps) for steps in epoch or (0, 0))
     return low, high
 
 
@@ -110,15 +108,7 @@ def _check_samples(
     if usable is None:
         return
     batch, policy = options.global_batch, options.plan.policy
-    if policy != "wrap" and batch > usable:
-        raise ValueError(
-            f"{name}.global_batch={batch:,} is more than the {usable:,} samples: lower it, or set "
-            f"{name}.plan.policy=wrap"
-        )
-    if max(radices, default=1) > usable:
-        raise ValueError(
-            f"cluster.num_clusters={max(radices):,} is more than the {usable:,} samples: lower it"
-        )
+    check_samples(name, batch, policy, max(radices, default=1), usable)
     if policy == "drop" and label_space(radices) * batch > usable:
         raise ValueError(
             f"{label_space(radices):,} possible labels x {name}.global_batch={batch:,} are more "

@@ -329,3 +329,14 @@ def test_an_engine_that_is_gone_holds_no_memory(ranks: Ranks, stage: int) -> Non
 def test_refuses(ranks: Ranks, precision: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ranks(2, run, "deepspeed", precision, options)
+
+
+def linear_after() -> bool:
+    """Whether torch's linear is its own while a ZeRO-3 engine trains, and after it."""
+    zero(train, make_engine("deepspeed", zero_stage=3), range(2))
+    return torch.nn.functional.linear is torch._C._nn.linear
+
+
+def test_nothing_of_torch_is_replaced(ranks: Ranks) -> None:
+    """What the process computes later must not depend on a training having run in it."""
+    assert ranks(2, linear_after) == [True, True]

@@ -25,6 +25,7 @@ from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import Context
 from mclclip.parallel.signals import Preempted
 from tests import tiny
+from tests.distributed.test_deepspeed import zero
 
 Ranks = Callable[..., list[Any]]
 STEPS = 24  # saved after at most 4, so at least 20 follow
@@ -75,11 +76,11 @@ def train_here(options: dict[str, Any]) -> Seen:
 
 def run(ranks: Ranks, world_size: int, options: dict[str, Any]) -> Seen:
     """Samples and pixels of each step, of all ranks together."""
-    if options["base"]["engine"].get("zero_stage") == 3:
-        # ZeRO-3 numbers modules as it meets them, and ranks of the pool have met different ones.
-        ranks.kill()  # type: ignore[attr-defined]
     merged: Seen = {}
-    for seen in ranks(world_size, train_here, options, timeout_s=120.0):
+    call: tuple[Any, ...] = (train_here, options)
+    if options["base"]["engine"].get("zero_stage") == 3:
+        call = (zero, *call)
+    for seen in ranks(world_size, *call, timeout_s=120.0):
         for step, samples in seen.items():
             merged.setdefault(step, {}).update(samples)
     return merged

@@ -208,8 +208,12 @@ def test_a_full_disk_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("overrides", "samples", "message"),
     [
-        ((), 10, "global_batch=24 is more than the 10 samples"),
-        (("cluster.num_clusters=200",), 192, "num_clusters=200 is more than the 192 samples"),
+        ((), 10, "global_batch=24 is more than the index's 10 samples"),
+        (
+            ("cluster.num_clusters=200",),
+            192,
+            "num_clusters=200 is more than the index's 192 samples",
+        ),
         (("train.plan.policy=drop",), 192, "possible labels"),
         (("train.engine={name: fsdp, shard_ranks: 3}",), 192, "shard_ranks=3 does not divide"),
         (("train.engine.name=deepspeed", "train.optimizer=lars"), 192, "whole parameters"),
