@@ -19,6 +19,9 @@ launch() {
     request=
     trap 'request=USR1' USR1 TERM HUP
     start "$@"
+    give_up_on_torchrun &
+    watch=$!
+    disown "$watch"
     trap interrupt INT
     trap 'disown; kill -KILL "$torchrun"; clean_up' EXIT  # the workers end with torchrun
     while kill -0 "$torchrun" 2>/dev/null; do
@@ -47,7 +50,8 @@ count_devices() {
 # prepare NPROC: the environment of torchrun and its workers.
 prepare() {
     local cores=${SLURM_CPUS_PER_TASK:-$(nproc)} threads
-    temporary=
+    temporary=""
+    watch=""
     if [[ -z ${MCLCLIP_STATE_FILE:-} ]]; then
         temporary=$(mktemp "${TMPDIR:-/tmp}/mclclip_state.XXXXXX")
         MCLCLIP_STATE_FILE=$temporary
@@ -67,6 +71,7 @@ prepare() {
 }
 
 clean_up() {
+    [[ -z $watch ]] || kill -KILL "$watch" 2>/dev/null || true
     [[ -z $temporary ]] || rm -f "$temporary"
 }
 
@@ -91,6 +96,22 @@ start() {
             -m mclclip "$@"
     ) &
     torchrun=$!
+}
+
+# Where another host cannot be reached, torchrun waits for its answer in a call that takes no notice
+# of signals or of the end of the ranks, until the kernel gives the connection up (a quarter of an
+# hour). Once all ranks here have failed and ended, it gets six seconds.
+give_up_on_torchrun() {
+    local looks=0 never
+    trap - INT EXIT
+    trap '' USR1 TERM HUP
+    exec {never}<> <(:)
+    while ((looks++ < 3)) && kill -0 "$torchrun" 2>/dev/null; do
+        read -rt 2 -u "$never" || true  # a sleep that leaves no process behind
+        [[ $(recorded state) == failed ]] && all_ended || looks=0
+    done
+    kill -KILL "$torchrun" 2>/dev/null || return 0
+    echo "${0##*/}: the ranks of this host have ended, torchrun waited for another host: killed" >&2
 }
 
 # The ranks of this machine: the children of torchrun.

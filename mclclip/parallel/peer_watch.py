@@ -35,6 +35,7 @@ log = logging.getLogger("mclclip")
 
 _PACKAGE = Path(__file__).parents[1]
 _MOST_NAMED = 8
+_MISSED = 3  # reports in a row
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
 
 
@@ -151,6 +152,10 @@ class PeerWatch:
             return f"{self._named(silent)} has not been heard of"
         since = _Progress.since
         if since is None or now - since <= self.timeout_s:
+            return None
+        # Whose reports have stopped counts as silent in a moment; its last one tells nothing.
+        heard = [self._heard, *(at for _, at in self._reports.values())]
+        if now - min(heard) > _MISSED * self.period_s:
             return None
         counts = {rank: _progress_of(report) for rank, (report, _) in self._reports.items()}
         behind = [rank for rank, count in counts.items() if count == min(counts.values())]

@@ -21,7 +21,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,12 @@ import pytest
 from mclclip import artifacts, checkpoint
 from tests import tiny
 from tests.e2e.conftest import Launched
+from tests.e2e.soak import SEED, SOAK, TARGETS, Record, hit
 
 pytestmark = pytest.mark.slow
 
-SEED = int(os.environ.get("MCLCLIP_SOAK_SEED", "0"))
 KILLS_PER_ROUND = 5
-SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
 NUM_KILLS = 20 if SOAK else 5
-TARGETS = ("launcher", "worker", "both")
 VERBS = ("index", "embed", "cluster", "train", "export", "evaluate", "join")
 RUN_S = 300.0
 OPTIONS = (
@@ -115,15 +113,6 @@ def at_moment(run: Launched, number: int) -> bool:
             return False
         time.sleep(0.005)
     return True
-
-
-def hit(run: Launched, target: str, rng: random.Random) -> None:
-    """Strikes the launcher, one of the workers, or both."""
-    victims = [run.launcher.pid] if target in ("launcher", "both") else []
-    if target in ("worker", "both"):
-        victims.append(rng.choice(run.workers()))
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
 
 
 # --- what must hold -----------------------------------------------------------------------------
@@ -280,42 +269,25 @@ def finish(config: Path, run_dir: Path, log: Path) -> list[float]:
 # --- the tests ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def record(tmp_path: Path) -> Path:
-    """Where finished rounds are noted: kept below the checkout for a soak, else forgotten."""
-    folder = tiny.ROOT / ".soak" if SOAK else tmp_path
-    folder.mkdir(exist_ok=True)
-    return folder / "kills.json"
-
-
-def known_kills(record: Path, sources: str) -> list[Kill]:
-    """Kills of finished rounds on the same sources."""
-    saved = artifacts.read_json(record) if record.exists() else {}
-    return [Kill(**kill) for kill in saved["kills"]] if saved.get("sources") == sources else []
-
-
-def test_killed_runs_end_as_the_undisturbed_one(tmp_path: Path, record: Path) -> None:
+def test_killed_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
     data = tiny.make_data(tmp_path / "data")
     config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "reference", data, *OPTIONS)
     durations_s = finish(config, tmp_path / "reference", tmp_path / "reference.log")
     reference = state_of(tmp_path / "reference")
     assert len(reference["exports"]) >= 5 and not reference["left over"]
-    code = tiny.digests(tiny.ROOT / "mclclip", "**/*.py")
-    sources = artifacts.digest_json([code, OPTIONS, SEED])
-    killer = Killer(config, durations_s, known_kills(record, sources))
+    record = Record("kills", tmp_path, OPTIONS)
+    killer = Killer(config, durations_s, [Kill(**kill) for kill in record.read()])
     while len(killer.kills) < NUM_KILLS:
         run_dir = tmp_path / f"round_{len(killer.kills):02d}"
         killer.play_round(run_dir, reference)
         shutil.rmtree(run_dir)
-        artifacts.write_json(
-            record, {"sources": sources, "kills": [asdict(kill) for kill in killer.kills]}
-        )
+        record.write(killer.kills)
     report = "\n".join(map(str, killer.kills))
     print(dict(Counter(kill.verb for kill in killer.kills)))
     struck = {kill.verb for kill in killer.kills}
     assert len(struck) >= 3 and (not SOAK or struck == set(VERBS)), report
     assert {kill.target for kill in killer.kills} == set(TARGETS)
-    record.rename(record.with_name("kills_done.json"))  # the next soak begins anew
+    record.close()
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])

@@ -118,8 +118,11 @@ def weights(run_dir: Path) -> dict[str, str]:
     """The trained weights and moments, bit for bit."""
     directory = run_dir / "stage_0" / "train" / "checkpoints"
     assert checkpoint.steps(directory)[-1] == STEPS
-    state = checkpoint.load_model_state(directory, STEPS)
-    return {name: tensor.numpy().tobytes().hex() for name, tensor in state.items()}
+    return {
+        part + name: tensor.numpy().tobytes().hex()
+        for part in ("model.", "optimizer.")
+        for name, tensor in checkpoint.load_model_state(directory, STEPS, part[:-1]).items()
+    }
 
 
 def disturbed(shell: Shell, indexed: tuple[Path, Path], tmp_path: Path, **call: Any) -> Finished:

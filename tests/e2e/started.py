@@ -1,0 +1,55 @@
+"""``Started``: any command in processes that can be found and ended, and what a training left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from mclclip import checkpoint
+from tests import tiny
+from tests.e2e.conftest import Launched
+
+TRAINING = Path("stage_0/train")
+# Columns of metrics.jsonl that do not hang on the machine.
+KEPT = ("step", "samples_seen", "loss", "lr", "logit_scale", "grad_norm", "bad_samples")
+
+
+class Started(Launched):
+    """``command`` with ``variables`` in its environment; what it says goes to ``log``."""
+
+    def __init__(self, command: list[str], run_dir: Path, log: Path, **variables: object) -> None:
+        self.run_dir, self.log = run_dir, log
+        self.mark = f"MCLCLIP_TEST_LOG={log}"
+        words = {name: str(value) for name, value in variables.items()}
+        with open(log, "wb") as output:
+            self.launcher = subprocess.Popen(
+                command,
+                env=tiny.environment() | words | dict([self.mark.split("=", 1)]),
+                stdout=output,
+                stderr=output,
+            )
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """The checkpoints of stage 0."""
+    return checkpoint.steps(run_dir / TRAINING / "checkpoints")
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of stage 0's metrics, without half a last one."""
+    path = run_dir / TRAINING / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    """The last weights and moments of stage 0 bit for bit, and its rows."""
+    directory, last = run_dir / TRAINING / "checkpoints", steps_of(run_dir)[-1]
+    found: dict[str, Any] = {"step": last}
+    for part in ("model", "optimizer"):
+        state = checkpoint.load_model_state(directory, last, part)
+        found[part] = {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+    found["rows"] = [[row[name] for name in KEPT] for row in rows_of(run_dir)]
+    return found

@@ -1,0 +1,284 @@
+"""Two hosts: network namespaces joined by a cable that can be cut, ``multinode.sh`` in both.
+
+As in real life both see the same files, and each has its own name. It needs root, iproute2 and
+unshare; namespaces that a killed test left behind are removed by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.e2e.conftest import Shell
+from tests.e2e.started import Started, result_of, rows_of, steps_of
+
+pytestmark = pytest.mark.slow
+
+STEPS, CUT_AFTER = 20, 3
+PEER_TIMEOUT_S = 10.0
+# The watch looks every tenth of its time, torchrun ends within a second or two of its rank, and
+# launch/common.sh waits six seconds for one that does not; the rest is for a busy machine.
+END_S = PEER_TIMEOUT_S + 15.0
+RUN_S = 180.0
+PREFIX = "mclclip-"
+DEVICE, PORT = "veth0", 29500
+OPTIONS = (
+    f"base.steps={STEPS}",
+    "base.log_every=1",
+    "base.checkpoint.every=1",
+    f"peer_timeout_s={PEER_TIMEOUT_S:g}",
+)
+
+
+# --- hosts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace, which is also the host's name, and its address."""
+
+    name: str
+    number: int
+
+    @property
+    def address(self) -> str:
+        return f"10.0.0.{self.number + 1}"
+
+    def command(self, *words: object) -> list[str]:
+        """``words`` as a command line of this host."""
+        inside = ["ip", "netns", "exec", self.name, "unshare", "--uts"]
+        named = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name]
+        return [*inside, *named, *map(str, words)]
+
+    def cable(self, state: str) -> None:
+        """Plugs this host's end of the cable in (``up``), or out (``down``)."""
+        ip("-netns", self.name, "link", "set", DEVICE, state)
+
+
+def ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def join(a: Host, b: Host) -> None:
+    """Makes the namespaces, and a cable between them."""
+    for host in (a, b):
+        ip("netns", "add", host.name)
+    ends = [["name", DEVICE, "netns", host.name] for host in (a, b)]
+    ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+    for host in (a, b):
+        ip("-netns", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
+        ip("-netns", host.name, "link", "set", "lo", "up")
+        host.cable("up")
+
+
+def remove(name: str) -> None:
+    """Ends what runs in a namespace, and the namespace."""
+    for pid in ip("netns", "pids", name).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    ip("netns", "delete", name)
+
+
+def leftovers() -> list[str]:
+    """Namespaces of tests that are gone, and of this one."""
+    names = [line.split()[0] for line in ip("netns", "list").splitlines()]
+    owned = [(name, name.split("-")[1]) for name in names if name.startswith(PREFIX)]
+    mine = str(os.getpid())
+    return [name for name, pid in owned if pid == mine or not Path(f"/proc/{pid}").exists()]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    if missing := [name for name in ("ip", "unshare", "hostname") if shutil.which(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    found = [Host(f"{PREFIX}{os.getpid()}-{side}", number) for number, side in enumerate("ab")]
+    try:
+        for name in leftovers():
+            remove(name)
+        join(*found)
+    except RuntimeError as error:
+        for name in leftovers():
+            remove(name)
+        pytest.skip(f"network namespaces are not to be had here: {error}")
+    try:
+        yield found
+    finally:
+        for host in found:
+            remove(host.name)
+
+
+# --- trainings ----------------------------------------------------------------------------------
+
+
+class Job:
+    """``multinode.sh`` training stage 0 on all hosts; ``with`` ends what is left of it."""
+
+    def __init__(self, hosts: list[Host], config: Path, run_dir: Path, logs: Path) -> None:
+        logs.mkdir()
+        self.states = [logs / f"{host.number}.state" for host in hosts]
+        self.sides = [
+            Started(
+                host.command(tiny.ROOT / "launch" / "multinode.sh", *train(config, run_dir)),
+                run_dir,
+                logs / f"{host.number}.log",
+                HEAD_ADDRESS=f"{hosts[0].address}:{PORT}",
+                NUM_NODES=len(hosts),
+                NODE_RANK=host.number,
+                NPROC_PER_NODE=1,
+                LOCAL_ADDRESS=host.address,  # nobody knows the hosts' names
+                GLOO_SOCKET_IFNAME=DEVICE,
+                PYTHON=sys.executable,
+                MCLCLIP_STATE_FILE=self.states[host.number],
+            )
+            for host in hosts
+        ]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for side in self.sides:
+            side.end()
+
+    @property
+    def logs(self) -> list[str]:
+        return [side.log.read_text() for side in self.sides]
+
+    def wait(self, limit_s: float) -> tuple[list[int], list[float]]:
+        """Exit codes of all sides, and after how many seconds they ended."""
+        start, after_s = time.monotonic(), dict[int, float]()
+        while len(after_s) < len(self.sides):
+            now_s = time.monotonic() - start
+            for number, side in enumerate(self.sides):
+                if number not in after_s and side.launcher.poll() is not None:
+                    after_s[number] = now_s
+            left = [number for number in range(len(self.sides)) if number not in after_s]
+            assert now_s < limit_s, (f"hosts {left} go on after {limit_s:g} s", *self.logs)
+            time.sleep(0.02)
+        for side in self.sides:
+            side.gone_after_s()
+        codes = [side.launcher.returncode for side in self.sides]
+        return codes, [round(after_s[number], 1) for number in range(len(self.sides))]
+
+    def wait_for_rows(self, count: int) -> None:
+        """Until so many steps are done."""
+        deadline = time.monotonic() + RUN_S
+        while len(rows_of(self.sides[0].run_dir)) < count:
+            assert time.monotonic() < deadline, self.logs
+            assert None in [side.launcher.poll() for side in self.sides], self.logs
+            time.sleep(0.002)
+
+
+def train(config: Path, run_dir: Path) -> list[object]:
+    return ["train", "--stage", 0, "--config", config, f"run_dir={run_dir}"]
+
+
+def state_in(path: Path) -> tuple[str, bool]:
+    record = json.loads(path.read_text())
+    return record["state"], record["requeue"]
+
+
+@pytest.fixture(scope="module")
+def indexed(
+    shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A configuration, and a run directory that has its index."""
+    folder = tmp_path_factory.mktemp("two_hosts")
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
+    shell.ok("index", "--config", config)
+    return config, folder / "run"
+
+
+@pytest.fixture(scope="module")
+def one_host(shell: Shell, indexed: tuple[Path, Path]) -> dict[int, dict[str, Any]]:
+    """What one host's training results in, by its number of ranks."""
+    config, run_dir = indexed
+    found = {}
+    for ranks in (1, 2):
+        copy = run_dir.with_name(f"one_host_{ranks}")
+        shutil.copytree(run_dir, copy)
+        shell.ok(*train(config, copy), ranks=ranks)
+        found[ranks] = result_of(copy)
+    return found
+
+
+# --- the tests ----------------------------------------------------------------------------------
+
+
+def test_two_hosts_train_as_one(
+    hosts: list[Host], indexed: Any, one_host: Any, tmp_path: Path
+) -> None:
+    """Bit for bit as two ranks on one host; a single process sums in another order."""
+    shutil.copytree(indexed[1], tmp_path / "run")
+    with Job(hosts, indexed[0], tmp_path / "run", tmp_path / "logs") as job:
+        codes, after_s = job.wait(RUN_S)
+        assert codes == [0, 0], job.logs
+    print(f"finished after {after_s} s")
+    for path in (tmp_path / "run" / "run_state.json", *job.states):
+        assert state_in(path) == ("finished", False)
+    assert "over 2 rank(s)" in job.logs[0]
+    found = result_of(tmp_path / "run")
+    assert found == one_host[2]
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    alone = [row["loss"] for row in rows_of(indexed[1].with_name("one_host_1"))]
+    assert len(losses) == STEPS and losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_cut_cable_ends_the_job_on_both_sides(
+    hosts: list[Host], indexed: Any, one_host: Any, tmp_path: Path
+) -> None:
+    """Each names the other, in time; then the same command goes on."""
+    run_dir, (config, prepared) = tmp_path / "run", indexed
+    shutil.copytree(prepared, run_dir)
+    with Job(hosts, config, run_dir, tmp_path / "cut") as job:
+        job.wait_for_rows(CUT_AFTER)
+        hosts[1].cable("down")
+        try:
+            codes, after_s = job.wait(END_S)
+        finally:
+            hosts[1].cable("up")
+    print(f"cut after step {len(rows_of(run_dir))}: ended after {after_s} s (limit {END_S:g})")
+    assert CUT_AFTER <= len(rows_of(run_dir)) < STEPS, "the run was over before the cut"
+    assert codes == [1, 1], job.logs
+    for log, line in zip(job.logs, last_words(hosts), strict=True):
+        (said,) = [words for words in log.splitlines() if words.startswith("mclclip: ")]
+        assert all(part in said for part in line), job.logs
+    for path in (run_dir / "run_state.json", *job.states):
+        assert state_in(path) == ("failed", True)
+    saved = steps_of(run_dir)[-1]
+    with Job(hosts, config, run_dir, tmp_path / "again") as job:
+        assert job.wait(RUN_S)[0] == [0, 0], job.logs
+    assert f"{STEPS} steps from {saved}," in job.logs[0]
+    assert state_in(run_dir / "run_state.json") == ("finished", False)
+    assert result_of(run_dir) == one_host[2]
+
+
+def last_words(hosts: list[Host]) -> list[tuple[str, ...]]:
+    """What each host says of the other when it cannot be reached."""
+    limit = f"for {PEER_TIMEOUT_S:g} s (peer_timeout_s)"
+    return [
+        (f"mclclip: rank 1 (host {hosts[1].name}, process ", f") has not been heard of {limit}"),
+        (
+            f"mclclip: rank 0 (host {hosts[0].name}, process ",
+            f") or the launcher beside it at {hosts[0].address}:",
+            f" cannot be reached {limit}",
+        ),
+    ]
