@@ -193,16 +193,7 @@ def _engine(job: _Stage, model: ClipModel) -> Engine:
     return build_engine(
         how.name,
         trainee,
-        lambda module: build_optimizer(
-            module,
-            name=options.optimizer,
-            weight_decay=options.weight_decay,
-            betas=options.betas,
-            eps=options.eps,
-            momentum=options.momentum,
-            layer_decay=options.layer_decay,
-            lr=options.lr,
-        ),
+        partial(build_optimizer, **options.optimizer_arguments()),
         job.context,
         blocks=model.blocks(),
         shard_ranks=how.shard_ranks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -136,3 +136,8 @@ class TrainConfig:
     """Steps recorded by torch.profiler, as traces below ``profile/``."""
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
+
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """What models.optimizer.build_optimizer takes beside the module."""
+        same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "lr")
+        return {"name": self.optimizer} | {name: getattr(self, name) for name in same}

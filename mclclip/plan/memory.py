@@ -242,16 +242,7 @@ def _sizes(model: ClipModel, options: TrainConfig) -> Sizes:
 
 def _moments(model: ClipModel, options: TrainConfig) -> int:
     """Bytes of the optimizer's state, which its first step makes."""
-    optimizer = build_optimizer(
-        model,
-        name=options.optimizer,
-        weight_decay=options.weight_decay,
-        betas=options.betas,
-        eps=options.eps,
-        momentum=options.momentum,
-        layer_decay=options.layer_decay,
-        lr=options.lr,
-    )
+    optimizer = build_optimizer(model, **options.optimizer_arguments())
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     try:
