@@ -30,6 +30,7 @@ import io
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Writes a file that is either the old one or the whole new one (rename after fsync)."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Process numbers are equal on two nodes that run containers.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         file.write(data)
         file.flush()
@@ -257,7 +259,7 @@ class Artifact:
         """
         directory = Path(directory)
         artifact = cls(directory, kind, dict(config), dict(inputs))
-        identity = {"kind": kind, "config": artifact.config, "inputs": artifact.inputs}
+        identity = artifact._made_of()
         recorded = next((n for n in (MANIFEST, INTENT) if (directory / n).exists()), None)
         if recorded is not None:
             old = read_json(directory / recorded)
@@ -281,6 +283,14 @@ class Artifact:
             directory.mkdir(parents=True, exist_ok=True)
             write_json(directory / INTENT, identity)
         return artifact
+
+    def _made_of(self) -> dict[str, Any]:
+        return {"kind": self.kind, "config": self.config, "inputs": self.inputs}
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that the result depends on."""
+        return digest_json(self._made_of())
 
     @property
     def finished(self) -> bool:

@@ -116,6 +116,12 @@ def _fill(model: ClipModel, train_directory: Path, options: TrainConfig, ema: bo
     steps = checkpoint.steps(directory)
     if not steps:
         raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train' again")
+    trained = artifacts.read_manifest(train_directory, "train").counts["steps"]
+    if steps[-1] != trained:
+        raise RuntimeError(
+            f"{directory} ends at step {steps[-1]}, the training at {trained}: remove "
+            f"{train_directory / artifacts.MANIFEST}, then run 'mclclip train' again"
+        )
     state = checkpoint.load_model_state(directory, steps[-1])
     if ema and options.ema_decay is not None:
         state |= checkpoint.load_model_state(directory, steps[-1], part="ema")

@@ -40,9 +40,11 @@ def end(work: Callable[[], int], debug: bool) -> None:
     """Calls ``work``, says what went wrong if anything did, and ends with its exit code."""
     try:
         code = work()
-    except BrokenPipeError:  # such as 'mclclip doctor | head'
-        code = EXIT_OK
+    except BrokenPipeError as error:  # such as 'mclclip doctor | head', or a run's own pipes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = exit_code(error) if hasattr(error, _RECORDED) else EXIT_OK
+        if code != EXIT_OK:
+            _tell(error, code, debug)
     except (Exception, KeyboardInterrupt, Preempted) as error:
         code = exit_code(error)
         if not hasattr(error, _RECORDED):
@@ -139,23 +141,28 @@ def _recorded(
         with PeerWatch(context, config.peer_timeout_s, on_lost):
             work(context)
     except Preempted as error:
+        signals.ignore()
         record("preempted", EXIT_PREEMPTED, error.reason, error.requeue)
         setattr(error, _RECORDED, True)
         raise
     except BaseException as error:
+        signals.ignore()
         record("failed", exit_code(error), _line(error), requeue=_is_lost_peer(error))
         setattr(error, _RECORDED, True)
         raise
+    signals.ignore()
     record("finished", EXIT_OK, "")
 
 
 def _leave(code: int) -> None:
     """Ends the process; past the interpreter's own shutdown where torch was loaded."""
+    signals.ignore()
+    finished = code == EXIT_OK
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
         code = EXIT_OK
     if "torch" in sys.modules:
         from mclclip.parallel import process_group
 
-        process_group.leave(code)
+        process_group.leave(code, close_group=finished)
     logging.shutdown()
     sys.exit(code)

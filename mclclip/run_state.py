@@ -7,7 +7,7 @@ torchrun turns every exit code into 1 or 0, so whoever started it reads this ins
 ``state`` is ``running``, ``preempted``, ``finished`` or ``failed``; one that still says ``running``
 when its processes are gone was killed. It lies in the run directory as ``run_state.json``, written
 by the first rank, and in the file that the variable MCLCLIP_STATE_FILE names, written by the first
-rank of each node.
+rank of each node. A failure is written by whichever rank meets it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def write(
     }
     line = (json.dumps(record) + "\n").encode()
     paths = [] if run_dir is None else [Path(run_dir) / RUN_STATE]
-    if (named := os.environ.get(VARIABLE)) and os.environ.get("LOCAL_RANK", "0") == "0":
+    speaks = state == "failed" or os.environ.get("LOCAL_RANK", "0") == "0"
+    if (named := os.environ.get(VARIABLE)) and speaks:
         paths.append(Path(named))
     for path in paths:
         if state == "running" or not _is_final(path):

@@ -95,7 +95,7 @@ def run(
         return job.directory
     model = build_model(config, layout, stage, options, context)
     artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
-    steps = _train(job, model, *groups.read())
+    steps = _train(job, model, artifact.identity, *groups.read())
     if context.is_main:
         artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
     collectives.barrier()
@@ -158,15 +158,20 @@ def _labels(job: _Stage, variant: str) -> tuple[np.ndarray, tuple[int, ...], dic
     return labels, radices, inputs
 
 
-def _train(job: _Stage, model: ClipModel, grouped: GroupedIndex, known_bad: np.ndarray) -> int:
-    """Trains ``model``; returns the number of steps of the whole training."""
+def _train(
+    job: _Stage, model: ClipModel, identity: str, grouped: GroupedIndex, known_bad: np.ndarray
+) -> int:
+    """Trains ``model``; returns the number of steps of the whole training.
+
+    ``identity`` is the digest of all that the weights depend on.
+    """
     options, context, how = job.options, job.context, job.options.plan
     plan = EpochPlan(
         grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
     )
     total = total_steps(options.steps, options.epochs, plan.steps_per_epoch)
     engine = _engine(job, model)
-    checkpoints = Checkpoints(job.directory / "checkpoints", **_checkpoint_options(job))
+    checkpoints = Checkpoints(job.directory / "checkpoints", **_checkpoint_options(job, identity))
     start = checkpoints.resume(engine)
     if start:
         log.info("resumed from %s", path_of(checkpoints.directory, start))
@@ -251,13 +256,16 @@ def _trainer(
     )
 
 
-def _checkpoint_options(job: _Stage) -> dict[str, Any]:
-    """Arguments of Checkpoints; every training has a folder of its own in the mirror."""
+def _checkpoint_options(job: _Stage, identity: str) -> dict[str, Any]:
+    """Arguments of Checkpoints; every training has a folder of its own in the mirror.
+
+    With other options or inputs it has another one: what was mirrored before is of no use to it.
+    """
     options = to_tree(job.options.checkpoint)
     del options["every"]
     if options["mirror"] is not None:
         inside = (job.directory / "checkpoints").relative_to(job.layout.run_dir)
-        options["mirror"] = f"{options['mirror'].rstrip('/')}/{inside}"
+        options["mirror"] = f"{options['mirror'].rstrip('/')}/{inside}/{identity[:12]}"
     return options
 
 

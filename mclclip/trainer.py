@@ -27,6 +27,7 @@ from mclclip.parallel.step_boundary import StepBoundary
 from mclclip.profiling import StepProfiler
 from mclclip.recorder import Recorder
 
+MIRROR_S = 60.0  # for the mirror when the run must leave; the next start goes on with it
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -142,8 +143,10 @@ class Trainer:
                 self._step(batch, total)
                 if batch.step + 1 < total:
                     self._obey(batch.step + 1)
-            self.boundary.finish()
+            decision = self.boundary.finish()
             self.checkpoints.wait()
+            if decision.leave is not None:
+                raise Preempted(decision.leave, decision.requeue)
 
     def _step(self, batch: Batch, total: int) -> None:
         """One update and what is due after it."""
@@ -169,7 +172,7 @@ class Trainer:
             if done % self.checkpoint_every:  # else it is saved already
                 self._save(done)
         if decision.leave is not None:
-            self.checkpoints.wait()
+            self.checkpoints.wait(mirror_s=MIRROR_S)
             self.recorder.end_epoch(done, leaving=True)
             self.boundary.finish()
             raise Preempted(decision.leave, decision.requeue)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,8 +91,8 @@ class Checkpoints:
         else:
             self._take_result(step, self._write(step, part))
 
-    def wait(self) -> None:
-        """Until the last save is on disk and mirrored.
+    def wait(self, mirror_s: float = float("inf")) -> None:
+        """Until the last save is on disk, and mirrored or ``mirror_s`` seconds are over.
 
         Raises RuntimeError where it is not on disk, for ``continue`` too: who waits is about to
         rely on it, and an older step is not the end of a training.
@@ -99,7 +100,7 @@ class Checkpoints:
         self._settle()
         if self._failed is not None:
             raise self._failed
-        self._wait_for_mirror()
+        self._wait_for_mirror(mirror_s)
 
     def _settle(self) -> None:
         """Ends the save that is under way, if there is one."""
@@ -196,11 +197,11 @@ class Checkpoints:
         spare = [] if copying is None else [copying]
         step_files.prune(self.directory, newest, self.keep, self.keep_every, spare)
 
-    def _wait_for_mirror(self) -> None:
-        mirror = self.mirror
+    def _wait_for_mirror(self, limit_s: float) -> None:
+        mirror, end = self.mirror, time.monotonic() + limit_s
         if mirror is None:
             return
-        while collectives.on_main(lambda: mirror.busy(POLL_S)):
+        while collectives.on_main(lambda: mirror.busy(POLL_S) and time.monotonic() < end):
             peer_watch.note()
         if collectives.rank() == 0 and self.saved is not None:
             self._prune(self.saved)  # what was spared while it was copied
@@ -214,7 +215,10 @@ class Checkpoints:
         left, the newest intact one of the mirror is fetched. Raises RuntimeError where steps
         were saved and none is intact, and where an intact one does not fit ``target``.
         """
-        return Resumption(self.directory, self.mirror).run(target)
+        step = Resumption(self.directory, self.mirror).run(target)
+        if self.mirror is not None and step and collectives.rank() == 0:
+            self.mirror.start_round()  # what an earlier start did not bring there
+        return step
 
 
 def _first_failure(failures: list[str | None]) -> str | None:

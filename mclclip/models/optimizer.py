@@ -39,6 +39,10 @@ _ELEMENTWISE: tuple[Any, ...] = (
 )
 
 
+# Kron's state holds lists, which no checkpoint takes; MADGRAD moves weights at a rate of zero too.
+_NOT_RESUMABLE = ("kron", "madgrad")
+
+
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
@@ -142,14 +146,16 @@ def _from_timm(name: str, groups: list[dict[str, Any]], lr: float) -> torch.opti
     info = _timm_info(name)
     if info.second_order:
         raise ValueError(f"optimizer is {name!r}, which needs second derivatives: take another")
+    if info.name.startswith(_NOT_RESUMABLE):
+        raise ValueError(f"optimizer is {name!r}, which does not resume exactly: take another")
     if lr <= 0.0:
         raise ValueError(f"optimizer is {name!r} with lr {lr}: give the peak learning rate")
     try:
         optimizer: torch.optim.Optimizer = timm.optim.create_optimizer_v2(
             groups, opt=info.name, lr=lr
         )
-    except ImportError as error:
-        raise ValueError(f"optimizer is {name!r}, which is not installed ({error})") from error
+    except (ImportError, AssertionError) as error:
+        raise ValueError(f"optimizer is {name!r}, which cannot be had here ({error})") from error
     return optimizer
 
 

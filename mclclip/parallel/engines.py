@@ -125,8 +125,14 @@ class Engine:
         for name, value in moments.items():
             if name.startswith("state."):
                 state[f"optimizer.{name.removeprefix('state.')}"] = value
-        if fresh:  # torch made them by a step of rate zero, which was counted
+        groups = self.optimizer.param_groups
+        counts = [group["step"] for group in groups if group.get("step") is not None]
+        if counts:  # timm's LAMB and Adan count in their groups
+            state["optimizer_step"] = torch.tensor(float(counts[0]), dtype=torch.float64)
+        if fresh:  # torch made the moments by a step of rate zero, which was counted
             self.optimizer.state.clear()
+            for group in groups:
+                group.pop("step", None)
         return state | self._extra_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -138,6 +144,11 @@ class Engine:
         set_optimizer_state_dict(
             self.module, self.optimizer, optim_state_dict=values, options=_FLAT
         )
+        for group in self.optimizer.param_groups:
+            if (count := group.get("step")) is not None:
+                loaded_count = state["optimizer_step"]
+                is_tensor = isinstance(count, Tensor)
+                group["step"] = loaded_count.to(count) if is_tensor else int(loaded_count)
         self._load_extra_state(state)
 
     # --- what they share -----------------------------------------------------------------------

@@ -177,7 +177,9 @@ class PeerWatch:
             f"{problem} for {self.timeout_s:g} s (peer_timeout_s): the job ends; the same command "
             "goes on from the last checkpoint"
         )
-        self.on_lost(line)
+        recording = threading.Thread(target=self.on_lost, args=(line,), daemon=True)
+        recording.start()
+        recording.join(self.period_s)  # the disk may lie beyond the same cut link
         sys.stderr.flush()
         os._exit(1)
 

@@ -39,6 +39,7 @@ class Context:
 
 SINGLE = Context()
 _STARTED = time.monotonic()
+TIMEOUT = datetime.timedelta(days=1)
 
 
 def process_start() -> float:
@@ -74,7 +75,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     init_method: str | None = None,
-    timeout_s: float = 86_400.0,
+    timeout_s: float = TIMEOUT.total_seconds(),
 ) -> Context:
     """Joins the process group and returns this process's Context.
 
@@ -91,7 +92,8 @@ def init(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = pick_device(device, local_rank)
     dist.init_process_group(
-        "nccl" if where.type == "cuda" else "gloo",
+        # Objects and barriers over gloo: who waits there hears signals, and of a peer's death.
+        "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=world_size or 1,
@@ -106,14 +108,16 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def leave(code: int) -> NoReturn:
+def leave(code: int, close_group: bool = True) -> NoReturn:
     """Ends this process with ``code``, past the interpreter's own shutdown.
+
+    ``close_group``: not where a peer may be gone, for which the group's end would wait.
 
     A gloo process that ran autograd may die at interpreter shutdown with SIGABRT ("terminate
     called without an active exception"); a finished run must not look failed, so buffers are
     flushed and the process leaves at once.
     """
-    if code == 0:  # after an error a peer may be gone, and the group's end would wait for it
+    if close_group and code == 0:
         shutdown()
     logging.shutdown()
     sys.stdout.flush()

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from mclclip.parallel import collectives
+from mclclip.parallel.process_group import TIMEOUT
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ class SideGroup:
 
     def __init__(self) -> None:
         alone = collectives.world_size() == 1
-        self.group: Any = None if alone else dist.new_group(backend="gloo")
+        self.group: Any = None if alone else dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def gather_objects(self, item: T) -> list[T]:
         """Each rank's picklable object, in rank order, on every rank."""

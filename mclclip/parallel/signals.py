@@ -43,11 +43,18 @@ def install_handlers() -> None:
             signal.signal(number, _on_signal)
 
 
+def ignore() -> None:
+    """From here on the process ends anyway: requests to leave change nothing any more."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def ignore_in_child() -> None:
     """For loader workers and pools: a signal to the whole job must not end them before their
     parent has saved; they end with their parent."""
-    for number in (*_SIGNALS, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    ignore()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def received() -> str | None:

@@ -12,12 +12,13 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mclclip.parallel import signals
-from mclclip.parallel.process_group import Context
+from mclclip.parallel.process_group import TIMEOUT, Context
 
 log = logging.getLogger("mclclip")
 
@@ -54,7 +55,9 @@ class StepBoundary:
         self.poll_s, self.deadline = poll_s, deadline
         self._looked = float("-inf")
         self._save, self._stop = False, False
-        self._group = dist.new_group(backend="gloo") if context.world_size > 1 else None
+        self._group: Any = None
+        if context.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def decide(self) -> Decision:
@@ -63,9 +66,9 @@ class StepBoundary:
         self._ask()
         return decision
 
-    def finish(self) -> None:
-        """Ends the reduction under way; to be called by all ranks after the last step."""
-        self._settle()
+    def finish(self) -> Decision:
+        """What was agreed on last; to be called by all ranks after the last step."""
+        return self._settle()
 
     def _ask(self) -> None:
         self._look()

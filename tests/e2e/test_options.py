@@ -105,6 +105,22 @@ def test_the_moving_average_is_exported(shell: Shell, based: Any, tmp_path: Path
     assert torch.equal(tensors(stage)[name], trained[key])
 
 
+def test_a_mirror_serves_the_same_training_only(shell: Shell, based: Any, tmp_path: Path) -> None:
+    """On a fresh disk it brings the training back; one with other options starts from its base."""
+    mirror = f"train.checkpoint.mirror=file://{tmp_path / 'mirror'}"
+    stage_one(shell, based, tmp_path / "first", mirror)
+
+    def again(name: str, *options: str) -> str:
+        run_dir = tmp_path / name / "run"
+        shutil.copytree(based[1], run_dir)
+        command = ["--stage", 1, "--config", based[0], f"run_dir={run_dir}", mirror, *options]
+        return shell.ok("train", *command).stderr
+
+    assert "of the mirror" in again("fresh")
+    other = again("other", "train.lr=0.5")
+    assert "of the mirror" not in other and "6 steps from 0" in other
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -38,6 +38,9 @@ def test_the_launcher_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LOCAL_RANK", "0")
     write(None, "finished")
     assert read(tmp_path / "state")["state"] == "finished"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    write(None, "failed", exit_code=2, reason="only here")  # whoever meets it
+    assert read(tmp_path / "state")["reason"] == "only here"
 
 
 def test_a_failure_for_good_is_not_covered_by_what_follows_from_it(tmp_path: Path) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
 import pytest
+import timm.optim
 import torch
 from torch import Tensor, nn
 
+from mclclip.models.optimizer import build_optimizer
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import SINGLE
 
@@ -24,6 +31,10 @@ class Model(nn.Module):
         out = self.tail(self.trunk(batch))
         self.dtype = out.dtype
         return {"loss": out.float().square().sum(), "largest": out.abs().max()}
+
+
+def every_timm_optimizer() -> list[str]:
+    return [f"timm:{name}" for name in timm.optim.list_optimizers()]
 
 
 BATCH = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -139,6 +150,30 @@ def test_asking_for_the_state_does_not_count_as_a_step() -> None:
         one.update(BATCH, lr=0.01)
     for name, tensor in engine.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "lars", *every_timm_optimizer()])
+def test_every_optimizer_resumes_exactly(name: str) -> None:
+    """Also those of timm that count their steps in groups, or keep numbers that are no tensors."""
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(module, name=name, weight_decay=0.1, lr=1e-3)
+
+    try:
+        engine = Engine(Model(), make, SINGLE)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+    for _ in range(3):
+        engine.update(BATCH, lr=1e-3)
+    state = copy.deepcopy(engine.state_dict())
+    other = Engine(Model(), make, SINGLE)
+    assert other.state_dict().keys() == state.keys()
+    other.load_state_dict(state)
+    for one in (engine, other):
+        for _ in range(2):
+            one.update(BATCH, lr=1e-3)
+    for name, parameter in engine.local_parameters().items():
+        assert torch.equal(other.local_parameters()[name], parameter), name
 
 
 def test_frozen_parameters_stay() -> None:

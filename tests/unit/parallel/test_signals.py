@@ -64,6 +64,11 @@ def test_a_second_signal_does_not_interrupt_the_leaving() -> None:
     assert done.stdout.strip() == "left in peace" and done.returncode == 0
 
 
+def test_a_process_that_is_ending_is_left_in_peace() -> None:
+    done = run("signals.ignore(); os.kill(os.getpid(), signal.SIGTERM); print(signals.received())")
+    assert done.stdout.strip() == "None" and done.returncode == 0
+
+
 def test_children_ignore_what_their_parent_answers() -> None:
     done = run(
         "signals.ignore_in_child()\n"

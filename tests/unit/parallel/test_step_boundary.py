@@ -67,5 +67,13 @@ def test_nothing_is_left_under_way(tmp_path: Path) -> None:
     asked = boundary(tmp_path)
     asked.decide()
     asked.finish()
-    asked.finish()
+    assert asked.finish() == Decision()
     assert asked.decide() == Decision()
+
+
+def test_what_was_asked_at_the_last_boundary_is_told_at_the_end(tmp_path: Path) -> None:
+    """The file is gone by then, and the next stage's boundary would know nothing of it."""
+    asked = boundary(tmp_path)
+    (tmp_path / "stop").touch()
+    asked.decide()
+    assert asked.finish().leave == "the file 'stop'"
