@@ -51,7 +51,8 @@ class RunLock:
     that slept so long that another host took its lock ends itself.
 
     Entering raises RuntimeError, one line, where a living writer keeps the lock for longer than
-    ``wait_s`` or the directory cannot be written.
+    ``wait_s`` or the directory cannot be written. A writer on another host counts as living when
+    its heart beats while we wait; a job that starts again elsewhere thus gets a dead node's lock.
     """
 
     def __init__(
@@ -147,8 +148,13 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         deadline = time.monotonic() + self.wait_s
+        first_beat: float | None = None
         while (owner := self._try()) is not None:
-            if time.monotonic() > deadline:
+            beat = self._foreign_beat()
+            if beat is not None and first_beat is None:
+                first_beat = beat
+                log.info("%s is locked by %s: waiting for a sign of life", self.path.parent, owner)
+            if time.monotonic() > deadline and (beat is None or beat != first_beat):
                 raise RuntimeError(
                     f"{self.path.parent} is in use by {owner}: a run directory has one writer. "
                     f"Wait for it, stop it, or use another run_dir"
@@ -158,6 +164,19 @@ class RunLock:
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._thread.start()
         return self
+
+    def _foreign_beat(self) -> float | None:
+        """When the lock of another host was last renewed: without a new beat its owner may be dead.
+
+        None where there is no such lock.
+        """
+        owner = self._read()
+        if owner is None or owner["host"] == socket.gethostname():
+            return None
+        try:
+            return self.path.stat().st_mtime
+        except FileNotFoundError:  # it has just ended
+            return None
 
     def __exit__(
         self,

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -146,8 +147,18 @@ def test_a_file_system_without_locks_is_one_line(
 
 
 def test_another_host_keeps_its_lock_while_its_heart_beats(tmp_path: Path) -> None:
-    write_record(tmp_path, host="elsewhere", pid=4711)
+    path = write_record(tmp_path, host="elsewhere", pid=4711)
+    beat = threading.Timer(0.5, os.utime, [path])
+    beat.start()
     assert "process 4711 on elsewhere, started 2026-01-01" in refused(tmp_path)
+    beat.join()
+
+
+def test_the_lock_of_a_node_that_has_just_died_is_waited_for(tmp_path: Path) -> None:
+    """A job that starts again on another node, before the dead one's lock is stale."""
+    path = write_record(tmp_path, host="elsewhere")
+    with RunLock(tmp_path, wait_s=0.0, stale_s=1.0):
+        assert json.loads(path.read_text())["host"] == socket.gethostname()
 
 
 def test_another_host_loses_it_when_its_heart_stops(tmp_path: Path) -> None:
