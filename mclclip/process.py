@@ -49,6 +49,8 @@ def end(work: Callable[[], int], debug: bool) -> None:
         code = exit_code(error)
         if not hasattr(error, _RECORDED):
             _record_early(error, code)
+        if code != EXIT_PREEMPTED:
+            signals.restore()  # a later rank has nothing to add when the launcher ends it
         _tell(error, code, debug)
     _leave(code)
 
@@ -156,8 +158,9 @@ def _recorded(
 
 def _leave(code: int) -> None:
     """Ends the process; past the interpreter's own shutdown where torch was loaded."""
-    signals.ignore()
     finished = code == EXIT_OK
+    if finished or code == EXIT_PREEMPTED:
+        signals.ignore()
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
         code = EXIT_OK
     if "torch" in sys.modules:

@@ -45,9 +45,18 @@ def install_handlers() -> None:
 
 def ignore() -> None:
     """From here on the process ends anyway: requests to leave change nothing any more."""
+    _handle(signal.SIG_IGN)
+
+
+def restore() -> None:
+    """Gives the signals their default action: a failed process may be ended at any moment."""
+    _handle(signal.SIG_DFL)
+
+
+def _handle(action: signal.Handlers) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, action)
 
 
 def ignore_in_child() -> None:

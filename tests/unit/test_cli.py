@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import pytest
 
 from mclclip import __version__, cli, config, demo, failures, process
+from mclclip.parallel import signals
 from mclclip.run_lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,10 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         raise SystemExit(code)
 
     monkeypatch.setattr(process, "_leave", leave)
-    monkeypatch.setattr(process, "start", lambda: None)  # the handlers of signals stay the tests'
+    # The handlers of signals stay the tests'.
+    monkeypatch.setattr(process, "start", lambda: None)
+    monkeypatch.setattr(signals, "ignore", lambda: None)
+    monkeypatch.setattr(signals, "restore", lambda: None)
 
     def call(*words: str) -> SimpleNamespace:
         with pytest.raises(SystemExit) as caught:
