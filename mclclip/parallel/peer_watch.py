@@ -144,10 +144,11 @@ class PeerWatch:
 
     def _problem(self, now: float) -> str | None:
         """What is wrong, as one line, or None."""
-        if now - self._heard > self.timeout_s:
+        silent = [rank for rank, (_, at) in self._reports.items() if now - at > self.timeout_s]
+        # Who does not hear of itself has lost the store, and with it the news of all others.
+        if self.context.rank in silent or now - self._heard > self.timeout_s:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             return f"{self._names[0]} or the launcher beside it at {where} cannot be reached"
-        silent = [rank for rank, (_, at) in self._reports.items() if now - at > self.timeout_s]
         if silent:
             return f"{self._named(silent)} has not been heard of"
         since = _Progress.since

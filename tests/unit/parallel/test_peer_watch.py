@@ -47,6 +47,13 @@ def test_a_store_that_does_not_answer_is_named(watch: PeerWatch) -> None:
     assert problem.startswith("rank 0 (host h0")
 
 
+def test_who_does_not_hear_of_itself_has_lost_the_store(watch: PeerWatch) -> None:
+    watch._reports = {rank: ("5 7 x.py:1", NOW - TIMEOUT_S - 0.1) for rank in range(3)}
+    watch._heard = NOW - TIMEOUT_S + 0.5  # the end of the same round
+    problem = watch._problem(NOW)
+    assert problem is not None and "head:29500 cannot be reached" in problem
+
+
 def test_the_rank_behind_is_waited_for(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
     watch._reports[1] = ("5 6 tar_dataset.py:80", NOW)
