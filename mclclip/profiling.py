@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,15 +77,16 @@ class PeakMemory:
         return peak
 
 
-class _Counter:
+class _Counter(ABC):
     """A high-water mark in bytes that can be set back to what is in use now."""
 
     can_reset = True
 
+    @abstractmethod
     def peak(self) -> int:
         """The mark."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reset(self) -> None:
         """Sets it back, if that can be done."""
 

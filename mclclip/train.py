@@ -282,14 +282,7 @@ def build_model(
         )
     else:
         model = load_clip(f"local-dir:{layout.export(0)}", augmentation=config.model.augmentation)
-    prepare_model(
-        model,
-        lock=to_tree(options.lock),
-        lora=to_tree(options.lora) if options.lora else None,
-        seed=config.seed,
-        precision=options.precision,
-        grad_checkpointing=options.engine.grad_checkpointing,
-    )
+    prepare_model(model, **options.model_arguments(), seed=config.seed)
     model.to(context.device)
     if options.engine.compile == "model":
         model.compile_blocks()

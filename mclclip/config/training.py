@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import asdict, field
 from typing import Any, Literal
 
 from pydantic import ConfigDict
@@ -136,6 +136,15 @@ class TrainConfig:
     """Steps recorded by torch.profiler, as traces below ``profile/``."""
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
+
+    def model_arguments(self) -> dict[str, Any]:
+        """What trainer.prepare_model takes beside the model and the seed."""
+        return {
+            "lock": asdict(self.lock),
+            "lora": None if self.lora is None else asdict(self.lora),
+            "precision": self.precision,
+            "grad_checkpointing": self.engine.grad_checkpointing,
+        }
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """What models.optimizer.build_optimizer takes beside the module."""

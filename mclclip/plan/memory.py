@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.config import Config, TrainConfig
 from mclclip.data.training_batches import Batch
 from mclclip.models import memory
 from mclclip.models.clip import ClipModel
@@ -48,14 +48,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     gpu = config.device != "cpu"
     model = memory.load_shapes(config.model.name)
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
-        prepare_model(
-            model,
-            lock=to_tree(options.lock),
-            lora=to_tree(options.lora) if options.lora else None,
-            seed=config.seed,
-            precision=options.precision,
-            grad_checkpointing=options.engine.grad_checkpointing,
-        )
+        prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
         cached_text = name == "train" and options.cached_text and not options.lock.text
         trainee = Trainee(model, InfoNCE(), options.precision)

@@ -18,14 +18,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from mclclip.data.training_batches import Batch
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import SINGLE
 from mclclip.trainer import Trainee
-from tests.benchmarks import memory, timing
+from tests.benchmarks import memory, synthetic, timing
 
 FAR = 8192
 
@@ -40,34 +39,19 @@ class Measured:
     loss: float
 
 
-def batch(size: int, image_size: int) -> Batch:
-    """Random pictures and tokens; all samples of one group."""
-    random = torch.Generator().manual_seed(0)
-    return Batch(
-        image=torch.randn(size, 3, image_size, image_size, generator=random),
-        text=torch.randint(1, 49_000, (size, 77), generator=random),
-        labels=torch.zeros(size, 1, dtype=torch.int64),
-        sample_id=torch.arange(size),
-        step=0,
-        group_size=size,
-    )
-
-
 def measure(name: str, size: int, micro_batch: int | None, num_threads: int) -> Measured:
     """In this process, which should be a fresh one."""
     torch.set_num_threads(num_threads)
     model = load_clip(name, seed=0).train()
-    image_size = model.image_size
-    assert isinstance(image_size, int)
     engine = Engine(
         Trainee(model, InfoNCE()),
         partial(build_optimizer, weight_decay=0.2),
         SINGLE,
         micro_batch=micro_batch,
     )
-    engine.update(batch(2, image_size), lr=0.0)  # moments and libraries
+    engine.update(synthetic.batch(2, model.image_size), lr=0.0)  # moments and libraries
     engine.zero_grad()
-    given, found = batch(size, image_size), {}
+    given, found = synthetic.batch(size, model.image_size), {}
     before = time.perf_counter()
     peak = memory.peak_mib(lambda: found.update(engine.update(given, lr=0.0)))
     took = time.perf_counter() - before

@@ -25,14 +25,13 @@ from typing import Literal
 
 import torch
 
-from mclclip.data.training_batches import Batch
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import Context, pick_device
 from mclclip.trainer import Trainee
-from tests.benchmarks import memory, timing
+from tests.benchmarks import memory, synthetic, timing
 
 WARM_UP = 2  # steps that are not counted
 THEIRS = """
@@ -86,7 +85,7 @@ def ours(setting: Setting) -> Measured:
         partial(build_optimizer, weight_decay=0.2),
         Context(device=device),
     )
-    given = _batch(setting.batch, model.image_size).to(device)
+    given = synthetic.batch(setting.batch, model.image_size).to(device)
     spent = []
     for _ in range(WARM_UP + setting.steps):
         before = time.perf_counter()
@@ -98,19 +97,6 @@ def ours(setting: Setting) -> Measured:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.cuda.max_memory_allocated() if on_gpu else resident
     return Measured(statistics.median(spent[WARM_UP:]), peak / 2**30)
-
-
-def _batch(size: int, image_size: int | tuple[int, int]) -> Batch:
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    random = torch.Generator().manual_seed(0)
-    return Batch(
-        image=torch.randn(size, 3, height, width, generator=random),
-        text=torch.randint(1, 49_000, (size, 77), generator=random),
-        labels=torch.zeros(size, 1, dtype=torch.int64),
-        sample_id=torch.arange(size),
-        step=0,
-        group_size=size,
-    )
 
 
 def theirs(setting: Setting) -> Measured:
