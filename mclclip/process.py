@@ -61,7 +61,11 @@ def exit_code(error: BaseException) -> int:
         return EXIT_PREEMPTED
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    for_user = isinstance(error, Exception) and failures.is_for_the_user(error)
+    for_user = (
+        isinstance(error, Exception)
+        and failures.is_for_the_user(error)
+        and not _is_lost_peer(error)
+    )
     return EXIT_USER if for_user else EXIT_INTERNAL
 
 

@@ -28,23 +28,31 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from mclclip.parallel import collectives
+from mclclip.parallel import collectives, signals
 from mclclip.parallel.process_group import Context
 
 log = logging.getLogger("mclclip")
 
 _PACKAGE = Path(__file__).parents[1]
 _MOST_NAMED = 8
+_MOMENT = 2.5  # periods in which a living rank reports
+_GOES_ON = "the job ends; the same command goes on from the last checkpoint"
 _MISSED = 3  # reports in a row
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone."""
+    """Whether a collective failed because another process is gone (see ``LostPeer``)."""
+    if isinstance(error, LostPeer):
+        return True
     kinds = [getattr(dist, name, None) for name in ("DistBackendError", "DistNetworkError")]
     if isinstance(error, tuple(kind for kind in kinds if kind is not None)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+
+
+class LostPeer(RuntimeError):
+    """A collective failed because the named ranks are gone."""
 
 
 class _Progress:
@@ -79,7 +87,7 @@ class PeerWatch:
 
     def __init__(self, context: Context, timeout_s: float, on_lost: Callable[[str], None]) -> None:
         self.context, self.timeout_s, self.on_lost = context, timeout_s, on_lost
-        self.period_s = min(max(timeout_s / 10, 0.1), 10.0)
+        self.period_s = min(max(timeout_s / 10, 0.1), 1.0)
         self._stop = threading.Event()
         self._names: list[str] = []
         self._heard = time.monotonic()
@@ -98,21 +106,39 @@ class PeerWatch:
             threading.Thread(target=work, name="peer-watch", daemon=True).start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if self._names and error is not None and is_lost_peer(error):
+                signals.ignore()  # the launcher ends the ranks that are left
+                raise LostPeer(f"{self._gone()}: {_GOES_ON}") from error
+        finally:
+            self._stop.set()
+
+    def _gone(self) -> str:
+        """Who has stopped reporting, as far as that shows within a moment."""
+        before = {rank: report for rank, (report, _) in self._reports.items()}
+        time.sleep(_MOMENT * self.period_s)
+        silent = [rank for rank, (report, _) in self._reports.items() if report == before[rank]]
+        if not silent:
+            return "the connection to another rank is lost, though all report"
+        if self.context.rank in silent:
+            return self._unreachable()
+        return f"{self._named(silent)} has ended"
 
     # --- the thread that talks to the store ----------------------------------------------------
 
     def _talk(self) -> None:
         try:
             store = self._open_store()
-            beat = 0
+            beat, everybody = 0, False
             while not self._stop.wait(self.period_s):
                 beat += 1
                 store.set(str(self.context.rank), f"{beat} {_Progress.count} {_place()}")
-                for rank in self._reports:
-                    if store.check([str(rank)]):
-                        self._take(rank, store.get(str(rank)).decode())
+                present = [rank for rank in self._reports if everybody or store.check([str(rank)])]
+                everybody = len(present) == len(self._reports)
+                reports = store.multi_get([str(rank) for rank in present])
+                for rank, report in zip(present, reports, strict=True):
+                    self._take(rank, report.decode())
                 self._heard = time.monotonic()
         except (RuntimeError, OSError) as error:
             # The other thread ends the process if nothing else does before.
@@ -144,19 +170,18 @@ class PeerWatch:
 
     def _problem(self, now: float) -> str | None:
         """What is wrong, as one line, or None."""
-        silent = [rank for rank, (_, at) in self._reports.items() if now - at > self.timeout_s]
         # Who does not hear of itself has lost the store, and with it the news of all others.
-        if self.context.rank in silent or now - self._heard > self.timeout_s:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            return f"{self._names[0]} or the launcher beside it at {where} cannot be reached"
+        deaf_s = now - min(self._heard, self._reports[self.context.rank][1])
+        if deaf_s > _MISSED * self.period_s:
+            return self._unreachable() if deaf_s > self.timeout_s else None
+        silent = [rank for rank, (_, at) in self._reports.items() if now - at > self.timeout_s]
         if silent:
             return f"{self._named(silent)} has not been heard of"
         since = _Progress.since
         if since is None or now - since <= self.timeout_s:
             return None
         # Whose reports have stopped counts as silent in a moment; its last one tells nothing.
-        heard = [self._heard, *(at for _, at in self._reports.values())]
-        if now - min(heard) > _MISSED * self.period_s:
+        if now - min(at for _, at in self._reports.values()) > _MISSED * self.period_s:
             return None
         counts = {rank: _progress_of(report) for rank, (report, _) in self._reports.items()}
         behind = [rank for rank, count in counts.items() if count == min(counts.values())]
@@ -166,6 +191,10 @@ class PeerWatch:
             faulthandler.dump_traceback(file=sys.stderr)
         return f"{self._named(behind)} is waited for ({self._places(behind)})"
 
+    def _unreachable(self) -> str:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return f"{self._names[0]} or the launcher beside it at {where} cannot be reached"
+
     def _named(self, ranks: list[int]) -> str:
         return ", ".join(self._names[rank] for rank in ranks[:_MOST_NAMED])
 
@@ -174,10 +203,7 @@ class PeerWatch:
         return ", ".join(f"rank {rank} at {' '.join(place) or '?'}" for rank, place in places)
 
     def _end(self, problem: str) -> None:
-        line = (
-            f"{problem} for {self.timeout_s:g} s (peer_timeout_s): the job ends; the same command "
-            "goes on from the last checkpoint"
-        )
+        line = f"{problem} for {self.timeout_s:g} s (peer_timeout_s): {_GOES_ON}"
         recording = threading.Thread(target=self.on_lost, args=(line,), daemon=True)
         recording.start()
         recording.join(self.period_s)  # the disk may lie beyond the same cut link

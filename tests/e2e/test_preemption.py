@@ -213,10 +213,11 @@ def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_p
 @pytest.mark.parametrize(
     ("act", "words"),
     [
+        (Signal(signal.SIGKILL), "has ended: the job ends"),
         (sleep, "is waited for (rank 1 at trainer.py:"),
         (Signal(signal.SIGSTOP), "has not been heard of for 3 s (peer_timeout_s)"),
     ],
-    ids=["hangs", "stopped"],
+    ids=["killed", "hangs", "stopped"],
 )
 def test_a_rank_that_stands_still_is_named(
     shell: Shell, indexed: Any, tmp_path: Path, act: Any, words: str

@@ -54,6 +54,16 @@ def test_who_does_not_hear_of_itself_has_lost_the_store(watch: PeerWatch) -> Non
     assert problem is not None and "head:29500 cannot be reached" in problem
 
 
+def test_who_hears_nothing_waits_before_it_names_another(watch: PeerWatch) -> None:
+    """Another's last report may be older than one's own last sign of the store."""
+    watch._reports[0] = ("5 7 x.py:1", NOW - TIMEOUT_S + 0.5)
+    watch._heard = NOW - TIMEOUT_S + 0.5
+    watch._reports[2] = ("5 7 trainer.py:2", NOW - TIMEOUT_S - 0.5)
+    assert watch._problem(NOW) is None
+    problem = watch._problem(NOW + 1.0)
+    assert problem is not None and "head:29500 cannot be reached" in problem
+
+
 def test_the_rank_behind_is_waited_for(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
     watch._reports[1] = ("5 6 tar_dataset.py:80", NOW)
