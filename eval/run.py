@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 
 from mclclip.artifacts import digest_file, digest_json
 from mclclip.config import BenchmarkConfig, Config
-from mclclip.eval import mmvp, results, retrieval, zeroshot
+from mclclip.eval import knn, linear_probe, mmvp, results, retrieval, zeroshot
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.layout import Layout
@@ -33,6 +33,8 @@ from mclclip.parallel.process_group import SINGLE, Context
 log = logging.getLogger("mclclip")
 
 EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
+    "knn": knn.evaluate,
+    "linear_probe": linear_probe.evaluate,
     "mmvp": mmvp.evaluate,
     "retrieval": retrieval.evaluate,
     "zeroshot": zeroshot.evaluate,

@@ -6,22 +6,20 @@ its prompts, normalised again. Ties count against the model.
 
 from __future__ import annotations
 
-import csv
 import importlib.resources
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.metrics import IntArray, hits_at, mean_per_class, stratified_interval
+from mclclip.eval.labelled_features import mean_per_class_figure
+from mclclip.eval.labelled_folders import LabelledImages, read_folders, read_table
+from mclclip.eval.metrics import hits_at
 from mclclip.eval.results import Figure, proportion
 from mclclip.eval.retrieval import rank_queries
 from mclclip.parallel.collectives import together
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "simple": ("a photo of a {}.",),
@@ -41,86 +39,11 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
 CLIP_BENCHMARK = "clip_benchmark:"
 
 
-@dataclass(frozen=True)
-class LabelledImages:
-    """Images with their classes; ``labels`` [N] are rows of ``class_names`` [K]."""
-
-    images: list[Path]
-    labels: IntArray
-    class_names: list[str]
-
-
-def read_classes(path: Path) -> dict[str, str]:
-    """A file of classes, one a line: ``LABEL`` or ``LABEL<TAB>class name``; label -> name.
-
-    Without a name the label is it, underscores as spaces. ValueError for a label that stands twice.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file of classes at {path}")
-    names: dict[str, str] = {}
-    for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
-        label, tab, name = line.strip().partition("\t")
-        if not label:
-            continue
-        if label in names:
-            raise ValueError(f"{path} names the class {label!r} twice")
-        names[label] = name.strip() if tab else _readable(label)
-    return names
-
-
-def _readable(label: str) -> str:
-    return label.replace("_", " ")
-
-
-def read_folders(root: Path, classes: Path | None = None) -> LabelledImages:
-    """A folder per class under ``root``; names from the folders or from a file of classes."""
-    folders = {
-        path.name: path
-        for path in sorted(Path(root).iterdir())
-        if path.is_dir() and not path.name.startswith(".")
-    }
-    names = read_classes(classes) if classes else {label: _readable(label) for label in folders}
-    pairs = [
-        (path, label)
-        for label, folder in folders.items()
-        for path in sorted(folder.iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
-    return _labelled(pairs, names, str(root))
-
-
-def read_table(path: Path, root: Path, classes: Path | None = None) -> LabelledImages:
-    """A CSV (or .tsv) with the columns filepath (below ``root``) and label."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
-        if missing := [n for n in ("filepath", "label") if n not in (rows.fieldnames or [])]:
-            raise ValueError(f"{path} has the columns {rows.fieldnames}, missing {missing}")
-        pairs = [(Path(root) / row["filepath"], row["label"].strip()) for row in rows]
-    labels = sorted({label for _, label in pairs})
-    names = read_classes(classes) if classes else {label: _readable(label) for label in labels}
-    return _labelled(pairs, names, str(path))
-
-
 def _read(root: Path, labels: str | None, classes: str | None) -> LabelledImages:
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {root}: zero-shot evaluation needs images")
     names = root / classes if classes else None
     return read_table(root / labels, root, names) if labels else read_folders(root, names)
-
-
-def _labelled(
-    pairs: Sequence[tuple[Path, str]], names: dict[str, str], where: str
-) -> LabelledImages:
-    if not pairs:
-        raise ValueError(f"{where} has no images")
-    if strangers := sorted({label for _, label in pairs} - names.keys()):
-        raise ValueError(
-            f"{where} has {len(strangers)} classes that the file of classes does not name, such as "
-            f"{strangers[0]!r}"
-        )
-    row = {label: number for number, label in enumerate(names)}
-    labels = np.array([row[label] for _, label in pairs], dtype=np.int64)
-    return LabelledImages([path for path, _ in pairs], labels, list(names.values()))
 
 
 def find_templates(templates: str | Sequence[str]) -> list[str]:
@@ -212,7 +135,4 @@ def evaluate(
         for k in (1, 5)
         if k == 1 or len(vectors) > k
     ]
-    mean, shares, counts = mean_per_class(ranks == 1, data.labels)
-    low, high = stratified_interval(shares, counts)
-    percent = (100 * mean, len(ranks), 100 * low, 100 * high)
-    return [*figures, Figure("mean_per_class", *percent, protocol)]
+    return [*figures, mean_per_class_figure(ranks == 1, data.labels, protocol)]

@@ -8,7 +8,7 @@ last, by rename. A directory without a manifest is unfinished work, never a resu
       index/                    samples.arrow  shards.json  bad_samples.json  manifest.json
       stage_0/  embeddings/     00000.npy ...            one file per shard of the index
                 text_embeddings/
-                clusters/       centroids.npy  cluster_labels.npy  distances.npy
+                clusters/       centroids.npy  cluster_labels.npy  similarities.npy
                 train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy

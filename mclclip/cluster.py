@@ -1,5 +1,7 @@
 """Verb: embeddings of a stage -> its clusters, and the pseudo labels that the next stage trains on.
 
+Of every sample the L nearest centroids are kept with their similarities, so that a training with
+class centers may choose later how many of them count. Pseudo labels are made of the nearest alone.
 Rows are joined with the index by position, which the digest of the ordered sample keys allows.
 Undecodable samples take no part and have the label -1.
 """
@@ -7,22 +9,37 @@ Undecodable samples take no part and have the label -1.
 from __future__ import annotations
 
 import logging
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mclclip import artifacts
-from mclclip.artifacts import Artifact, Manifest, digest_array, save_npy
+from mclclip.artifacts import Artifact, Manifest, digest_array, fsync_directory, save_npy
 from mclclip.config import Config, to_tree
 from mclclip.data import pseudo_labels
+from mclclip.data.mean_features import MeanBlocks
 from mclclip.data.sample_index import SampleIndex
 from mclclip.layout import Layout
-from mclclip.parallel import collectives, kmeans
+from mclclip.parallel import collectives, kmeans, two_level
 from mclclip.parallel.process_group import Context
 from mclclip.parallel.row_blocks import NpyBlocks
 
 log = logging.getLogger("mclclip")
+
+_AMI_UP_TO = 2**24  # pairs of clusters: its cost grows with their number
+_SIZES_UP_TO = 10_000  # clusters whose sizes the manifest lists
+
+
+@dataclass(frozen=True)
+class _Result:
+    """k-means, and of every sample labels int32 and similarities float16, each [N, L]."""
+
+    found: kmeans.KMeans
+    labels: np.ndarray
+    similarities: np.ndarray
 
 
 def run(
@@ -30,13 +47,15 @@ def run(
 ) -> Path:
     """Clusters the embeddings of ``stage``; returns the directory of the clusters.
 
-    Writes ``clusters/``: centroids.npy float32 [K, D], cluster_labels.npy int32 [N, 1],
-    distances.npy float32 [N, 1] (1 - cosine, or the squared distance). For MCL (not its controls,
-    which use MCL's labels or none) also ``pseudo_labels.npy`` int64 [N, 1] of stage + 1. Raises
-    ValueError for more clusters than samples and RuntimeError where the embeddings are not those of
-    the index.
+    Writes ``clusters/``: centroids.npy float32 [K, D], cluster_labels.npy int32 [N, L], nearest
+    first (-1 in rows that take no part), similarities.npy float16 [N, L] (the cosine; euclidean:
+    1 - squared distance / 2). For MCL (not its controls, which use MCL's labels or none) also
+    ``pseudo_labels.npy`` int64 [N, 1] of stage + 1, of the nearest centroids, where the training
+    groups samples by them. Raises ValueError for more clusters than samples or more labels than
+    clusters, and RuntimeError where the embeddings are not those of the index.
     """
     layout = Layout.of(config, variant)
+    _check(config, stage)
     index = SampleIndex.open(layout.index)
 
     def open_artifact(write: bool) -> Artifact:
@@ -46,15 +65,29 @@ def run(
     if artifact.finished:
         log.info("%s is finished: skipped", artifact.directory)
     else:
-        found, labels, distances = _cluster(config, context, layout, stage, index)
+        result = _cluster(config, context, layout, stage, index)
         # Opened for writing only now: settings that cannot be clustered leave nothing behind.
         artifact = open_artifact(write=True)
-        collectives.on_main(
-            lambda: _write(artifact, layout, stage, index, found, labels, distances)
-        )
-    if variant == "mcl":
+        _save_centroids(artifact.directory / "centroids.npy", result.found, context)
+        collectives.on_main(lambda: _write(artifact, layout, stage, index, result))
+    if variant == "mcl" and _needs_groups(config):
         collectives.on_main(lambda: _write_pseudo_labels(config, layout, stage + 1, index, force))
     return artifact.directory
+
+
+def _check(config: Config, stage: int) -> None:
+    """Raises ValueError for more labels per sample than clusters."""
+    wanted, num_clusters = config.cluster.labels_per_sample, config.cluster.clusters_of(stage)
+    if wanted > num_clusters:
+        raise ValueError(
+            f"cluster.labels_per_sample is {wanted:,}, but stage {stage} has {num_clusters:,} "
+            "clusters: set it to at most that"
+        )
+
+
+def _needs_groups(config: Config) -> bool:
+    """Whether the training draws its batches from groups of samples with one pseudo label."""
+    return True
 
 
 def _open(
@@ -66,11 +99,15 @@ def _open(
         _manifest_of_index(layout.clusters(earlier), "clusters", "cluster", index)
     options = config.cluster
     fields = {name: v for name, v in to_tree(options).items() if name != "label_mode"}
+    inputs = {"index": index.digest, "embeddings": embeddings.digest}
+    if options.feature == "mean":
+        texts = _manifest_of_index(layout.text_embeddings, "text_embeddings", "embed --text", index)
+        inputs["text_embeddings"] = texts.digest
     return Artifact.open(
         layout.clusters(stage),
         kind="clusters",
         config=fields | {"num_clusters": options.clusters_of(stage), "seed": config.seed},
-        inputs={"index": index.digest, "embeddings": embeddings.digest},
+        inputs=inputs,
         force=force,
         write=write,
     )
@@ -91,12 +128,19 @@ def _manifest_of_index(directory: Path, kind: str, verb: str, index: SampleIndex
     return manifest
 
 
-def _read_embeddings(directory: Path, index: SampleIndex) -> NpyBlocks:
-    """The rows of all shards in index order, after a check of their number."""
+def _shard_files(directory: Path, index: SampleIndex, verb: str) -> list[Path]:
+    """The file of each shard; FileNotFoundError for the first that is missing."""
     paths = [directory / f"{number:05d}.npy" for number in range(len(index.shards))]
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"no {path}: run 'mclclip embed' again")
+            raise FileNotFoundError(f"no {path}: run 'mclclip {verb}' again")
+    return paths
+
+
+def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -> NpyBlocks:
+    """The rows to cluster, of all shards in index order, after a check of their number."""
+    directory = layout.embeddings(stage)
+    paths = _shard_files(directory, index, "embed")
     blocks = NpyBlocks(paths)
     wanted = [shard.stop - shard.start for shard in index.shards]
     if blocks.num_rows != wanted:
@@ -104,50 +148,89 @@ def _read_embeddings(directory: Path, index: SampleIndex) -> NpyBlocks:
             f"embeddings at {directory} has {sum(blocks.num_rows):,} rows, the index has "
             f"{len(index):,} (compared per shard): run 'mclclip embed' again after 'mclclip index'"
         )
-    return blocks
+    if config.cluster.feature == "image":
+        return blocks
+    without = int((index.num_captions == 0).sum())
+    log.info("%d of %d samples have no caption: clustered by image alone", without, len(index))
+    texts = _shard_files(layout.text_embeddings, index, "embed --text")
+    return MeanBlocks(paths, texts, index.num_captions)
 
 
 def _cluster(
     config: Config, context: Context, layout: Layout, stage: int, index: SampleIndex
-) -> tuple[kmeans.KMeans, np.ndarray, np.ndarray]:
-    """k-means over all ranks: the clusters, labels int32 [N, 1] and distances float32 [N, 1]."""
+) -> _Result:
+    """k-means over all ranks."""
     options = config.cluster
-    blocks = collectives.together(lambda: _read_embeddings(layout.embeddings(stage), index))
+    blocks = collectives.together(lambda: _read_rows(config, layout, stage, index))
     valid = np.ones(len(index), dtype=bool)
     valid[collectives.on_main(index.bad_ids)] = False
-    found = kmeans.fit(
-        blocks,
-        options.clusters_of(stage),
-        algorithm=options.algorithm,
-        seed=(config.seed, stage),
-        restarts=options.restarts,
-        max_iterations=options.max_iterations,
-        tolerance=options.tolerance,
-        init_samples=options.init_samples,
-        valid=valid,
-        context=context,
-    )
-    nearest = kmeans.assign(
-        blocks, found.centroids, algorithm=options.algorithm, valid=valid, context=context
-    )
-    return found, nearest.labels.numpy().astype(np.int32), nearest.distances.numpy()
+    common: dict[str, Any] = {"algorithm": options.algorithm, "valid": valid, "context": context}
+    settings: dict[str, Any] = common | {
+        "seed": (config.seed, stage),
+        "restarts": options.restarts,
+        "max_iterations": options.max_iterations,
+        "tolerance": options.tolerance,
+        "init": options.init,
+        "init_samples": options.init_samples,
+    }
+    num_clusters, num_labels = options.clusters_of(stage), options.labels_per_sample
+    if options.method == "two_level":
+        found, nearest = two_level.fit(
+            blocks,
+            num_clusters,
+            num_splits=options.num_splits,
+            labels_per_sample=num_labels,
+            **settings,
+        )
+    else:
+        found = kmeans.fit(blocks, num_clusters, **settings)
+        nearest = kmeans.assign(
+            blocks, found.centroids, labels_per_sample=num_labels, held=found.held, **common
+        )
+    share = 1.0 if options.algorithm == "spherical" else 0.5
+    similarities = (1.0 - share * nearest.distances).half().numpy()
+    similarities[~valid] = 0.0
+    return _Result(found, nearest.labels.int().numpy(), similarities)
+
+
+def _save_centroids(path: Path, found: kmeans.KMeans, context: Context) -> None:
+    """Writes all centroids, atomically, a pass at a time: rank 0 never holds more of them.
+
+    All ranks have to call it, as each may hold some.
+    """
+    shape = (len(found.counts), found.centroids.shape[1])
+    temporary = path.with_name(f".{path.name}.tmp")
+    parts = kmeans.each_pass(found, context)
+
+    def save() -> None:
+        with open(temporary, "wb") as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for part in parts:
+                file.write(part.numpy().astype("<f4").tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+
+    def save_on_main() -> None:
+        try:
+            if context.is_main:
+                save()
+        finally:
+            for _ in parts:  # on the other ranks, and after an error: nobody waits for this rank
+                pass
+
+    collectives.together(save_on_main)
 
 
 def _write(
-    artifact: Artifact,
-    layout: Layout,
-    stage: int,
-    index: SampleIndex,
-    found: kmeans.KMeans,
-    labels: np.ndarray,
-    distances: np.ndarray,
+    artifact: Artifact, layout: Layout, stage: int, index: SampleIndex, result: _Result
 ) -> None:
-    directory = artifact.directory
-    save_npy(directory / "centroids.npy", found.centroids.numpy())
-    save_npy(directory / "cluster_labels.npy", labels)
-    save_npy(directory / "distances.npy", distances)
-    counts = _report(layout, stage, index, found, labels)
-    artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
+    save_npy(artifact.directory / "cluster_labels.npy", result.labels)
+    save_npy(artifact.directory / "similarities.npy", result.similarities)
+    counts = _report(layout, stage, index, result.found, result.labels)
+    artifact.finish(counts, dtype="int32", content_digest=digest_array(result.labels))
 
 
 def _report(
@@ -155,12 +238,11 @@ def _report(
 ) -> dict[str, Any]:
     """What the manifest says of the clusters: sizes, inertia, agreement with earlier stages."""
     sizes = found.counts.numpy()
-    ami = {
-        f"stage_{earlier}": pseudo_labels.ami(
-            _read_cluster_labels(layout, earlier, index)[0], labels[:, 0]
-        )
-        for earlier in range(stage)
-    }
+    ami = {}
+    for earlier in range(stage):
+        before, manifest = _read_cluster_labels(layout, earlier, index)
+        if len(sizes) * manifest.config["num_clusters"] <= _AMI_UP_TO:
+            ami[f"stage_{earlier}"] = pseudo_labels.ami(before, labels[:, 0])
     statistics = pseudo_labels.size_statistics(sizes)
     log.info(
         "stage %d: %d clusters of %s to %s samples (median %s), inertia %.6g after %d iterations%s",
@@ -179,7 +261,7 @@ def _report(
         "restart": found.restart,
         "empty_clusters": int((sizes == 0).sum()),
         "sizes": statistics,
-        "cluster_sizes": sizes.tolist(),
+        "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,
         "ami": ami,
     }
 
@@ -190,8 +272,8 @@ def _read_cluster_labels(
     """The cluster labels int32 [N] of a stage (the nearest of several), and their manifest."""
     directory = layout.clusters(stage)
     manifest = _manifest_of_index(directory, "clusters", "cluster", index)
-    labels = np.load(directory / "cluster_labels.npy", allow_pickle=False)
-    return labels[:, 0], manifest
+    labels = np.load(directory / "cluster_labels.npy", mmap_mode="r", allow_pickle=False)
+    return np.array(labels[:, 0]), manifest
 
 
 def _write_pseudo_labels(

@@ -51,7 +51,7 @@ def run(
     index = SampleIndex.open(layout.index)
     images = layout.embeddings(stage)
     if text is None:
-        text = stage == 0 and config.train.cached_text and not config.train.lock.text
+        text = stage == 0 and config.needs_text_embeddings
     jobs = [(images, "embeddings", _embed_images)]
     if text:
         jobs.append((layout.text_embeddings, "text_embeddings", _embed_texts))

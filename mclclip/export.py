@@ -77,7 +77,8 @@ def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
         model = _base(config, layout, stage)
         if trained:
             _fill(model, layout.train(stage), options, config.export.ema)
-        base = weights.base_digest(layout.export(0)) if stage > 0 else None
+        own = stage == 0 or config.trained_model is not None
+        base = None if own else weights.base_digest(layout.export(0))
         save_export(model, directory, base)
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
@@ -102,9 +103,10 @@ def _given(config: Config) -> dict[str, Any]:
 
 
 def _base(config: Config, layout: Layout, stage: int) -> ClipModel:
-    if stage > 0:
+    given = config.model if stage == 0 else config.trained_model
+    if given is None:
         return load_clip(f"local-dir:{layout.export(0)}")
-    return load_clip(config.model.name, config.model.pretrained, seed=config.seed)
+    return load_clip(given.name, given.pretrained, seed=config.seed)
 
 
 def _fill(model: ClipModel, train_directory: Path, options: TrainConfig, ema: bool) -> None:

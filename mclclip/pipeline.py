@@ -73,7 +73,7 @@ def _check(config: Config, context: Context) -> None:
 
 def _check_data(config: Config, num_samples: int) -> None:
     """Refuses what the number of samples cannot carry, before hours are spent on stage 0."""
-    most = max(config.cluster.clusters_of(stage) for stage in range(config.num_stages))
+    most = max((config.cluster.clusters_of(s) for s in range(config.num_stages)), default=1)
     for name, options in _trainings(config).items():
         check_samples(name, options.global_batch, options.plan.policy, most, num_samples)
 

@@ -159,7 +159,7 @@ class Recorder:
     def _figures(
         self, done: int, meter: runlog.Meter, parts: Mapping[str, Tensor | float]
     ) -> dict[str, Any]:
-        """What every row has: ``parts`` as means over the ranks, progress, speed and memory."""
+        """What every row has: ``parts`` over the ranks, progress, speed and memory."""
         num_bad = self.share_bad(self.replaced)
         self.replaced = {}
         memory = self.peaks.figures()
@@ -170,7 +170,7 @@ class Recorder:
         return {
             "epoch": round(done / self.steps_per_epoch, 6),
             "samples_seen": done * self.global_batch,
-            **{name: sum(every[name]) / len(every[name]) for name in parts},
+            **{name: _over_ranks(name, every[name]) for name in parts},
             "bad_samples": num_bad,
             **speed,
             **{name: peak for name, peak in peaks.items() if peak},
@@ -184,3 +184,8 @@ class Recorder:
         ]
         table = collectives.gather(torch.stack(mine)[None])
         return dict(zip(values, table.T.tolist(), strict=True))
+
+
+def _over_ranks(name: str, values: list[float]) -> float:
+    """Every rank's part of a figure as one: the largest where its name says so, else the mean."""
+    return max(values) if name.startswith("max_") else sum(values) / len(values)

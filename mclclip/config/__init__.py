@@ -1,5 +1,6 @@
 """Every option as a dataclass: load from YAML, override by ``key.path=value``, check, dump."""
 
+from mclclip.config.objective import ClassCentersConfig, InfoNceConfig
 from mclclip.config.options import (
     BenchmarkConfig,
     ClusterConfig,
@@ -24,6 +25,7 @@ from mclclip.config.training import (
 __all__ = [
     "BenchmarkConfig",
     "CheckpointConfig",
+    "ClassCentersConfig",
     "ClusterConfig",
     "Config",
     "DataConfig",
@@ -31,6 +33,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "ExportConfig",
+    "InfoNceConfig",
     "LockConfig",
     "LoraConfig",
     "ModelConfig",

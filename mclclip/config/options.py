@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip.config.training import STRICT, TrainConfig
+from mclclip.config.objective import STRICT
+from mclclip.config.training import TrainConfig
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -75,6 +76,18 @@ class ClusterConfig:
     """K, clusters per stage: one number, or one for each clustered stage (0, 1, ...)."""
     algorithm: Literal["spherical", "euclidean"] = "spherical"
     """``spherical`` assigns by cosine; ``euclidean`` is what the MCL authors released."""
+    method: Literal["flat", "two_level"] = "flat"
+    """``flat``: Lloyd over all rows; ``two_level``: rows are split into groups, which are clustered
+    one by one (for a million clusters and more)."""
+    num_splits: PositiveInt | None = None
+    """two_level: groups of the first level (null: about the square root of K)."""
+    init: Literal["auto", "plus_plus", "random"] = "auto"
+    """Where Lloyd starts: greedy ``plus_plus``, whose cost grows with the square of K, ``random``
+    rows, or ``auto``: k-means++ up to 1,000 clusters."""
+    feature: Literal["image", "mean"] = "image"
+    """What is clustered: image embeddings, or the mean of a sample's image and text embedding."""
+    labels_per_sample: PositiveInt = 1
+    """L: nearest centroids that are stored of every sample, with their similarities."""
     restarts: PositiveInt = 3
     """Independent starts; the one with the lowest inertia is kept."""
     max_iterations: PositiveInt = 100
@@ -102,10 +115,11 @@ class ClusterConfig:
 class BenchmarkConfig:
     """One benchmark of the suite that runs between stages and at the end."""
 
-    kind: Literal["mmvp", "retrieval", "zeroshot"]
+    kind: Literal["mmvp", "retrieval", "zeroshot", "linear_probe", "knn"]
     """Which evaluator."""
     path: str
-    """Folder of the benchmark (mmvp: in its published layout; zeroshot: a folder per class)."""
+    """Folder of the benchmark (mmvp: in its published layout; zeroshot: a folder per class;
+    linear_probe and knn: ``train/`` and ``test/`` with a folder per class)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the evaluator, by its own names."""
 
@@ -159,6 +173,9 @@ class Config:
     """MCL stages after stage 0."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    trained_model: ModelConfig | None = None
+    """Encoder that stages s >= 1 train from its own start, such as random weights (null: the base
+    model); only for objectives with class centers."""
     base: TrainConfig | None = None
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
     embed: EmbedConfig = EmbedConfig()
@@ -175,3 +192,30 @@ class Config:
     def __post_init__(self) -> None:
         if len(set(self.controls)) != len(self.controls):
             raise ValueError(f"controls names one twice: {self.controls}")
+        if self.base is not None and self.base.class_centers is not None:
+            raise ValueError(
+                f"base.objective.kind={self.base.objective.kind} needs the clusters of a stage "
+                "before: set it in train.objective"
+            )
+        centers = self.train.class_centers
+        if centers is None and self.trained_model is not None:
+            raise ValueError(
+                "trained_model is for train.objective with class centers (mlcd, mlc, single_label):"
+                " with info_nce every stage starts from the base model"
+            )
+        if centers is not None and self.controls:
+            raise ValueError(
+                f"controls={self.controls} are those of train.objective.kind=info_nce, not of "
+                f"{centers.kind}: leave them out"
+            )
+        if centers is not None and centers.labels_per_sample > self.cluster.labels_per_sample:
+            raise ValueError(
+                f"train.objective.labels_per_sample={centers.labels_per_sample} is more than "
+                f"cluster.labels_per_sample={self.cluster.labels_per_sample}, what is stored: "
+                "raise the latter"
+            )
+
+    @property
+    def needs_text_embeddings(self) -> bool:
+        """Whether ``embed`` writes embeddings of the captions at stage 0."""
+        return self.cluster.feature == "mean" or self.train.reads_text_embeddings

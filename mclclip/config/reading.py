@@ -17,6 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from mclclip.config.options import Config
+from mclclip.config.training import TrainConfig
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
@@ -100,25 +101,52 @@ def _message(error: ValidationError) -> str:
         valid = _fields_at(path[:-1])
         near = difflib.get_close_matches(path[-1], valid, n=1, cutoff=0.0)
         hint = f": did you mean {near[0]!r}?" if near else ""
-        return f"unknown option {'.'.join(path)!r}{hint} (valid here: {', '.join(valid)})"
-    # pydantic adds the tried members of a union to the path: "image_blocks.int".
-    name = ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
+        name = ".".join(_options_in(path))
+        return f"unknown option {name!r}{hint} (valid here: {', '.join(valid)})"
+    name = ".".join(_options_in(path))
     if problem["type"] in ("missing", "missing_argument"):
         return f"option {name!r} is required: set {name}=VALUE"
+    if problem["type"] == "union_tag_not_found":
+        return f"option '{name}.kind' is required beside other options of {name}"
+    if problem["type"] == "value_error" and not path:  # said of several options
+        return str(problem["ctx"]["error"])
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
     return f"option {name or 'configuration'!r}{got}: {problem['msg']}"
 
 
+def _options_in(path: list[str]) -> list[str]:
+    """The path without what pydantic adds to it: the tried members of a union, as in
+    "image_blocks.int", and the kind of an objective."""
+    return [
+        part
+        for before, part in zip(["", *path], path, strict=False)
+        if part not in _UNION_MEMBERS
+        and "[" not in part
+        and not (before == "objective" and part in _kinds())
+    ]
+
+
+def _kinds() -> set[str]:
+    members = _dataclasses_in(typing.get_type_hints(TrainConfig)["objective"])
+    return {kind for m in members for kind in typing.get_args(typing.get_type_hints(m)["kind"])}
+
+
 def _fields_at(path: list[str]) -> list[str]:
-    """Names of the options valid below a dotted path."""
-    current: Any = Config
+    """Names of the options valid below a path of pydantic's."""
+    found: list[Any] = [Config]
     for part in path:
-        current = _dataclass_in(typing.get_type_hints(current).get(part, current))
-    return [item.name for item in dataclasses.fields(current)]
+        hints = [typing.get_type_hints(member) for member in found]
+        below = [hint[part] for hint in hints if part in hint]
+        if below:
+            found = _dataclasses_in(below[0])
+        else:  # the kind of an objective, or the name of an entry of a mapping
+            tagged = [part in typing.get_args(hint.get("kind")) for hint in hints]
+            found = [m for m, own in zip(found, tagged, strict=True) if own] or found
+    return [item.name for item in dataclasses.fields(found[0])]
 
 
-def _dataclass_in(annotation: Any) -> Any:
-    """The options dataclass that an annotation mentions, such as the values of a mapping."""
+def _dataclasses_in(annotation: Any) -> list[Any]:
+    """The options dataclasses that an annotation mentions, such as the values of a mapping."""
     if dataclasses.is_dataclass(annotation):
-        return annotation
-    return next(filter(None, map(_dataclass_in, typing.get_args(annotation))), None)
+        return [annotation]
+    return [found for part in typing.get_args(annotation) for found in _dataclasses_in(part)]

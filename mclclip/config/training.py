@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, field
 from typing import Any, Literal
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-STRICT = ConfigDict(extra="forbid")
+from mclclip.config.objective import STRICT, ClassCentersConfig, InfoNceConfig, Objective
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -100,6 +99,8 @@ class TrainConfig:
     """Passes over the plan; ignored where ``steps`` is set."""
     steps: PositiveInt | None = None
     """Optimizer steps in all."""
+    objective: Objective = InfoNceConfig()
+    """What is minimised, by its ``kind``."""
     plan: PlanConfig = PlanConfig()
     lock: LockConfig = LockConfig()
     lora: LoraConfig | None = None
@@ -137,10 +138,21 @@ class TrainConfig:
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
 
+    @property
+    def class_centers(self) -> ClassCentersConfig | None:
+        """The options of an objective with class centers, which reads no captions."""
+        return None if isinstance(self.objective, InfoNceConfig) else self.objective
+
+    @property
+    def reads_text_embeddings(self) -> bool:
+        """Whether captions come as embeddings from disk (in stages after stage 0)."""
+        return self.class_centers is None and self.cached_text and not self.lock.text
+
     def model_arguments(self) -> dict[str, Any]:
         """What trainer.prepare_model takes beside the model and the seed."""
+        unused = {} if self.class_centers is None else {"text": False, "logit_scale": False}
         return {
-            "lock": asdict(self.lock),
+            "lock": asdict(self.lock) | unused,
             "lora": None if self.lora is None else asdict(self.lora),
             "precision": self.precision,
             "grad_checkpointing": self.engine.grad_checkpointing,

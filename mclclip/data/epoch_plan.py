@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.pseudo_labels import GroupedIndex, label_space, size_statistics, truncate
-from mclclip.data.randomness import mix, permute
+from mclclip.randomness import mix, permute
 
 __all__ = ["Coverage", "EpochPlan", "GroupedIndex", "check_coverage", "coverage_report"]
 

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mclclip.data.class_labels import ClassLabels
 from mclclip.data.epoch_plan import EpochPlan, Order, Policy
 from mclclip.data.pseudo_labels import GroupedIndex, truncate
-from mclclip.data.randomness import mix
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import (
     BadSample,
@@ -44,6 +44,7 @@ from mclclip.data.tar_dataset import (
     Tokenizer,
     Transform,
 )
+from mclclip.randomness import mix
 
 # Purposes of the randomness, part of its key.
 _AUGMENTATION, _CAPTION, _REPLACEMENT = (
@@ -58,7 +59,8 @@ class Batch:
     image          [b, 3, H, W], transformed
     text           int64 [b, context], or None (no captions, or text_features instead)
     text_features  float32 [b, D] text embeddings from disk, or None
-    labels         int64 [b, 1], truncated at the step's prefix length: what the Eq. 3 mask compares
+    labels         int64 [b, 1], truncated at the step's prefix length: what the Eq. 3 mask
+                   compares; or [b, l], the classes that a sample is positive for (-1: none)
     sample_id      int64 [b]
     step           global step of the stage
     group_size     samples that a row is compared with over all ranks (`EpochPlan.group_size`)
@@ -124,6 +126,7 @@ class TrainingBatches(Dataset[Batch]):
     global_batch  samples per step over all ranks
     policy, order, seed, stage   see `EpochPlan`; seed also keys augmentation and captions
     rank, world_size   this process takes columns [rank * b, (rank + 1) * b), b = global_batch / W
+    class_labels  gives the labels of samples instead of the groups
     bad_ids       samples known to be unusable: never tried as a replacement
 
     A sample's augmentation is keyed by (seed, stage, epoch, sample_id), as is which of its captions
@@ -146,6 +149,7 @@ class TrainingBatches(Dataset[Batch]):
         stage: int,
         rank: int = 0,
         world_size: int = 1,
+        class_labels: ClassLabels | None = None,
         bad_ids: Iterable[int] | npt.NDArray[np.int64] = (),
         max_image_pixels: int,
         max_open_files: int = 64,
@@ -160,7 +164,7 @@ class TrainingBatches(Dataset[Batch]):
         self.dataset = TarDataset(
             index, transform, tokenizer, max_image_pixels, max_open_files, text_features
         )
-        self.grouped = grouped
+        self.grouped, self._class_labels = grouped, class_labels
         self.global_batch = global_batch
         self.local_batch = global_batch // world_size
         self.rank = rank
@@ -211,10 +215,12 @@ class TrainingBatches(Dataset[Batch]):
                 sample, position = self._replacement(sample, positions, in_batch, epoch)
                 labels[row] = self._label_at(position, prefix_length)
             samples.append(sample)
+        sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
+        groups, classes = labels[:, None], self._class_labels
         return Batch(
             image=torch.stack([sample.image for sample in samples]),
-            labels=torch.from_numpy(labels[:, None]),
-            sample_id=torch.tensor([sample.sample_id for sample in samples]),
+            labels=torch.from_numpy(groups if classes is None else classes[sample_id]),
+            sample_id=torch.from_numpy(sample_id),
             step=step,
             group_size=plan.group_size(epoch_step),
             text=_stack([sample.text for sample in samples]),

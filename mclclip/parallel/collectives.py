@@ -33,10 +33,20 @@ class _GatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        grad = grad_outputs[0].clone(memory_format=torch.contiguous_format)
-        # all_reduce, then take the own slice: gloo has no reduce_scatter for every dtype.
-        dist.all_reduce(grad)
-        return grad.chunk(world_size())[rank()]
+        return sum_to_owner(grad_outputs[0].clone(memory_format=torch.contiguous_format))
+
+
+def sum_to_owner(x: Tensor) -> Tensor:
+    """[W*b, ...] on each rank -> the sum over ranks of this rank's [b, ...]. Overwrites ``x``."""
+    if world_size() == 1:
+        return x
+    if x.device.type == "cuda":
+        own = torch.empty_like(x[: len(x) // world_size()])
+        dist.reduce_scatter_tensor(own, x)
+        return own
+    # all_reduce, then take the own slice: gloo has no reduce_scatter for every dtype.
+    dist.all_reduce(x)
+    return x.chunk(world_size())[rank()]
 
 
 def gather_with_grad(x: Tensor) -> Tensor:
@@ -91,6 +101,14 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(total)
     return total
+
+
+def all_reduce_max(x: Tensor) -> Tensor:
+    """The largest ``x`` over the ranks, element by element; a new tensor without gradient."""
+    largest = x.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
 
 
 def gather_objects(item: T) -> list[T]:

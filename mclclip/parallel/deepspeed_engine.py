@@ -13,16 +13,15 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mclclip.parallel import collectives
 from mclclip.parallel.engines import Engine, MakeOptimizer
 from mclclip.parallel.process_group import Context
+from mclclip.parallel.zero_pieces import Piece, is_flat, is_shared, piece_of
 
 BUCKET = 50_000_000  # elements reduced at once; the default's buffer takes 2 GB
 KEPT_WHOLE = 100_000  # ZeRO-3 does not share parameters up to this many elements
@@ -88,8 +87,30 @@ class DeepspeedEngine(Engine):
         engine, optimizer, _, _ = deepspeed.initialize(
             model=self.module, optimizer=self._inner, config=config, dist_init_required=False
         )
+        if self.head is not None:
+            self._count_head(optimizer)
         weakref.finalize(self, _release, engine, self.module).atexit = False
         return optimizer, engine
+
+    def _count_head(self, optimizer: Any) -> None:
+        """Makes the class centers' gradient a part of the norm by which ZeRO clips."""
+        name = "_get_norm_groups" if self.zero_stage == 3 else "scaled_global_norm"
+        inner = getattr(optimizer, name)
+
+        def with_head(*arguments: Any, **options: Any) -> Any:
+            found = inner(*arguments, **options)
+            scale = self.scaler.get_scale()  # ZeRO's gradients are still multiplied by it
+            if self.zero_stage == 3:  # one group more
+                whole = self.with_head(torch.zeros_like(found[0])) * scale
+                return [*found, whole]
+            return self.with_head(found / scale) * scale
+
+        setattr(optimizer, name, with_head)
+
+    @property
+    def leaves_out(self) -> bool:
+        """ZeRO leaves out steps whose gradients are not finite under every precision."""
+        return True
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
         """Tells ZeRO whether more backwards follow before the step."""
@@ -132,8 +153,8 @@ class DeepspeedEngine(Engine):
         state = {}
         for name, tensor in own.items():
             state[f"model.{name}"] = (
-                _piece(tensor.ds_tensor, tensor).whole(tensor)
-                if _shared(tensor)
+                piece_of(tensor.ds_tensor, tensor).whole(tensor)
+                if is_shared(tensor)
                 else tensor.detach()
             )
         fresh = not self._inner.state
@@ -143,7 +164,7 @@ class DeepspeedEngine(Engine):
             for moment, value in self._moments().items():
                 state[f"optimizer.{name}.{moment}"] = (
                     self._moment(parameter, moment).whole(parameter)
-                    if _flat(value)
+                    if is_flat(value)
                     else torch.as_tensor(value)
                 )
         if fresh:
@@ -158,15 +179,15 @@ class DeepspeedEngine(Engine):
         own: dict[str, Any] = self.module.state_dict(keep_vars=True)
         for name, tensor in own.items():
             value = state[f"model.{name}"]
-            if _shared(tensor):
-                _piece(tensor.ds_tensor, tensor).take(value)
+            if is_shared(tensor):
+                piece_of(tensor.ds_tensor, tensor).take(value)
             if tensor.numel() == value.numel():  # empty where only the shard is here
                 tensor.copy_(value)
         self.optimizer.refresh_fp32_params()
         for name, parameter in self._trained().items():
             for moment, value in self._moments().items():
                 loaded = state[f"optimizer.{name}.{moment}"]
-                if _flat(value):
+                if is_flat(value):
                     self._moment(parameter, moment).take(loaded)
                 else:
                     self._set_count(moment, loaded)
@@ -210,19 +231,19 @@ class DeepspeedEngine(Engine):
             return list(optimizer.fp32_partitioned_groups_flat)
         return list(optimizer.single_partition_of_fp32_groups)
 
-    def _moment(self, parameter: Any, moment: str) -> _Piece:
+    def _moment(self, parameter: Any, moment: str) -> Piece:
         """This rank's piece of a moment of ``parameter``, which may be empty."""
         if self.zero_stage == 3:
             from deepspeed.utils import safe_get_local_optimizer_state
 
-            return _piece(safe_get_local_optimizer_state(parameter, moment), parameter)
+            return piece_of(safe_get_local_optimizer_state(parameter, moment), parameter)
         found = parameter._hp_mapping  # None where the parameter lies on other ranks
         if found is None:
-            return _Piece(0, torch.empty(0, device=parameter.device))
+            return Piece(0, torch.empty(0, device=parameter.device))
         flat = self._flats()[found.param_group_index]
         start, numel = found.hp_fragment_address.start, found.hp_fragment_address.numel
         values = self._inner.state[flat][moment][start : start + numel]
-        return _Piece(found.lp_fragment_address.start, values)
+        return Piece(found.lp_fragment_address.start, values)
 
     def _set_count(self, moment: str, value: Tensor) -> None:
         """Sets what is one number, such as the step: all flat tensors have gone the same way."""
@@ -239,14 +260,14 @@ class DeepspeedEngine(Engine):
         if self.zero_stage == 3 and self.average is not None:
             trained = self._trained()
             for name, shard in self.average.tensors.items():
-                state[f"ema.{name}"] = _piece(shard, trained[name]).whole(trained[name])
+                state[f"ema.{name}"] = piece_of(shard, trained[name]).whole(trained[name])
         return state
 
     def _load_extra_state(self, state: dict[str, Tensor]) -> None:
         if self.zero_stage == 3 and self.average is not None:
             trained = self._trained()
             for name, shard in self.average.tensors.items():
-                _piece(shard, trained[name]).take(state[f"ema.{name}"])
+                piece_of(shard, trained[name]).take(state[f"ema.{name}"])
                 state = state | {f"ema.{name}": shard}
         super()._load_extra_state(state)
 
@@ -302,45 +323,10 @@ def _release(engine: Any, module: nn.Module) -> None:
     engine.destroy()
     while module in FWD_MODULE_STACK:  # ZeRO-3 puts its module there for good
         FWD_MODULE_STACK.remove(module)
-    shared = [parameter for parameter in module.parameters() if _shared(parameter)]
+    shared = [parameter for parameter in module.parameters() if is_shared(parameter)]
     for parameter in shared:
         parameter.data = parameter.data.new_empty(0)
         vars(parameter).clear()
     if shared:
         optimizer.state.clear()
         vars(optimizer).clear()
-
-
-def _shared(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 has shared this parameter among the ranks."""
-    return hasattr(tensor, "ds_tensor")
-
-
-def _flat(value: Any) -> bool:
-    """Whether a part of the optimizer's state has a value for every element."""
-    return isinstance(value, Tensor) and value.ndim > 0
-
-
-@dataclass
-class _Piece:
-    """This rank's part of a flattened tensor: ``values``, which are live, from ``start`` on."""
-
-    start: int
-    values: Tensor
-
-    def whole(self, parameter: Any) -> Tensor:
-        """All ranks' pieces as one tensor, shaped as ``parameter``, in main memory."""
-        shape = parameter.ds_shape if _shared(parameter) else parameter.shape
-        flat = self.values.new_zeros(shape.numel())
-        flat[self.start : self.start + len(self.values)] = self.values
-        return collectives.all_reduce_sum(flat).view(shape).cpu()
-
-    def take(self, whole: Tensor) -> None:
-        """Copies this piece of ``whole`` into it."""
-        self.values.copy_(whole.reshape(-1)[self.start : self.start + len(self.values)])
-
-
-def _piece(shard: Tensor, parameter: Any) -> _Piece:
-    """ZeRO-3's shard, without what pads the last ones to equal size."""
-    start = len(shard) * collectives.rank()
-    return _Piece(start, shard.detach()[: max(0, parameter.ds_numel - start)])

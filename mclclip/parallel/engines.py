@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mclclip.parallel import gradient_cache
 from mclclip.parallel.batch_norm import synchronize_batch_norms
+from mclclip.parallel.class_centers import ShardedClassCenters
 from mclclip.parallel.moving_average import MovingAverage
 from mclclip.parallel.process_group import Context
 
@@ -43,6 +44,7 @@ class Engine:
     clip_grad_norm  largest norm of the gradient (None: no clipping)
     micro_batch     samples per rank and forward; bigger batches are computed by gradient caching
     ema_decay       keeps a moving average of the trained parameters (None: none)
+    head            class centers, which no engine wraps: their gradients are never averaged
 
     Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate.
     """
@@ -57,8 +59,9 @@ class Engine:
         clip_grad_norm: float | None = None,
         micro_batch: int | None = None,
         ema_decay: float | None = None,
+        head: ShardedClassCenters | None = None,
     ) -> None:
-        self.module, self.context = module, context
+        self.module, self.context, self.head = module, context, head
         # Told when a phase of an update has ended: "forward", "backward", "optimizer".
         self.phase_ended: Callable[[str], None] = _unwatched
         self.clip_grad_norm, self.micro_batch = clip_grad_norm, micro_batch
@@ -102,12 +105,22 @@ class Engine:
         Under fp16 a step whose gradients are not finite is left out and the scale is lowered.
         """
         self.scaler.unscale_(self.optimizer)
-        limit = float("inf") if self.clip_grad_norm is None else self.clip_grad_norm
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self.with_head(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if self.clip_grad_norm is not None:
+            factor = self.clip_factor(norm)
+            for gradient in gradients:
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                local.mul_(factor)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step whose gradients are not finite is left out."""
+        return self.scaler.is_enabled()
 
     def local_parameters(self) -> dict[str, Tensor]:
         """What this rank holds of each trained parameter, by name: the whole, or its shard."""
@@ -165,6 +178,8 @@ class Engine:
             return
         if self.micro_batch is not None:
             batch = batch.rows(0, self.micro_batch)
+        if self.head is not None:
+            self.head.begin(batch.step)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         devices = [self.context.device] if self.context.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -183,7 +198,13 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.zero_grad()
-        if self.micro_batch is not None and len(batch) > self.micro_batch:
+        cached = self.micro_batch is not None and len(batch) > self.micro_batch
+        if self.head is not None:
+            self.head.zero_grad()
+            # Gradient caching scales what it pulls back, not the loss of the features.
+            self.head.begin(batch.step, 1.0 if cached else self.scaler.get_scale())
+        if cached:
+            assert self.micro_batch is not None
             parts = gradient_cache.backward(self, batch, self.micro_batch)
         else:
             parts = self.run(batch)
@@ -191,6 +212,8 @@ class Engine:
             self.backward(parts["loss"])
         self.phase_ended("backward")
         norm = self.step()
+        if self.head is not None and (bool(torch.isfinite(norm)) or not self.leaves_out):
+            self.head.step(lr, self.clip_factor(norm))
         if self.average is not None:
             self.average.update()
         self.phase_ended("optimizer")
@@ -198,9 +221,22 @@ class Engine:
             parts["loss_scale"] = torch.tensor(self.scaler.get_scale())
         return {name: value.detach() for name, value in parts.items()} | {"grad_norm": norm}
 
+    def with_head(self, norm: Tensor) -> Tensor:
+        """The norm of the whole gradient, of which ``norm`` is that of the module's."""
+        if self.head is None:
+            return norm
+        return (norm.double().square() + self.head.grad_square()).sqrt().to(norm.dtype)
+
+    def clip_factor(self, norm: Tensor) -> Tensor | float:
+        """What gradients of this total norm are multiplied by."""
+        if self.clip_grad_norm is None:
+            return 1.0
+        return (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
     def _extra_state(self) -> dict[str, Tensor]:
-        """What no module and no optimizer holds: the moving average and the loss scale."""
-        state: dict[str, Tensor] = {}
+        """What the module and its optimizer do not hold: the class centers, the moving average
+        and the loss scale."""
+        state: dict[str, Tensor] = {} if self.head is None else self.head.state_dict()
         if self.average is not None:
             state |= {f"ema.{name}": value for name, value in self.average.tensors.items()}
         if self.scaler.is_enabled():
@@ -210,6 +246,8 @@ class Engine:
         return state
 
     def _load_extra_state(self, state: dict[str, Tensor]) -> None:
+        if self.head is not None:
+            self.head.load_state_dict(state)
         if self.average is not None:
             self.average.load(_part(state, "ema"))
         if self.scaler.is_enabled():

@@ -51,6 +51,11 @@ class FsdpEngine(Engine):
         for block in self._blocks:
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy)
         fully_shard(self.module, mesh=self._mesh)
+        for block in self._blocks:
+            # A block that no forward runs, such as one of an unused text tower, fails in a backward
+            # that does not reduce unless it has been gathered once.
+            block.unshard()  # type: ignore[operator]
+            block.reshard()  # type: ignore[operator]
         return make_optimizer(self.module), self.module
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:

@@ -1,11 +1,11 @@
 """Rows of a large matrix over ranks: fixed blocks, and sums that no number of ranks can change.
 
 The data is a list of row blocks (``cut_blocks``), cut without regard to the number of ranks; rank r
-works on the blocks r, r + W, r + 2W, ... Within a block everything is done by one thread in one
-order, sums in float64. So that the order of the blocks does not matter either, a block's sum is
-rounded to a 63-bit fixed-point number, whose unit follows from the largest value and the number of
-rows (the rounding stays below that of a float64 sum): adding integers is exact, so any number of
-ranks and threads gives the same bits, and memory is one array of sums per thread.
+works on the blocks r, r + W, r + 2W, ... What is said of one row or of one block is computed by one
+thread in one order. So that the order of rows does not matter in their sums, every value is cut to
+a fixed-point number in int64, whose unit follows from the largest value and the number of rows (62
+bits hold any sum, so of 16 million rows 2^-38 of the largest value is kept): adding integers is
+exact, so any number of ranks and threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mclclip.parallel.collectives import all_reduce_max, all_reduce_sum, gather
 from mclclip.parallel.process_group import Context, num_threads
 
 Floats = npt.NDArray[np.floating[Any]]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Algorithm = Literal["spherical", "euclidean"]
-Reduce = Callable[[Tensor], Tensor]
+Layout = tuple[tuple[int, ...], np.dtype[Any]]
 T = TypeVar("T")
 R = TypeVar("R")
 
 ROWS_PER_BLOCK = 4096
+_ROWS_AT_ONCE = 1024  # whose fixed-point numbers stay in the cache
 SAME_ROW = 1e-12  # squared distance, as a share of |row|^2, that float32's rounding may make
 
 
@@ -52,11 +54,29 @@ class NpyBlocks(Sequence[Floats]):
     """
 
     def __init__(self, paths: Sequence[Path], rows_per_block: int = ROWS_PER_BLOCK) -> None:
-        self.num_rows = [len(_map(path)) for path in paths]
+        files = [(path, _map(path)) for path in paths]
+        self.num_rows = [len(rows) for _, rows in files]
         self._cuts = [
-            (path, slice(first, first + rows_per_block))
-            for path, num_rows in zip(paths, self.num_rows, strict=True)
+            (number, slice(first, min(first + rows_per_block, num_rows)))
+            for number, num_rows in enumerate(self.num_rows)
             for first in range(0, num_rows, rows_per_block)
+        ]
+        self._paths = list(paths)
+        self._file_layouts: list[Layout] = [(rows.shape[1:], rows.dtype) for _, rows in files]
+
+    def layouts(self) -> list[Layout]:
+        """Shape and type of each block, without reading it."""
+        return [
+            ((cut.stop - cut.start, *self._file_layouts[file][0]), self._file_layouts[file][1])
+            for file, cut in self._cuts
+        ]
+
+    def row_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of a row in each file that has rows."""
+        return [
+            layout[0]
+            for layout, rows in zip(self._file_layouts, self.num_rows, strict=True)
+            if rows
         ]
 
     def __len__(self) -> int:
@@ -69,8 +89,11 @@ class NpyBlocks(Sequence[Floats]):
     def __getitem__(self, number: int | slice) -> Floats | list[Floats]:
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
-        path, rows = self._cuts[number]
-        return _map(path)[rows]
+        return self.read(*self._cuts[number])
+
+    def read(self, file: int, cut: slice) -> Floats:
+        """A block: rows of the file with this number."""
+        return _map(self._paths[file])[cut]
 
 
 def _map(path: Path) -> Floats:
@@ -80,8 +103,8 @@ def _map(path: Path) -> Floats:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one look at all rows tells: a sum x of rows is kept as round(x * unit) in int64, and
-    ``squares`` is the sum of all |row|^2.
+    """What one look at all rows tells: a value x is added up as the int64 that x * ``unit`` (a
+    power of two) is cut to, and ``squares`` is the sum of all |row|^2.
     """
 
     unit: float
@@ -91,10 +114,9 @@ class Survey:
 class Rows:
     """The valid rows of this rank's blocks as float32 on the device, unit length if spherical.
 
-    ``blocks`` [n_i, D] and ``valid`` [N] are the whole data, alike on all ranks. ``reduce`` sums a
-    tensor over the ranks of ``context``. As many own blocks as ``cache_bytes`` holds stay prepared
-    on the device (None: 1 GiB, or half of what a GPU has free). Raises ValueError for blocks that
-    are not float rows of one width.
+    ``blocks`` [n_i, D] and ``valid`` [N] are the whole data, alike on all ranks of ``context``. As
+    many own blocks as ``cache_bytes`` holds stay prepared on the device (None: 1 GiB, or half of
+    what a GPU has free). Raises ValueError for blocks that are not float rows of one width.
     """
 
     def __init__(
@@ -103,15 +125,19 @@ class Rows:
         valid: Mask | None,
         algorithm: Algorithm,
         context: Context,
-        reduce: Reduce,
         cache_bytes: int | None,
     ) -> None:
         if algorithm not in ("spherical", "euclidean"):
             raise ValueError(f"algorithm is {algorithm!r}: wanted 'spherical' or 'euclidean'")
         self.blocks, self.valid, self.algorithm = blocks, valid, algorithm
-        self.context, self._reduce = context, reduce
-        layouts = [(block.shape, block.dtype) for block in blocks]
+        self.context = context
+        layouts: list[Layout] = (
+            blocks.layouts()
+            if isinstance(blocks, NpyBlocks)
+            else [(block.shape, block.dtype) for block in blocks]
+        )
         self.dim = _width(layouts)
+        self._dtype = np.result_type(*{kind for _, kind in layouts})
         num_rows = [shape[0] for shape, _ in layouts]
         self.starts: list[int] = [0, *np.cumsum(num_rows).tolist()]
         self.num_rows = self.starts[-1]
@@ -182,17 +208,37 @@ class Rows:
     def gather(self, ids: Integers) -> Tensor:
         """The prepared rows [S, D] with these ascending row numbers, on every rank."""
         found = torch.zeros((len(ids), self.dim), device=self.context.device)
-        bounds = np.searchsorted(ids, self.starts)
 
-        def take(number: int) -> None:
-            first, stop = bounds[number], bounds[number + 1]
-            if first < stop:
-                local = ids[first:stop] - self.starts[number]
-                taken = np.array(self.blocks[number][local])
-                found[first:stop] = self.prepare(torch.from_numpy(taken))
+        def take(part: tuple[int, slice, Integers]) -> None:
+            number, place, local = part
+            found[place] = self.prepare(torch.from_numpy(np.array(self.blocks[number][local])))
 
-        self.each(take, self.own)
+        rank, world_size = self.context.rank, self.context.world_size
+        self.each(take, [part for part in self._parts(ids) if part[0] % world_size == rank])
         return self.total(found) + 0.0  # no negative zeros, which a sum over ranks would lose
+
+    def read(self, ids: Integers) -> Floats:
+        """The rows [S, D] with these ascending row numbers as they are stored, read by this rank
+        alone.
+        """
+        found: Floats = np.empty((len(ids), self.dim), dtype=self._dtype)
+        for number, place, local in self._parts(ids):
+            found[place] = self.blocks[number][local]
+        return found
+
+    def _parts(self, ids: Integers) -> list[tuple[int, slice, Integers]]:
+        """The blocks in which ascending ids lie: block, place among the ids, rows of the block."""
+        if not len(ids):
+            return []
+        first, last = np.searchsorted(self.starts, ids[[0, -1]], "right") - 1
+        bounds = np.searchsorted(ids, self.starts[first : last + 2])
+        return [
+            (number, slice(start, stop), ids[start:stop] - self.starts[number])
+            for number, start, stop in zip(
+                range(first, last + 1), bounds[:-1], bounds[1:], strict=True
+            )
+            if start < stop
+        ]
 
     def draw(self, wanted: int, rng: np.random.Generator) -> Integers:
         """Ascending numbers of ``wanted`` valid rows (of all where there are no more)."""
@@ -206,17 +252,23 @@ class Rows:
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over ranks, on the device (exact for integers and for what one rank has)."""
-        return self._reduce(x.to(self.context.device))
+        x = x.to(self.context.device)
+        return x if self.context.world_size == 1 else all_reduce_sum(x)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest over ranks, on the device."""
+        x = x.to(self.context.device)
+        return x if self.context.world_size == 1 else all_reduce_max(x)
+
+    def of_all(self, x: Tensor) -> Tensor:
+        """[n, ...] on each rank -> [W, n, ...] in rank order, on the device."""
+        x = x.to(self.context.device)
+        every = x if self.context.world_size == 1 else gather(x)
+        return every.view(self.context.world_size, *x.shape)
 
     def of_first_rank(self, x: Tensor) -> Tensor:
         """Rank 0's values on every rank: unlike machines must not disagree in a last bit."""
         return self.total(x if self.context.rank == 0 else torch.zeros_like(x))
-
-    def by_rank(self, x: Tensor) -> Tensor:
-        """[...] on each rank -> [W, ...] in rank order, on the CPU."""
-        slots = torch.zeros((self.context.world_size, *x.shape), dtype=x.dtype, device=x.device)
-        slots[self.context.rank] = x
-        return self.total(slots).cpu()
 
     def refuse_not_finite(self, here: int) -> None:
         """Raises ValueError on all ranks where any rank counted NaN or infinite rows."""
@@ -238,7 +290,8 @@ class Rows:
         seen = self.each(look, self.own)
         self.refuse_not_finite(sum(bad for bad, _, _ in seen))
         here = torch.tensor(max((largest for _, largest, _ in seen), default=0.0))
-        exponent = int(np.frexp(float(self.by_rank(here).max()))[1])  # |value| < 2 ** exponent
+        exponent = int(np.frexp(float(self.largest(here)))[1])  # |value| < 2 ** exponent
+        exponent = max(exponent, -60)  # float32 has to hold the unit
         # M values below 2 ** exponent add up to less than 2 ** 62; M times D squares likewise.
         bits = self.num_valid.bit_length()
         of_squares = 2.0 ** (62 - bits - self.dim.bit_length() - 2 * exponent)
@@ -251,13 +304,12 @@ def num_not_finite(rows: Tensor) -> int:
     return int((~torch.isfinite(rows).all(dim=1)).sum())
 
 
-def add_rows(rows: Tensor, place: Tensor, num_places: int) -> Tensor:
-    """float64 [P, D]: the sum of the rows [n, D] of each place [n], added in row order."""
-    sums = torch.zeros((num_places, rows.shape[1]), dtype=torch.float64, device=rows.device)
-    if rows.device.type == "cpu":
-        return sums.index_add_(0, place, rows.double())
-    # On a GPU index_add_ adds in any order; accumulating index_put_ sorts first.
-    return sums.index_put_((place,), rows.double(), accumulate=True)
+def add_rows(sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor, unit: float) -> None:
+    """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts."""
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        some = slice(first, first + _ROWS_AT_ONCE)
+        sums.index_put_((labels[some],), (rows[some] * unit).long(), accumulate=True)
+    counts += torch.bincount(labels, minlength=len(counts))
 
 
 def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
@@ -268,21 +320,6 @@ def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
     squared = (rows - centroids).square().sum(dim=1)
     same = squared <= SAME_ROW * rows.square().sum(dim=1)
     return squared.masked_fill(same, 0.0).double().cpu()
-
-
-def squared_distances(centroids: Tensor, part: tuple[Tensor, Tensor]) -> Tensor:
-    """float64 [n, C] on the CPU: of rows [n, D] to all centroids [C, D]; zero for the same row.
-
-    ``part``: the rows and their squared lengths [n, 1].
-    """
-    rows, lengths = part
-    squares = lengths + centroids.square().sum(dim=1)
-    from_products = squares - 2.0 * (rows @ centroids.T)
-    distances = from_products.double().cpu()
-    near = torch.nonzero(from_products <= 1e-4 * squares)  # where products lost their digits
-    row, centroid = near[:, 0], near[:, 1]
-    distances[row.cpu(), centroid.cpu()] = squared_distance(centroids[centroid], rows[row])
-    return distances
 
 
 def _one_thread() -> None:
@@ -296,7 +333,7 @@ def _room(device: torch.device) -> int:
     return 1 << 30
 
 
-def _width(layouts: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> int:
+def _width(layouts: Sequence[Layout]) -> int:
     """D, after a check that the shapes and types are those of float rows [n, D]."""
     widths = {shape[1:] for shape, _ in layouts}
     if len(widths) != 1 or len(min(widths)) != 1 or any(kind.kind != "f" for _, kind in layouts):

@@ -80,7 +80,7 @@ def _embeddings(config: Config, samples: dict[str, Any], measured: dict[str, Any
     pooled = config.embed.feature == "pooled" and measured["width"]
     rows = samples["number"] * (measured["width"] if pooled else measured["embed_dim"])
     texts = 0
-    if config.train.cached_text and not config.train.lock.text:
+    if config.needs_text_embeddings:
         texts = samples["captions"] * measured["embed_dim"]
     return int(item * (rows * config.num_stages + texts))
 

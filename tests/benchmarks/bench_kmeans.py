@@ -2,7 +2,11 @@
 
 Ours runs in this process and on two gloo processes, faiss in this process, all on one thread.
 Inertia is computed for all by the same few lines. faiss sums in float32; ours keeps exact sums, so
-that centroids are equal for any number of ranks, which the last column shows.
+that centroids are equal for any number of ranks, which the last column shows. faiss makes as many
+assignments as updates; ours makes one more, so that counts and inertia are those of the centroids
+it returns: "per iteration" divides each by the assignments it made.
+
+Then the memory of one iteration at a million clusters: whole in one process, sharded over two.
 """
 
 from __future__ import annotations
@@ -20,13 +24,16 @@ import numpy.typing as npt
 import torch
 
 from mclclip.parallel import collectives, kmeans
+from mclclip.parallel.centroids import hold
 from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import NpyBlocks
-from tests.benchmarks import timing
+from mclclip.parallel.row_blocks import NpyBlocks, Rows, cut_blocks
+from tests.benchmarks import memory, timing
 from tests.distributed.conftest import RankPool
 
-Rows = npt.NDArray[np.float32]
-UPDATES = 10
+Floats = npt.NDArray[np.float32]
+SIZES = {10: (200_000, 10), 100: (200_000, 10), 1000: (50_000, 5), 20_000: (40_000, 2)}
+"""K: rows and updates that take seconds."""
+MILLION, MILLION_DIM, MILLION_ROWS = 1_000_000, 64, 8192
 NEVER = -1.0  # a tolerance that no update reaches
 
 
@@ -45,7 +52,7 @@ def write_rows(folder: Path, num_rows: int, dim: int, num_files: int = 8) -> lis
     return paths
 
 
-def inertia(paths: Sequence[Path], centroids: Rows) -> float:
+def inertia(paths: Sequence[Path], centroids: Floats) -> float:
     """Sum of 1 - cosine to the nearest centroid, in float64."""
     found = 0.0
     for path in paths:
@@ -54,40 +61,40 @@ def inertia(paths: Sequence[Path], centroids: Rows) -> float:
     return found
 
 
-def ours(paths: Sequence[Path], start: Rows, context: Context) -> Rows:
-    """Our centroids after ``UPDATES`` updates."""
+def ours(paths: Sequence[Path], start: Floats, updates: int, context: Context) -> Floats:
+    """Our centroids after so many updates."""
     found = kmeans.fit(
         NpyBlocks(paths),
         len(start),
         initial=torch.from_numpy(start),
-        max_iterations=UPDATES,
+        max_iterations=updates,
         tolerance=NEVER,
         context=context,
     )
-    assert found.iterations == UPDATES
-    centroids: Rows = found.centroids.numpy()
+    assert found.iterations == updates
+    centroids: Floats = found.centroids.numpy()
     return centroids
 
 
-def ours_on_rank(paths: Sequence[Path], start: Rows) -> tuple[float, float, Rows]:
+def ours_on_rank(paths: Sequence[Path], start: Floats, updates: int) -> tuple[float, float, Floats]:
     """In a process of the pool: seconds of the slowest rank, CPU seconds of all, centroids."""
     context = Context(collectives.rank(), collectives.world_size())
     collectives.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
-    centroids = ours(paths, start, context)
+    centroids = ours(paths, start, updates, context)
     spent = torch.tensor([time.perf_counter() - wall_s, time.process_time() - cpu_s]).double()
     every = collectives.gather(spent[None])
     return float(every[:, 0].max()), float(every[:, 1].sum()), centroids
 
 
-def of_faiss(paths: Sequence[Path], start: Rows) -> Rows:
+def of_faiss(paths: Sequence[Path], start: Floats, updates: int) -> Floats:
     """faiss's centroids after as many updates; reading the files is part of it, as in ours."""
     rows = np.concatenate([np.load(path) for path in paths])
     faiss.omp_set_num_threads(1)
     found = faiss.Kmeans(
         rows.shape[1],
         len(start),
-        niter=UPDATES,
+        niter=updates,
         spherical=True,
         max_points_per_centroid=len(rows),
         min_points_per_centroid=1,
@@ -99,9 +106,9 @@ def of_faiss(paths: Sequence[Path], start: Rows) -> Rows:
 class Contest:
     """The variants of one K, and the centroids that each found last."""
 
-    def __init__(self, paths: Sequence[Path], start: Rows, pool: RankPool) -> None:
-        self.paths, self.start, self.pool = paths, start, pool
-        self.centroids: dict[str, Rows] = {}
+    def __init__(self, paths: Sequence[Path], start: Floats, updates: int, pool: RankPool) -> None:
+        self.paths, self.start, self.updates, self.pool = paths, start, updates, pool
+        self.centroids: dict[str, Floats] = {}
 
     def variants(self) -> dict[str, Callable[[], object]]:
         """faiss first: the reference."""
@@ -112,11 +119,11 @@ class Contest:
             "ours, 2 ranks": self._two_ranks,
         }
 
-    def _keep(self, name: str, find: Callable[..., Rows], *args: Any) -> None:
-        self.centroids[name] = find(self.paths, self.start, *args)
+    def _keep(self, name: str, find: Callable[..., Floats], *args: Any) -> None:
+        self.centroids[name] = find(self.paths, self.start, self.updates, *args)
 
     def _two_ranks(self) -> timing.Spent:
-        results = self.pool(2, ours_on_rank, self.paths, self.start, timeout_s=600.0)
+        results = self.pool(2, ours_on_rank, self.paths, self.start, self.updates, timeout_s=600.0)
         wall_s, cpu_s, self.centroids["ours, 2 ranks"] = results[0]
         return timing.Spent(wall_s, cpu_s)
 
@@ -124,37 +131,88 @@ class Contest:
         """Runs the rounds and prints the table."""
         self.pool(2, collectives.rank)  # starts the processes
         timings = timing.interleave(self.variants(), rounds, warm_ups=0)
-        rows = timings.rows("faiss", num_rows * UPDATES / 1000)
+        rows = timings.rows("faiss", num_rows * self.updates / 1000)
         costs = {name: inertia(self.paths, found) for name, found in self.centroids.items()}
         same = np.array_equal(self.centroids["ours, 1 process"], self.centroids["ours, 2 ranks"])
-        found = [
-            [*row, f"{costs[name]:.4f}", str(same) if name.startswith("ours") else ""]
-            for name, row in zip(timings.spent, rows, strict=True)
-        ]
+        found = []
+        for name, row in zip(timings.spent, rows, strict=True):
+            is_ours = name.startswith("ours")
+            share = self.updates / (self.updates + is_ours)
+            found.append(
+                [
+                    *row,
+                    timing.number(1000 * timings.wall_s(name) * share / self.updates),
+                    f"{timings.ratio(name, 'faiss') * share:.3f}",
+                    f"{costs[name]:.4f}",
+                    str(same) if is_ours else "",
+                ]
+            )
         timing.print_table(
             f"spherical k-means, {num_rows:,} x {self.start.shape[1]} float32 in "
-            f"{len(self.paths)} files, K = {len(self.start)}, {UPDATES} updates from one start",
-            [*timing.headers("implementation", "k rows x updates"), "inertia", "1 = 2 ranks"],
+            f"{len(self.paths)} files, K = {len(self.start)}, {self.updates} updates of one start",
+            [
+                *timing.headers("implementation", "k rows x updates"),
+                "wall ms per iteration",
+                "ratio",
+                "inertia",
+                "1 = 2 ranks",
+            ],
             found,
         )
 
 
+def one_iteration(sharded: bool) -> tuple[float, float]:
+    """Peak MiB and seconds of assigning some rows to a million centroids and updating these."""
+    context = Context(collectives.rank(), collectives.world_size())
+    data = np.random.default_rng(0).standard_normal((MILLION_ROWS, MILLION_DIM), dtype=np.float32)
+    rows = Rows(cut_blocks([data]), None, "spherical", context, cache_bytes=None)
+
+    def iterate() -> None:
+        with rows.one_thread_per_operation():
+            survey = rows.survey()
+            holder = hold(rows, MILLION, sharded)
+            torch.manual_seed(context.rank)
+            centroids = torch.randn(len(holder.held), MILLION_DIM).mul_(MILLION_DIM**-0.5)
+            sums, counts = holder.sums(centroids, survey.unit)
+            kmeans._means(holder, survey, centroids, sums, counts)
+
+    begun_s = time.perf_counter()
+    peak = memory.peak_mib(iterate)
+    return peak, time.perf_counter() - begun_s
+
+
+def report_memory(pool: RankPool) -> None:
+    """Prints the table of a million clusters."""
+    whole = memory.in_fresh_process(one_iteration, False)
+    shards = pool(2, one_iteration, True, timeout_s=600.0)
+    rows = [["whole, 1 process", whole], ["sharded, 2 ranks", max(shards)]]
+    timing.print_table(
+        f"one iteration on {MILLION_ROWS:,} x {MILLION_DIM} rows, K = {MILLION:,}; centroids alone "
+        f"{MILLION * MILLION_DIM * 4 / 2**20:.0f} MiB",
+        ["centroids", "peak MiB of a rank", "s"],
+        [[name, timing.number(peak), timing.number(seconds)] for name, (peak, seconds) in rows],
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Both numbers of clusters."""
+    """All numbers of clusters, then the memory at a million."""
     parser = timing.parser(__doc__)
-    parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--clusters", type=int, nargs="+", default=[10, 100])
+    parser.add_argument("--clusters", type=int, nargs="*", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--no-memory", action="store_true", help="skip the million clusters")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)
     pool = RankPool()
     try:
-        with tempfile.TemporaryDirectory() as temporary:
-            paths = write_rows(Path(temporary), options.rows, options.dim)
-            rows = np.concatenate([np.load(path) for path in paths])
-            for number in options.clusters:
-                start = rows[np.random.default_rng(1).choice(len(rows), number, replace=False)]
-                Contest(paths, start, pool).report(len(rows), options.rounds)
+        if not options.no_memory:
+            report_memory(pool)
+        for num_clusters in options.clusters:
+            num_rows, updates = SIZES[num_clusters]
+            with tempfile.TemporaryDirectory() as temporary:
+                paths = write_rows(Path(temporary), num_rows, options.dim)
+                rows = np.concatenate([np.load(path) for path in paths])
+                drawn = np.random.default_rng(1).choice(len(rows), num_clusters, replace=False)
+                Contest(paths, rows[drawn], updates, pool).report(len(rows), options.rounds)
     finally:
         pool.kill()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ class LinearEncoder(torch.nn.Module):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Noise images as minimal pairs, as a retrieval table and as classes, in one folder."""
+    """Noise images as minimal pairs, as a retrieval table and as classes, in one folder; beside
+    them, train and test images whose brightness is their class."""
     rng = np.random.default_rng(0)
     questions = [["Question ID", "Type", "Statement"]]
     captions = [["filepath", "title"]]
@@ -66,6 +68,13 @@ def folder(tmp_path: Path) -> Path:
     for name, rows in tables.items():
         with open(tmp_path / name, "w", newline="") as file:
             csv.writer(file).writerows(rows)
+    for number in range(27):
+        part = "test" if number % 3 == 2 else "train"
+        path = tmp_path / "split" / part / f"class_{number % 4}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = rng.integers(0, 256, (8, 8, 3)) // 2 + 30 * (number % 4)
+        Image.fromarray(noise.astype(np.uint8)).save(path)
+    shutil.copy(path, tmp_path / "split" / "train" / path.parent.name)  # the last is in test
     return tmp_path
 
 
@@ -75,6 +84,8 @@ def suite_of(folder: Path) -> dict[str, BenchmarkConfig]:
         "mmvp": BenchmarkConfig("mmvp", str(folder), {"directions": directions}),
         "pairs": BenchmarkConfig("retrieval", str(folder), {"captions": "captions.csv"}),
         "classes": BenchmarkConfig("zeroshot", str(folder), {"labels": "labels.csv"}),
+        "probe": BenchmarkConfig("linear_probe", f"{folder}/split", {"validation_share": 0.4}),
+        "neighbours": BenchmarkConfig("knn", f"{folder}/split", {"k": 5, "weights": "similarity"}),
     }
 
 
@@ -113,6 +124,8 @@ def test_rows_are_those_of_one_process(ranks: Any, folder: Path, world_size: int
     assert path.read_bytes() == (folder / "one.jsonl").read_bytes()  # written once, by one rank
     assert len(results.read(path)) == len(alone)
     assert any("optimistic" in row["metric"] for row in alone)
+    split = [row for row in alone if row["benchmark"] in ("probe", "neighbours")]
+    assert len(split) == 4 and all(row["protocol"]["copies_in_train"] == 1 for row in split)
 
 
 @pytest.mark.parametrize("world_size, batch_size", [(2, 3), (3, 64), (4, 5)])

@@ -10,7 +10,7 @@ import torch
 
 from mclclip import cluster as verb
 from mclclip.config import from_tree
-from mclclip.parallel import collectives, kmeans
+from mclclip.parallel import centroids, collectives, kmeans, two_level
 from mclclip.parallel.process_group import Context
 from mclclip.parallel.row_blocks import NpyBlocks
 from tests.unit.test_cluster import contents, make_run
@@ -50,10 +50,21 @@ def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     common: dict[str, Any] = {"valid": mask(), "context": here()}
     found = kmeans.fit(blocks, seed=3, init_samples=200, **options, **common)
     near = kmeans.assign(
-        blocks, found.centroids, algorithm=algorithm, labels_per_sample=3, **common
+        blocks,
+        found.centroids,
+        algorithm=algorithm,
+        labels_per_sample=3,
+        held=found.held,
+        **common,
     )
+    return everything(found, near)
+
+
+def everything(found: kmeans.KMeans, near: kmeans.Assignment) -> dict[str, Any]:
     tensors = {"labels": near.labels, "distances": near.distances}
-    tensors |= {"centroids": found.centroids, "counts": found.counts}
+    centroids = torch.cat(list(kmeans.each_pass(found, here())))
+    assert torch.equal(centroids[found.held.start : found.held.stop], found.centroids)
+    tensors |= {"centroids": centroids, "counts": found.counts}
     numbers = {"history": found.history, "restart": found.restart, "inertia": found.inertia}
     return tensors | numbers
 
@@ -78,13 +89,90 @@ def test_equal_bit_for_bit_for_any_number_of_ranks(
     assert int((wanted["labels"][:, 0] >= 0).sum()) == mask().sum()
     for world_size in (4, 3, 2, 1):
         for rank, found in enumerate(ranks(world_size, cluster, shards, OPTIONS[case])):
-            for name, value in wanted.items():
-                same = (
-                    torch.equal(value, found[name])
-                    if isinstance(value, torch.Tensor)
-                    else value == found[name]
-                )
-                assert same, f"{name} on rank {rank} of {world_size}"
+            compare(found, wanted, f"on rank {rank} of {world_size}")
+
+
+def compare(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    """Equal bits."""
+    for name, value in wanted.items():
+        same = (
+            torch.equal(value, found[name])
+            if isinstance(value, torch.Tensor)
+            else value == found[name]
+        )
+        assert same, f"{name} {where}"
+
+
+SHARDED: dict[str, dict[str, Any]] = OPTIONS | {
+    # More than a pass for every rank, not divided by them, and a random start.
+    "many": {"algorithm": "spherical", "num_clusters": 101, "init": "random", "restarts": 2},
+    "many, euclidean": {"algorithm": "euclidean", "num_clusters": 67, "init": "random"},
+    # 50 clusters start out empty, spread over the ranks.
+    "empty": {
+        "algorithm": "spherical",
+        "num_clusters": 60,
+        "initial": torch.eye(24)[torch.arange(60) % 10],
+    },
+    # Ranks without a centroid.
+    "few": {"algorithm": "euclidean", "num_clusters": 3},
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_sharded_centroids_give_the_same_bits(ranks: Ranks, shards: list[Path], case: str) -> None:
+    wanted = cluster(shards, SHARDED[case] | {"sharded": False})
+    for world_size in (4, 3, 2, 1):
+        options = SHARDED[case] | {"sharded": True}
+        for rank, found in enumerate(ranks(world_size, cluster, shards, options)):
+            compare(found, wanted, f"on rank {rank} of {world_size}")
+
+
+def held_and_largest(shards: list[Path], num_clusters: int) -> tuple[range, int]:
+    """Ids that this rank holds, and the rows of the largest tensor of k-means' state."""
+    found = kmeans.fit(
+        NpyBlocks(shards, BLOCK),
+        num_clusters,
+        init="random",
+        max_iterations=2,
+        valid=mask(),
+        context=here(),
+        sharded=True,
+    )
+    return found.held, len(found.centroids)
+
+
+def test_each_rank_holds_its_part_and_no_more(ranks: Ranks, shards: list[Path]) -> None:
+    for world_size in (3, 2):
+        parts = ranks(world_size, held_and_largest, shards, 101)
+        assert [part[0].start for part in parts[1:]] == [part[0].stop for part in parts[:-1]]
+        assert (parts[0][0].start, parts[-1][0].stop) == (0, 101)
+        assert all(size == len(held) <= 101 // world_size + 7 for held, size in parts)
+
+
+def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
+    found, near = two_level.fit(
+        NpyBlocks(shards, BLOCK),
+        seed=5,
+        labels_per_sample=4,
+        valid=mask(),
+        context=here(),
+        **options,
+    )
+    return everything(found, near)
+
+
+@pytest.mark.parametrize("sharded", (False, True))
+def test_two_levels_are_equal_for_any_number_of_ranks(
+    ranks: Ranks, shards: list[Path], sharded: bool
+) -> None:
+    options: dict[str, Any] = {"num_clusters": 83, "num_splits": 6, "max_iterations": 20}
+    wanted = two_levels(shards, options)
+    assert wanted["counts"].sum() == mask().sum()
+    for world_size in (4, 3, 2):
+        for rank, found in enumerate(
+            ranks(world_size, two_levels, shards, options | {"sharded": sharded})
+        ):
+            compare(found, wanted, f"on rank {rank} of {world_size}")
 
 
 def test_more_ranks_than_blocks(ranks: Ranks, shards: list[Path]) -> None:
@@ -111,6 +199,26 @@ def test_the_verb_writes_the_same_files(ranks: Ranks, tmp_path: Path) -> None:
         written.append(contents(tmp_path / str(world_size)))
     assert written[0] == written[1]
     assert len(written[0]) == 6  # three arrays and two manifests, and the pseudo labels
+
+
+def test_the_verb_writes_sharded_centroids(ranks: Ranks, tmp_path: Path) -> None:
+    options = make_run(tmp_path / "whole", tmp_path / "shards", num_clusters=30, init="random")
+    run_the_verb(options)
+    wanted = contents(tmp_path / "whole")
+    assert np.load(tmp_path / "whole/stage_0/clusters/centroids.npy").shape == (30, 12)
+    options = make_run(tmp_path / "sharded", tmp_path / "shards", num_clusters=30, init="random")
+    ranks(2, run_the_verb_sharded, options)
+    assert contents(tmp_path / "sharded") == wanted
+
+
+def run_the_verb_sharded(options: dict[str, Any]) -> None:
+    """With a rule that shards even the smallest centroids."""
+    before = centroids.SHARDED_FROM
+    centroids.SHARDED_FROM = 1
+    try:
+        run_the_verb(options)
+    finally:
+        centroids.SHARDED_FROM = before
 
 
 # --- mistakes are raised on all ranks, in the same words ---

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 GROUND = {"config", "layout", "run_lock", "artifacts", "runlog", "failures"}
-GROUND |= {"torchvision_fix", "parallel", "profiling"}
+GROUND |= {"torchvision_fix", "parallel", "profiling", "randomness"}
 NOUNS = {"data", "models", "objectives", "checkpoint", "recorder", "run_state"}
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "train", "export", "doctor", "eval"}
 VERBS |= {"plan"}

@@ -101,14 +101,15 @@ def test_clusters_and_pseudo_labels_of_two_stages(tmp_path: Path) -> None:
         directory = cluster.run(config, SINGLE, stage=stage)
         assert directory == layout.clusters(stage)
         labels = np.load(directory / "cluster_labels.npy")
-        distances = np.load(directory / "distances.npy")
+        similarities = np.load(directory / "similarities.npy")
         centroids = np.load(directory / "centroids.npy")
         assert (labels.dtype, labels.shape) == (np.int32, (sum(SIZES), 1))
-        assert (distances.dtype, distances.shape) == (np.float32, (sum(SIZES), 1))
+        assert (similarities.dtype, similarities.shape) == (np.float16, (sum(SIZES), 1))
         assert (centroids.dtype, centroids.shape) == (np.float32, (K, 12))
         assert np.flatnonzero(labels[:, 0] == -1).tolist() == list(BAD)
         assert adjusted_mutual_info_score(truth(stage)[good], labels[good, 0]) == pytest.approx(1)
-        assert distances.max() < 0.1
+        assert similarities[good].min() > 0.9
+        assert (similarities[list(BAD)] == 0.0).all()
         found.append(labels[:, 0].astype(np.int64))
     samples = SampleIndex.open(layout.index)
     first, radices, _ = read_pseudo_labels(layout.pseudo_labels(1), samples)

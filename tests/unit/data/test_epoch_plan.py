@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mclclip.data import epoch_plan
 from mclclip.data.epoch_plan import EpochPlan, GroupedIndex, check_coverage, coverage_report
 from mclclip.data.pseudo_labels import truncate
-from mclclip.data.randomness import mix, permute
+from mclclip.randomness import mix, permute
 
 stable = settings(max_examples=35, deadline=None, derandomize=True, database=None)
 POLICIES = ("drop", "backoff", "mask", "wrap")

@@ -295,33 +295,6 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert near.labels.tolist() == [[1, 3, 0, 2], [0, 2, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_parts_of_the_centroids_can_be_merged(
-    algorithm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = cut_blocks([noise(300)], BLOCK)
-    centroids = torch.from_numpy(noise(10, seed=9))
-    whole = kmeans.assign(blocks, centroids, algorithm=algorithm, labels_per_sample=4)
-    parts = []
-    for ids in (torch.tensor([8, 3, 7, 0, 9]), torch.tensor([1, 2, 4, 5, 6])):
-        part = kmeans.assign(blocks, centroids[ids], algorithm=algorithm, labels_per_sample=4)
-        parts.append(kmeans.Assignment(ids[part.labels], part.distances))
-    merged = kmeans.merge_nearest(parts, 4)
-    monkeypatch.setattr(kmeans, "CENTROIDS_PER_PASS", 3)
-    in_passes = kmeans.assign(blocks, centroids, algorithm=algorithm, labels_per_sample=4)
-    for other in (merged, in_passes):
-        assert torch.equal(other.labels, whole.labels)
-        torch.testing.assert_close(other.distances, whole.distances, atol=1e-5, rtol=0)
-
-
-def test_ties_between_parts_go_to_the_lowest_id() -> None:
-    first = kmeans.Assignment(torch.tensor([[5, 4]]), torch.tensor([[1.0, 2.0]]))
-    second = kmeans.Assignment(torch.tensor([[9, 3]]), torch.tensor([[1.0, 1.0]]))
-    merged = kmeans.merge_nearest([first, second], 3)
-    assert merged.labels.tolist() == [[3, 5, 9]]
-    assert merged.distances.tolist() == [[1.0, 1.0, 1.0]]
-
-
 # --- blocks ---
 
 

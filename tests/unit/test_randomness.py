@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.data.randomness import mix, permute
+from mclclip.randomness import mix, permute
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 words = st.integers(min_value=-(2**63), max_value=2**63 - 1)
@@ -135,7 +135,7 @@ def test_values_are_fixed_for_ever() -> None:
 
 def test_another_process_draws_the_same() -> None:
     code = (
-        "import numpy as np; from mclclip.data.randomness import mix, permute;"
+        "import numpy as np; from mclclip.randomness import mix, permute;"
         "print(int(mix(4, -2)), permute(np.arange(9), 9, 5).tolist())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

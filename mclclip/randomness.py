@@ -47,11 +47,13 @@ def permute(
     position: npt.NDArray[np.integer] | int,
     size: npt.NDArray[np.integer] | int,
     key: np.uint64 | Keys | int,
+    rounds: int = _ROUNDS,
 ) -> Integers:
     """Where a keyed shuffle of [0, size) puts each position: a bijection for every (size, key).
 
     position, size and key broadcast, so that one call may serve many shuffles of unequal sizes.
     Returns int64 of the broadcast shape. Memory is proportional to the positions asked for.
+    ``rounds`` is part of the key; four are enough for large sizes, and faster.
     A Feistel network over the smallest rectangle rows x columns >= size, with additions modulo the
     sides; what falls outside [0, size) walks on along its cycle (Black and Rogaway, 2002).
     Raises ValueError for a position outside [0, size).
@@ -65,7 +67,7 @@ def permute(
             f"wanted 0 <= position < size (smallest size {int(sizes.min())})"
         )
     value, limit = where.ravel().astype(np.uint64), sizes.ravel().astype(np.uint64)
-    round_keys = _round_keys(keys.ravel())
+    round_keys = _round_keys(keys.ravel(), rounds)
     rows = (np.sqrt(limit.astype(np.float64)).astype(np.uint64)) + np.uint64(1)
     columns = (limit + rows - np.uint64(1)) // rows
     value = _feistel(value, rows, columns, round_keys)
@@ -96,9 +98,9 @@ def _scramble(bits: Keys) -> Keys:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _round_keys(keys: Keys) -> Keys:
+def _round_keys(keys: Keys, rounds: int) -> Keys:
     """One key per Feistel round: [rounds, n]."""
-    number = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None]
+    number = np.arange(1, rounds + 1, dtype=np.uint64)[:, None]
     return _scramble(keys[None, :] ^ _scramble(number))
 
 

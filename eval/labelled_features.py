@@ -1,0 +1,123 @@
+"""What linear probe and kNN share: features of a train and a test set, and the figures."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+from PIL import Image
+
+from mclclip.artifacts import digest_file
+from mclclip.eval.features import Extractor, Features
+from mclclip.eval.labelled_folders import read_split
+from mclclip.eval.metrics import BoolArray, IntArray, mean_per_class, stratified_interval
+from mclclip.eval.results import Figure, proportion
+from mclclip.models.encoder import Encoder
+from mclclip.parallel.collectives import gather_objects, together
+from mclclip.parallel.process_group import Context
+
+log = logging.getLogger("mclclip")
+
+Feature = Literal["projected", "pooled"]
+"""Image features after the projection into the space of texts, or before it (one CLIP alone)."""
+
+
+@dataclass(frozen=True)
+class LabelledFeatures:
+    """Unit features [N, E] with labels [N] of both parts; ``protocol`` says what they are."""
+
+    train: Features
+    train_labels: IntArray
+    test: Features
+    test_labels: IntArray
+    protocol: dict[str, Any]
+
+
+def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatures:
+    """The features of ``root/train`` and ``root/test`` (``read_split``), the same on every rank.
+
+    Test images that are copies of a train image are counted, in the log and in the protocol: they
+    are answered by heart. ValueError where the encoder has no such ``feature``.
+    """
+    train, test = together(lambda: read_split(Path(root)))
+    images = with_feature(extractor, feature)
+    copies = count_copies(train.images, test.images, extractor.context)
+    if copies:
+        log.warning(
+            "%s: %d of %d test images are copies of a train image, byte for byte",
+            root,
+            copies,
+            len(test.images),
+        )
+    protocol = {
+        "feature": feature,
+        "num_classes": len(train.class_names),
+        "num_train": len(train.images),
+        "copies_in_train": copies,
+        "precision": extractor.precision,
+    }
+    return LabelledFeatures(
+        images.images(train.images),
+        train.labels,
+        images.images(test.images),
+        test.labels,
+        protocol,
+    )
+
+
+def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
+    """An extractor whose ``images`` gives ``feature``, unit rows either way.
+
+    ValueError for the pooled features of a joined encoder or of a ResNet, which have none.
+    """
+    if feature == "projected":
+        return extractor
+    encoder = extractor.encoder
+    encode = getattr(encoder, "encode_pooled", None)
+    if encode is None:
+        raise ValueError("a joined encoder has no pooled features: use feature=projected")
+    # One blank image tells how wide they are.
+    blank = encoder.preprocess_val(Image.new("RGB", (32, 32)))[None]
+    width = together(lambda: encode(blank.to(extractor.context.device))).shape[1]
+    pooled = SimpleNamespace(
+        embed_dim=width, preprocess_val=encoder.preprocess_val, encode_image=encode
+    )
+    return replace(extractor, encoder=cast(Encoder, pooled))
+
+
+def count_copies(train: Sequence[Path], test: Sequence[Path], context: Context) -> int:
+    """How many of the files ``test`` have the bytes of a file in ``train``; ranks share the work.
+
+    Only files of a size that occurs on both sides are read.
+    """
+    sizes = {p.stat().st_size for p in train} & {p.stat().st_size for p in test}
+    known = set(_digests(train, sizes, context))
+    return sum(digest in known for digest in _digests(test, sizes, context))
+
+
+def _digests(paths: Sequence[Path], sizes: Collection[int], context: Context) -> list[str]:
+    share = paths[context.rank :: context.world_size]
+    own = together(lambda: [digest_file(p) for p in share if p.stat().st_size in sizes])
+    return [digest for part in gather_objects(own) for digest in part]
+
+
+def mean_per_class_figure(correct: BoolArray, labels: IntArray, protocol: dict[str, Any]) -> Figure:
+    """Mean over the classes present of the share of right answers [N], with its interval."""
+    mean, shares, counts = mean_per_class(correct, labels)
+    low, high = stratified_interval(shares, counts)
+    return Figure("mean_per_class", 100 * mean, len(labels), 100 * low, 100 * high, protocol)
+
+
+def accuracy_figures(
+    predicted: IntArray, labels: IntArray, protocol: dict[str, Any]
+) -> list[Figure]:
+    """``accuracy`` and ``mean_per_class`` of predicted and true labels [N], in percent."""
+    correct = predicted == labels
+    return [
+        proportion("accuracy", int(correct.sum()), len(labels), protocol),
+        mean_per_class_figure(correct, labels, protocol),
+    ]

@@ -1,0 +1,168 @@
+"""Discrimination of classes that are clusters: MLCD, MLC, and the softmax over one label.
+
+Source: "Multi-Label Cluster Discrimination" (MLCD): Eq. 5 and 6 (``mlcd``), Eq. 4 (``mlc``); its
+authors have published no code of the loss. ``single_label`` is the softmax cross-entropy of UNICOM
+and PartialFC, which MLC is with one label. Where the paper is silent (scale, side of the margin,
+how negatives are sampled) the choices are arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters, normal_rows
+from mclclip.parallel.class_sums import Sums, class_sums
+from mclclip.parallel.margins import Margin
+from mclclip.parallel.process_group import Context
+from mclclip.randomness import mix, permute
+
+Kind = Literal["mlcd", "mlc", "single_label"]
+_SATURATED = 0.01  # of the largest pull
+_LARGE = 65_536  # classes from which on four rounds mix a permutation well
+
+
+def build_class_center_loss(
+    num_classes: int,
+    dim: int,
+    centroids: npt.NDArray[np.float32] | None,
+    *,
+    kind: Kind,
+    context: Context,
+    seed: int,
+    scale: float,
+    margin: Margin,
+    sample_rate: float,
+    optimizer: HeadOptimizer,
+    **options: Any,
+) -> ClassCenterLoss:
+    """The objective with new class centers of width ``dim``, this rank's share of them.
+
+    They start at ``centroids`` [num_classes, D], of which only the own rows are read, or (None) are
+    drawn. ``seed`` draws them and the negatives; ``options`` are ShardedClassCenters'.
+    """
+
+    def rows_of(start: int, stop: int) -> Tensor:
+        assert centroids is not None
+        return torch.from_numpy(np.array(centroids[start:stop]))
+
+    centers = ShardedClassCenters(
+        num_classes,
+        dim,
+        normal_rows(dim, seed) if centroids is None else rows_of,
+        context=context,
+        draw=None if sample_rate == 1.0 else NegativeDraw(num_classes, sample_rate, seed),
+        optimizer=optimizer,
+        **options,
+    )
+    return ClassCenterLoss(centers, kind, scale=scale, margin=margin)
+
+
+class NegativeDraw:
+    """step -> int64 [round(sample_rate * num_classes)]: the classes that serve as negatives.
+
+    They are the first of a permutation keyed by (seed, step), so the draw is the same after a
+    resume and for any number of ranks.
+    """
+
+    def __init__(self, num_classes: int, sample_rate: float, seed: int) -> None:
+        self.num_classes, self.seed = num_classes, seed
+        self.count = round(sample_rate * num_classes)
+
+    def __call__(self, step: int) -> npt.NDArray[np.int64]:
+        positions = np.arange(self.count)
+        rounds = 4 if self.num_classes >= _LARGE else 16
+        return permute(positions, self.num_classes, mix(self.seed, step), rounds)
+
+
+class ClassCenterLoss(nn.Module):
+    """The loss of image features against class centers, over the global batch.
+
+    With P_i = sum of exp(-s_ij) over the positives j of row i, N_i = sum of exp(s_ij) over its
+    negatives, s = ``scale`` times the cosine (with ``margin`` for positives):
+
+        mlcd           mean of log(1 + P_i) + log(1 + N_i)
+        mlc            mean of log(1 + P_i N_i)
+        single_label   mlc of the first label alone: softmax cross-entropy
+
+    The class centers are not parameters of this module: they have an optimizer of their own and
+    lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time.
+    """
+
+    def __init__(
+        self,
+        centers: ShardedClassCenters,
+        kind: Kind = "mlcd",
+        *,
+        scale: float = 64.0,
+        margin: Margin | None = None,
+        tile: int | None = None,
+    ) -> None:
+        super().__init__()
+        if scale <= 0.0:
+            raise ValueError(f"scale is {scale}: wanted a positive number, such as 64")
+        self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
+        self.margin = margin or Margin()
+
+    def forward(
+        self, image_features: Tensor, labels: Tensor, **unused: Tensor
+    ) -> dict[str, Tensor]:
+        """Computes the loss of the global batch, on every rank alike.
+
+        Args:
+            image_features: [b, D], unit length, of this rank. All ranks have the same b.
+            labels: [b, l] int64, classes that a sample is positive for, nearest first; -1: none.
+            unused: what other objectives look at.
+
+        Returns:
+            `loss`: mean over the rows of the global batch that have a label. The gradient of the
+            features is such that averaging parameter gradients over ranks, as DDP does, gives the
+            global gradient. Beside it, so that a mean over ranks (for names with `max`, the
+            largest) is that of the global batch: `positive_loss` and `negative_loss`, the means of
+            log(1 + P) and log(1 + N); `positive_cosine` (mean) and `max_negative_cosine`;
+            `saturated_share`, rows whose positives together pull with less than 1 % of the most
+            they could; `distinct_positives`, classes; `conflicts`, those of them that were drawn as
+            negatives of other rows.
+
+        The arithmetic is fp32 (float64 for float64 features), under autocast too.
+        """
+        if self.kind == "single_label":
+            labels = labels[:, :1]
+        if image_features.dtype != torch.float64:
+            image_features = image_features.float()
+        sums: Sums = class_sums(
+            image_features,
+            labels,
+            self.centers,
+            scale=self.scale,
+            margin=self.margin,
+            tile=self.tile,
+        )
+        counted = sums.counted.to(sums.log_p.dtype)
+        num_rows = counted.sum().clamp_min(1.0)
+
+        def mean(terms: Tensor) -> Tensor:
+            kept: Tensor = torch.where(sums.counted, terms, torch.zeros_like(terms))
+            return kept.sum() / num_rows
+
+        positive, negative = mean(_softplus(sums.log_p)), mean(_softplus(sums.log_n))
+        if self.kind == "mlcd":
+            loss = positive + negative
+        else:
+            loss = mean(_softplus(sums.log_p + sums.log_n))
+        pull = torch.sigmoid(sums.log_p.detach())  # P / (1 + P)
+        return {
+            "loss": loss,
+            "positive_loss": positive.detach(),
+            "negative_loss": negative.detach(),
+            "saturated_share": mean((pull < _SATURATED).to(pull.dtype)),
+        } | sums.figures
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), exact for large x too (torch's softplus is not, in float64)."""
+    return torch.logaddexp(x, torch.zeros_like(x))

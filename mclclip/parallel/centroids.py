@@ -1,0 +1,242 @@
+"""Who holds the centroids, and what that means for a pass of all rows by them.
+
+``WholeCentroids``: every rank holds all, looks at its own rows, and sums [K, D] go over the ranks.
+``ShardedCentroids``: each rank holds a contiguous range of centroids with their sums and counts,
+and rows travel instead: in each round every rank shows one of its blocks to all, each finds the
+best of its own centroids, and the largest of one packed int64 per row decides (ties go to the
+lowest id). What is summed, in integers, is the same, so results are equal bit for bit. Only vectors
+[K], 8 bytes a centroid, ever stand on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mclclip.parallel.nearest import NOTHING, ROWS_PER_PASS, Search, pack, unpack
+from mclclip.parallel.process_group import Context
+from mclclip.parallel.row_blocks import Integers, Rows, add_rows, squared_distance
+
+SHARDED_FROM = 2**25  # numbers in all centroids: whole, they and their sums take about a GiB
+
+
+def passes(num_clusters: int) -> list[range]:
+    """The ids of all centroids in passes, which are handled at once and never cut by ranks: so
+    operations on them have the same shapes for any number of ranks.
+    """
+    size = min(ROWS_PER_PASS, -(-num_clusters // 16))
+    ids = range(num_clusters)
+    return [ids[first : first + size] for first in ids[::size]]
+
+
+def held_by(rank: int, world_size: int, num_clusters: int) -> range:
+    """The ids that a rank holds where centroids are sharded: whole passes, as even as they go."""
+    cut = passes(num_clusters)
+    first, stop = (len(cut) * r // world_size for r in (rank, rank + 1))
+    return range(cut[first].start, cut[stop - 1].stop) if first < stop else range(0)
+
+
+def hold(rows: Rows, num_clusters: int, sharded: bool | None) -> WholeCentroids:
+    """``sharded`` None: where there are several ranks and K D is at least ``SHARDED_FROM``."""
+    if sharded is None:
+        sharded = rows.context.world_size > 1 and num_clusters * rows.dim >= SHARDED_FROM
+    return (ShardedCentroids if sharded else WholeCentroids)(rows, num_clusters)
+
+
+class WholeCentroids:
+    """All ranks hold all centroids, and each looks at its own rows.
+
+    ``held``: the ids of the centroids that this rank holds; tensors of centroids [k, D] here are
+    of these.
+    """
+
+    def __init__(self, rows: Rows, num_clusters: int) -> None:
+        self.rows, self.num_clusters = rows, num_clusters
+        self.held = self._held(rows.context)
+        self._labels: dict[int, Tensor] = {}  # of own blocks, from the last sums
+
+    def _held(self, context: Context) -> range:
+        return range(self.num_clusters)
+
+    # --- passes of all rows ---
+
+    def sums(self, centroids: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+        """(int64 [k, D], int64 [k]): sums in fixed point and counts of the rows nearest to each."""
+        search = self._search(centroids)
+
+        def add_run(numbers: list[int]) -> tuple[Tensor, Tensor]:
+            sums, counts = _nothing(centroids)
+            for number in numbers:
+                block = self.rows.block(number)
+                labels = unpack(search.best(block)[:, 0])[1]
+                self._labels[number] = labels
+                add_rows(sums, counts, labels, block, unit)
+            return sums, counts
+
+        parts = self.rows.each(add_run, self.rows.runs())
+        sums, counts = parts[0] if parts else _nothing(centroids)
+        for more_sums, more_counts in parts[1:]:
+            sums += more_sums
+            counts += more_counts
+        return self.rows.total(sums), self.rows.total(counts)
+
+    def farthest(self, centroids: Tensor) -> Tensor:
+        """int64 [k], packed: the largest squared distance of a centroid's rows by the last sums,
+        and the lowest row that has it.
+        """
+
+        def look(number: int) -> Tensor:
+            nearest = centroids[self._labels[number]]
+            return self._distances(nearest, self.rows.block(number), self.rows.ids(number))
+
+        largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
+        own = self.rows.own
+        for number, packed in zip(own, self.rows.each(look, own), strict=True):
+            largest.scatter_reduce_(0, self._labels[number], packed, "amax")
+        return self.rows.largest(largest)
+
+    def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of each own block: its number, its rows [n, D], and packed int64 [n, count], the scores
+        and ids of the nearest ``count`` of all centroids.
+        """
+        search, step = self._search(centroids), self.rows.num_threads
+
+        def look(number: int) -> tuple[int, Tensor, Tensor]:
+            block = self.rows.block(number)
+            return number, block, search.best(block, count)
+
+        for first in range(0, len(self.rows.own), step):
+            yield from self.rows.each(look, self.rows.own[first : first + step])
+
+    # --- over centroids ---
+
+    def prepare(self, initial: Tensor) -> Tensor:
+        """The centroids to start from, of all [K, D] that are given."""
+        return self.rows.prepare(initial[self.held.start : self.held.stop])
+
+    def take(self, ids: Integers) -> Tensor:
+        """The centroids to start from: the rows with these ascending numbers [K]."""
+        taken = torch.empty((len(self.held), self.rows.dim), device=self.rows.context.device)
+        for some in passes(self.num_clusters):
+            found = self.rows.gather(ids[some.start : some.stop])
+            if some.start in self.held:
+                taken[some.start - self.held.start : some.stop - self.held.start] = found
+        return taken
+
+    def passes(self) -> list[slice]:
+        """The passes of the centroids that this rank holds, as slices of them."""
+        start = self.held.start
+        own = [some for some in passes(self.num_clusters) if some.start in self.held]
+        return [slice(some.start - start, some.stop - start) for some in own]
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        """[k] of each rank's centroids -> [K], on every rank, on the CPU."""
+        return self.rows.of_first_rank(x).cpu()
+
+    def agreed(self, centroids: Tensor) -> Tensor:
+        """Centroids that several ranks have computed: those of rank 0."""
+        return self.rows.of_first_rank(centroids)
+
+    # --- details ---
+
+    def _search(self, centroids: Tensor) -> Search:
+        return Search(centroids, self.rows.algorithm, self.held.start)
+
+    def _distances(self, nearest: Tensor, rows: Tensor, ids: Integers) -> Tensor:
+        distances = squared_distance(nearest, rows).float().to(rows.device)
+        return pack(distances, torch.from_numpy(ids).to(rows.device))
+
+
+class ShardedCentroids(WholeCentroids):
+    """Each rank holds the range ``held_by`` and sees all rows, a block of every rank at a time."""
+
+    def _held(self, context: Context) -> range:
+        return held_by(context.rank, context.world_size, self.num_clusters)
+
+    def sums(self, centroids: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+        """See WholeCentroids; of this rank's centroids."""
+        search = self._search(centroids)
+        sums, counts = _nothing(centroids)
+        for numbers, blocks in self._rounds():
+            best = torch.cat(self.rows.each(search.best, blocks))[:, 0]
+            labels = unpack(self.rows.largest(best))[1]
+            sizes = [len(block) for block in blocks]
+            for number, block, some in zip(
+                numbers, blocks, torch.split(labels, sizes), strict=True
+            ):
+                if number % len(self._everyone) == self.rows.context.rank:
+                    self._labels[number] = some
+                here = self._here(some)
+                add_rows(sums, counts, some[here] - self.held.start, block[here], unit)
+        return sums, counts
+
+    def farthest(self, centroids: Tensor) -> Tensor:
+        """See WholeCentroids; of this rank's centroids."""
+        largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
+        for numbers, blocks in self._rounds():
+            labels = self._shown(self._labels, torch.int64, numbers[0])
+            for number, block, some in zip(numbers, blocks, labels, strict=False):
+                here = self._here(some[: len(block)])
+                own = some[: len(block)][here] - self.held.start
+                ids = self.rows.ids(number)[here.cpu().numpy()]
+                packed = self._distances(centroids[own], block[here], ids)
+                largest.scatter_reduce_(0, own, packed, "amax")
+        return largest
+
+    def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """See WholeCentroids: the best of what all ranks have found among their centroids."""
+        search, rank = self._search(centroids), self.rows.context.rank
+        for numbers, blocks in self._rounds():
+            best = self.rows.each(lambda block: search.best(block, count), blocks)
+            every = self.rows.of_all(torch.cat(best)).movedim(0, 1).flatten(1)
+            merged = every.sort(dim=1, descending=True).values[:, :count]
+            parts = torch.split(merged, [len(block) for block in blocks])
+            if rank < len(numbers):
+                yield numbers[rank], blocks[rank], parts[rank]
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        """See WholeCentroids: each rank's range in its place."""
+        every = torch.zeros(self.num_clusters, dtype=x.dtype, device=x.device)
+        every[self.held.start : self.held.stop] = x
+        return self.rows.total(every).cpu()
+
+    def agreed(self, centroids: Tensor) -> Tensor:
+        """See WholeCentroids: no two ranks have computed the same."""
+        return centroids
+
+    @property
+    def _everyone(self) -> range:
+        return range(self.rows.context.world_size)
+
+    def _here(self, labels: Tensor) -> Tensor:
+        """Where a row belongs to one of this rank's centroids."""
+        return (labels >= self.held.start) & (labels < self.held.stop)
+
+    def _rounds(self) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Numbers and rows of a block of every rank (of fewer in the last round), in rank order."""
+        for first in range(0, len(self.rows.blocks), len(self._everyone)):
+            numbers = list(range(first, min(first + len(self._everyone), len(self.rows.blocks))))
+            own = first + self.rows.context.rank
+            block = {own: self.rows.block(own)} if own in numbers else {}
+            shown = self._shown(block, torch.float32, first)
+            sizes = [len(self.rows.ids(number)) for number in numbers]
+            yield numbers, [rows[:size] for rows, size in zip(shown, sizes, strict=False)]
+
+    def _shown(self, own: dict[int, Tensor], dtype: torch.dtype, first: int) -> Tensor:
+        """[W, most rows of a block, ...]: what each rank has of its block of a round, padded."""
+        most = int(np.diff(self.rows.starts).max())
+        shape = (most, self.rows.dim) if dtype == torch.float32 else (most,)
+        padded = torch.zeros(shape, dtype=dtype, device=self.rows.context.device)
+        mine = own.get(first + self.rows.context.rank)
+        if mine is not None:
+            padded[: len(mine)] = mine
+        return self.rows.of_all(padded)
+
+
+def _nothing(centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and counts of no rows."""
+    sums = torch.zeros_like(centroids, dtype=torch.int64)
+    return sums, torch.zeros(len(centroids), dtype=torch.int64, device=centroids.device)

@@ -1,0 +1,315 @@
+"""Sums over positive and negative classes of a batch, with class centers shared out over the ranks.
+
+Of row i with the unit feature e and unit class centers w, and scores s = scale * (e . w):
+
+    P_i = sum of exp(-scale * phi(e . w_j)) over its positives j,
+    N_i = sum of exp(s_ij) over the drawn negatives j that are not its positives.
+
+MLCD, MLC and the softmax loss are functions of these two numbers (algorithms of PartialFC, An et
+al., 2021, and MLCD, Eq. 4 to 6). Forward, beside the gathering of features and labels, one sum of
+[B, 2] over the ranks; backward, one reduction of the features' gradient to its owners. Scores are
+computed in tiles, twice, and never exist whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.parallel import collectives
+from mclclip.parallel.class_centers import ShardedClassCenters
+from mclclip.parallel.margins import Margin
+
+_LARGEST_EXPONENT = 85.0  # exp overflows fp32 beyond 88
+_ROWS_IN_CACHE = 256
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of the global batch, on every rank alike: log P and log N [B], and which rows count [B].
+
+    A row without a positive does not count. ``figures``: what this rank saw; mean over ranks, or
+    the largest for names with ``max``.
+    """
+
+    log_p: Tensor
+    log_n: Tensor
+    counted: Tensor
+    figures: dict[str, Tensor]
+
+
+# A compiler would unroll the loops over tiles, and compile again for every step's negatives.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def class_sums(
+    features: Tensor,
+    labels: Tensor,
+    centers: ShardedClassCenters,
+    *,
+    scale: float,
+    margin: Margin,
+    tile: int | None = None,
+) -> Sums:
+    """log P and log N of every row of the global batch (see the head of this module).
+
+    Args:
+        features: [b, D] of this rank, unit length, float32 or float64. All ranks have the same b.
+        labels: [b, l] int64, classes that are positive; -1: none.
+        centers: after ``begin`` of this step. Their gradient is added to them in the backward.
+        scale: multiplier of cosines.
+        tile: rows and classes of the scores that are computed at a time.
+
+    Returns:
+        Sums, differentiable once. The gradient of ``features`` is world_size times that of a loss
+        of the global batch which every rank computes alike, for engines that average over ranks.
+    """
+    with torch.autocast(features.device.type, enabled=False):
+        every = collectives.gather(labels.int()).long()
+        batch = _Batch(centers, every, scale, margin, tile or _tile(features.device))
+        log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
+    return Sums(log_p, log_n, (every >= 0).any(dim=1), batch.figures)
+
+
+def _tile(device: torch.device) -> int:
+    return 8192 if device.type == "cuda" else 2048
+
+
+class _Batch:
+    """What a batch has to do with the classes of this rank."""
+
+    def __init__(
+        self, centers: ShardedClassCenters, labels: Tensor, scale: float, margin: Margin, tile: int
+    ) -> None:
+        self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
+        self.shape = labels.shape
+        self.own = (labels >= centers.start) & (labels < centers.stop)
+        self.num_positives = (labels >= 0).sum().clamp_min(1)
+        self.row = self.own.nonzero()[:, 0]
+        self.first_pairs = _starts(self.own.sum(dim=1))
+        self.positives = (labels - centers.start)[self.own]
+        self.negatives = centers.negatives(labels)
+        # exp(shift) is divided out of sums that could overflow.
+        most = scale * margin.largest
+        self.shift_p = max(0.0, most + _log(labels.shape[1]) - _LARGEST_EXPONENT)
+        self.shift_n = max(0.0, scale + _log(centers.num_classes) - _LARGEST_EXPONENT)
+        self._find_touched()
+        self._find_collisions()
+        self.figures: dict[str, Tensor] = {}
+
+    def _find_touched(self) -> None:
+        """The classes that take part, and where negatives and positives are among them."""
+        takes_part = self.own.new_zeros(len(self.centers.rows))
+        takes_part[self.negatives] = True
+        takes_part[self.positives] = True
+        self.touched = takes_part.nonzero()[:, 0]
+        place = takes_part.cumsum(0) - 1
+        self.of_negatives, self.of_positives = place[self.negatives], place[self.positives]
+        self.uses = torch.bincount(self.of_positives, minlength=len(self.touched))
+        rows = self.centers.rows
+        lengths = [
+            torch.linalg.vector_norm(rows.index_select(0, self.touched[part]), dim=1)
+            for part in self.parts()
+        ]
+        self.inverse = torch.cat([rows.new_zeros(0), *lengths]).clamp_min_(1e-12).reciprocal_()
+
+    def _find_collisions(self) -> None:
+        """Where a row's own positive was drawn, in the order of the tiles."""
+        place = torch.full_like(self.touched, -1)
+        place[self.of_negatives] = torch.arange(len(place), device=place.device)[
+            : len(self.negatives)
+        ]
+        column = place[self.of_positives]
+        drawn = column >= 0
+        row, column = self.row[drawn], column[drawn]
+        per_column = -(-self.shape[0] // self.tile)
+        number = column // self.tile * per_column + row // self.tile
+        order = number.argsort(stable=True)
+        self._collisions = row[order] % self.tile, column[order] % self.tile
+        num_tiles = per_column * -(-len(self.negatives) // self.tile)
+        counts = torch.bincount(number, minlength=num_tiles)
+        self._ends = [0, *counts.cumsum(0).tolist()]
+
+    def parts(self) -> Iterator[slice]:
+        """Places of the touched classes, as many at a time as a processor's cache holds."""
+        step = self.tile if self.touched.is_cuda else _ROWS_IN_CACHE
+        for first in range(0, len(self.touched), step):
+            yield slice(first, first + step)
+
+    def unit(self, places: Tensor | slice) -> Tensor:
+        """Unit class centers [n, D] of these touched classes."""
+        rows = self.centers.rows.index_select(0, self.touched[places])
+        return rows.mul_(self.inverse[places, None])
+
+    def negative_blocks(self) -> Iterator[tuple[Tensor, Tensor, list[tuple[slice, int]]]]:
+        """(unit class centers [m, D], their places [m], [(rows, tile number)])."""
+        rows = [slice(first, first + self.tile) for first in range(0, self.shape[0], self.tile)]
+        for block, places in enumerate(self.of_negatives.split(self.tile)):
+            yield self.unit(places), places, [(r, block * len(rows) + i) for i, r in enumerate(rows)]
+
+    def scores(self, scaled: Tensor, centers: Tensor, number: int, memory: Tensor) -> Tensor:
+        """[r, m]: scores of a tile, -inf for a row's own positives; valid until the next call."""
+        shape = (len(scaled), len(centers))
+        out = torch.mm(scaled, centers.T, out=memory[: shape[0] * shape[1]].view(shape))
+        first, stop = self._ends[number], self._ends[number + 1]
+        if first < stop:
+            row, column = (index[first:stop] for index in self._collisions)
+            out[row, column] = float("-inf")
+        return out
+
+    def memory(self, like: Tensor) -> Tensor:
+        """Room for a tile."""
+        return like.new_empty(min(self.tile, self.shape[0]) * min(self.tile, len(self.negatives)))
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """[n + 1]: where each of n runs of these lengths starts, and where the last one ends."""
+    return functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _log(count: int) -> float:
+    return float(torch.tensor(float(count), dtype=torch.float64).log())
+
+
+def _positive_sums(batch: _Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of P / exp(shift) [B], and the cosines of its pairs [n]."""
+    rows, none = batch.centers.rows, features.new_zeros(len(batch.row))
+    pairs = torch.sparse_csr_tensor(
+        batch.first_pairs, batch.positives, none, size=(len(features), len(rows))
+    )
+    cosine = torch.sparse.sampled_addmm(pairs, features, rows.T).values()
+    cosine *= batch.inverse[batch.of_positives]
+    exponents = -batch.scale * batch.margin(cosine) - batch.shift_p
+    terms = features.new_zeros(batch.shape).masked_scatter_(batch.own, exponents.exp_())
+    return terms.sum(dim=1), cosine
+
+
+def _negative_sums(batch: _Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of N / exp(shift) [B], and the largest cosine of a negative."""
+    scaled, memory = features * batch.scale, batch.memory(features)
+    sums = features.new_zeros(len(features))
+    largest = features.new_tensor(-batch.scale)
+    for centers, _, tiles in batch.negative_blocks():
+        for rows, number in tiles:
+            scores = batch.scores(scaled[rows], centers, number, memory)
+            largest = torch.maximum(largest, scores.amax())
+            if batch.shift_n:
+                scores.sub_(batch.shift_n)
+            sums[rows] += scores.exp_().sum(dim=1)
+    return sums, largest / batch.scale
+
+
+class _ClassSums(torch.autograd.Function):
+    """See ``class_sums``."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, batch: _Batch) -> tuple[Tensor, Tensor]:
+        every = collectives.gather(features)
+        positive, cosine = _positive_sums(batch, every)
+        negative, largest = _negative_sums(batch, every)
+        sums = collectives.all_reduce_sum(torch.stack([positive, negative], dim=1))
+        log_p = sums[:, 0].log() + batch.shift_p
+        log_n = sums[:, 1].log() + batch.shift_n
+        batch.figures = _figures(batch, cosine, largest)
+        ctx.save_for_backward(every, cosine, log_p, log_n)
+        ctx.batch, ctx.num_rows = batch, len(features)
+        return log_p, log_n
+
+    @staticmethod
+    def backward(ctx: Any, grad_p: Tensor, grad_n: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the loss of the class centers was differentiated with create_graph=True: it has "
+                "no second derivative; leave create_graph out"
+            )
+        every, cosine, log_p, log_n = ctx.saved_tensors
+        batch: _Batch = ctx.batch
+        with torch.autocast(every.device.type, enabled=False):
+            weights = _positive_weights(batch, cosine, _finite(log_p), grad_p)
+            grad = _pull_features(batch, weights)
+            of_centers = _pull_centers(batch, weights, every)
+            _pull_negatives(batch, every, _finite(log_n), grad_n, grad, of_centers)
+            _hand_over(batch, of_centers)
+            # Engines average over the ranks what is a sum here.
+            own = collectives.sum_to_owner(grad) * collectives.world_size()
+        return own, None
+
+
+def _finite(log_sum: Tensor) -> Tensor:
+    """An empty sum has no terms: their share of it becomes 0, not inf."""
+    return log_sum.masked_fill(log_sum == float("-inf"), float("inf"))
+
+
+def _positive_weights(batch: _Batch, cosine: Tensor, log_p: Tensor, grad_p: Tensor) -> Tensor:
+    """[n]: the gradient of the cosines of the pairs."""
+    shares = torch.exp(-batch.scale * batch.margin(cosine) - log_p[batch.row])
+    return -batch.scale * grad_p[batch.row] * shares * batch.margin.derivative(cosine)
+
+
+def _pull_features(batch: _Batch, weights: Tensor) -> Tensor:
+    """[B, D]: the features' gradient through P."""
+    weights = weights * batch.inverse[batch.of_positives]
+    return _weighted_sums(batch.centers.rows, batch.positives, batch.first_pairs, weights)
+
+
+def _pull_centers(batch: _Batch, weights: Tensor, features: Tensor) -> Tensor:
+    """[t, D]: the gradient of the touched unit class centers through P."""
+    order = batch.of_positives.argsort(stable=True)
+    return _weighted_sums(features, batch.row[order], _starts(batch.uses), weights[order])
+
+
+def _weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
+
+    The rows are read where they are: no copy of them [n, D] exists. The order of summation is
+    always the same.
+    """
+    return functional.embedding_bag(
+        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+
+
+def _pull_negatives(
+    batch: _Batch,
+    features: Tensor,
+    log_n: Tensor,
+    grad_n: Tensor,
+    grad: Tensor,
+    grad_centers: Tensor,
+) -> None:
+    """Adds the gradients through N: of the features, and of the touched unit class centers."""
+    scaled, memory = features * batch.scale, batch.memory(features)
+    weights = (batch.scale * grad_n)[:, None]
+    for centers, places, tiles in batch.negative_blocks():
+        of_centers = torch.zeros_like(centers)
+        for rows, number in tiles:
+            scores = batch.scores(scaled[rows], centers, number, memory)
+            shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows])
+            grad[rows].addmm_(shares, centers)
+            of_centers.addmm_(shares.T, features[rows])
+        grad_centers.index_add_(0, places, of_centers)  # every place once: in no other order
+
+
+def _hand_over(batch: _Batch, grad: Tensor) -> None:
+    """To the class centers: the gradient of the unit ones [t, D], through the normalisation and
+    out of the loss scale."""
+    for part in batch.parts():
+        unit, of_unit = batch.unit(part), grad[part]
+        along = (of_unit * unit).sum(dim=1, keepdim=True)
+        of_unit.sub_(unit.mul_(along))
+        of_unit.mul_(batch.inverse[part, None] / batch.centers.loss_scale)
+    batch.centers.add_gradient(batch.touched, grad)
+
+
+def _figures(batch: _Batch, cosine: Tensor, largest: Tensor) -> dict[str, Tensor]:
+    """This rank's share of what tells how the classes are doing; without any collective."""
+    ranks = collectives.world_size()
+    return {
+        "positive_cosine": cosine.sum() * ranks / batch.num_positives,
+        "max_negative_cosine": largest,
+        "distinct_positives": (batch.uses > 0).sum() * ranks,
+        "conflicts": (batch.uses[batch.of_negatives] > 0).sum() * ranks,
+    }

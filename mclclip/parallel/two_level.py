@@ -1,0 +1,194 @@
+"""k-means in two levels, for a million clusters and more: split, cluster, merge.
+
+All rows are clustered into a few groups; K is shared out over the groups in proportion to their
+rows; each group is clustered by itself; and all centroids together are what rows are assigned to.
+A row is compared with a group's centroids while these move, not with all K: a K-th of the work is
+left if there are about sqrt(K) groups. (UNICOM clusters LAION so, in two levels.)
+
+A group is clustered by one rank, which reads the group's rows into its memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mclclip.parallel import collectives, kmeans
+from mclclip.parallel.centroids import hold
+from mclclip.parallel.process_group import SINGLE, Context
+from mclclip.parallel.row_blocks import (
+    Algorithm,
+    Floats,
+    Integers,
+    Mask,
+    Rows,
+    cut_blocks,
+)
+
+log = logging.getLogger("mclclip")
+
+_SPLIT, _GROUP = 3, 4  # what a seed is for
+
+
+def fit(
+    blocks: Sequence[Floats],
+    num_clusters: int,
+    *,
+    num_splits: int | None = None,
+    labels_per_sample: int = 1,
+    algorithm: Algorithm = "spherical",
+    seed: int | Sequence[int] = 0,
+    valid: Mask | None = None,
+    context: Context = SINGLE,
+    sharded: bool | None = None,
+    **options: Any,
+) -> tuple[kmeans.KMeans, kmeans.Assignment]:
+    """The clusters, in the order of their groups, and the nearest of all K centroids of each row.
+
+    ``num_splits`` groups (None: about the square root of K) are made of all rows, and each of its
+    own rows, by ``kmeans.fit`` with ``options``; ``seed``, ``valid``, ``context`` and ``sharded``
+    are as there. The result is the same for any number of ranks. Clusters stay empty only where
+    a group has fewer distinct rows than clusters. ``inertia`` and ``counts`` are those of the
+    assignment, ``iterations`` is the largest of any group's. Raises ValueError for more clusters
+    than rows, for more splits than clusters, and as ``kmeans.fit`` does.
+    """
+    words = [seed] if isinstance(seed, int) else list(seed)
+    rows = Rows(blocks, valid, algorithm, context, cache_bytes=0)
+    if not 1 <= num_clusters <= rows.num_valid:
+        raise ValueError(kmeans.too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
+    splits = num_splits or max(1, round(num_clusters**0.5))
+    if splits > num_clusters:
+        raise ValueError(
+            f"num_splits is {splits:,}, but there are {num_clusters:,} clusters: set "
+            "cluster.num_splits to at most that"
+        )
+    common: dict[str, Any] = {"algorithm": algorithm, "valid": valid, "context": context}
+    groups = _split(blocks, splits, words, common, options)
+    shares = share_out(num_clusters, np.array([len(ids) for ids in groups]))
+    log.info(
+        "k-means: %d groups of up to %d rows, of up to %d clusters each",
+        splits,
+        max(len(ids) for ids in groups),
+        shares.max(),
+    )
+    centroids, held, iterations = _cluster_groups(rows, groups, shares, words, options, sharded)
+    nearest = kmeans.assign(
+        blocks, centroids, labels_per_sample=labels_per_sample, held=held, **common
+    )
+    return _describe(centroids, held, num_clusters, iterations, nearest), nearest
+
+
+def share_out(num_clusters: int, sizes: Integers) -> Integers:
+    """int64 [G]: clusters of groups of ``sizes`` rows, in proportion to these, K in all.
+
+    Every group that has rows gets at least one, none more than its rows; what is left goes to the
+    largest remainders, to the first of equals. K must lie between the number of groups that have
+    rows and that of all rows.
+    """
+    exact = num_clusters * sizes / sizes.sum()
+    shares: Integers = np.clip(np.floor(exact).astype(np.int64), np.minimum(sizes, 1), sizes)
+    while (missing := num_clusters - int(shares.sum())) != 0:
+        step = 1 if missing > 0 else -1
+        # Whoever is farthest from its exact share, among those that may move.
+        room = shares < sizes if step > 0 else shares > 1
+        order = np.argsort(-step * (exact - shares), kind="stable")
+        shares[order[room[order]][: abs(missing)]] += step
+    return shares
+
+
+def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Which items each rank takes: the costly first, always to the rank with the least so far."""
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        load, rank = heapq.heappop(loads)
+        dealt[rank].append(item)
+        heapq.heappush(loads, (load + costs[item], rank))
+    return dealt
+
+
+def _split(
+    blocks: Sequence[Floats],
+    splits: int,
+    words: list[int],
+    common: dict[str, Any],
+    options: dict[str, Any],
+) -> list[Integers]:
+    """The ascending row numbers of each group of the first level."""
+    found = kmeans.fit(blocks, splits, seed=[*words, _SPLIT], **common, **options)
+    nearest = kmeans.assign(blocks, found.centroids, held=found.held, **common)
+    labels = nearest.labels[:, 0].numpy()
+    order = np.argsort(labels, kind="stable")
+    bounds = np.searchsorted(labels[order], np.arange(splits + 1))
+    return [order[first:stop] for first, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _cluster_groups(
+    rows: Rows,
+    groups: list[Integers],
+    shares: Integers,
+    words: list[int],
+    options: dict[str, Any],
+    sharded: bool | None,
+) -> tuple[Tensor, range, int]:
+    """The centroids that this rank holds, in the order of groups, their ids, and the iterations."""
+    context = rows.context
+    costs = [len(ids) * int(share) for ids, share in zip(groups, shares, strict=True)]
+    own = deal(costs, context.world_size)[context.rank]
+    alone = Context(device=context.device)
+
+    def cluster(group: int) -> kmeans.KMeans:
+        return kmeans.fit(
+            cut_blocks([rows.read(groups[group])]),
+            int(shares[group]),
+            algorithm=rows.algorithm,
+            seed=[*words, _GROUP, group],
+            keep_empty=True,
+            context=alone,
+            **options,
+        )
+
+    def cluster_own() -> dict[int, kmeans.KMeans]:
+        return {group: cluster(group) for group in own if shares[group]}
+
+    found = cluster_own() if context.world_size == 1 else collectives.together(cluster_own)
+    most = max((result.iterations for result in found.values()), default=0)
+    held = hold(rows, int(shares.sum()), sharded).held
+    centroids = _exchange(rows, found, shares, held)
+    return centroids, held, int(rows.largest(torch.tensor(most)))
+
+
+def _exchange(rows: Rows, found: dict[int, kmeans.KMeans], shares: Integers, held: range) -> Tensor:
+    """The centroids ``held`` here; every group's pass by, one after the other."""
+    own = torch.empty((len(held), rows.dim))
+    first = 0
+    for group, share in enumerate(shares.tolist()):
+        centroids = found[group].centroids if group in found else torch.zeros(share, rows.dim)
+        centroids = rows.total(centroids).cpu() + 0.0
+        start, stop = max(first, held.start), min(first + share, held.stop)
+        if start < stop:
+            own[start - held.start : stop - held.start] = centroids[start - first : stop - first]
+        first += share
+    return own
+
+
+def _describe(
+    centroids: Tensor,
+    held: range,
+    num_clusters: int,
+    iterations: int,
+    nearest: kmeans.Assignment,
+) -> kmeans.KMeans:
+    """What ``KMeans`` says, of an assignment."""
+    labels = nearest.labels[:, 0]
+    counts = torch.bincount(labels[labels >= 0], minlength=num_clusters)
+    inertia = float(nearest.distances[:, 0].double().sum())
+    if empty := int((counts == 0).sum()):
+        log.warning("k-means: %d of %d clusters are empty", empty, num_clusters)
+    return kmeans.KMeans(centroids, held, counts, inertia, (inertia,), iterations, 0)

@@ -1,0 +1,42 @@
+"""What is fixed for one training before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from mclclip.config import Config, TrainConfig
+from mclclip.data.class_labels import ClassLabels
+from mclclip.data.sample_index import SampleIndex
+from mclclip.layout import Layout
+from mclclip.parallel.process_group import Context
+from mclclip.profiling import PeakMemory
+
+
+@dataclass
+class Job:
+    """What is fixed for one training before its first step."""
+
+    config: Config
+    options: TrainConfig
+    context: Context
+    layout: Layout
+    stage: int
+    seed: int
+    index: SampleIndex
+    directory: Path
+    peaks: PeakMemory
+
+    @property
+    def uses_cached_text(self) -> bool:
+        return self.stage > 0 and self.options.reads_text_embeddings
+
+    @cached_property
+    def class_labels(self) -> ClassLabels | None:
+        """For objectives with class centers: which clusters of the stage before are whose."""
+        how = self.options.class_centers
+        if how is None:
+            return None
+        directory = self.layout.clusters(self.stage - 1)
+        return ClassLabels(directory, self.index, how.labels_per_sample, how.threshold)

@@ -1,0 +1,163 @@
+"""Verb: index + labels -> checkpoints. One loop for every method.
+
+A method is a model and an objective; ``trainer`` has the loop. Here options become objects: what a
+training is made of, whether it fits the data, and where it goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mclclip import artifacts
+from mclclip.artifacts import Artifact
+from mclclip.checkpoint import Checkpoints, path_of
+from mclclip.config import Config, to_tree
+from mclclip.data.epoch_plan import EpochPlan, GroupedIndex
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.stage_groups import (
+    StageGroups,
+    build_groups,
+    permute_labels,
+    read_pseudo_labels,
+)
+from mclclip.data.step_counts import check_ranks, total_steps
+from mclclip.layout import Layout
+from mclclip.models.clip import ClipModel
+from mclclip.parallel import collectives
+from mclclip.parallel.process_group import Context
+from mclclip.profiling import PeakMemory
+from mclclip.randomness import mix
+from mclclip.train import parts
+from mclclip.train.job import Job
+
+log = logging.getLogger("mclclip")
+
+_VARIANTS = ("mcl", "ungrouped", "random_groups")
+# Options of TrainConfig that change records or speed, not weights: a run may go on with others.
+_RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
+
+
+def run(
+    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: bool = False
+) -> Path:
+    """Trains stage ``stage`` of ``variant`` and returns its directory (skips if finished).
+
+    Stage 0 starts from random weights under ``config.base``; later stages start from stage 0's
+    export under ``config.train`` on the pseudo labels of ``cluster`` (``mcl``), without groups
+    (``ungrouped``), or on the same labels permuted over the samples (``random_groups``).
+    Raises ValueError where options and data do not fit, before anything is written.
+    """
+    options = config.base if stage == 0 else config.train
+    if options is None:
+        raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
+    layout = Layout.of(config, variant)
+    index = SampleIndex.open(layout.index)
+    check_ranks("train" if stage else "base", options.global_batch, context.world_size)
+    seed, directory = data_seed(config.seed, variant), layout.train(stage)
+    peaks = PeakMemory(context.device)
+    job = Job(config, options, context, layout, stage, seed, index, directory, peaks)
+    if collectives.on_main(lambda: _prepare(job, variant, force, write=False))[0].finished:
+        log.info("%s is finished: skipped", job.directory)
+        return job.directory
+    model = parts.build_model(config, layout, stage, options, context)
+    artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
+    steps = _train(job, model, artifact.identity, *groups.read())
+    if context.is_main:
+        artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
+    collectives.barrier()
+    return job.directory
+
+
+def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
+    """Opens the artifact and writes the grouped index; groups that do not fit leave nothing.
+
+    With ``write=False`` only looks whether the artifact is finished.
+    """
+    labels, radices, inputs = _labels(job, variant)
+    options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
+    config = {
+        "stage": job.stage,
+        "variant": job.layout.variant,
+        "seed": job.seed,
+        "model": to_tree(job.config.trained_model or job.config.model),
+        "train": options,
+    }
+    groups = StageGroups(job.directory / "grouped_index")
+    opened = partial(
+        Artifact.open, job.directory, kind="train", config=config, inputs=inputs, force=force
+    )
+    artifact = opened(write=False)
+    if artifact.finished or not write:
+        return artifact, groups
+    plan, bad_ids = job.options.plan, job.index.bad_ids()
+    build = partial(build_groups, labels, radices, bad_ids, job.options.global_batch, plan.policy)
+    grouped = None if groups.written else build()
+    artifact = opened(write=True)
+    if not groups.written:  # with --force the ones found before may have been moved aside
+        groups.write(grouped or build(), bad_ids)
+    return artifact, groups
+
+
+def data_seed(seed: int, variant: str) -> int:
+    """The seed of the data order: controls see another one than MCL, so that a difference
+    between them is not the order of the batches."""
+    number = _VARIANTS.index(variant)
+    return seed if number == 0 else int(mix(seed, number) >> np.uint64(33))
+
+
+def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
+    """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
+    inputs = {"index": job.index.digest}
+    labels = np.zeros(len(job.index), dtype=np.int64)
+    radices: tuple[int, ...] = ()
+    if job.stage == 0:
+        return labels, radices, inputs
+    inputs["base"] = artifacts.read_manifest(job.layout.export(0), "export").digest
+    if job.uses_cached_text:
+        text = artifacts.read_manifest(job.layout.text_embeddings, "text_embeddings")
+        inputs["text_embeddings"] = text.digest
+    if job.class_labels is not None:
+        inputs["clusters"] = job.class_labels.digest
+    elif variant != "ungrouped":
+        directory = job.layout.pseudo_labels(job.stage)
+        labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, job.index)
+    if variant == "random_groups":
+        labels = permute_labels(labels, job.seed, job.stage)
+    return labels, radices, inputs
+
+
+def _train(
+    job: Job, model: ClipModel, identity: str, grouped: GroupedIndex, known_bad: np.ndarray
+) -> int:
+    """Trains ``model``; returns the number of steps of the whole training.
+
+    ``identity`` is the digest of all that the weights depend on.
+    """
+    options, context, how = job.options, job.context, job.options.plan
+    plan = EpochPlan(
+        grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
+    )
+    total = total_steps(options.steps, options.epochs, plan.steps_per_epoch)
+    engine = parts.engine_of(job, model)
+    checkpoints = Checkpoints(
+        job.directory / "checkpoints", **parts.checkpoint_options(job, identity)
+    )
+    start = checkpoints.resume(engine)
+    if start:
+        log.info("resumed from %s", path_of(checkpoints.directory, start))
+    log.info(
+        "stage %d (%s): %d steps from %d, %d per epoch (%d of %d samples), %d groups, "
+        "global batch %d over %d rank(s)",
+        job.stage, job.layout.variant, total, start, plan.steps_per_epoch, plan.scheduled,
+        plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
+        context.world_size,
+    )  # fmt: skip
+    if start < total:
+        trainer = parts.trainer_of(job, engine, checkpoints, plan, start, total)
+        loader = parts.loader_of(job, grouped, known_bad, model, range(start, total))
+        trainer.run(loader, start, total, f"stage {job.stage}")
+    return total

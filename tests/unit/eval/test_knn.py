@@ -1,0 +1,192 @@
+"""kNN beside scikit-learn and beside its definition written out; ties, copies, layouts."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.neighbors import KNeighborsClassifier
+
+from mclclip.eval import knn
+from mclclip.eval.features import Extractor
+
+
+def unit_rows(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
+    rows = np.random.default_rng(seed).normal(size=(count, dim))
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def few_directions(count: int, seed: int) -> np.ndarray:
+    """Unit rows among which many are equal, at similarities that are exact."""
+    return np.eye(4, dtype=np.float32)[np.random.default_rng(seed).integers(0, 4, count)]
+
+
+@pytest.fixture(params=[(1024, 8192), (3, 4), (1, 1)])
+def chunks(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block, blocks smaller than k, blocks of one."""
+    monkeypatch.setattr(knn, "QUERIES", request.param[0])
+    monkeypatch.setattr(knn, "CANDIDATES", request.param[1])
+
+
+def by_definition(
+    queries: np.ndarray, train: np.ndarray, labels: np.ndarray, k: int, weights: str
+) -> list[int]:
+    """Slow: sorts (similarity, row), adds votes in dictionaries, compares tuples."""
+    answers = []
+    for query in queries:
+        similarity = [float(np.float32(query.astype(float) @ row.astype(float))) for row in train]
+        near = sorted(range(len(train)), key=lambda row: (-similarity[row], row))[:k]
+        votes: dict[int, float] = {}
+        sums: dict[int, float] = {}
+        for row in near:
+            vote = math.exp(similarity[row] / 0.07) if weights == "similarity" else 1.0
+            label = int(labels[row])
+            votes[label] = votes.get(label, 0.0) + vote
+            sums[label] = sums.get(label, 0.0) + similarity[row]
+        answers.append(max(votes, key=lambda label: (votes[label], sums[label], -label)))
+    return answers
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_neighbours_are_those_of_scikit_learn(k: int) -> None:
+    train, queries = unit_rows(40), unit_rows(7, seed=1)
+    reference = KNeighborsClassifier(k, metric="cosine", algorithm="brute")
+    distance, wanted = reference.fit(train, np.zeros(40)).kneighbors(queries)
+    similarity, rows = knn.nearest(queries, train, k)
+    assert np.array_equal(rows, wanted)
+    assert np.allclose(similarity, 1 - distance, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_majority_of_two_classes_is_scikit_learn_s(k: int) -> None:
+    """Two classes and an odd k: no ties."""
+    train, queries = unit_rows(60), unit_rows(50, seed=1)
+    labels = np.random.default_rng(2).integers(0, 2, 60)
+    reference = KNeighborsClassifier(k, metric="cosine", algorithm="brute").fit(train, labels)
+    similarity, rows = knn.nearest(queries, train, k)
+    assert np.array_equal(knn.vote(similarity, labels[rows], 2), reference.predict(queries))
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("weights", ["majority", "similarity"])
+@pytest.mark.parametrize("make", [unit_rows, few_directions])
+@pytest.mark.parametrize("k", [1, 4, 10])
+def test_answers_are_the_definition_s(
+    make: Callable[..., np.ndarray], weights: Any, k: int
+) -> None:
+    train, queries = make(30, seed=3), make(12, seed=4)
+    labels = np.random.default_rng(5).integers(0, 5, 30)
+    similarity, rows = knn.nearest(queries, train, k)
+    answers = knn.vote(similarity, labels[rows], 5, weights)
+    assert answers.tolist() == by_definition(queries, train, labels, k, weights)
+
+
+def test_equally_near_rows_are_taken_in_their_order() -> None:
+    train = np.eye(3, dtype=np.float32)[[1, 0, 1, 0, 1, 0]]
+    similarity, rows = knn.nearest(np.eye(3, dtype=np.float32)[:1], train, 4)
+    assert rows.tolist() == [[1, 3, 5, 0]] and similarity.tolist() == [[1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    "similarity, labels, majority, similar",
+    [
+        ([1.0, 0.75, 0.5, 0.25], [2, 1, 1, 2], 1, 2),  # equal sums, but e^s is convex
+        ([0.9, 0.8, 0.7, 0.5], [2, 1, 1, 2], 1, 2),  # the larger sum
+        ([0.5, 0.5], [2, 1], 1, 1),  # the smaller label
+        ([0.9, 0.2, 0.2], [2, 1, 1], 1, 2),  # two far ones against a near one
+    ],
+)
+def test_ties(similarity: list[float], labels: list[int], majority: int, similar: int) -> None:
+    near, of = np.array([similarity], dtype=np.float32), np.array([labels])
+    assert knn.vote(near, of, 3).tolist() == [majority]
+    assert knn.vote(near, of, 3, "similarity").tolist() == [similar]
+
+
+@pytest.fixture
+def folders(tmp_path: Path, draw: Callable[[Path, int], None]) -> Path:
+    """Three classes; image n of class c spells 10 c + n: 0 to 4 in train, 5 and 6 in test."""
+    for label in range(3):
+        for number in range(7):
+            part = "train" if number < 5 else "test"
+            draw(tmp_path / part / f"class_{label}" / f"{number}.png", 10 * label + number)
+    return tmp_path
+
+
+def run(encoder: Any, root: Path, **options: Any) -> dict[str, Any]:
+    figures = knn.evaluate(Extractor(encoder, batch_size=4), root, **options)
+    return {figure.metric: figure for figure in figures}
+
+
+def by_class(planted: Any) -> Any:
+    """An encoder that sees the class only."""
+    encoder = planted("perfect", 30)
+    encoder.image_table = encoder.image_table[[10 * (n // 10) for n in range(30)]]
+    return encoder
+
+
+def test_perfect_and_constant_encoder(folders: Path, planted: Any) -> None:
+    figures = run(by_class(planted), folders, k=5)
+    assert {m: (f.value, f.count) for m, f in figures.items()} == {
+        "accuracy": (100.0, 6), "mean_per_class": (100.0, 6),
+    }  # fmt: skip
+    assert figures["accuracy"].ci_low < 100 and figures["accuracy"].protocol["k"] == 5
+    constant = run(planted("constant", 30), folders, k=5)
+    assert constant["accuracy"].value == pytest.approx(100 / 3)  # always the first class
+
+
+def test_mean_per_class_weighs_small_classes_equally(folders: Path, planted: Any) -> None:
+    (folders / "test" / "class_0" / "6.png").unlink()
+    encoder = by_class(planted)
+    encoder.image_table[5] = encoder.image_table[10]  # class 0's only test image looks like 1
+    figures = run(encoder, folders, k=5)
+    assert figures["accuracy"].value == pytest.approx(100 * 4 / 5)
+    assert figures["mean_per_class"].value == pytest.approx(100 * 2 / 3)
+
+
+def test_copies_of_train_images_are_counted_and_said(
+    folders: Path, planted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run(by_class(planted), folders, k=1)["accuracy"].protocol["copies_in_train"] == 0
+    assert not caplog.records
+    shutil.copy(folders / "train" / "class_0" / "1.png", folders / "test" / "class_1" / "copy.png")
+    with caplog.at_level(logging.WARNING, "mclclip"):
+        figures = run(by_class(planted), folders, k=1)
+    assert figures["accuracy"].protocol["copies_in_train"] == 1
+    assert "1 of 7 test images are copies of a train image" in caplog.text
+
+
+def test_bad_input_gets_one_clear_line(
+    folders: Path, planted: Any, draw: Callable[[Path, int], None]
+) -> None:
+    encoder = by_class(planted)
+    for options, message in (
+        ({"k": 16}, "k is 16, wanted 1 to 15"),
+        ({"k": 0}, "k is 0, wanted 1 to 15"),
+        ({"temperature": 0.0}, "temperature is 0.0, wanted a number above 0"),
+        ({"feature": "pooled"}, "no pooled features: use feature=projected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(encoder, folders, **options)
+    draw(folders / "test" / "new" / "1.png", 1)
+    with pytest.raises(ValueError, match=r"test has 1 classes that .*train lacks, such as 'new'"):
+        run(encoder, folders)
+    with pytest.raises(FileNotFoundError, match="no folder .*train: wanted train/ and test/"):
+        run(encoder, folders / "train")
+    for label in (1, 2):
+        shutil.rmtree(folders / "train" / f"class_{label}")
+    with pytest.raises(ValueError, match="images of 1 classes: wanted at least 2"):
+        run(encoder, folders)
+
+
+def test_an_image_that_cannot_be_decoded_is_named(folders: Path, planted: Any) -> None:
+    bad = folders / "train" / "class_0" / "0.png"
+    bad.write_bytes(b"broken")
+    with pytest.raises(ValueError, match=f"image {bad} cannot be decoded"):
+        run(by_class(planted), folders)

@@ -1,0 +1,311 @@
+"""MLCD, MLC and the softmax against their definitions, and the invariants of the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
+from mclclip.parallel.class_centers import ShardedClassCenters
+from mclclip.parallel.margins import Margin
+from tests.slow_heads import dense_loss
+
+K, D, B, L = 40, 6, 10, 3
+KINDS = ("mlcd", "mlc", "single_label")
+NONE = Margin("none")
+
+
+def rows_of(seed: int = 0, num_classes: int = K) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(num_classes, D, generator=random, dtype=torch.float64)
+
+
+def features_of(seed: int = 1, num_rows: int = B) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, D, generator=random, dtype=torch.float64)
+
+
+def labels_of(seed: int = 2, padded: bool = True) -> Tensor:
+    """Distinct classes per row; with ``padded`` one row has one label and one has none."""
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.stack([torch.randperm(K, generator=random)[:L] for _ in range(B)])
+    if padded:
+        labels[3, 1:], labels[5] = -1, -1
+    return labels
+
+
+def head(
+    kind: str = "mlcd",
+    rows: Tensor | None = None,
+    negatives: Any = None,
+    *,
+    scale: float = 16.0,
+    margin: Margin = NONE,
+    tile: int = 7,
+    **options: Any,
+) -> ClassCenterLoss:
+    """An objective whose negatives are always these classes (None: all)."""
+    rows = rows_of() if rows is None else rows
+    draw = None if negatives is None else lambda step: np.asarray(negatives, dtype=np.int64)
+    centers = ShardedClassCenters(
+        len(rows), D, lambda start, stop: rows[start:stop], draw=draw, dtype=rows.dtype, **options
+    )
+    centers.begin(0)
+    return ClassCenterLoss(centers, kind, scale=scale, margin=margin, tile=tile)  # type: ignore[arg-type]
+
+
+def loss_and_gradients(
+    objective: ClassCenterLoss, features: Tensor, labels: Tensor
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """What the objective returns, and the gradients of raw features and of all class centers."""
+    raw = features.clone().requires_grad_()
+    output = objective(functional.normalize(raw, dim=1), labels)
+    output["loss"].backward()
+    centers = objective.centers
+    assert raw.grad is not None and centers.grad is not None and centers.touched is not None
+    whole = torch.zeros_like(centers.rows)
+    whole[centers.touched] = centers.grad
+    return output, raw.grad, whole
+
+
+def loss_of(objective: ClassCenterLoss, features: Tensor, labels: Tensor) -> float:
+    return float(objective(functional.normalize(features, dim=1), labels)["loss"])
+
+
+# --- against the definition --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [1, 4, 2048])
+@pytest.mark.parametrize("margin", [NONE, Margin("arc"), Margin("cos", 0.2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_dense_definition(kind: str, margin: Margin, tile: int) -> None:
+    rows, features, labels = rows_of(), features_of(), labels_of()
+    negatives = NegativeDraw(K, 0.4, seed=5)(3).tolist()
+    objective = head(kind, rows, negatives, margin=margin, tile=tile)
+    output, of_features, of_rows = loss_and_gradients(objective, features, labels)
+    one, other = features.clone().requires_grad_(), rows.clone().requires_grad_()
+    wanted = dense_loss(kind, other, one, labels, negatives, 16.0, margin)
+    wanted.backward()  # type: ignore[no-untyped-call]
+    assert float(output["loss"].detach()) == pytest.approx(float(wanted.detach()), abs=1e-12)
+    torch.testing.assert_close(of_features, one.grad, atol=1e-13, rtol=0)
+    torch.testing.assert_close(of_rows, other.grad, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [64.0, 100.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_at_large_scales(kind: str, scale: float) -> None:
+    """Where exp of the products would overflow: 100 needs a shift, 64 with MLC its logarithms."""
+    features, labels = features_of(), labels_of()
+    features[0] = -rows_of()[labels[0, 0]]  # as far from its positive as can be
+    margin = Margin("arc")
+    exact = head(kind, scale=scale, margin=margin)
+    found = head(kind, rows_of().float(), scale=scale, margin=margin)
+    wanted = loss_and_gradients(exact, features, labels)
+    got = loss_and_gradients(found, features.float(), labels)
+    assert torch.isfinite(got[0]["loss"])
+    torch.testing.assert_close(got[0]["loss"].double(), wanted[0]["loss"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(got[1].double(), wanted[1], rtol=1e-3, atol=1e-4)
+
+
+def test_softmax_cross_entropy_is_mlc_with_one_label() -> None:
+    rows, features, labels = rows_of(), features_of(), labels_of(padded=False)[:, :1]
+    logits = 16.0 * functional.normalize(features, dim=1) @ functional.normalize(rows, dim=1).T
+    wanted = float(functional.cross_entropy(logits, labels[:, 0]))
+    for kind in ("mlc", "single_label"):
+        assert loss_of(head(kind), features, labels) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_single_label_looks_at_the_nearest_only() -> None:
+    features, labels = features_of(), labels_of(padded=False)
+    alone = loss_of(head("single_label"), features, labels[:, :1])
+    assert loss_of(head("single_label"), features, labels) == alone
+
+
+# --- invariants --------------------------------------------------------------------------------
+
+
+def test_mlcd_bounds_mlc_and_their_products_agree() -> None:
+    """log(1 + P + N + PN) = log(1 + P) + log(1 + N), so MLCD >= MLC (one label: the softmax)."""
+    features, labels = features_of(), labels_of(padded=False)
+    for count in (1, L):
+        coupled = loss_of(head("mlc"), features, labels[:, :count])
+        assert loss_of(head("mlcd"), features, labels[:, :count]) >= coupled
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_classes_does_not_matter(kind: str) -> None:
+    features, labels = features_of(), labels_of()
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(9))
+    place = torch.argsort(order)
+    moved = torch.where(labels >= 0, place[labels.clamp_min(0)], labels)
+    one = loss_of(head(kind), features, labels)
+    other = loss_of(head(kind, rows_of()[order]), features, moved)
+    assert other == pytest.approx(one, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_class_that_is_not_drawn_has_no_effect(kind: str) -> None:
+    features, labels = features_of(), labels_of()
+    more = torch.cat([rows_of(), rows_of(7, 3)])
+    one = head(kind, negatives=range(K))
+    other = head(kind, more, negatives=range(K))
+    assert loss_of(other, features, labels) == loss_of(one, features, labels)
+    _, _, grad = loss_and_gradients(other, features, labels)
+    assert not grad[K:].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pulls_are_bounded(kind: str) -> None:
+    """The slopes of a row's scores add up to less than 1 on either side (Eq. 7 to 10).
+
+    So no row's feature is pulled by more than the scale on each side, however wrong it is.
+    """
+    unit = functional.normalize(features_of(), dim=1)
+    unit[0] = -functional.normalize(rows_of(), dim=1)[labels_of()[0, 0]]
+    for scale in (4.0, 64.0):
+        raw = unit.clone().requires_grad_()
+        head(kind, scale=scale)(raw, labels_of(padded=False))["loss"].backward()
+        assert raw.grad is not None
+        norms = B * torch.linalg.vector_norm(raw.grad, dim=1)
+        assert (norms < 2 * scale).all() and norms[0] > 0.5 * scale
+
+
+def test_a_row_never_pushes_its_own_positives() -> None:
+    """All classes drawn, and a row's positives as its only neighbours: its N stays that of others.
+
+    With every class but its positives orthogonal to it, N is their number exactly.
+    """
+    rows = torch.zeros(K, D, dtype=torch.float64)
+    rows[:, 1] = 1.0
+    labels = torch.tensor([[4, 9, 33]])
+    rows[labels[0]] = 0.0
+    rows[labels[0], 0] = 1.0
+    feature = torch.zeros(1, D, dtype=torch.float64)
+    feature[0, 0] = 1.0
+    objective = head("mlcd", rows, tile=5)
+    output, _, grad = loss_and_gradients(objective, feature, labels)
+    assert float(output["negative_loss"]) == pytest.approx(float(np.log1p(K - 3)), abs=1e-12)
+    assert float(output["max_negative_cosine"]) == 0.0
+    assert float(output["conflicts"]) == 3.0
+    assert not grad[labels[0], 1].any()  # only pulled, along what they already are
+
+
+def test_without_negatives_only_the_positive_term_is_left() -> None:
+    features, labels = features_of(), labels_of()
+    output, grad, _ = loss_and_gradients(head("mlcd", negatives=[]), features, labels)
+    assert float(output["negative_loss"]) == 0.0
+    assert torch.equal(output["loss"].detach(), output["positive_loss"])
+    assert torch.isfinite(grad).all() and grad.abs().sum() > 0
+    assert float(output["max_negative_cosine"]) == -1.0
+
+
+def test_rows_without_a_label_do_not_count() -> None:
+    features, labels = features_of(), labels_of()
+    kept = (labels >= 0).any(dim=1)
+    _, grad, _ = loss_and_gradients(head(), features, labels)
+    assert not grad[~kept].any()
+    alone = loss_of(head(), features[kept], labels[kept])
+    assert loss_of(head(), features, labels) == pytest.approx(alone, abs=1e-12)
+    assert loss_of(head(), features, torch.full_like(labels, -1)) == 0.0
+
+
+def test_the_loss_scale_is_taken_out_of_the_class_centers() -> None:
+    features, labels = features_of(), labels_of()
+    _, plain, of_rows = loss_and_gradients(head(), features, labels)
+    scaled = head()
+    scaled.centers.begin(0, loss_scale=1024.0)
+    raw = features.clone().requires_grad_()
+    (1024.0 * scaled(functional.normalize(raw, dim=1), labels)["loss"]).backward()
+    assert raw.grad is not None and scaled.centers.grad is not None
+    torch.testing.assert_close(raw.grad, 1024.0 * plain)
+    touched = scaled.centers.touched
+    torch.testing.assert_close(scaled.centers.grad, of_rows[touched])
+
+
+def test_figures() -> None:
+    features, labels = features_of(), labels_of()
+    output = head("mlcd", negatives=range(0, K, 2))(functional.normalize(features, dim=1), labels)
+    cosine = functional.normalize(features, dim=1) @ functional.normalize(rows_of(), dim=1).T
+    pairs = [(i, j) for i, row in enumerate(labels.tolist()) for j in row if j >= 0]
+    positives = {j for _, j in pairs}
+    others = [
+        float(cosine[i, j]) for i in range(B) for j in range(0, K, 2) if (i, j) not in set(pairs)
+    ]
+    assert float(output["positive_cosine"]) == pytest.approx(
+        np.mean([float(cosine[pair]) for pair in pairs])
+    )
+    assert float(output["max_negative_cosine"]) == pytest.approx(max(others))
+    assert int(output["distinct_positives"]) == len(positives)
+    assert int(output["conflicts"]) == len([j for j in positives if j % 2 == 0])
+
+
+def test_saturation() -> None:
+    """MLCD's pull is below 1 % beyond a cosine of 0.104 at scale 64 and l = 8 without a margin."""
+    for cosine, share in ((0.05, 0.0), (0.15, 1.0)):
+        rows = torch.zeros(8, D, dtype=torch.float64)
+        rows[:, 0], rows[:, 1] = cosine, (1 - cosine**2) ** 0.5
+        feature = torch.eye(D, dtype=torch.float64)[:1]
+        output = head("mlcd", rows, [], scale=64.0)(feature, torch.arange(8)[None])
+        assert float(output["saturated_share"]) == share
+
+
+def test_no_second_derivative() -> None:
+    raw = features_of().requires_grad_()
+    loss = head()(functional.normalize(raw, dim=1), labels_of())["loss"]
+    with pytest.raises(RuntimeError, match="leave create_graph out"):
+        torch.autograd.grad(loss, raw, create_graph=True)
+
+
+def test_autocast_changes_nothing() -> None:
+    features, labels = functional.normalize(features_of().float(), dim=1), labels_of()
+    plain = head(rows=rows_of().float())(features, labels)["loss"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(head(rows=rows_of().float())(features, labels)["loss"], plain)
+
+
+# --- which classes are negatives ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_classes", "rate", "count"), [(40, 0.1, 4), (70_000, 0.01, 700)])
+def test_the_draw(num_classes: int, rate: float, count: int) -> None:
+    draw = NegativeDraw(num_classes, rate, seed=3)
+    first = draw(0)
+    assert len(set(first.tolist())) == count and set(first) <= set(range(num_classes))
+    np.testing.assert_array_equal(NegativeDraw(num_classes, rate, seed=3)(0), first)
+    assert set(draw(1)) != set(first)
+    assert set(NegativeDraw(num_classes, rate, seed=4)(0)) != set(first)
+
+
+def test_every_class_is_drawn_equally_often() -> None:
+    draw, times = NegativeDraw(40, 0.25, seed=0), np.zeros(40)
+    for step in range(2000):
+        times[draw(step)] += 1
+    assert np.abs(times / 2000 - 0.25).max() < 5 * (0.25 * 0.75 / 2000) ** 0.5
+
+
+def test_partial_fc_adds_to_the_positives() -> None:
+    labels = torch.tensor([[1, 2, -1], [2, 30, 7]])
+    drawn = [7, 5, 6, 1, 8, 9]
+    objective = head(negatives=drawn, rule="partial_fc")
+    assert objective.centers.negatives(labels).tolist() == [1, 2, 5, 6, 7, 30]
+    few = head(negatives=drawn[:2], rule="partial_fc")  # more positives than room
+    assert few.centers.negatives(labels).tolist() == [1, 2, 7, 30]
+
+
+def test_exclude_positives() -> None:
+    labels = torch.tensor([[1, 2, -1], [2, 30, 7]])
+    objective = head(negatives=[7, 5, 6, 1, 8, 9], rule="exclude_positives")
+    assert objective.centers.negatives(labels).tolist() == [5, 6, 8, 9]
+    output = objective(functional.normalize(features_of(num_rows=2), dim=1), labels)
+    assert int(output["conflicts"]) == 0
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_scale_must_be_positive(scale: float) -> None:
+    with pytest.raises(ValueError, match="wanted a positive number"):
+        head(scale=scale)
