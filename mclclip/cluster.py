@@ -87,7 +87,7 @@ def _check(config: Config, stage: int) -> None:
 
 def _needs_groups(config: Config) -> bool:
     """Whether the training draws its batches from groups of samples with one pseudo label."""
-    return True
+    return config.train.class_centers is None
 
 
 def _open(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mclclip import artifacts, cluster, embed, export, index, train
 from mclclip import config as configuration
-from mclclip.config import Config, TrainConfig
+from mclclip.config import Config
 from mclclip.data.step_counts import check_ranks, check_samples
 from mclclip.eval import run as evaluation
 from mclclip.layout import Layout
@@ -63,7 +63,7 @@ def _steps(config: Config, context: Context, force: bool) -> None:
 
 def _check(config: Config, context: Context) -> None:
     """What can be known of the whole run before its first step."""
-    for name, options in _trainings(config).items():
+    for name, options in config.trainings.items():
         check_ranks(name, options.global_batch, context.world_size)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
@@ -74,17 +74,8 @@ def _check(config: Config, context: Context) -> None:
 def _check_data(config: Config, num_samples: int) -> None:
     """Refuses what the number of samples cannot carry, before hours are spent on stage 0."""
     most = max((config.cluster.clusters_of(s) for s in range(config.num_stages)), default=1)
-    for name, options in _trainings(config).items():
+    for name, options in config.trainings.items():
         check_samples(name, options.global_batch, options.plan.policy, most, num_samples)
-
-
-def _trainings(config: Config) -> dict[str, TrainConfig]:
-    """The kinds of training by the option that describes them."""
-    return {
-        name: options
-        for name, options in (("base", config.base), ("train", config.train))
-        if options is not None
-    }
 
 
 def _stage_zero(config: Config, context: Context, force: bool) -> None:

@@ -169,8 +169,8 @@ class Config:
     the job ends with that rank named."""
     poll_s: PositiveFloat = 5.0
     """Seconds between looks for the files ``save_now`` and ``stop`` in the run directory."""
-    num_stages: PositiveInt = 3
-    """MCL stages after stage 0."""
+    num_stages: NonNegativeInt = 3
+    """Stages after stage 0."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     trained_model: ModelConfig | None = None
@@ -214,6 +214,12 @@ class Config:
                 f"cluster.labels_per_sample={self.cluster.labels_per_sample}, what is stored: "
                 "raise the latter"
             )
+
+    @property
+    def trainings(self) -> dict[str, TrainConfig]:
+        """The kinds of training that a run has, by the option that describes them."""
+        base = {} if self.base is None else {"base": self.base}
+        return base | ({"train": self.train} if self.num_stages else {})
 
     @property
     def needs_text_embeddings(self) -> bool:

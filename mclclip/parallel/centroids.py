@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.parallel.nearest import NOTHING, ROWS_PER_PASS, Search, pack, unpack
+from mclclip.parallel.nearest import NOTHING, ROWS_PER_PASS, Search, pack, squared_distance, unpack
 from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import Integers, Rows, add_rows, squared_distance
+from mclclip.parallel.row_blocks import Integers, Rows, add_rows, tiles
 
 SHARDED_FROM = 2**25  # numbers in all centroids: whole, they and their sums take about a GiB
 
@@ -66,14 +66,16 @@ class WholeCentroids:
     def sums(self, centroids: Tensor, unit: float) -> tuple[Tensor, Tensor]:
         """(int64 [k, D], int64 [k]): sums in fixed point and counts of the rows nearest to each."""
         search = self._search(centroids)
+        no_labels = torch.zeros(0, dtype=torch.int64, device=centroids.device)
 
         def add_run(numbers: list[int]) -> tuple[Tensor, Tensor]:
             sums, counts = _nothing(centroids)
             for number in numbers:
-                block = self.rows.block(number)
-                labels = unpack(search.best(block)[:, 0])[1]
-                self._labels[number] = labels
-                add_rows(sums, counts, labels, block, unit)
+                labels = []
+                for tile in tiles(self.rows.block(number)):
+                    labels.append(unpack(search.best(tile)[:, 0])[1])
+                    add_rows(sums, counts, labels[-1], tile, unit)
+                self._labels[number] = torch.cat(labels) if labels else no_labels
             return sums, counts
 
         parts = self.rows.each(add_run, self.rows.runs())
@@ -169,8 +171,9 @@ class ShardedCentroids(WholeCentroids):
             ):
                 if number % len(self._everyone) == self.rows.context.rank:
                     self._labels[number] = some
-                here = self._here(some)
-                add_rows(sums, counts, some[here] - self.held.start, block[here], unit)
+                here = torch.nonzero(self._here(some)).flatten()
+                for ids in tiles(here):
+                    add_rows(sums, counts, some[ids] - self.held.start, block[ids], unit)
         return sums, counts
 
     def farthest(self, centroids: Tensor) -> Tensor:

@@ -86,35 +86,40 @@ class _Batch:
     ) -> None:
         self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
         self.shape = labels.shape
-        self.own = (labels >= centers.start) & (labels < centers.stop)
         self.num_positives = (labels >= 0).sum().clamp_min(1)
-        self.row = self.own.nonzero()[:, 0]
-        self.first_pairs = _starts(self.own.sum(dim=1))
-        self.positives = (labels - centers.start)[self.own]
         self.negatives = centers.negatives(labels)
         # exp(shift) is divided out of sums that could overflow.
         most = scale * margin.largest
         self.shift_p = max(0.0, most + _log(labels.shape[1]) - _LARGEST_EXPONENT)
         self.shift_n = max(0.0, scale + _log(centers.num_classes) - _LARGEST_EXPONENT)
+        self._find_pairs(labels)
         self._find_touched()
         self._find_collisions()
         self.figures: dict[str, Tensor] = {}
 
+    def _find_pairs(self, labels: Tensor) -> None:
+        """The (row, positive) of this rank, by class: rows of the table are read in their order."""
+        self.own = (labels >= self.centers.start) & (labels < self.centers.stop)
+        self.by_row = labels[self.own] - self.centers.start
+        self.row_starts = _starts(self.own.sum(dim=1))
+        order = self.by_row.argsort(stable=True)
+        self.row, self.positives = self.own.nonzero()[:, 0][order], self.by_row[order]
+        self.to_rows = torch.empty_like(order)  # takes what is by class into the order of rows
+        self.to_rows[order] = torch.arange(len(order), device=order.device)
+
     def _find_touched(self) -> None:
         """The classes that take part, and where negatives and positives are among them."""
-        takes_part = self.own.new_zeros(len(self.centers.rows))
+        rows = self.centers.rows
+        uses = torch.bincount(self.positives, minlength=len(rows))
+        self.class_starts = _starts(uses)
+        takes_part = uses > 0
         takes_part[self.negatives] = True
-        takes_part[self.positives] = True
         self.touched = takes_part.nonzero()[:, 0]
+        self.uses = uses[self.touched]
         place = takes_part.cumsum(0) - 1
         self.of_negatives, self.of_positives = place[self.negatives], place[self.positives]
-        self.uses = torch.bincount(self.of_positives, minlength=len(self.touched))
-        rows = self.centers.rows
-        lengths = [
-            torch.linalg.vector_norm(rows.index_select(0, self.touched[part]), dim=1)
-            for part in self.parts()
-        ]
-        self.inverse = torch.cat([rows.new_zeros(0), *lengths]).clamp_min_(1e-12).reciprocal_()
+        squares = _products(rows, rows, _starts(takes_part), self.touched)
+        self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
 
     def _find_collisions(self) -> None:
         """Where a row's own positive was drawn, in the order of the tiles."""
@@ -133,22 +138,14 @@ class _Batch:
         counts = torch.bincount(number, minlength=num_tiles)
         self._ends = [0, *counts.cumsum(0).tolist()]
 
-    def parts(self) -> Iterator[slice]:
-        """Places of the touched classes, as many at a time as a processor's cache holds."""
-        step = self.tile if self.touched.is_cuda else _ROWS_IN_CACHE
-        for first in range(0, len(self.touched), step):
-            yield slice(first, first + step)
-
-    def unit(self, places: Tensor | slice) -> Tensor:
-        """Unit class centers [n, D] of these touched classes."""
-        rows = self.centers.rows.index_select(0, self.touched[places])
-        return rows.mul_(self.inverse[places, None])
-
     def negative_blocks(self) -> Iterator[tuple[Tensor, Tensor, list[tuple[slice, int]]]]:
         """(unit class centers [m, D], their places [m], [(rows, tile number)])."""
         rows = [slice(first, first + self.tile) for first in range(0, self.shape[0], self.tile)]
-        for block, places in enumerate(self.of_negatives.split(self.tile)):
-            yield self.unit(places), places, [(r, block * len(rows) + i) for i, r in enumerate(rows)]
+        for block, first in enumerate(range(0, len(self.negatives), self.tile)):
+            places = self.of_negatives[first : first + self.tile]
+            centers = self.centers.rows.index_select(0, self.touched[places])
+            centers.mul_(self.inverse[places, None])
+            yield centers, places, [(r, block * len(rows) + i) for i, r in enumerate(rows)]
 
     def scores(self, scaled: Tensor, centers: Tensor, number: int, memory: Tensor) -> Tensor:
         """[r, m]: scores of a tile, -inf for a row's own positives; valid until the next call."""
@@ -170,20 +167,37 @@ def _starts(counts: Tensor) -> Tensor:
     return functional.pad(counts.cumsum(0), (1, 0))
 
 
+def _products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> Tensor:
+    """[n]: the product of row i of ``left`` with the rows of ``right`` that are named in ``ids`` [n]
+    from starts[i] to starts[i + 1]. Rows are read where they are."""
+    values = left.new_zeros(len(ids))
+    size = len(left), len(right)
+    wanted = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
+    return torch.sparse.sampled_addmm(wanted, left, right.T).values()
+
+
+def _weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
+
+    Rows are read where they are, and always added in the same order.
+    """
+    return functional.embedding_bag(
+        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+
+
 def _log(count: int) -> float:
     return float(torch.tensor(float(count), dtype=torch.float64).log())
 
 
 def _positive_sums(batch: _Batch, features: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's part of P / exp(shift) [B], and the cosines of its pairs [n]."""
-    rows, none = batch.centers.rows, features.new_zeros(len(batch.row))
-    pairs = torch.sparse_csr_tensor(
-        batch.first_pairs, batch.positives, none, size=(len(features), len(rows))
-    )
-    cosine = torch.sparse.sampled_addmm(pairs, features, rows.T).values()
+    cosine = _products(batch.centers.rows, features, batch.class_starts, batch.row)
     cosine *= batch.inverse[batch.of_positives]
     exponents = -batch.scale * batch.margin(cosine) - batch.shift_p
-    terms = features.new_zeros(batch.shape).masked_scatter_(batch.own, exponents.exp_())
+    terms = features.new_zeros(batch.shape).masked_scatter_(
+        batch.own, exponents.exp_()[batch.to_rows]
+    )
     return terms.sum(dim=1), cosine
 
 
@@ -229,10 +243,12 @@ class _ClassSums(torch.autograd.Function):
         batch: _Batch = ctx.batch
         with torch.autocast(every.device.type, enabled=False):
             weights = _positive_weights(batch, cosine, _finite(log_p), grad_p)
-            grad = _pull_features(batch, weights)
-            of_centers = _pull_centers(batch, weights, every)
+            grad = _weighted_sums(
+                batch.centers.rows, batch.by_row, batch.row_starts, weights[batch.to_rows]
+            )
+            of_centers = _pull_centers(batch, every, cosine, weights)
             _pull_negatives(batch, every, _finite(log_n), grad_n, grad, of_centers)
-            _hand_over(batch, of_centers)
+            batch.centers.add_gradient(batch.touched, of_centers)
             # Engines average over the ranks what is a sum here.
             own = collectives.sum_to_owner(grad) * collectives.world_size()
         return own, None
@@ -244,32 +260,30 @@ def _finite(log_sum: Tensor) -> Tensor:
 
 
 def _positive_weights(batch: _Batch, cosine: Tensor, log_p: Tensor, grad_p: Tensor) -> Tensor:
-    """[n]: the gradient of the cosines of the pairs."""
+    """[n]: the gradient, through P, of the products (feature . class center) of the pairs."""
     shares = torch.exp(-batch.scale * batch.margin(cosine) - log_p[batch.row])
-    return -batch.scale * grad_p[batch.row] * shares * batch.margin.derivative(cosine)
+    slope = batch.margin.derivative(cosine) * batch.inverse[batch.of_positives]
+    return -batch.scale * grad_p[batch.row] * shares * slope
 
 
-def _pull_features(batch: _Batch, weights: Tensor) -> Tensor:
-    """[B, D]: the features' gradient through P."""
-    weights = weights * batch.inverse[batch.of_positives]
-    return _weighted_sums(batch.centers.rows, batch.positives, batch.first_pairs, weights)
-
-
-def _pull_centers(batch: _Batch, weights: Tensor, features: Tensor) -> Tensor:
-    """[t, D]: the gradient of the touched unit class centers through P."""
-    order = batch.of_positives.argsort(stable=True)
-    return _weighted_sums(features, batch.row[order], _starts(batch.uses), weights[order])
-
-
-def _weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
-
-    The rows are read where they are: no copy of them [n, D] exists. The order of summation is
-    always the same.
-    """
-    return functional.embedding_bag(
-        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
-    )
+def _pull_centers(batch: _Batch, features: Tensor, cosine: Tensor, weights: Tensor) -> Tensor:
+    """[t, D]: the gradient of the touched class centers through P, out of the loss scale."""
+    weights = weights / batch.centers.loss_scale
+    starts = _starts(batch.uses)
+    along = torch.arange(len(weights), device=weights.device)
+    along = _weighted_sums(cosine[:, None], along, starts, weights)
+    along.mul_(-batch.inverse[:, None])
+    grad = features.new_empty((len(batch.touched), batch.centers.dim))
+    step = batch.tile if grad.is_cuda else _ROWS_IN_CACHE
+    for first in range(0, len(grad), step):
+        part = slice(first, first + step)
+        begin = starts[first : first + step + 1]
+        pairs = slice(int(begin[0]), int(begin[-1]))
+        pull = _weighted_sums(features, batch.row[pairs], begin - begin[0], weights[pairs])
+        # The normalisation lets only what is across a class center through.
+        rows = batch.centers.rows.index_select(0, batch.touched[part])
+        torch.addcmul(pull, rows, along[part], out=grad[part])
+    return grad
 
 
 def _pull_negatives(
@@ -290,18 +304,10 @@ def _pull_negatives(
             shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows])
             grad[rows].addmm_(shares, centers)
             of_centers.addmm_(shares.T, features[rows])
+        along = (of_centers * centers).sum(dim=1, keepdim=True)
+        of_centers.addcmul_(centers, along, value=-1.0)
+        of_centers.mul_(batch.inverse[places, None] / batch.centers.loss_scale)
         grad_centers.index_add_(0, places, of_centers)  # every place once: in no other order
-
-
-def _hand_over(batch: _Batch, grad: Tensor) -> None:
-    """To the class centers: the gradient of the unit ones [t, D], through the normalisation and
-    out of the loss scale."""
-    for part in batch.parts():
-        unit, of_unit = batch.unit(part), grad[part]
-        along = (of_unit * unit).sum(dim=1, keepdim=True)
-        of_unit.sub_(unit.mul_(along))
-        of_unit.mul_(batch.inverse[part, None] / batch.centers.loss_scale)
-    batch.centers.add_gradient(batch.touched, grad)
 
 
 def _figures(batch: _Batch, cosine: Tensor, largest: Tensor) -> dict[str, Tensor]:

@@ -100,8 +100,9 @@ def fit(
     cluster. Rows where ``valid`` [N] is false take no part. The ranks of ``context`` share the
     work; with ``sharded`` the centroids too (None: where there are several ranks and K D is at
     least 2^25, such as 65,536 clusters of width 512): the result is the same, memory for centroids
-    is divided by the ranks, and rows travel to all ranks in every iteration. Up to ``cache_bytes``
-    of a rank's rows (None: 1 GiB, half of a GPU's free memory) stay on its device as float32.
+    is divided by the ranks (not that of a k-means++ start), and rows travel to all ranks in every
+    iteration. Up to ``cache_bytes`` of a rank's rows (None: 1 GiB, half of a GPU's free memory)
+    stay on its device as float32.
 
     Raises ValueError for NaN or infinite rows, and for more clusters than there are rows or (but
     with ``keep_empty``) distinct rows: on all ranks alike.

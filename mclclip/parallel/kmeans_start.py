@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.parallel.row_blocks import ROWS_PER_BLOCK, Rows, squared_distance
+from mclclip.parallel.nearest import squared_distance
+from mclclip.parallel.row_blocks import ROWS_PER_BLOCK, Rows
 
 Init = Literal["auto", "plus_plus", "random"]
 PLUS_PLUS_UP_TO = 1000  # clusters, for ``auto``: the cost grows with their square

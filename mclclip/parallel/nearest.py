@@ -19,14 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mclclip.parallel.row_blocks import Algorithm
+from mclclip.parallel.row_blocks import Algorithm, tiles
 
 NOTHING = -(2**63)  # packed: no candidate
 ROWS_PER_PASS = 1024  # rows of centroids that are changed in one operation
-_ROWS, _COLUMNS = 1024, 2048  # of one tile of scores, which stays in the cache
+_CPU_COLUMNS, _GPU_COLUMNS = 2048, 16_384  # of a tile of scores; a CPU's stays in the cache
 _GROUPED = 512  # columns from which, of 16 scores, only the largest is looked at first
 _COARSE_FROM = 64  # centroids, below which casting rows to bfloat16 costs more than it saves
 _LOW_32 = 2**32 - 1
+SAME_ROW = 1e-12  # squared distance, as a share of |row|^2, that float32's rounding may make
 
 
 def pack(values: Tensor, ids: Tensor) -> Tensor:
@@ -95,11 +96,11 @@ class Search:
         """int64 [n, count]: the packed scores and ids of the nearest ``count`` centroids of rows
         [n, D], best first, the lowest id of equals; ``NOTHING`` where there are fewer.
         """
-        tiles = [self._tile(part, count) for part in torch.split(rows, _ROWS)]
-        return torch.cat(tiles) if tiles else rows.new_zeros((0, count), dtype=torch.int64)
+        found = [self._tile(part, count) for part in tiles(rows)]
+        return torch.cat(found) if found else rows.new_zeros((0, count), dtype=torch.int64)
 
     def _tile(self, rows: Tensor, count: int) -> Tensor:
-        if not len(self.centroids) or not len(rows):
+        if not len(self.centroids):
             return torch.full((len(rows), count), NOTHING, device=rows.device)
         pairs = self._candidates(rows, count)
         scores = _dot(rows, self.centroids, pairs.row, pairs.centroid)
@@ -113,8 +114,9 @@ class Search:
         coarse, error = self._lower(rows)
         top = torch.full((len(rows), count), -torch.inf, device=rows.device)
         threshold, found = top[:, -1:], []
-        for first in range(0, len(self._coarse), _COLUMNS):
-            scores = coarse @ self._coarse[first : first + _COLUMNS].T
+        step = _CPU_COLUMNS if rows.device.type == "cpu" else _GPU_COLUMNS
+        for first in range(0, len(self._coarse), step):
+            scores = coarse @ self._coarse[first : first + step].T
             scores[:, max(len(self.centroids) - first, 0) :] = -torch.inf  # the padding
             # Groups of columns that lie apart: so their maxima are taken of whole vectors.
             scores = scores.view(len(rows), -1, _num_groups(scores.shape[1]))
@@ -162,6 +164,16 @@ class Search:
             error = error + 2.0**-8 * bound.abs()
         # Twice: the better one may be too high and the other too low; 1 / 16 for second orders.
         return bound - (2.0 + 1 / 16) * error
+
+
+def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
+    """float64 [n] on the CPU: of rows [n, D] to centroids [n, D] or [D]; zero for the same row.
+
+    From differences, not from products, whose rounding would set equal rows apart.
+    """
+    squared = (rows - centroids).square().sum(dim=1)
+    same = squared <= SAME_ROW * rows.square().sum(dim=1)
+    return squared.masked_fill(same, 0.0).double().cpu()
 
 
 def half_squares(centroids: Tensor) -> Tensor:

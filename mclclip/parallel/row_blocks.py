@@ -34,8 +34,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 ROWS_PER_BLOCK = 4096
-_ROWS_AT_ONCE = 1024  # whose fixed-point numbers stay in the cache
-SAME_ROW = 1e-12  # squared distance, as a share of |row|^2, that float32's rounding may make
+_ROWS_PER_TILE = 1024  # on a CPU: what is made of them stays in the cache
 
 
 def cut_blocks(arrays: Sequence[Floats], rows_per_block: int = ROWS_PER_BLOCK) -> list[Floats]:
@@ -283,9 +282,12 @@ class Rows:
         """One pass over the data: refuses NaN and infinite rows, finds the unit of fixed point."""
 
         def look(number: int) -> tuple[int, float, float]:
-            block = self.block(number)
-            largest = float(block.abs().max()) if len(block) else 0.0
-            return num_not_finite(block), largest, float(block.double().square().sum())
+            bad, largest, squares = 0, 0.0, 0.0
+            for rows in tiles(self.block(number)):
+                bad += num_not_finite(rows)
+                largest = max(largest, *(abs(float(value)) for value in rows.aminmax()))
+                squares += float(rows.double().square_().sum())
+            return bad, largest, squares
 
         seen = self.each(look, self.own)
         self.refuse_not_finite(sum(bad for bad, _, _ in seen))
@@ -299,27 +301,24 @@ class Rows:
         return Survey(2.0 ** (62 - bits - exponent), squares / of_squares)
 
 
+def tiles(rows: Tensor) -> Sequence[Tensor]:
+    """Rows [n, ...] in parts that stay in a CPU's cache while they are worked on."""
+    size = _ROWS_PER_TILE if rows.device.type == "cpu" else max(len(rows), 1)
+    return torch.split(rows, size) if len(rows) else ()
+
+
 def num_not_finite(rows: Tensor) -> int:
     """How many rows [n, D] hold a NaN or an infinite value."""
     return int((~torch.isfinite(rows).all(dim=1)).sum())
 
 
 def add_rows(sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor, unit: float) -> None:
-    """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts."""
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        some = slice(first, first + _ROWS_AT_ONCE)
-        sums.index_put_((labels[some],), (rows[some] * unit).long(), accumulate=True)
-    counts += torch.bincount(labels, minlength=len(counts))
+    """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts.
 
-
-def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
-    """float64 [n] on the CPU: of rows [n, D] to centroids [n, D] or [D]; zero for the same row.
-
-    From differences, not from products, whose rounding would set equal rows apart.
+    Best given a tile at a time.
     """
-    squared = (rows - centroids).square().sum(dim=1)
-    same = squared <= SAME_ROW * rows.square().sum(dim=1)
-    return squared.masked_fill(same, 0.0).double().cpu()
+    sums.index_put_((labels,), (rows * unit).long(), accumulate=True)
+    counts += torch.bincount(labels, minlength=len(counts))
 
 
 def _one_thread() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mclclip.config import Config, TrainConfig
+from mclclip.config import Config
 from mclclip.data.step_counts import check_ranks
 from mclclip.plan import disk, memory, steps, table
 from mclclip.plan.machine import GIB, Machine
@@ -26,7 +26,7 @@ def run(config: Config, machine: Machine, *, samples: int | None, as_json: bool)
     """
     plan = make(config, machine, samples)
     print(json.dumps(plan, indent=2) if as_json else table.text(plan))
-    for name, options in trainings(config).items():
+    for name, options in config.trainings.items():
         memory.check(plan["memory"][name], name, options, machine)
     disk.check(plan["disk"], config)
 
@@ -36,7 +36,9 @@ def make(config: Config, machine: Machine, samples: int | None = None) -> dict[s
 
     ``samples``: of the index, for a run directory that has none (None: unknown).
     """
-    options = trainings(config)
+    options = config.trainings
+    if not options:
+        raise ValueError("num_stages is 0 and base is null: there is no training to plan")
     for name, training in options.items():
         check_ranks(name, training.global_batch, machine.ranks)
     counted = steps.count(config, samples)
@@ -52,9 +54,3 @@ def make(config: Config, machine: Machine, samples: int | None = None) -> dict[s
         "memory": measured,
         "disk": disk.count(config, counted, measured),
     }
-
-
-def trainings(config: Config) -> dict[str, TrainConfig]:
-    """The kinds of training by the option that describes them."""
-    base = {} if config.base is None else {"base": config.base}
-    return base | {"train": config.train}

@@ -21,8 +21,9 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
         _training(config, training, measured[training["option"]])
         for training in counted["trainings"]
     ]
-    embeddings = _embeddings(config, counted["samples"], measured["train"])
-    exports = _exports(config, measured["train"])
+    *_, last = measured.values()
+    embeddings = _embeddings(config, counted["samples"], last)
+    exports = _exports(config, last)
     # A new checkpoint is whole before the oldest goes.
     spare = max(training["each"] for training in trainings)
     whole = sum(training["kept"] for training in trainings) + spare + exports + (embeddings or 0)

@@ -18,6 +18,7 @@ from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.row_losses import Pairs, row_losses
 from mclclip.parallel import gradient_cache
 from mclclip.parallel.engine_memory import Sizes, per_rank
+from mclclip.plan import head
 from mclclip.plan.machine import GIB, Machine
 from mclclip.trainer import Trainee, prepare_model
 
@@ -28,6 +29,7 @@ PARTS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "ema": "moving average",
+    "head": "class centers",
     "engine": "engine's buffers",
     "activations": "activations",
     "loss": "features, loss",
@@ -46,11 +48,13 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     local = options.global_batch // machine.ranks
     micro = min(options.engine.micro_batch or local, local)
     gpu = config.device != "cpu"
-    model = memory.load_shapes(config.model.name)
+    trained = config.trained_model if name == "train" else None
+    model = memory.load_shapes((trained or config.model).name)
+    centers = _head(config, options, model.embed_dim, machine)
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
-        cached_text = name == "train" and options.cached_text and not options.lock.text
+        cached_text = name == "train" and options.reads_text_embeddings
         trainee = Trainee(model, InfoNCE(), options.precision)
         batch = _batch(model, options, local, cached_text)
         sizes = _sizes(model, options)
@@ -66,7 +70,10 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             caching=micro < local,
         ) | {
             "activations": activations,
-            "loss": _loss_bytes(trainee, options, model.embed_dim, local, machine.ranks),
+            "head": _head_bytes(centers),
+            "loss": centers["parts"]["step"]
+            if centers
+            else _loss_bytes(trainee, options, model.embed_dim, local, machine.ranks),
             "batch": memory.size_bytes(_tensors(batch)),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
@@ -82,7 +89,11 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "parts": parts,
             "sum": sum(parts.values()),
             "host": _host_bytes(config, parts["batch"]),
-            "checkpoint": sizes.parameters + sizes.moments + sizes.average,
+            "head": centers,
+            "checkpoint": sizes.parameters
+            + sizes.moments
+            + sizes.average
+            + (centers["checkpoint"] if centers else 0),
             "export": sizes.parameters,
             "trained": sizes.trained,
             "notes": _notes(model, name, options, machine, sizes),
@@ -112,6 +123,8 @@ def _remedy(
         if not how.grad_checkpointing:
             ways.append(f"{name}.engine.grad_checkpointing=true")
         return f"set {' or '.join(ways)}, or use more GPUs"
+    if most == "head":
+        return "use more GPUs, which share the class centers, or lower cluster.num_clusters"
     if most in ("loss", "batch", "context"):
         return f"lower {name}.global_batch, or use more GPUs"
     if how.name == "ddp":
@@ -160,13 +173,15 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     height, width = (size, size) if isinstance(size, int) else size
     dtype = torch.float64 if options.precision == "float64" else torch.float32
     context = int(getattr(model.tokenizer, "context_length", 77))
+    centers = options.class_centers
+    tokens = not cached_text and centers is None
     return Batch(
         image=torch.empty(local, 3, height, width, dtype=dtype),
-        labels=torch.zeros(local, 1, dtype=torch.int64),
+        labels=torch.zeros(local, centers.labels_per_sample if centers else 1, dtype=torch.int64),
         sample_id=torch.zeros(local, dtype=torch.int64),
         step=0,
         group_size=options.global_batch,
-        text=None if cached_text else torch.zeros(local, context, dtype=torch.int64),
+        text=torch.zeros(local, context, dtype=torch.int64) if tokens else None,
         text_features=torch.empty(local, model.embed_dim, dtype=dtype) if cached_text else None,
     )
 
@@ -217,6 +232,23 @@ def _loss_bytes(
 
 
 # --- sizes -------------------------------------------------------------------------------------
+
+
+def _head(
+    config: Config, options: TrainConfig, dim: int, machine: Machine
+) -> dict[str, Any] | None:
+    """What class centers cost, as many as the largest of the stages has."""
+    if options.class_centers is None:
+        return None
+    stages = range(max(config.num_stages, 1))
+    largest = max(config.cluster.clusters_of(stage) for stage in stages)
+    return head.measure(options, dim, largest, machine.ranks)
+
+
+def _head_bytes(centers: dict[str, Any] | None) -> int:
+    """What lasts over a step."""
+    parts = centers["parts"] if centers else {}
+    return sum(size for part, size in parts.items() if part != "step")
 
 
 def _sizes(model: ClipModel, options: TrainConfig) -> Sizes:

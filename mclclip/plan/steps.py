@@ -95,7 +95,7 @@ def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
 
 def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
     """Clusters of each stage that a training's labels are made of; () for one group."""
-    if variant == "ungrouped":
+    if variant == "ungrouped" or config.train.class_centers is not None:
         return ()
     radices = tuple(config.cluster.clusters_of(earlier) for earlier in range(stage))
     return radices[-1:] if config.cluster.label_mode == "last" else radices
@@ -130,7 +130,7 @@ def _on_disk(
     else:
         labels, radices = np.zeros(len(index), np.int64), tuple[int, ...]()
         bad = index.bad_ids()
-        if stage > 0 and variant != "ungrouped":
+        if stage > 0 and _radices(config, stage, variant):
             directory = layout.pseudo_labels(stage)
             # Which groups of random labels lose a bad sample depends on the draw.
             if not artifacts.is_finished(directory) or (variant != "mcl" and len(bad)):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mclclip.plan.head import MEMORY_BYTES_PER_S, NETWORK_BYTES_PER_S, PRODUCTS_PER_S
 from mclclip.plan.machine import GIB
 from mclclip.plan.memory import PARTS
 
 
 def text(plan: dict[str, Any]) -> str:
     """The whole plan, several lines."""
-    blocks = (_head(plan), _steps(plan), _batches(plan), _parameters(plan), _memory(plan))
+    blocks = [_head(plan), _steps(plan), _batches(plan), _parameters(plan), _memory(plan)]
+    heads = [kind["head"] for kind in plan["memory"].values() if kind["head"]]
+    blocks += [_class_centers(head) for head in heads]
     return "\n\n".join("\n".join(block) for block in (*blocks, _disk(plan)))
 
 
@@ -83,6 +86,27 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
     rows.append(["main memory: batches", *(_gib(kind["host"]) for kind in kinds.values())])
     yield from _aligned(rows)
     yield from (f"note: {note}" for kind in kinds.values() for note in kind["notes"])
+
+
+def _class_centers(head: dict[str, Any]) -> Iterator[str]:
+    rows = [["class centers", "in all", "per rank"]]
+    rows.append(["classes", f"{head['num_classes']:,}", f"{head['rows']:,}"])
+    rows.append(["negatives of a step", "", f"{head['negatives']:,}"])
+    distinct = f"{head['distinct_positives']:,} different"
+    rows.append(["positives of a step", distinct, f"{head['positives']:,}"])
+    for part, size in head["parts"].items():
+        rows.append([f"MB of {part}", "", f"{size / 1e6:,.1f}"])
+    for name, size in head["collectives"].items():
+        rows.append([f"MB, {name}", f"{size / 1e6:,.2f}", ""])
+    rows.append(["GFLOP of products", "", f"{head['operations'] / 1e9:,.1f}"])
+    for name, seconds in head["seconds"].items():
+        rows.append([f"ms of {name}, expected", "", f"{1e3 * seconds:,.1f}"])
+    rows.append(["ms of a step, expected", "", f"{1e3 * sum(head['seconds'].values()):,.1f}"])
+    yield from _aligned(rows)
+    yield (
+        f"note: at {PRODUCTS_PER_S / 1e12:g} TFLOP/s (fp32), {MEMORY_BYTES_PER_S / 1e12:g} TB/s "
+        f"and {NETWORK_BYTES_PER_S / 1e9:g} GB/s per GPU, nothing overlapped"
+    )
 
 
 def _disk(plan: dict[str, Any]) -> Iterator[str]:

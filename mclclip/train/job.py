@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mclclip.config import Config, TrainConfig
+from mclclip.config import Config, ModelConfig, TrainConfig
 from mclclip.data.class_labels import ClassLabels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.layout import Layout
@@ -27,6 +27,11 @@ class Job:
     index: SampleIndex
     directory: Path
     peaks: PeakMemory
+
+    @property
+    def model(self) -> ModelConfig:
+        """The encoder as it is named: stages s >= 1 may start from one of their own."""
+        return (self.config.trained_model if self.stage else None) or self.config.model
 
     @property
     def uses_cached_text(self) -> bool:

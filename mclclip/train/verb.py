@@ -83,7 +83,7 @@ def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact
         "stage": job.stage,
         "variant": job.layout.variant,
         "seed": job.seed,
-        "model": to_tree(job.config.trained_model or job.config.model),
+        "model": to_tree(job.model),
         "train": options,
     }
     groups = StageGroups(job.directory / "grouped_index")

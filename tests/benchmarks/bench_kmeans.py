@@ -148,8 +148,8 @@ class Contest:
                 ]
             )
         timing.print_table(
-            f"spherical k-means, {num_rows:,} x {self.start.shape[1]} float32 in "
-            f"{len(self.paths)} files, K = {len(self.start)}, {self.updates} updates of one start",
+            f"spherical k-means, {num_rows:,} x {self.start.shape[1]} float32 in {len(self.paths)} "
+            f"files, K = {len(self.start)}, {self.updates} updates from one start",
             [
                 *timing.headers("implementation", "k rows x updates"),
                 "wall ms per iteration",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -180,12 +181,20 @@ def test_finished_work_is_skipped_and_other_settings_need_force(tmp_path: Path) 
     assert read_manifest(layout.pseudo_labels(1), "pseudo_labels").counts["radices"] == [3]
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was on disk, the same command ends in the same files."""
     tree = make_run(tmp_path / "run", tmp_path / "shards")
     cluster.run(from_tree(make_run(tmp_path / "calm", tmp_path / "shards")), SINGLE, stage=0)
     save = artifacts.save_npy
-    for survives in range(4):
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.run(from_tree(tree), SINGLE, stage=0)
+    for survives in range(3):
         left = [survives]
 
         def kill_after(path: Path, array: np.ndarray, left: list[int] = left) -> None:
@@ -213,7 +222,117 @@ def test_a_control_gets_clusters_but_no_pseudo_labels(tmp_path: Path) -> None:
     assert not layout.pseudo_labels(2).exists()
 
 
+# --- several labels, features of two towers, two levels ---
+
+
+@pytest.mark.parametrize("algorithm", ["spherical", "euclidean"])
+def test_the_nearest_several_with_their_similarities(tmp_path: Path, algorithm: str) -> None:
+    tree = make_run(tmp_path / "run", tmp_path / "shards", labels_per_sample=3, algorithm=algorithm)
+    config = from_tree(tree)
+    directory = cluster.run(config, SINGLE, stage=0)
+    labels = np.load(directory / "cluster_labels.npy")
+    similarities = np.load(directory / "similarities.npy")
+    centroids = np.load(directory / "centroids.npy").astype(np.float64)
+    assert (labels.dtype, labels.shape) == (np.int32, (sum(SIZES), 3))
+    assert (similarities.dtype, similarities.shape) == (np.float16, (sum(SIZES), 3))
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "centroids.npy",
+        "cluster_labels.npy",
+        "manifest.json",
+        "similarities.npy",
+    ]
+    files = sorted(Layout.of(config).embeddings(0).glob("*.npy"))
+    rows = np.concatenate([np.load(path) for path in files]).astype(np.float64)
+    good = np.setdiff1d(np.arange(len(rows)), BAD)
+    if algorithm == "spherical":
+        rows[good] /= np.linalg.norm(rows[good], axis=1, keepdims=True)
+        wanted = rows @ centroids.T
+    else:
+        wanted = 1.0 - ((rows[:, None] - centroids[None]) ** 2).sum(axis=2) / 2.0
+    assert np.array_equal(labels[good], (-wanted).argsort(axis=1)[good, :3])
+    np.testing.assert_allclose(similarities[good], -np.sort(-wanted, axis=1)[good, :3], atol=1e-3)
+    assert (labels[list(BAD)] == -1).all() and (similarities[list(BAD)] == 0.0).all()
+    # The pseudo labels and the manifest know the nearest alone.
+    first, radices, _ = read_pseudo_labels(
+        Layout.of(config).pseudo_labels(1), SampleIndex.open(Layout.of(config).index)
+    )
+    assert radices == (K,) and np.array_equal(first, labels[:, 0])
+    sizes = read_manifest(directory, "clusters").counts["cluster_sizes"]
+    assert sizes == np.bincount(labels[good, 0], minlength=K).tolist()
+
+
+def write_texts(config: Config, texts: np.ndarray) -> None:
+    """Text embeddings of one caption per sample."""
+    layout = Layout.of(config)
+    samples = SampleIndex.open(layout.index)
+    inputs = {"index": samples.digest, "encoder": "texts"}
+    artifact = Artifact.open(
+        layout.text_embeddings, kind="text_embeddings", config={}, inputs=inputs
+    )
+    for number, shard in enumerate(samples.shards):
+        np.save(artifact.directory / f"{number:05d}.npy", texts[shard.start : shard.stop])
+    artifact.finish({"samples": len(samples)})
+
+
+def test_the_mean_of_image_and_text(tmp_path: Path) -> None:
+    """Images tell four clusters apart and texts two halves of each: the mean, eight."""
+    tree = make_run(tmp_path / "run", tmp_path / "shards", feature="mean", num_clusters=8)
+    config, good = from_tree(tree), np.setdiff1d(np.arange(sum(SIZES)), BAD)
+    with pytest.raises(FileNotFoundError, match="no finished text_embeddings.*embed --text"):
+        cluster.run(config, SINGLE, stage=0)
+    half = np.random.default_rng(9).integers(2, size=sum(SIZES))
+    write_texts(config, np.eye(12)[6 + half].astype(np.float32))
+    directory = cluster.run(config, SINGLE, stage=0)
+    labels = np.load(directory / "cluster_labels.npy")[good, 0]
+    joint = truth(0) * 2 + half
+    assert adjusted_mutual_info_score(joint[good], labels) == pytest.approx(1.0)
+    inputs = read_manifest(directory, "clusters").inputs
+    texts = read_manifest(Layout.of(config).text_embeddings, "text_embeddings")
+    assert inputs["text_embeddings"] == texts.digest
+    with pytest.raises(ValueError, match="feature was 'mean', now 'image'"):
+        cluster.run(change(tree, feature="image"), SINGLE, stage=0)
+    (Layout.of(config).text_embeddings / "00002.npy").unlink()
+    shutil.rmtree(directory)
+    with pytest.raises(FileNotFoundError, match="no .*00002.npy: run 'mclclip embed --text' again"):
+        cluster.run(config, SINGLE, stage=0)
+
+
+def test_two_levels(tmp_path: Path) -> None:
+    options = {"method": "two_level", "num_splits": 3, "num_clusters": 11, "labels_per_sample": 2}
+    tree = make_run(tmp_path / "run", tmp_path / "shards", **options)
+    directory = cluster.run(from_tree(tree), SINGLE, stage=0)
+    centroids = np.load(directory / "centroids.npy")
+    labels = np.load(directory / "cluster_labels.npy")
+    good = labels[:, 0] >= 0
+    assert centroids.shape == (11, 12) and labels.shape == (sum(SIZES), 2)
+    counts = read_manifest(directory, "clusters").counts
+    assert counts["cluster_sizes"] == np.bincount(labels[good, 0], minlength=11).tolist()
+    # Clusters split the planted ones, and never mix them.
+    for number in np.unique(labels[good, 0]):
+        assert len(set(truth(0)[good & (labels[:, 0] == number)])) == 1
+    with pytest.raises(ValueError, match="method was 'two_level', now 'flat'"):
+        cluster.run(change(tree, method="flat"), SINGLE, stage=0)
+
+
+def test_a_training_without_groups_gets_no_pseudo_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards"))
+    monkeypatch.setattr(cluster, "_needs_groups", lambda config: False)
+    cluster.run(config, SINGLE, stage=0)
+    assert not Layout.of(config).pseudo_labels(1).exists()
+
+
 # --- mistakes: one line, nothing half-written ---
+
+
+def test_more_labels_than_clusters_leave_nothing_behind(tmp_path: Path) -> None:
+    tree = make_run(tmp_path / "run", tmp_path / "shards", labels_per_sample=5)
+    with pytest.raises(
+        ValueError, match=r"labels_per_sample is 5, but stage 0 has 4 clusters: set"
+    ):
+        cluster.run(from_tree(tree), SINGLE, stage=0)
+    assert contents(tmp_path / "run") == {}
 
 
 def test_too_many_clusters_leave_nothing_behind(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ def refusal(options: Config, machine: Machine, samples: int | None = None) -> st
 def test_every_recipe_has_a_plan(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan.run(config.load(path), Machine(), samples=CC12M, as_json=False)
+    options = ["model.name=ViT-L-14"] if path.stem == "lit" else []  # not yet exported
+    plan.run(config.load(path, options), Machine(), samples=CC12M, as_json=False)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
     for word in ("samples seen", "GiB per rank (estimate)", "GiB on disk", "in all"):

@@ -1,0 +1,200 @@
+"""MLCD through the command line: one rank and two, killed and resumed, its export, a text stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mclclip
+from mclclip import checkpoint
+from tests import tiny
+from tests.e2e.conftest import KillAfter, Shell
+
+STEPS = 6
+OBJECTIVE = (
+    "train.objective={kind: mlcd, labels_per_sample: 3, sample_rate: 0.5, scale: 16, margin: none}"
+)
+OPTIONS = (
+    "num_stages=1",
+    "cluster.num_clusters=21",
+    "cluster.labels_per_sample=4",
+    "train.log_every=1",
+    "train.precision=fp32",
+    OBJECTIVE,
+)
+FIGURES = {
+    "positive_loss",
+    "negative_loss",
+    "positive_cosine",
+    "max_negative_cosine",
+    "saturated_share",
+    "distinct_positives",
+    "conflicts",
+}
+
+
+@pytest.fixture(scope="module")
+def done(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A whole run on one rank: its configuration and directory; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("class_centers")
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
+    shell.ok("run", "--config", config)
+    return config, folder / "run"
+
+
+def untrained(done: tuple[Path, Path], run_dir: Path) -> list[object]:
+    """A copy of the run as it was before stage 1, and the command that trains it."""
+    shutil.copytree(done[1] / "index", run_dir / "index")
+    shutil.copytree(done[1] / "stage_0", run_dir / "stage_0")
+    return ["train", "--stage", 1, "--config", done[0], f"run_dir={run_dir}"]
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "stage_1/train/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def state_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Weights and class centers with their optimizer's state, of the last checkpoint."""
+    directory = run_dir / "stage_1/train/checkpoints"
+    return {
+        f"{part}.{name}": tensor
+        for part in ("model", "class_centers")
+        for name, tensor in checkpoint.load_model_state(directory, STEPS, part).items()
+    }
+
+
+def test_what_a_run_leaves(done: tuple[Path, Path]) -> None:
+    run_dir = done[1]
+    clusters = run_dir / "stage_0/clusters"
+    labels = np.load(clusters / "cluster_labels.npy")
+    similarities = np.load(clusters / "similarities.npy")
+    assert (labels.shape, labels.dtype) == ((192, 4), np.int32)
+    assert (similarities.shape, similarities.dtype) == ((192, 4), np.float16)
+    assert not (run_dir / "stage_1/pseudo_labels").exists()
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert FIGURES <= rows[0].keys()
+    assert rows[0]["loss"] == pytest.approx(rows[0]["positive_loss"] + rows[0]["negative_loss"])
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    state = state_of(run_dir)
+    assert state["class_centers.rows"].shape == (21, 8)
+    moved = state["class_centers.rows"] - torch.from_numpy(np.load(clusters / "centroids.npy"))
+    assert moved.abs().max() > 0 and int(state["class_centers.steps"].max()) == STEPS
+
+
+def test_the_text_tower_stays_what_it_was(done: tuple[Path, Path]) -> None:
+    before, after = (
+        mclclip.load_model(str(done[1] / stage / "export")).model.clip.state_dict()
+        for stage in ("stage_0", "stage_1")
+    )
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert {n for n in before if not n.startswith("visual.")} <= same
+    assert not torch.equal(before["visual.proj"], after["visual.proj"])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_see_the_same(
+    shell: Shell, done: tuple[Path, Path], tmp_path: Path, ranks: int
+) -> None:
+    """Also under gradient caching and another engine; 21 classes are uneven over two ranks."""
+    options = ["train.engine={name: fsdp, micro_batch: 4}"] if ranks == 2 else []
+    shell.ok(*untrained(done, tmp_path / "run"), *options, ranks=ranks)
+    for got, want in zip(rows_of(tmp_path / "run"), rows_of(done[1]), strict=True):
+        for name in ("loss", "grad_norm", *FIGURES):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("lazy", ["false", "true"])
+def test_killed_and_resumed(
+    shell: Shell, done: tuple[Path, Path], tmp_path: Path, lazy: str
+) -> None:
+    """Bit for bit on as many ranks; and one rank goes on where two were killed."""
+    option = f"train.objective.lazy={lazy}"
+    command = [*untrained(done, tmp_path / "run"), option]
+    undisturbed = [*untrained(done, tmp_path / "undisturbed"), option]
+    shell.ok(*undisturbed, ranks=2)
+    shell(*command, ranks=2, inside=KillAfter("update", 4))
+    assert checkpoint.steps(tmp_path / "run/stage_1/train/checkpoints") == [2]
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")
+    shell.ok(*command, ranks=2)
+    wanted, got = state_of(tmp_path / "undisturbed"), state_of(tmp_path / "run")
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    command[command.index(f"run_dir={tmp_path / 'run'}")] = f"run_dir={tmp_path / 'elsewhere'}"
+    shell.ok(*command, ranks=1)
+    losses, alone = ([row["loss"] for row in rows_of(tmp_path / n)] for n in ("run", "elsewhere"))
+    assert alone == pytest.approx(losses, rel=1e-5)
+
+
+def test_from_scratch_and_then_the_text_tower(
+    shell: Shell, done: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Another architecture learns the clusters; then its frozen image tower teaches captions."""
+    small = tiny.MODEL | {"embed_dim": 12}
+    options = [
+        f"trained_model={{name: {json.dumps(small)}}}",
+        "train.objective.centers=normal",
+        "export.concat=[]",
+        "export.soup=false",
+    ]
+    command = ["run", *untrained(done, tmp_path / "run")[3:], *options]
+    shell.ok(*command)
+    export = tmp_path / "run/stage_1/export"
+    assert mclclip.load_model(str(export)).embed_dim == 12
+    lit = [
+        f"run_dir={tmp_path / 'lit'}",
+        f"model={{name: 'local-dir:{export}'}}",
+        "num_stages=0",
+        "train.objective={kind: info_nce}",
+        "base.lock={image_blocks: 0, image_norm: false, image_projection: false}",
+        "export.concat=[]",
+        "export.soup=false",
+    ]
+    shell.ok("run", "--config", done[0], *lit)
+    before, after = (
+        mclclip.load_model(str(path)).model.clip.state_dict()
+        for path in (export, tmp_path / "lit/stage_0/export")
+    )
+    for name in before:
+        assert torch.equal(before[name], after[name]) == name.startswith("visual."), name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["train.objective.labels_per_sample=5"], "is more than cluster.labels_per_sample=4"),
+        (["cluster.labels_per_sample=22"], "cluster.labels_per_sample"),
+        (["train.objective.kind=mldc"], "does not match any of the expected tags"),
+        (["train.objective.sample_rate=1.5"], "less than or equal to 1"),
+        (["train.objective.margin_size=3"], "margin is 3.0: wanted 0 to 1.571"),
+        (["controls=[ungrouped]"], "leave them out"),
+        (["base.objective.kind=mlcd"], "needs the clusters of a stage before"),
+        (
+            [f"trained_model={{name: {json.dumps(tiny.MODEL | {'embed_dim': 12})}}}"],
+            "set centers=normal",
+        ),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(
+    shell: Shell, done: tuple[Path, Path], tmp_path: Path, options: list[str], words: str
+) -> None:
+    untrained(done, tmp_path / "run")
+    ended = shell("run", "--config", done[0], f"run_dir={tmp_path / 'run'}", *options)
+    assert ended.code == 2
+    (line,) = ended.complaints()
+    assert words in line, line
+    assert not (tmp_path / "run/stage_1/train/checkpoints").exists()
+
+
+def test_other_clusters_are_noticed(shell: Shell, done: tuple[Path, Path], tmp_path: Path) -> None:
+    command = untrained(done, tmp_path / "run")
+    shell.ok(*command)
+    ended = shell(*command, "train.objective.scale=32")
+    assert ended.code == 2 and "train.objective.scale" in ended.complaints()[0]
