@@ -188,9 +188,9 @@ def _cluster(
             blocks, found.centroids, labels_per_sample=num_labels, held=found.held, **common
         )
     share = 1.0 if options.algorithm == "spherical" else 0.5
-    similarities = (1.0 - share * nearest.distances).half().numpy()
+    similarities = nearest.distances.mul_(-share).add_(1.0).half().numpy()
     similarities[~valid] = 0.0
-    return _Result(found, nearest.labels.int().numpy(), similarities)
+    return _Result(found, nearest.labels.numpy(), similarities)
 
 
 def _save_centroids(path: Path, found: kmeans.KMeans, context: Context) -> None:

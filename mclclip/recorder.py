@@ -23,6 +23,13 @@ from mclclip.profiling import PeakMemory
 
 log = logging.getLogger("mclclip")
 
+# What a line of the log tells of an objective, where it has it.
+_SHOWN = {
+    "logit_scale": "scale %.1f",
+    "positive_loss": "positive %.3f",
+    "negative_loss": "negative %.3f",
+    "positive_cosine": "cosine %.3f",
+}
 _WATCHED = 3  # first steps whose memory is measured by phase, besides those that give a row
 
 
@@ -133,9 +140,10 @@ class Recorder:
         if self.metrics is None:
             return
         self.metrics.write(done, row)
+        shown = "".join(f" {text % row[name]}" for name, text in _SHOWN.items() if name in row)
         log.info(
-            "%s step %d: loss %.4f lr %.2e scale %.1f, %.0f samples/s, waiting %.0f %%",
-            self.name, done, row["loss"], lr, row["logit_scale"],
+            "%s step %d: loss %.4f lr %.2e%s, %.0f samples/s, waiting %.0f %%",
+            self.name, done, row["loss"], lr, shown,
             row["samples_per_s"], 100 * row["data_wait_share"],
         )  # fmt: skip
 

@@ -91,7 +91,9 @@ class Trainee(nn.Module):
         parts: dict[str, Tensor] = self.objective(
             **features, labels=batch.labels, sample_id=batch.sample_id
         )
-        return parts | {"logit_scale": features["logit_scale"]}
+        # Without captions nothing is multiplied by it.
+        scale = {"logit_scale": features["logit_scale"]} if "text_features" in features else {}
+        return parts | scale
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         dtype = _HALF.get(self.precision)

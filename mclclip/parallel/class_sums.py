@@ -13,6 +13,7 @@ computed in tiles, twice, and never exist whole.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,9 @@ from mclclip.parallel.class_centers import ShardedClassCenters
 from mclclip.parallel.margins import Margin
 
 _LARGEST_EXPONENT = 85.0  # exp overflows fp32 beyond 88
-_ROWS_IN_CACHE = 256
+
+# What is used here, torch.sparse.sampled_addmm, is not where that beta is rough.
+warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,13 @@ class _Batch:
         self.figures: dict[str, Tensor] = {}
 
     def _find_pairs(self, labels: Tensor) -> None:
-        """The (row, positive) of this rank, by class: rows of the table are read in their order."""
+        """The (row, positive) of this rank, by class, so that memory is read in its order."""
         self.own = (labels >= self.centers.start) & (labels < self.centers.stop)
         self.by_row = labels[self.own] - self.centers.start
         self.row_starts = _starts(self.own.sum(dim=1))
         order = self.by_row.argsort(stable=True)
         self.row, self.positives = self.own.nonzero()[:, 0][order], self.by_row[order]
-        self.to_rows = torch.empty_like(order)  # takes what is by class into the order of rows
-        self.to_rows[order] = torch.arange(len(order), device=order.device)
+        self.to_rows = _inverse(order, len(order))  # x[to_rows] is x by row, for x by class
 
     def _find_touched(self) -> None:
         """The classes that take part, and where negatives and positives are among them."""
@@ -123,11 +125,7 @@ class _Batch:
 
     def _find_collisions(self) -> None:
         """Where a row's own positive was drawn, in the order of the tiles."""
-        place = torch.full_like(self.touched, -1)
-        place[self.of_negatives] = torch.arange(len(place), device=place.device)[
-            : len(self.negatives)
-        ]
-        column = place[self.of_positives]
+        column = _inverse(self.of_negatives, len(self.touched))[self.of_positives]
         drawn = column >= 0
         row, column = self.row[drawn], column[drawn]
         per_column = -(-self.shape[0] // self.tile)
@@ -167,19 +165,29 @@ def _starts(counts: Tensor) -> Tensor:
     return functional.pad(counts.cumsum(0), (1, 0))
 
 
+def _inverse(places: Tensor, size: int) -> Tensor:
+    """[size]: i at ``places[i]``, -1 elsewhere."""
+    found = places.new_full((size,), -1)
+    found[places] = torch.arange(len(places), device=places.device)
+    return found
+
+
 def _products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> Tensor:
-    """[n]: the product of row i of ``left`` with the rows of ``right`` that are named in ``ids`` [n]
-    from starts[i] to starts[i + 1]. Rows are read where they are."""
+    """[n]: at p from starts[i] to starts[i + 1], the product of left[i] and right[ids[p]].
+
+    Rows are read where they are: no copy of them [n, D] exists.
+    """
     values = left.new_zeros(len(ids))
     size = len(left), len(right)
     wanted = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
-    return torch.sparse.sampled_addmm(wanted, left, right.T).values()
+    found: Tensor = torch.sparse.sampled_addmm(wanted, left, right.T).values()
+    return found
 
 
 def _weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
     """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
 
-    Rows are read where they are, and always added in the same order.
+    Rows are read where they are, too, and always added in the same order.
     """
     return functional.embedding_bag(
         ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
@@ -268,21 +276,15 @@ def _positive_weights(batch: _Batch, cosine: Tensor, log_p: Tensor, grad_p: Tens
 
 def _pull_centers(batch: _Batch, features: Tensor, cosine: Tensor, weights: Tensor) -> Tensor:
     """[t, D]: the gradient of the touched class centers through P, out of the loss scale."""
-    weights = weights / batch.centers.loss_scale
-    starts = _starts(batch.uses)
-    along = torch.arange(len(weights), device=weights.device)
-    along = _weighted_sums(cosine[:, None], along, starts, weights)
-    along.mul_(-batch.inverse[:, None])
-    grad = features.new_empty((len(batch.touched), batch.centers.dim))
-    step = batch.tile if grad.is_cuda else _ROWS_IN_CACHE
-    for first in range(0, len(grad), step):
-        part = slice(first, first + step)
-        begin = starts[first : first + step + 1]
-        pairs = slice(int(begin[0]), int(begin[-1]))
-        pull = _weighted_sums(features, batch.row[pairs], begin - begin[0], weights[pairs])
-        # The normalisation lets only what is across a class center through.
+    weights, starts = weights / batch.centers.loss_scale, _starts(batch.uses)
+    grad = _weighted_sums(features, batch.row, starts, weights)
+    # The normalisation lets through what is across a class center, and not what is along it.
+    pairs = torch.arange(len(weights), device=weights.device)
+    along = _weighted_sums(cosine[:, None], pairs, starts, weights) * batch.inverse[:, None]
+    for first in range(0, len(grad), batch.tile):
+        part = slice(first, first + batch.tile)
         rows = batch.centers.rows.index_select(0, batch.touched[part])
-        torch.addcmul(pull, rows, along[part], out=grad[part])
+        grad[part].addcmul_(rows, along[part], value=-1.0)
     return grad
 
 
@@ -294,7 +296,8 @@ def _pull_negatives(
     grad: Tensor,
     grad_centers: Tensor,
 ) -> None:
-    """Adds the gradients through N: of the features, and of the touched unit class centers."""
+    """Adds the gradients through N: of the features to ``grad``, of the touched class centers to
+    ``grad_centers``."""
     scaled, memory = features * batch.scale, batch.memory(features)
     weights = (batch.scale * grad_n)[:, None]
     for centers, places, tiles in batch.negative_blocks():
@@ -307,7 +310,7 @@ def _pull_negatives(
         along = (of_centers * centers).sum(dim=1, keepdim=True)
         of_centers.addcmul_(centers, along, value=-1.0)
         of_centers.mul_(batch.inverse[places, None] / batch.centers.loss_scale)
-        grad_centers.index_add_(0, places, of_centers)  # every place once: in no other order
+        grad_centers.index_add_(0, places, of_centers)  # no place twice: in any order
 
 
 def _figures(batch: _Batch, cosine: Tensor, largest: Tensor) -> dict[str, Tensor]:

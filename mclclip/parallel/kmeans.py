@@ -27,6 +27,7 @@ from mclclip.parallel.row_blocks import Algorithm, Floats, Mask, Rows, Survey, n
 log = logging.getLogger("mclclip")
 
 _SAMPLE, _START = 1, 2  # what a random generator is for
+_ROWS_PER_SUM = 2**20  # of labels and distances, in one message
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class KMeans:
 class Assignment:
     """The L nearest centroids of each row, nearest first, ties to the lowest id.
 
-    ``labels`` int64 [N, L], -1 where the row is not valid; ``distances`` float32 [N, L]: 1 - cosine
+    ``labels`` int32 [N, L], -1 where the row is not valid; ``distances`` float32 [N, L]: 1 - cosine
     (spherical) or the squared distance, 0 where the row is not valid.
     """
 
@@ -182,7 +183,7 @@ def assign(
             f"labels_per_sample is {labels_per_sample}: wanted 1 to {num_clusters:,}, the number "
             "of centroids"
         )
-    labels = torch.zeros((rows.num_rows, labels_per_sample), dtype=torch.int64)
+    labels = torch.zeros((rows.num_rows, labels_per_sample), dtype=torch.int32)
     distances = torch.zeros((rows.num_rows, labels_per_sample), dtype=torch.float32)
     # Ranks that hold unlike ranges see it alike: their number is the same on all.
     shards = int(rows.total(torch.tensor(int(held is not None and len(held) < num_clusters))))
@@ -193,10 +194,14 @@ def assign(
             labels[rows.starts[number] : rows.starts[number + 1]] = -1
             ids = torch.from_numpy(rows.ids(number))
             scores, nearest = unpack(packed)
-            labels[ids], distances[ids] = nearest.cpu(), _distances(block, scores, algorithm).cpu()
+            labels[ids] = nearest.int().cpu()
+            distances[ids] = _distances(block, scores, algorithm).cpu()
             bad += num_not_finite(block)
         rows.refuse_not_finite(bad)
-    return Assignment(rows.total(labels).cpu(), rows.total(distances).cpu())
+    for found in (labels, distances):  # a part at a time: both may fill half the memory
+        for part in torch.split(found, _ROWS_PER_SUM):
+            part.copy_(rows.total(part))
+    return Assignment(labels, distances)
 
 
 def _distances(block: Tensor, scores: Tensor, algorithm: Algorithm) -> Tensor:

@@ -153,6 +153,7 @@ class Search:
         rounding = 2.0 * (rows.shape[1] + 16) * 2.0**-24
         constants = 0.0 if self.half_squares is None else float(self.half_squares.max())
         error = error + rounding * (lengths * (self._shifted + self._length) + 2.0 * constants)
+        error = error + 2.0**-110 * (lengths + self._shifted + 1.0)  # what products take for zero
         if self._extra:
             ones = torch.ones((len(rows), self._extra), dtype=coarse.dtype, device=rows.device)
             coarse = torch.cat([coarse, ones], dim=1)

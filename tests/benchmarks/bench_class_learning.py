@@ -76,8 +76,8 @@ class Setting:
     lr_scale: float
     crop: float
     strength: float
-    layers: int = 3
-    width: int = 96
+    width: int = 16
+    color: float = 0.0
 
     def model(self) -> dict[str, Any]:
         """A small ViT with 16 patches and the smallest text tower, which nothing here uses."""
@@ -85,8 +85,8 @@ class Setting:
             "embed_dim": 64,
             "vision_cfg": {
                 "image_size": self.image_size,
-                "patch_size": self.image_size // 4,
-                "layers": self.layers,
+                "patch_size": None,
+                "layers": [1, 1, 1, 1],
                 "width": self.width,
                 "head_width": 32,
             },
@@ -112,8 +112,8 @@ def options_of(source: Path, run_dir: Path, seed: int, variant: str, how: Settin
         "lr_scale": how.lr_scale,
     }
     probes: dict[str, dict[str, Any]] = {
-        "linear_probe": {"feature": "pooled", "strength": how.strength},
-        "knn": {"feature": "pooled"},
+        "linear_probe": {"strength": how.strength},
+        "knn": {},
     }
     return config.from_tree(
         {
@@ -127,7 +127,7 @@ def options_of(source: Path, run_dir: Path, seed: int, variant: str, how: Settin
                 "num_workers": 0,
                 "index_workers": 1,
             },
-            "model": {"name": how.model(), "augmentation": {"scale": [how.crop, 1.0]}},
+            "model": {"name": how.model(), "augmentation": {"scale": [how.crop, 1.0]} | ({"color_jitter": [0.4, 0.4, 0.4, 0.1], "color_jitter_prob": how.color, "gray_scale_prob": how.color / 4} if how.color else {})},
             "embed": {"dtype": "float32"},
             "cluster": {"num_clusters": how.clusters, "labels_per_sample": MOST_LABELS},
             "train": {

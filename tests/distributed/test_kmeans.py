@@ -217,6 +217,7 @@ def run_the_verb_sharded(options: dict[str, Any]) -> None:
     """With a rule that shards even the smallest centroids."""
     before = centroids.SHARDED_FROM
     centroids.SHARDED_FROM = 1
+    assert len(centroids.held_by(here().rank, here().world_size, 30)) < 30
     try:
         run_the_verb(options)
     finally:

@@ -281,7 +281,7 @@ def test_nearest_several_are_sorted_and_start_with_the_nearest(algorithm: Any) -
     first = kmeans.assign(blocks, centroids, algorithm=algorithm)
     assert torch.equal(near.labels[:, :1], first.labels)
     assert torch.equal(near.distances[:, :1], first.distances)
-    assert first.labels.dtype == torch.int64 and first.distances.dtype == torch.float32
+    assert first.labels.dtype == torch.int32 and first.distances.dtype == torch.float32
     assert (near.distances.diff(dim=1) >= 0).all()
     slow = slow_distances(rows, centroids, algorithm)
     assert np.array_equal(near.labels, slow.argsort(axis=1))
