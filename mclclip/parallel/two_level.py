@@ -2,8 +2,8 @@
 
 All rows are clustered into a few groups; K is shared out over the groups in proportion to their
 rows; each group is clustered by itself; and all centroids together are what rows are assigned to.
-A row is compared with a group's centroids while these move, not with all K: a K-th of the work is
-left if there are about sqrt(K) groups. (UNICOM clusters LAION so, in two levels.)
+While centroids move, a row is compared with those of its group alone: with sqrt(K) groups an
+iteration of both levels costs 2 / sqrt(K) of a flat one. (UNICOM clusters LAION so.)
 
 A group is clustered by one rank, which reads the group's rows into its memory.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mclclip.parallel import collectives, kmeans
 from mclclip.parallel.centroids import hold
+from mclclip.parallel.kmeans_start import Init, is_plus_plus
 from mclclip.parallel.process_group import SINGLE, Context
 from mclclip.parallel.row_blocks import (
     Algorithm,
@@ -47,16 +48,19 @@ def fit(
     valid: Mask | None = None,
     context: Context = SINGLE,
     sharded: bool | None = None,
+    init: Init = "auto",
     **options: Any,
 ) -> tuple[kmeans.KMeans, kmeans.Assignment]:
     """The clusters, in the order of their groups, and the nearest of all K centroids of each row.
 
     ``num_splits`` groups (None: about the square root of K) are made of all rows, and each of its
     own rows, by ``kmeans.fit`` with ``options``; ``seed``, ``valid``, ``context`` and ``sharded``
-    are as there. The result is the same for any number of ranks. Clusters stay empty only where
-    a group has fewer distinct rows than clusters. ``inertia`` and ``counts`` are those of the
-    assignment, ``iterations`` is the largest of any group's. Raises ValueError for more clusters
-    than rows, for more splits than clusters, and as ``kmeans.fit`` does.
+    are as there; with ``init`` ``auto`` all groups start alike, as suits the one of most clusters.
+    The result is the same for any number of ranks. Clusters may stay empty: where a group has fewer
+    distinct rows than clusters, or where all rows of a cluster lie nearer to one of another group.
+    ``inertia`` and ``counts`` are those of the assignment, ``iterations`` is the largest of any
+    group's. Raises ValueError for more clusters than rows, for more splits than clusters, and as
+    ``kmeans.fit`` does.
     """
     words = [seed] if isinstance(seed, int) else list(seed)
     rows = Rows(blocks, valid, algorithm, context, cache_bytes=0)
@@ -69,8 +73,9 @@ def fit(
             "cluster.num_splits to at most that"
         )
     common: dict[str, Any] = {"algorithm": algorithm, "valid": valid, "context": context}
-    groups = _split(blocks, splits, words, common, options)
+    groups = _split(blocks, splits, words, common, options | {"init": init})
     shares = share_out(num_clusters, np.array([len(ids) for ids in groups]))
+    options |= {"init": "plus_plus" if is_plus_plus(init, int(shares.max())) else "random"}
     log.info(
         "k-means: %d groups of up to %d rows, of up to %d clusters each",
         splits,
@@ -92,11 +97,11 @@ def share_out(num_clusters: int, sizes: Integers) -> Integers:
     rows and that of all rows.
     """
     exact = num_clusters * sizes / sizes.sum()
-    shares: Integers = np.clip(np.floor(exact).astype(np.int64), np.minimum(sizes, 1), sizes)
+    shares: Integers = np.maximum(np.floor(exact).astype(np.int64), np.minimum(sizes, 1))
     while (missing := num_clusters - int(shares.sum())) != 0:
         step = 1 if missing > 0 else -1
-        # Whoever is farthest from its exact share, among those that may move.
-        room = shares < sizes if step > 0 else shares > 1
+        # Whoever is farthest from its exact share, which is no more than its rows.
+        room = shares > (0 if step > 0 else 1)
         order = np.argsort(-step * (exact - shares), kind="stable")
         shares[order[room[order]][: abs(missing)]] += step
     return shares

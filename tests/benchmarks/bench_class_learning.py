@@ -19,177 +19,40 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import class_folders, timing
+from tests.benchmarks import timing
 
 # isort: split
 import torch
-from PIL import Image
 
-from mclclip import cluster, config, embed, export, index, pack, train
 from mclclip.artifacts import digest_json
 from mclclip.config import Config
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.layout import Layout
-from mclclip.parallel.process_group import Context
+from tests.benchmarks.class_learning import (
+    CONTEXT,
+    MAKERS,
+    PROBES,
+    REFERENCE,
+    SETTINGS,
+    UNTRAINED,
+    VARIANTS,
+    Setting,
+    learn,
+    make_labels,
+    options_of,
+    prepare,
+)
 
-UNTRAINED, REFERENCE = "untrained", "single_label"
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    REFERENCE: {"kind": "single_label", "labels_per_sample": 1},
-    "mlc, l = 8": {"kind": "mlc", "labels_per_sample": 8},
-    "mlcd, l = 1": {"kind": "mlcd", "labels_per_sample": 1},
-    "mlcd, l = 2": {"kind": "mlcd", "labels_per_sample": 2},
-    "mlcd, l = 4": {"kind": "mlcd", "labels_per_sample": 4},
-    "mlcd, l = 8": {"kind": "mlcd", "labels_per_sample": 8},
-}
-MOST_LABELS = 8
-METRICS = ("linear_probe", "knn")
-CONTEXT = Context(device=torch.device("cpu"))
-# Data set -> a function of an empty folder, train images and test images per class.
-MAKERS: Mapping[str, Callable[[Path, int, int], Path]] = {
-    "cifar10": partial(class_folders.cifar10, timing.SHARED_DATA),
-    "caltech101": partial(class_folders.caltech101, timing.SHARED_DATA),
-    "rendered": partial(class_folders.rendered, attribute="shape"),
-}
-PER_CLASS = {"cifar10": (500, 200), "caltech101": (10, 5), "rendered": (300, 100)}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is the same for all variants of a data set."""
-
-    clusters: int
-    steps: int
-    batch: int
-    image_size: int
-    lr: float
-    sample_rate: float
-    scale: float
-    margin_size: float
-    centers: str
-    lr_scale: float
-    crop: float
-    strength: float
-    width: int = 16
-    color: float = 0.0
-
-    def model(self) -> dict[str, Any]:
-        """A small ViT with 16 patches and the smallest text tower, which nothing here uses."""
-        return {
-            "embed_dim": 64,
-            "vision_cfg": {
-                "image_size": self.image_size,
-                "patch_size": None,
-                "layers": [1, 1, 1, 1],
-                "width": self.width,
-                "head_width": 32,
-            },
-            "text_cfg": {
-                "context_length": 8,
-                "vocab_size": 49408,
-                "width": 8,
-                "heads": 1,
-                "layers": 1,
-            },
-        }
-
-
-def options_of(source: Path, run_dir: Path, seed: int, variant: str, how: Setting) -> Config:
-    """The configuration of one training over the folders and shards in ``source``."""
-    objective = {
-        **VARIANTS.get(variant, VARIANTS[REFERENCE]),
-        "sample_rate": how.sample_rate,
-        "scale": how.scale,
-        "margin": "arc" if how.margin_size else "none",
-        "margin_size": how.margin_size,
-        "centers": how.centers,
-        "lr_scale": how.lr_scale,
-    }
-    probes: dict[str, dict[str, Any]] = {
-        "linear_probe": {"strength": how.strength},
-        "knn": {},
-    }
-    return config.from_tree(
-        {
-            "run_dir": str(run_dir),
-            "seed": seed,
-            "device": "cpu",
-            "num_threads": 1,
-            "num_stages": 1,
-            "data": {
-                "sources": {"images": {"shards": f"{source}/shards/*.tar"}},
-                "num_workers": 0,
-                "index_workers": 1,
-            },
-            "model": {"name": how.model(), "augmentation": {"scale": [how.crop, 1.0]} | ({"color_jitter": [0.4, 0.4, 0.4, 0.1], "color_jitter_prob": how.color, "gray_scale_prob": how.color / 4} if how.color else {})},
-            "embed": {"dtype": "float32"},
-            "cluster": {"num_clusters": how.clusters, "labels_per_sample": MOST_LABELS},
-            "train": {
-                "objective": objective,
-                "global_batch": how.batch,
-                "steps": how.steps,
-                "lr": how.lr,
-                "weight_decay": 0.05,
-                "checkpoint": {"every": how.steps, "keep": 1},
-            },
-            "eval": {
-                "suite": {
-                    name: {"kind": name, "path": f"{source}/folders", "options": options}
-                    for name, options in probes.items()
-                }
-            },
-        }
-    )
-
-
-def prepare(name: str, per_class: tuple[int, int], where: Path) -> None:
-    """Class folders and shards of a data set, once."""
-    folders = where / "folders"
-    if not folders.exists():
-        where.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=where) as scratch:
-            made = MAKERS[name](Path(scratch) / "folders", *per_class)
-            if name == "caltech101":
-                shrink(made)
-            made.rename(folders)
-    pack.pack(folders / "train.csv", folders, where / "shards")
-
-
-def shrink(folders: Path) -> None:
-    """Stores photographs at the size they are used at: decoding would take most of the time."""
-    for path in folders.glob("*/*/*.jpg"):
-        with Image.open(path) as picture:
-            picture.draft("RGB", (128, 128))
-            small = picture.convert("RGB")
-        small.thumbnail((96, 96), Image.Resampling.BICUBIC)
-        small.save(path, quality=95)
-
-
-def make_labels(source: Path, run_dir: Path, seed: int, how: Setting) -> Config:
-    """Stage 0, the untrained encoder, and its clusters."""
-    options = options_of(source, run_dir, seed, UNTRAINED, how)
-    index.run(options, CONTEXT)
-    export.stage(options, CONTEXT, stage=0)
-    embed.run(options, CONTEXT, stage=0)
-    cluster.run(options, CONTEXT, stage=0)
-    return options
-
-
-def learn(source: Path, labels: Path, run_dir: Path, seed: int, variant: str, how: Setting) -> Path:
-    """Trains one variant on the labels of the run ``labels``; returns its export."""
-    options = options_of(source, run_dir, seed, variant, how)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for shared in ("index", "stage_0"):
-        if not (run_dir / shared).is_symlink():
-            (run_dir / shared).symlink_to((labels / shared).resolve())
-    train.run(options, CONTEXT, stage=1)
-    return export.stage(options, CONTEXT, stage=1)
+PER_CLASS_QUICK = {"cifar10": (40, 20), "caltech101": (3, 2), "rendered": (40, 20)}
+QUICK = ("clusters=20", "steps=15", "batch=64")
+PER_CLASS = {"cifar10": (500, 400), "caltech101": (10, 5), "rendered": (300, 100)}
 
 
 def measure(options: Config, name: str, model: Path) -> dict[str, Any]:
@@ -203,7 +66,12 @@ def measure(options: Config, name: str, model: Path) -> dict[str, Any]:
 
 
 def one_seed(
-    name: str, how: Setting, variants: Sequence[str], seed: int, out: Path, rows: list[dict]
+    name: str,
+    how: Setting,
+    variants: Sequence[str],
+    seed: int,
+    out: Path,
+    rows: list[dict[str, Any]],
 ) -> None:
     """All variants of one seed; adds what is missing to ``rows`` and to rows.jsonl."""
     source = out / name
@@ -230,7 +98,7 @@ def one_seed(
         rows.append(row)
         with open(out / "rows.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        shown = "  ".join(f"{metric} {row[metric]:.1f} %" for metric in METRICS)
+        shown = "  ".join(f"{metric} {row[metric]:.1f} %" for metric in PROBES)
         print(f"{name} seed {seed} {variant}: {shown}  ({row['wall_s']:.0f} s)", flush=True)
 
 
@@ -247,34 +115,39 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def report(name: str, how: Setting, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> None:
     """One table of a data set: mean and standard deviation over the seeds that are there."""
-    own = [r for r in rows if r["data"] == name and r["setting"] == asdict(how)]
-    own = [row for row in own if row["seed"] in seeds]
+    own = [
+        row
+        for row in rows
+        if row["data"] == name and row["setting"] == asdict(how) and row["seed"] in seeds
+    ]
     by_variant = {
-        v: {r["seed"]: r for r in own if r["variant"] == v} for v in (UNTRAINED, *VARIANTS)
+        variant: {row["seed"]: row for row in own if row["variant"] == variant}
+        for variant in (UNTRAINED, *VARIANTS)
     }
-    first = own[0]
-    reference = by_variant[REFERENCE]
-    lines = []
-    for variant, found in by_variant.items():
-        if not found:
-            continue
-        cells = [_spread([row[metric] for row in found.values()]) for metric in METRICS]
-        pairs = [
-            _spread([row[m] - reference[s][m] for s, row in found.items() if s in reference], "+")
-            for m in METRICS
-        ]
-        times = [statistics.median(r[unit] for r in found.values()) for unit in ("wall_s", "cpu_s")]
-        spent = ["", ""] if variant == UNTRAINED else [f"{value:.0f}" for value in times]
-        lines.append([variant, cells[0], pairs[0], cells[1], pairs[1], *spent, str(len(found))])
     beside = f"- {REFERENCE}"
     timing.print_table(
-        f"{name}: {first['train_images']:,} train and {first['test_images']:,} test images, "
+        f"{name}: {own[0]['train_images']:,} train and {own[0]['test_images']:,} test images, "
         f"k = {how.clusters}, r = {how.sample_rate:g}, {how.steps} steps of {how.batch}, "
-        f"scale {how.scale:g}, arc margin {how.margin_size:g}; mean and standard deviation "
-        "over seeds",
+        f"{how.image_size} px, scale {how.scale:g}, arc margin {how.margin_size:g}; accuracy, "
+        "mean ± standard deviation over seeds, and the difference within a seed",
         ["variant", "probe %", beside, "kNN %", beside, "wall s", "CPU s", "seeds"],
-        lines,
+        [_line(v, found, by_variant[REFERENCE]) for v, found in by_variant.items() if found],
     )
+
+
+def _line(
+    variant: str, found: Mapping[int, dict[str, Any]], reference: Mapping[int, dict[str, Any]]
+) -> list[str]:
+    """A variant's cells; ``found`` and ``reference`` are rows by seed."""
+    cells = [variant]
+    for metric in PROBES:
+        cells.append(_spread([row[metric] for row in found.values()]))
+        pairs = [row[metric] - reference[s][metric] for s, row in found.items() if s in reference]
+        cells.append("" if variant == REFERENCE else _spread(pairs, "+"))
+    for unit in ("wall_s", "cpu_s"):
+        spent = statistics.median(row[unit] for row in found.values())
+        cells.append("" if variant == UNTRAINED else timing.number(spent))
+    return [*cells, str(len(found))]
 
 
 def _spread(values: Sequence[float], sign: str = "") -> str:
@@ -282,16 +155,6 @@ def _spread(values: Sequence[float], sign: str = "") -> str:
         return ""
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.1f}{deviation}"
-
-
-SETTINGS = {
-    "cifar10": Setting(
-        clusters=200, steps=200, batch=128, image_size=32, lr=1e-3, sample_rate=0.5, scale=16.0,
-        margin_size=0.0, centers="centroids", lr_scale=5.0, crop=0.4, strength=1.0,
-    ),
-}  # fmt: skip
-SETTINGS["rendered"] = SETTINGS["cifar10"]
-SETTINGS["caltech101"] = replace(SETTINGS["cifar10"], clusters=100, image_size=48)
 
 
 def with_values(how: Setting, words: Sequence[str]) -> Setting:
@@ -323,17 +186,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, few images and steps")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.seeds, options.set = options.seeds[:1], ["steps=20", "clusters=20", *options.set]
+        options.seeds, options.set = options.seeds[:1], [*QUICK, *options.set]
     torch.set_num_threads(1)
     logging.getLogger("mclclip").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="Unused augmentation cfg items")  # they are used
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
         for name in data_sets(options.data):
             how = with_values(SETTINGS[name], options.set)
-            per_class = tuple(options.per_class or ((40, 20) if options.quick else PER_CLASS[name]))
-            if name == "caltech101" and not options.per_class:
-                per_class = PER_CLASS[name]
-            prepare(name, per_class, out / name)
+            per_class = options.per_class or (PER_CLASS_QUICK if options.quick else PER_CLASS)[name]
+            prepare(name, tuple(per_class), out / name)
             rows = read_rows(out / "rows.jsonl")
             for seed in options.seeds:
                 one_seed(name, how, options.variants, seed, out, rows)

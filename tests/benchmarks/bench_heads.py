@@ -5,8 +5,9 @@ reference of ``reference_heads``: all logits at once, positives gathered label b
 separate all-reduces. The floor counts the four matrix products of features and drawn classes (the
 scores twice, two gradients) and three products per positive, and the bytes of features and touched
 class centers (read twice, their gradient written), each at the speed that this machine shows in
-the same rounds, one after the other. The optimizer of the class centers is timed beside it.
-Memory is the peak of a step above parameters, their gradients and the optimizer's state.
+the same rounds, one after the other. Shares and extrapolations go by CPU time, which other programs
+hardly move (on a GPU by wall time). The optimizer of the class centers is timed beside it. Memory
+is the peak of a step above parameters, their gradients and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def run(setting: Setting, names: Sequence[str], seconds: float, rounds: int) -> 
     work |= {"lazy": partial(steps.optimize, True), "dense": partial(steps.optimize, False)}
     work |= {"product": lambda: torch.mm(one, other), "copy": lambda: target.copy_(source)}
     variants = {name: partial(timed, call, setting.device) for name, call in work.items()}
+    for name in (names[0], "product", "copy"):  # memory is given out at first use
+        work[name]()
     first = timing.interleave(variants, 1, warm_ups=0)
     took = sum(collectives.gather_objects(first.wall_s(name))[0] for name in work)
     if took > seconds / 2:
@@ -186,15 +189,15 @@ def _size(setting: Setting) -> str:
 
 def report(setting: Setting, names: Sequence[str], timings: timing.Timings, ranks: int) -> None:
     """One size: heads with ratios and floors, and the optimizer."""
-    speed = 2.0 * SIDE**3 / timings.wall_s("product")
-    bandwidth = 2 * 4.0 * COPIED / timings.wall_s("copy")
+    taken_s = _clock(setting, timings)
+    speed = 2.0 * SIDE**3 / taken_s("product")
+    bandwidth = 2 * 4.0 * COPIED / taken_s("copy")
     rows = []
     for row in timings.rows(SINGLE, setting.batch, names):
         flop, size = setting.floor(1 if row[0] == SINGLE else setting.labels)
         floor_s = (flop / speed + size / bandwidth) / ranks
-        share = f"{floor_s / timings.wall_s(row[0]):.2f}"
         cells = [timing.number(x) for x in (flop / 1e9, size / 2**20, 1000 * floor_s)]
-        rows.append([*row, *cells, share])
+        rows.append([*row, *cells, f"{floor_s / taken_s(row[0]):.2f}"])
     for name in ("lazy", "dense"):
         times = [timing.number(1000 * t) for t in (timings.wall_s(name), timings.cpu_s(name))]
         rows.append([f"AdamW of the class centers, {name}", *times, *[""] * 7])
@@ -202,28 +205,30 @@ def report(setting: Setting, names: Sequence[str], timings: timing.Timings, rank
     timing.print_table(
         f"a step of the head, {_size(setting)}, {ranks} rank(s), {rounds} round(s); products "
         f"{speed / 1e9:,.0f} GFLOP/s, copies {bandwidth / 1e9:,.0f} GB/s",
-        [*timing.headers("head", "samples"), "GFLOP", "MiB", "floor ms", "share of floor"],
+        [*timing.headers("head", "samples"), "GFLOP", "MiB", "floor ms", "floor / time"],
         rows,
     )
 
 
-def extrapolate(
-    num_classes: int, found: Mapping[int, timing.Timings], names: Sequence[str]
-) -> None:
+def _clock(setting: Setting, timings: timing.Timings) -> Callable[[str], float]:
+    """Seconds of a variant that noise moves least."""
+    return timings.wall_s if setting.device == "cuda" else timings.cpu_s
+
+
+def extrapolate(found: Mapping[Setting, timing.Timings], names: Sequence[str]) -> None:
     """Larger batches than were measured, along the line through the largest two."""
-    near, far = sorted(found)[-2:]
+    near, far = sorted(found, key=lambda setting: setting.batch)[-2:]
+    one, other = _clock(near, found[near]), _clock(far, found[far])
     rows = []
-    for batch in (size for size in FAR if size > far):
-        at = {}
-        for name in names:
-            one, other = found[near].wall_s(name), found[far].wall_s(name)
-            at[name] = other + (other - one) * (batch - far) / (far - near)
+    for batch in (size for size in FAR if size > far.batch):
+        along = (batch - far.batch) / (far.batch - near.batch)
+        at = {name: other(name) + (other(name) - one(name)) * along for name in names}
         for name in names:
             ratio = f"{at[name] / at[SINGLE]:.3f}"
             rows.append([f"{name}, B = {batch:,}, EXTRAPOLATED", timing.number(at[name]), ratio])
     if rows:
-        title = f"k = {num_classes:,}: EXTRAPOLATED along a line from B = {near:,} and {far:,}"
-        timing.print_table(title, ["head", "wall s", "ratio"], rows)
+        title = f"k = {far.num_classes:,}: EXTRAPOLATED from B = {near.batch:,} and {far.batch:,}"
+        timing.print_table(title, ["head", "s per step", "ratio"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -241,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory", type=int, nargs=2, default=[1_000_000, 4_096])
     options: argparse.Namespace = parser.parse_args(arguments)
     names = [n for n in (SINGLE, MLCD, "MLC", SEPARATE) if n not in options.skip]
+    torch.set_num_threads(1)
     sizes = (options.dim, options.labels, options.rate, options.device)
     print(f"deviation from the references, float64: {deviation():.1e} of the norm")
     pool = RankPool()
@@ -251,12 +257,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 setting = Setting(num_classes, batch, *sizes)
                 how = (setting, names, options.seconds, options.rounds)
                 if options.ranks == 1:
-                    found[batch] = run(*how)
+                    found[setting] = run(*how)
                 else:
-                    found[batch] = pool(options.ranks, run, *how, timeout_s=3600.0)[0]
-                report(setting, names, found[batch], options.ranks)
+                    found[setting] = pool(options.ranks, run, *how, timeout_s=3600.0)[0]
+                report(setting, names, found[setting], options.ranks)
             if len(found) > 1:
-                extrapolate(num_classes, found, names)
+                extrapolate(found, names)
     finally:
         pool.kill()
     if options.memory[0]:

@@ -49,6 +49,8 @@ def test_packed_numbers_are_ordered_by_value_then_by_lower_id() -> None:
     assert found.tolist() == [value for value, _ in pairs]
     assert numbers.tolist() == [number for _, number in pairs]
     assert packed.min() > NOTHING
+    zeros = torch.tensor([0.0, -0.0])
+    assert len(pack(zeros, torch.tensor([5, 5])).unique()) == 1
 
 
 # --- the search ---
@@ -147,6 +149,22 @@ def test_the_error_bound_is_never_exceeded() -> None:
         assert ((products - truth).abs() <= allowed).all()
         # And not so wide that it would say nothing.
         assert float(error.max()) < 0.02
+
+
+def test_the_threshold_keeps_the_best_whatever_the_errors() -> None:
+    """Scores crowded where bfloat16 rounds up or down, each off by up to its error."""
+    rng = np.random.default_rng(0)
+    search = Search(unit(600, 8, 0), "spherical")
+    search._coarse = search._coarse.bfloat16()
+    for sign in (1.0, -1.0):
+        truth = sign * (1.0 + 2.0**-8 + 1e-5 * rng.uniform(-1, 1, size=(2000, 20)))
+        error = torch.full((2000, 1), 1e-5)
+        off = torch.from_numpy(truth + 1e-5 * rng.uniform(-1, 1, size=truth.shape))
+        coarse = off.bfloat16().float()
+        threshold = search._threshold(coarse.amax(dim=1, keepdim=True), error)
+        best = torch.from_numpy(truth.argmax(axis=1))[:, None]
+        assert (coarse.gather(1, best) >= threshold).all()
+        assert (coarse.gather(1, best) < coarse.amax(dim=1, keepdim=True)).any()
 
 
 def test_where_there_is_nothing_to_find() -> None:
