@@ -53,6 +53,9 @@ class ClassCentersConfig:
     """Factor of the learning rate for class centers."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of class centers (their length does not matter to the loss)."""
+    kernel: Literal["plain", "triton"] = "plain"
+    """What multiplies with the negatives: torch in tiles, or fused Triton kernels (GPUs only; under
+    ``bf16`` and ``fp16`` of inputs rounded so, summed in fp32)."""
 
 
 Objective = Annotated[InfoNceConfig | ClassCentersConfig, Field(discriminator="kind")]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters, normal_rows
+from mclclip.parallel.class_kernels import Kernels
 from mclclip.parallel.class_sums import Sums, class_sums
 from mclclip.parallel.margins import Margin
 from mclclip.parallel.process_group import Context
@@ -38,6 +39,7 @@ def build_class_center_loss(
     margin: Margin,
     sample_rate: float,
     optimizer: HeadOptimizer,
+    kernels: Kernels | None = None,
     **options: Any,
 ) -> ClassCenterLoss:
     """The objective with new class centers of width ``dim``, this rank's share of them.
@@ -59,7 +61,7 @@ def build_class_center_loss(
         optimizer=optimizer,
         **options,
     )
-    return ClassCenterLoss(centers, kind, scale=scale, margin=margin)
+    return ClassCenterLoss(centers, kind, scale=scale, margin=margin, kernels=kernels)
 
 
 class NegativeDraw:
@@ -90,7 +92,8 @@ class ClassCenterLoss(nn.Module):
         single_label   mlc of the first label alone: softmax cross-entropy
 
     The class centers are not parameters of this module: they have an optimizer of their own and
-    lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time.
+    lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time; with
+    ``kernels`` none of the negatives' do.
     """
 
     def __init__(
@@ -101,12 +104,13 @@ class ClassCenterLoss(nn.Module):
         scale: float = 64.0,
         margin: Margin | None = None,
         tile: int | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         super().__init__()
         if scale <= 0.0:
             raise ValueError(f"scale is {scale}: wanted a positive number, such as 64")
         self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
-        self.margin = margin or Margin()
+        self.margin, self.kernels = margin or Margin(), kernels
 
     def forward(
         self, image_features: Tensor, labels: Tensor, **unused: Tensor
@@ -141,6 +145,7 @@ class ClassCenterLoss(nn.Module):
             scale=self.scale,
             margin=self.margin,
             tile=self.tile,
+            kernels=self.kernels,
         )
         counted = sums.counted.to(sums.log_p.dtype)
         num_rows = counted.sum().clamp_min(1.0)

@@ -24,6 +24,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     import triton.language as tl
 
+Pairs = tuple[Tensor, Tensor]
+
 _tile_scores: Any = None  # this and tl are set by _kernels: a kernel finds them by their names
 
 _TILES_PER_PROGRAM = 32  # of a row block's sums: more programs than row blocks keep a GPU busy
@@ -46,18 +48,41 @@ class _Blocks:
         return {"num_warps": 8, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
-# Powers of two. The largest that neither spill registers on sm_80 and sm_90 nor take more than the
-# 99 KiB of shared memory that every GPU since sm_80 has.
+# Powers of two: large, but, for D a multiple of 16, neither do they spill registers on sm_80 and
+# sm_90, nor take more than the 99 KiB of shared memory that every GPU since sm_80 has.
 _HALF_SUMS = _Blocks(own=128, other=128, dim=64, out=0, num_stages=3)
 _HALF_PULL = _Blocks(own=64, other=128, dim=64, out=256, num_stages=3)
 _FULL = _Blocks(own=32, other=64, dim=32, out=64, num_stages=2)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """That the functions below are to be used, with ``half`` (None: float32)."""
+
+    half: torch.dtype | None = None
+
+
+def kernels_of(name: str, device: torch.device, precision: str) -> Kernels | None:
+    """What ``objective.kernel`` names; None for ``plain``.
+
+    Raises ValueError where Triton's kernels cannot run: without a GPU of compute capability 8 and
+    Triton, or in float64.
+    """
+    if name == "plain":
+        return None
+    if precision == "float64" or not available(device):
+        raise ValueError(
+            f"objective.kernel=triton needs a GPU of compute capability 8 or more, Triton, and "
+            f"precision fp32, bf16 or fp16: got {device.type} and {precision}; set kernel=plain"
+        )
+    return Kernels({"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision))
 
 
 def available(device: torch.device) -> bool:
     """Whether the functions below run on tensors of this device.
 
     That is CUDA of compute capability 8 or more with Triton installed, or Triton's interpreter
-    (TRITON_INTERPRET=1) on any device.
+    (TRITON_INTERPRET=1) on any device; its products of bfloat16 are wrong (Triton 3.9).
     """
     if util.find_spec("triton") is None:
         return False
@@ -69,7 +94,7 @@ def available(device: torch.device) -> bool:
 def negative_sums(
     scaled: Tensor,
     centers: Tensor,
-    collisions: tuple[Tensor, Tensor],
+    collisions: Pairs,
     shift: float,
     half: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -78,8 +103,7 @@ def negative_sums(
     Args:
         scaled: [B, D] features times the scale, float32.
         centers: [n, D] unit class centers, float32 or already ``half``.
-        collisions: (rows int64 [c], columns int64 [c]), pairs that do not count; in any order,
-            none twice.
+        collisions: (rows int64 [c], columns int64 [c]), pairs that do not count; in any order.
         shift: subtracted from every score before its exp.
         half: bfloat16 or float16: products are of inputs rounded to it, and added in float32.
 
@@ -113,7 +137,7 @@ def pull(
     centers: Tensor,
     log_n: Tensor,
     weights: Tensor,
-    collisions: tuple[Tensor, Tensor],
+    collisions: Pairs,
     grad: Tensor,
     half: torch.dtype | None = None,
 ) -> Tensor:
@@ -138,7 +162,7 @@ def pull(
         return of_centers
     heaviest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
     room = _LARGEST_SHARE if half == torch.float16 else 1.0
-    terms = log_n, weights / heaviest * room, heaviest / room
+    terms = log_n.contiguous(), weights / heaviest * room, heaviest / room
     row, column = collisions
     _pull_side((rows, columns, columns), terms, (row, column), grad, own_are_rows=True)
     _pull_side((columns, rows, values), terms, (column, row), of_centers, own_are_rows=False)
@@ -148,7 +172,7 @@ def pull(
 def _pull_side(
     sides: tuple[Tensor, Tensor, Tensor],
     terms: tuple[Tensor, Tensor, Tensor],
-    pairs: tuple[Tensor, Tensor],
+    pairs: Pairs,
     out: Tensor,
     *,
     own_are_rows: bool,
@@ -180,7 +204,7 @@ def _ceil_div(count: int, size: int) -> int:
 
 
 def _left_out(
-    pairs: tuple[Tensor, Tensor], size: tuple[int, int], blocks: _Blocks
+    pairs: Pairs, size: tuple[int, int], blocks: _Blocks
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(starts, own, other): tile t leaves out the pairs from starts[t] to starts[t + 1]."""
     own, other = pairs

@@ -13,23 +13,18 @@ computed in tiles, twice, and never exist whole.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from mclclip.parallel import collectives
+from mclclip.parallel import class_kernels, collectives
+from mclclip.parallel.class_batch import ClassBatch, products, starts_of, weighted_sums
 from mclclip.parallel.class_centers import ShardedClassCenters
+from mclclip.parallel.class_kernels import Kernels
 from mclclip.parallel.margins import Margin
-
-_LARGEST_EXPONENT = 85.0  # exp overflows fp32 beyond 88
-
-# What is used here, torch.sparse.sampled_addmm, is not where that beta is rough.
-warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,7 @@ def class_sums(
     scale: float,
     margin: Margin,
     tile: int | None = None,
+    kernels: Kernels | None = None,
 ) -> Sums:
     """log P and log N of every row of the global batch (see the head of this module).
 
@@ -65,6 +61,7 @@ def class_sums(
         centers: after ``begin`` of this step. Their gradient is added to them in the backward.
         scale: multiplier of cosines.
         tile: rows and classes of the scores that are computed at a time.
+        kernels: fused kernels for the negatives, which need float32 features (None: torch).
 
     Returns:
         Sums, differentiable once. The gradient of ``features`` is world_size times that of a loss
@@ -72,7 +69,7 @@ def class_sums(
     """
     with torch.autocast(features.device.type, enabled=False):
         every = collectives.gather(labels.int()).long()
-        batch = _Batch(centers, every, scale, margin, tile or _tile(features.device))
+        batch = ClassBatch(centers, every, scale, margin, tile or _tile(features.device), kernels)
         log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
     return Sums(log_p, log_n, (every >= 0).any(dim=1), batch.figures)
 
@@ -81,126 +78,9 @@ def _tile(device: torch.device) -> int:
     return 8192 if device.type == "cuda" else 2048
 
 
-class _Batch:
-    """What a batch has to do with the classes of this rank."""
-
-    def __init__(
-        self, centers: ShardedClassCenters, labels: Tensor, scale: float, margin: Margin, tile: int
-    ) -> None:
-        self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
-        self.shape = labels.shape
-        self.num_positives = (labels >= 0).sum().clamp_min(1)
-        self.negatives = centers.negatives(labels)
-        # exp(shift) is divided out of sums that could overflow.
-        most = scale * margin.largest
-        self.shift_p = max(0.0, most + _log(labels.shape[1]) - _LARGEST_EXPONENT)
-        self.shift_n = max(0.0, scale + _log(centers.num_classes) - _LARGEST_EXPONENT)
-        self._find_pairs(labels)
-        self._find_touched()
-        self._find_collisions()
-        self.figures: dict[str, Tensor] = {}
-
-    def _find_pairs(self, labels: Tensor) -> None:
-        """The (row, positive) of this rank, by class, so that memory is read in its order."""
-        self.own = (labels >= self.centers.start) & (labels < self.centers.stop)
-        self.by_row = labels[self.own] - self.centers.start
-        self.row_starts = _starts(self.own.sum(dim=1))
-        order = self.by_row.argsort(stable=True)
-        self.row, self.positives = self.own.nonzero()[:, 0][order], self.by_row[order]
-        self.to_rows = _inverse(order, len(order))  # x[to_rows] is x by row, for x by class
-
-    def _find_touched(self) -> None:
-        """The classes that take part, and where negatives and positives are among them."""
-        rows = self.centers.rows
-        uses = torch.bincount(self.positives, minlength=len(rows))
-        self.class_starts = _starts(uses)
-        takes_part = uses > 0
-        takes_part[self.negatives] = True
-        self.touched = takes_part.nonzero()[:, 0]
-        self.uses = uses[self.touched]
-        place = takes_part.cumsum(0) - 1
-        self.of_negatives, self.of_positives = place[self.negatives], place[self.positives]
-        squares = _products(rows, rows, _starts(takes_part), self.touched)
-        self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
-
-    def _find_collisions(self) -> None:
-        """Where a row's own positive was drawn, in the order of the tiles."""
-        column = _inverse(self.of_negatives, len(self.touched))[self.of_positives]
-        drawn = column >= 0
-        row, column = self.row[drawn], column[drawn]
-        per_column = -(-self.shape[0] // self.tile)
-        number = column // self.tile * per_column + row // self.tile
-        order = number.argsort(stable=True)
-        self._collisions = row[order] % self.tile, column[order] % self.tile
-        num_tiles = per_column * -(-len(self.negatives) // self.tile)
-        counts = torch.bincount(number, minlength=num_tiles)
-        self._ends = [0, *counts.cumsum(0).tolist()]
-
-    def negative_blocks(self) -> Iterator[tuple[Tensor, Tensor, list[tuple[slice, int]]]]:
-        """(unit class centers [m, D], their places [m], [(rows, tile number)])."""
-        rows = [slice(first, first + self.tile) for first in range(0, self.shape[0], self.tile)]
-        for block, first in enumerate(range(0, len(self.negatives), self.tile)):
-            places = self.of_negatives[first : first + self.tile]
-            centers = self.centers.rows.index_select(0, self.touched[places])
-            centers.mul_(self.inverse[places, None])
-            yield centers, places, [(r, block * len(rows) + i) for i, r in enumerate(rows)]
-
-    def scores(self, scaled: Tensor, centers: Tensor, number: int, memory: Tensor) -> Tensor:
-        """[r, m]: scores of a tile, -inf for a row's own positives; valid until the next call."""
-        shape = (len(scaled), len(centers))
-        out = torch.mm(scaled, centers.T, out=memory[: shape[0] * shape[1]].view(shape))
-        first, stop = self._ends[number], self._ends[number + 1]
-        if first < stop:
-            row, column = (index[first:stop] for index in self._collisions)
-            out[row, column] = float("-inf")
-        return out
-
-    def memory(self, like: Tensor) -> Tensor:
-        """Room for a tile."""
-        return like.new_empty(min(self.tile, self.shape[0]) * min(self.tile, len(self.negatives)))
-
-
-def _starts(counts: Tensor) -> Tensor:
-    """[n + 1]: where each of n runs of these lengths starts, and where the last one ends."""
-    return functional.pad(counts.cumsum(0), (1, 0))
-
-
-def _inverse(places: Tensor, size: int) -> Tensor:
-    """[size]: i at ``places[i]``, -1 elsewhere."""
-    found = places.new_full((size,), -1)
-    found[places] = torch.arange(len(places), device=places.device)
-    return found
-
-
-def _products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> Tensor:
-    """[n]: at p from starts[i] to starts[i + 1], the product of left[i] and right[ids[p]].
-
-    Rows are read where they are: no copy of them [n, D] exists.
-    """
-    values = left.new_zeros(len(ids))
-    size = len(left), len(right)
-    wanted = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
-    found: Tensor = torch.sparse.sampled_addmm(wanted, left, right.T).values()
-    return found
-
-
-def _weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
-
-    Rows are read where they are, too, and always added in the same order.
-    """
-    return functional.embedding_bag(
-        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
-    )
-
-
-def _log(count: int) -> float:
-    return float(torch.tensor(float(count), dtype=torch.float64).log())
-
-
-def _positive_sums(batch: _Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+def _positive_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's part of P / exp(shift) [B], and the cosines of its pairs [n]."""
-    cosine = _products(batch.centers.rows, features, batch.class_starts, batch.row)
+    cosine = products(batch.centers.rows, features, batch.class_starts, batch.row)
     cosine *= batch.inverse[batch.of_positives]
     exponents = -batch.scale * batch.margin(cosine) - batch.shift_p
     terms = features.new_zeros(batch.shape).masked_scatter_(
@@ -209,9 +89,15 @@ def _positive_sums(batch: _Batch, features: Tensor) -> tuple[Tensor, Tensor]:
     return terms.sum(dim=1), cosine
 
 
-def _negative_sums(batch: _Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+def _negative_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's part of N / exp(shift) [B], and the largest cosine of a negative."""
-    scaled, memory = features * batch.scale, batch.memory(features)
+    scaled = features * batch.scale
+    if batch.kernels is not None:
+        sums, largest = class_kernels.negative_sums(
+            scaled, batch.all_negatives(), batch.collisions, batch.shift_n, batch.kernels.half
+        )
+        return sums, largest.clamp_min(-batch.scale) / batch.scale
+    memory = batch.memory(features)
     sums = features.new_zeros(len(features))
     largest = features.new_tensor(-batch.scale)
     for centers, _, tiles in batch.negative_blocks():
@@ -228,7 +114,7 @@ class _ClassSums(torch.autograd.Function):
     """See ``class_sums``."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, batch: _Batch) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, features: Tensor, batch: ClassBatch) -> tuple[Tensor, Tensor]:
         every = collectives.gather(features)
         positive, cosine = _positive_sums(batch, every)
         negative, largest = _negative_sums(batch, every)
@@ -248,10 +134,10 @@ class _ClassSums(torch.autograd.Function):
                 "no second derivative; leave create_graph out"
             )
         every, cosine, log_p, log_n = ctx.saved_tensors
-        batch: _Batch = ctx.batch
+        batch: ClassBatch = ctx.batch
         with torch.autocast(every.device.type, enabled=False):
             weights = _positive_weights(batch, cosine, _finite(log_p), grad_p)
-            grad = _weighted_sums(
+            grad = weighted_sums(
                 batch.centers.rows, batch.by_row, batch.row_starts, weights[batch.to_rows]
             )
             of_centers = _pull_centers(batch, every, cosine, weights)
@@ -267,20 +153,20 @@ def _finite(log_sum: Tensor) -> Tensor:
     return log_sum.masked_fill(log_sum == float("-inf"), float("inf"))
 
 
-def _positive_weights(batch: _Batch, cosine: Tensor, log_p: Tensor, grad_p: Tensor) -> Tensor:
+def _positive_weights(batch: ClassBatch, cosine: Tensor, log_p: Tensor, grad_p: Tensor) -> Tensor:
     """[n]: the gradient, through P, of the products (feature . class center) of the pairs."""
     shares = torch.exp(-batch.scale * batch.margin(cosine) - log_p[batch.row])
     slope = batch.margin.derivative(cosine) * batch.inverse[batch.of_positives]
     return -batch.scale * grad_p[batch.row] * shares * slope
 
 
-def _pull_centers(batch: _Batch, features: Tensor, cosine: Tensor, weights: Tensor) -> Tensor:
+def _pull_centers(batch: ClassBatch, features: Tensor, cosine: Tensor, weights: Tensor) -> Tensor:
     """[t, D]: the gradient of the touched class centers through P, out of the loss scale."""
-    weights, starts = weights / batch.centers.loss_scale, _starts(batch.uses)
-    grad = _weighted_sums(features, batch.row, starts, weights)
+    weights, starts = weights / batch.centers.loss_scale, starts_of(batch.uses)
+    grad = weighted_sums(features, batch.row, starts, weights)
     # The normalisation lets through what is across a class center, and not what is along it.
     pairs = torch.arange(len(weights), device=weights.device)
-    along = _weighted_sums(cosine[:, None], pairs, starts, weights) * batch.inverse[:, None]
+    along = weighted_sums(cosine[:, None], pairs, starts, weights) * batch.inverse[:, None]
     for first in range(0, len(grad), batch.tile):
         part = slice(first, first + batch.tile)
         rows = batch.centers.rows.index_select(0, batch.touched[part])
@@ -289,7 +175,7 @@ def _pull_centers(batch: _Batch, features: Tensor, cosine: Tensor, weights: Tens
 
 
 def _pull_negatives(
-    batch: _Batch,
+    batch: ClassBatch,
     features: Tensor,
     log_n: Tensor,
     grad_n: Tensor,
@@ -298,22 +184,57 @@ def _pull_negatives(
 ) -> None:
     """Adds the gradients through N: of the features to ``grad``, of the touched class centers to
     ``grad_centers``."""
-    scaled, memory = features * batch.scale, batch.memory(features)
-    weights = (batch.scale * grad_n)[:, None]
-    for centers, places, tiles in batch.negative_blocks():
-        of_centers = torch.zeros_like(centers)
-        for rows, number in tiles:
-            scores = batch.scores(scaled[rows], centers, number, memory)
-            shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows])
-            grad[rows].addmm_(shares, centers)
-            of_centers.addmm_(shares.T, features[rows])
+    scaled, weights = features * batch.scale, batch.scale * grad_n
+    pull = _pull_in_tiles if batch.kernels is None else _pull_fused
+    for centers, places, of_centers in pull(batch, features, scaled, log_n, weights, grad):
         along = (of_centers * centers).sum(dim=1, keepdim=True)
         of_centers.addcmul_(centers, along, value=-1.0)
         of_centers.mul_(batch.inverse[places, None] / batch.centers.loss_scale)
         grad_centers.index_add_(0, places, of_centers)  # no place twice: in any order
 
 
-def _figures(batch: _Batch, cosine: Tensor, largest: Tensor) -> dict[str, Tensor]:
+def _pull_in_tiles(
+    batch: ClassBatch,
+    features: Tensor,
+    scaled: Tensor,
+    log_n: Tensor,
+    weights: Tensor,
+    grad: Tensor,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(unit class centers [m, D], their places, their gradient), block by block; of the features
+    it is added to ``grad``.
+    """
+    memory = batch.memory(features)
+    for centers, places, tiles in batch.negative_blocks():
+        of_centers = torch.zeros_like(centers)
+        for rows, number in tiles:
+            scores = batch.scores(scaled[rows], centers, number, memory)
+            shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows, None])
+            grad[rows].addmm_(shares, centers)
+            of_centers.addmm_(shares.T, features[rows])
+        yield centers, places, of_centers
+
+
+def _pull_fused(
+    batch: ClassBatch,
+    features: Tensor,
+    scaled: Tensor,
+    log_n: Tensor,
+    weights: Tensor,
+    grad: Tensor,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """As ``_pull_in_tiles``, by the kernels."""
+    assert batch.kernels is not None
+    pulled = class_kernels.pull(
+        features, scaled, batch.all_negatives(), log_n, weights, batch.collisions, grad,
+        batch.kernels.half,
+    )  # fmt: skip
+    parts = torch.split(pulled, batch.tile)
+    for (centers, places, _), of_centers in zip(batch.negative_blocks(), parts, strict=True):
+        yield centers, places, of_centers
+
+
+def _figures(batch: ClassBatch, cosine: Tensor, largest: Tensor) -> dict[str, Tensor]:
     """This rank's share of what tells how the classes are doing; without any collective."""
     ranks = collectives.world_size()
     return {

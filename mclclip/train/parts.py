@@ -22,6 +22,7 @@ from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, build_class_center_loss
 from mclclip.parallel.build_engine import build_engine
 from mclclip.parallel.class_centers import HeadOptimizer
+from mclclip.parallel.class_kernels import kernels_of
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.margins import Margin
 from mclclip.parallel.process_group import Context, process_start, start_loader_worker
@@ -77,6 +78,7 @@ def _objective(job: Job, model: ClipModel) -> InfoNCE | ClassCenterLoss:
         optimizer=HeadOptimizer(
             how.lr_scale, how.weight_decay, job.options.betas, job.options.eps, how.lazy
         ),
+        kernels=kernels_of(how.kernel, job.context.device, job.options.precision),
         dtype=torch.float64 if job.options.precision == "float64" else torch.float32,
     )
 

@@ -178,15 +178,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--data", nargs="+", choices=list(MAKERS), default=["cifar10", "caltech101"]
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rounds", type=int, default=3, help="number of seeds (default: 3)")
+    parser.add_argument("--seeds", nargs="+", type=int, help="these instead of 0, 1, ...")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="goes on there (default: a folder of this call)")
     parser.add_argument("--per-class", nargs=2, type=int, metavar=("TRAIN", "TEST"))
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of Setting")
     parser.add_argument("--quick", action="store_true", help="one seed, few images and steps")
     options = parser.parse_args(arguments)
+    seeds = options.seeds or list(range(options.rounds))
     if options.quick:
-        options.seeds, options.set = options.seeds[:1], [*QUICK, *options.set]
+        seeds, options.set = seeds[:1], [*QUICK, *options.set]
     torch.set_num_threads(1)
     logging.getLogger("mclclip").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Unused augmentation cfg items")  # they are used
@@ -197,9 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             per_class = options.per_class or (PER_CLASS_QUICK if options.quick else PER_CLASS)[name]
             prepare(name, tuple(per_class), out / name)
             rows = read_rows(out / "rows.jsonl")
-            for seed in options.seeds:
+            for seed in seeds:
                 one_seed(name, how, options.variants, seed, out, rows)
-            report(name, how, rows, options.seeds)
+            report(name, how, rows, seeds)
 
 
 if __name__ == "__main__":

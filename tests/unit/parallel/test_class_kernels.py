@@ -329,3 +329,43 @@ def _compiled(
     source = ASTSource(kernel, types, {(names.index(n),): v for n, v in sizes.items()}, attrs)
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return found.metadata.shared, found.asm["ptx"]
+
+
+# --- through the loss ---
+
+
+def head_step(kind: str, half: torch.dtype | None, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, feature gradient and center gradient of one step with 70 classes of width 24."""
+    from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
+    from mclclip.parallel.class_centers import ShardedClassCenters, normal_rows
+
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(40, 24, generator=random).requires_grad_()
+    labels = torch.stack([torch.randperm(70, generator=random)[:3] for _ in range(40)])
+    centers = ShardedClassCenters(70, 24, normal_rows(24, 1), draw=NegativeDraw(70, 0.6, 2))
+    centers.begin(0)
+    kernels = class_kernels.Kernels(half) if fused else None
+    objective = ClassCenterLoss(centers, kind, scale=20.0, tile=16, kernels=kernels)  # type: ignore[arg-type]
+    loss = objective(functional.normalize(features, dim=1), labels)["loss"]
+    loss.backward()
+    assert features.grad is not None and centers.grad is not None
+    return loss.detach(), features.grad, centers.grad
+
+
+@pytest.mark.parametrize(("half", "tolerance"), [(None, 1e-5), (torch.float16, 1e-2)])
+@pytest.mark.parametrize("kind", ["mlcd", "mlc"])
+def test_the_loss_is_the_plain_one(
+    interpreter: Call, kind: str, half: torch.dtype | None, tolerance: float
+) -> None:
+    for got, want in zip(
+        interpreter(head_step, kind, half, True), head_step(kind, None, False), strict=True
+    ):
+        assert torch.linalg.vector_norm(got - want) <= tolerance * torch.linalg.vector_norm(want)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "float64"])
+def test_where_kernels_cannot_run_they_are_refused(precision: str) -> None:
+    cpu = torch.device("cpu")
+    assert class_kernels.kernels_of("plain", cpu, precision) is None
+    with pytest.raises(ValueError, match="set kernel=plain"):
+        class_kernels.kernels_of("triton", cpu, precision)
