@@ -18,6 +18,7 @@ from mclclip.config import Config
 from mclclip.data.step_counts import check_ranks, check_samples
 from mclclip.eval import run as evaluation
 from mclclip.layout import Layout
+from mclclip.models.clip import embed_dim
 from mclclip.parallel import collectives
 from mclclip.parallel.process_group import Context
 
@@ -67,8 +68,22 @@ def _check(config: Config, context: Context) -> None:
         check_ranks(name, options.global_batch, context.world_size)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
+    _check_centers(config)
     evaluation.check(config.eval.suite)
     evaluation.check_files(config.eval.suite)
+
+
+def _check_centers(config: Config) -> None:
+    """Class centers can start at centroids of the width of what is trained only."""
+    centers, own = config.train.class_centers, config.trained_model
+    if centers is None or centers.centers != "centroids" or own is None:
+        return
+    clustered, trained = embed_dim(config.model.name), embed_dim(own.name)
+    if clustered != trained:
+        raise ValueError(
+            f"centroids of {clustered} dimensions cannot start the class centers of trained_model, "
+            f"whose features have {trained}: set train.objective.centers=normal"
+        )
 
 
 def _check_data(config: Config, num_samples: int) -> None:

@@ -177,7 +177,7 @@ def test_from_scratch_and_then_the_text_tower(
         (["base.objective.kind=mlcd"], "needs the clusters of a stage before"),
         (
             [f"trained_model={{name: {json.dumps(tiny.MODEL | {'embed_dim': 12})}}}"],
-            "set centers=normal",
+            "set train.objective.centers=normal",
         ),
     ],
     ids=str,
