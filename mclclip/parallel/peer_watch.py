@@ -35,7 +35,7 @@ log = logging.getLogger("mclclip")
 
 _PACKAGE = Path(__file__).parents[1]
 _MOST_NAMED = 8
-_MOMENT = 2.5  # periods in which a living rank reports
+_QUIET = 4  # periods in which a living rank reports, even on a busy machine
 _GOES_ON = "the job ends; the same command goes on from the last checkpoint"
 _MISSED = 3  # reports in a row
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
@@ -116,12 +116,18 @@ class PeerWatch:
 
     def _gone(self) -> str:
         """Who has stopped reporting, as far as that shows within a moment."""
-        before = {rank: report for rank, (report, _) in self._reports.items()}
-        time.sleep(_MOMENT * self.period_s)
-        silent = [rank for rank, (report, _) in self._reports.items() if report == before[rank]]
-        if not silent:
-            return "the connection to another rank is lost, though all report"
-        if self.context.rank in silent:
+        deadline = time.monotonic() + 3 * _QUIET * self.period_s
+        while True:
+            now = time.monotonic()
+            quiet_s = {rank: now - at for rank, (_, at) in self._reports.items()}
+            longest_s = max(quiet_s.values())
+            if longest_s > _QUIET * self.period_s:
+                break
+            if now > deadline:
+                return "the connection to another rank is lost, though all report"
+            time.sleep(self.period_s / 4)
+        silent = [rank for rank, s in quiet_s.items() if s > longest_s - self.period_s]
+        if self.context.rank in silent:  # deaf: see _problem
             return self._unreachable()
         return f"{self._named(silent)} has ended"
 
@@ -188,6 +194,9 @@ class PeerWatch:
         if len(behind) == len(counts):
             return f"no rank has got on with the training ({self._places(behind)})"
         if self.context.rank in behind:
+            # The others speak first: to them this rank's end would be that of any process.
+            if now - since <= self.timeout_s + _MISSED * self.period_s:
+                return None
             faulthandler.dump_traceback(file=sys.stderr)
         return f"{self._named(behind)} is waited for ({self._places(behind)})"
 

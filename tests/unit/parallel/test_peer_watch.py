@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -71,6 +72,19 @@ def test_the_rank_behind_is_waited_for(watch: PeerWatch, monkeypatch: pytest.Mon
     assert problem == ("rank 1 (host h1, process 1) is waited for (rank 1 at tar_dataset.py:80)")
 
 
+def test_who_is_behind_lets_the_others_speak_first(
+    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
+    watch._reports[0] = ("5 6 tar_dataset.py:80", NOW)
+    assert watch._problem(NOW) is None
+    later = NOW + 3 * watch.period_s
+    watch._reports = {rank: (report, later) for rank, (report, _) in watch._reports.items()}
+    watch._heard = later
+    problem = watch._problem(later)
+    assert problem is not None and problem.startswith("rank 0 (host h0, process 1) is waited for")
+
+
 def test_where_none_is_behind_all_places_are_told(
     watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,3 +130,25 @@ def test_note_counts_and_moves_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_what_a_lost_peer_looks_like(error: Exception, lost: bool) -> None:
     assert is_lost_peer(error) is lost
+
+
+def test_a_last_report_that_comes_late_is_waited_for(watch: PeerWatch) -> None:
+    """Rank 1 is gone; what it had sent is read a moment later, and the others go on."""
+    watch.period_s = 0.05
+    start = time.monotonic()
+    watch._reports = {rank: ("1 7 x.py:1", start) for rank in range(3)}
+
+    def report() -> None:
+        for beat in range(2, 40):
+            time.sleep(0.02)
+            for rank in (0, 1, 2) if beat < 4 else (0, 2):
+                watch._reports[rank] = (f"{beat} 7 x.py:1", time.monotonic())
+
+    threading.Thread(target=report, daemon=True).start()
+    assert watch._gone() == "rank 1 (host h1, process 1) has ended"
+
+
+def test_where_nobody_is_heard_of_the_store_is_lost(watch: PeerWatch) -> None:
+    watch.period_s = 0.02
+    watch._reports = {rank: ("1 7 x.py:1", time.monotonic()) for rank in range(3)}
+    assert "head:29500 cannot be reached" in watch._gone()
