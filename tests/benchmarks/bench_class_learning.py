@@ -6,6 +6,10 @@ same labels, with the same number of steps, batch size, order of samples and lea
 names play no part in the labels. ``untrained`` is the encoder that the labels are from. Seeds
 differ in weights, clusters, order, crops and negatives; the images stay the same.
 
+With the settings' scale and margin (the package's own) the loss after so few steps is still far
+from zero, where every row pulls with full force and MLC and MLCD of equal l have the same gradient.
+``--set scale=32 margin_size=0`` leads to where the objectives differ.
+
 Everything lies below ``--out``: a run directory for each training, and ``rows.jsonl`` with a row
 for each encoder measured. The same command goes on where it was interrupted. CIFAR-10 and
 Caltech-101 come from the shared data; where they are absent, rendered shapes stand in.
