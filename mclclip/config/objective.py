@@ -57,6 +57,10 @@ class ClassCentersConfig:
     """What multiplies with the negatives: torch in tiles, or fused Triton kernels (GPUs only; under
     ``bf16`` and ``fp16`` of inputs rounded so, summed in fp32)."""
 
+    def __post_init__(self) -> None:
+        if self.kind != "mlcd" and self.sample_rate == 0.0:
+            raise ValueError(f"{self.kind} without negatives has no gradient: raise sample_rate")
+
 
 Objective = Annotated[InfoNceConfig | ClassCentersConfig, Field(discriminator="kind")]
 """The registry of objectives."""

@@ -111,7 +111,9 @@ def _message(error: ValidationError) -> str:
     if problem["type"] == "value_error" and not path:  # said of several options
         return str(problem["ctx"]["error"])
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
-    return f"option {name or 'configuration'!r}{got}: {problem['msg']}"
+    return (
+        f"option {name or 'configuration'!r}{got}: {problem['msg'].removeprefix('Value error, ')}"
+    )
 
 
 def _options_in(path: list[str]) -> list[str]:

@@ -68,12 +68,17 @@ class NegativeDraw:
     """step -> int64 [round(sample_rate * num_classes)]: the classes that serve as negatives.
 
     They are the first of a permutation keyed by (seed, step), so the draw is the same after a
-    resume and for any number of ranks.
+    resume and for any number of ranks. Raises ValueError for a rate that draws none of so few.
     """
 
     def __init__(self, num_classes: int, sample_rate: float, seed: int) -> None:
         self.num_classes, self.seed = num_classes, seed
         self.count = round(sample_rate * num_classes)
+        if sample_rate > 0.0 and self.count == 0:
+            raise ValueError(
+                f"sample_rate is {sample_rate}, which draws none of {num_classes} classes as "
+                f"negatives: wanted at least {1 / num_classes:.2g}"
+            )
 
     def __call__(self, step: int) -> npt.NDArray[np.int64]:
         positions = np.arange(self.count)

@@ -172,6 +172,8 @@ def test_from_scratch_and_then_the_text_tower(
         (["cluster.labels_per_sample=22"], "cluster.labels_per_sample"),
         (["train.objective.kind=mldc"], "does not match any of the expected tags"),
         (["train.objective.sample_rate=1.5"], "less than or equal to 1"),
+        (["train.objective.kind=mlc", "train.objective.sample_rate=0"], "raise sample_rate"),
+        (["train.objective.sample_rate=0.01"], "draws none of 21 classes"),
         (["train.objective.margin_size=3"], "margin is 3.0: wanted 0 to 1.571"),
         (["controls=[ungrouped]"], "leave them out"),
         (["base.objective.kind=mlcd"], "needs the clusters of a stage before"),

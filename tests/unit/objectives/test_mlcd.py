@@ -309,3 +309,9 @@ def test_exclude_positives() -> None:
 def test_scale_must_be_positive(scale: float) -> None:
     with pytest.raises(ValueError, match="wanted a positive number"):
         head(scale=scale)
+
+
+def test_a_rate_that_draws_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="draws none of 4 classes as negatives: wanted at least"):
+        NegativeDraw(4, 0.1, seed=0)
+    assert len(NegativeDraw(4, 0.0, seed=0)(0)) == 0  # none are wanted
