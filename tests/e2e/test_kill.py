@@ -201,6 +201,8 @@ class Killer:
         first = 0 if reached == 0 else reached + 1  # ahead: what is begun is not begun anew
         ahead = range(first, min(first + 5, len(MOMENTS)))
         struck = Counter(kill.verb for kill in self.kills + self.round)
+        if len(self.kills) >= NUM_KILLS:  # what chance has missed, however far ahead
+            ahead = range(first, len(MOMENTS))
         least = min((struck[MOMENTS[number].verb] for number in ahead), default=0)
         fewest = [number for number in ahead if struck[MOMENTS[number].verb] == least]
         return rng.choice(fewest) if fewest else None
