@@ -55,7 +55,7 @@ class ClassCentersConfig:
     """Weight decay of class centers (their length does not matter to the loss)."""
     kernel: Literal["plain", "triton"] = "plain"
     """What multiplies with the negatives: torch in tiles, or fused Triton kernels (GPUs only; under
-    ``bf16`` and ``fp16`` of inputs rounded so, summed in fp32)."""
+    ``bf16`` and ``fp16`` of inputs rounded so, summed in fp32; not yet run on one)."""
 
     def __post_init__(self) -> None:
         if self.kind != "mlcd" and self.sample_rate == 0.0:

@@ -123,7 +123,7 @@ class _ClassSums(torch.autograd.Function):
         log_n = sums[:, 1].log() + batch.shift_n
         batch.figures = _figures(batch, cosine, largest)
         ctx.save_for_backward(every, cosine, log_p, log_n)
-        ctx.batch, ctx.num_rows = batch, len(features)
+        ctx.batch = batch
         return log_p, log_n
 
     @staticmethod
