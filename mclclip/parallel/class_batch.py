@@ -47,19 +47,17 @@ class ClassBatch:
         self.figures: dict[str, Tensor] = {}
 
     def _find_pairs(self, labels: Tensor) -> None:
-        """The (row, positive) of this rank, by class, so that memory is read in its order."""
+        """The (row, positive) of this rank, by row, and the order in which they are by class."""
         self.own = (labels >= self.centers.start) & (labels < self.centers.stop)
-        self.by_row = labels[self.own] - self.centers.start
+        self.row = self.own.nonzero()[:, 0]
         self.row_starts = starts_of(self.own.sum(dim=1))
-        order = self.by_row.argsort(stable=True)
-        self.row, self.positives = self.own.nonzero()[:, 0][order], self.by_row[order]
-        self.to_rows = _inverse(order, len(order))  # x[to_rows] is x by row, for x by class
+        self.positives = labels[self.own] - self.centers.start
+        self.by_class = self.positives.argsort(stable=True)
 
     def _find_touched(self) -> None:
         """The classes that take part, and where negatives and positives are among them."""
         rows = self.centers.rows
         uses = torch.bincount(self.positives, minlength=len(rows))
-        self.class_starts = starts_of(uses)
         takes_part = uses > 0
         takes_part[self.negatives] = True
         self.touched = takes_part.nonzero()[:, 0]

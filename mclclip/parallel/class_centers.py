@@ -27,7 +27,6 @@ Rule = Literal["two_path", "exclude_positives", "partial_fc"]
 Rows = Callable[[int, int], Tensor]
 """(start, stop) -> [stop - start, D]: the initial rows of these classes."""
 
-_ROWS_PER_CHUNK = 16_384  # rows that an optimizer step works on at a time
 _ROWS_PER_DRAW = 4_096  # rows of one random generator; part of the initial values
 _STATE = ("rows", "exp_avg", "exp_avg_sq", "steps")
 
@@ -151,13 +150,14 @@ class ShardedClassCenters:
         if self.touched is None or self.grad is None:
             return
         lr *= self.optimizer.lr_scale
+        chunk = 16_384 if self.rows.device.type == "cuda" else 1024  # a CPU's cache holds that
         if self.optimizer.lazy:
-            for first in range(0, len(self.touched), _ROWS_PER_CHUNK):
-                part = slice(first, first + _ROWS_PER_CHUNK)
+            for first in range(0, len(self.touched), chunk):
+                part = slice(first, first + chunk)
                 self._move(self.touched[part], self.grad[part] * factor, lr)
             return
-        for first in range(0, len(self.rows), _ROWS_PER_CHUNK):
-            stop = min(first + _ROWS_PER_CHUNK, len(self.rows))
+        for first in range(0, len(self.rows), chunk):
+            stop = min(first + chunk, len(self.rows))
             grad = self.rows.new_zeros((stop - first, self.dim))
             at, end = torch.searchsorted(
                 self.touched, torch.tensor([first, stop], device=self.touched.device)

@@ -80,12 +80,10 @@ def _tile(device: torch.device) -> int:
 
 def _positive_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's part of P / exp(shift) [B], and the cosines of its pairs [n]."""
-    cosine = products(batch.centers.rows, features, batch.class_starts, batch.row)
+    cosine = products(features, batch.centers.rows, batch.row_starts, batch.positives)
     cosine *= batch.inverse[batch.of_positives]
     exponents = -batch.scale * batch.margin(cosine) - batch.shift_p
-    terms = features.new_zeros(batch.shape).masked_scatter_(
-        batch.own, exponents.exp_()[batch.to_rows]
-    )
+    terms = features.new_zeros(batch.shape).masked_scatter_(batch.own, exponents.exp_())
     return terms.sum(dim=1), cosine
 
 
@@ -137,9 +135,7 @@ class _ClassSums(torch.autograd.Function):
         batch: ClassBatch = ctx.batch
         with torch.autocast(every.device.type, enabled=False):
             weights = _positive_weights(batch, cosine, _finite(log_p), grad_p)
-            grad = weighted_sums(
-                batch.centers.rows, batch.by_row, batch.row_starts, weights[batch.to_rows]
-            )
+            grad = weighted_sums(batch.centers.rows, batch.positives, batch.row_starts, weights)
             of_centers = _pull_centers(batch, every, cosine, weights)
             _pull_negatives(batch, every, _finite(log_n), grad_n, grad, of_centers)
             batch.centers.add_gradient(batch.touched, of_centers)
@@ -162,10 +158,10 @@ def _positive_weights(batch: ClassBatch, cosine: Tensor, log_p: Tensor, grad_p: 
 
 def _pull_centers(batch: ClassBatch, features: Tensor, cosine: Tensor, weights: Tensor) -> Tensor:
     """[t, D]: the gradient of the touched class centers through P, out of the loss scale."""
-    weights, starts = weights / batch.centers.loss_scale, starts_of(batch.uses)
-    grad = weighted_sums(features, batch.row, starts, weights)
+    pairs, starts = batch.by_class, starts_of(batch.uses)
+    weights = weights[pairs] / batch.centers.loss_scale
+    grad = weighted_sums(features, batch.row[pairs], starts, weights)
     # The normalisation lets through what is across a class center, and not what is along it.
-    pairs = torch.arange(len(weights), device=weights.device)
     along = weighted_sums(cosine[:, None], pairs, starts, weights) * batch.inverse[:, None]
     for first in range(0, len(grad), batch.tile):
         part = slice(first, first + batch.tile)

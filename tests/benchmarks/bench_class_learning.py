@@ -10,6 +10,10 @@ With the settings' scale and margin (the package's own) the loss after so few st
 from zero, where every row pulls with full force and MLC and MLCD of equal l have the same gradient.
 ``--set scale=32 margin_size=0`` leads to where the objectives differ.
 
+``--set teacher_steps=1500`` takes the labels from a briefly trained encoder: ``teacher``, a CLIP of
+class names on images of its own. The other encoders start from random weights all the same, as the
+paper's do; class names reach them through clusters only.
+
 Everything lies below ``--out``: a run directory for each training, and ``rows.jsonl`` with a row
 for each encoder measured. The same command goes on where it was interrupted. CIFAR-10 and
 Caltech-101 come from the shared data; where they are absent, rendered shapes stand in.
@@ -45,6 +49,7 @@ from tests.benchmarks.class_learning import (
     PROBES,
     REFERENCE,
     SETTINGS,
+    TEACHER,
     UNTRAINED,
     VARIANTS,
     Setting,
@@ -54,9 +59,9 @@ from tests.benchmarks.class_learning import (
     prepare,
 )
 
-PER_CLASS_QUICK = {"cifar10": (40, 20), "caltech101": (3, 2), "rendered": (40, 20)}
+PER_CLASS_QUICK = {"cifar10": (40, 20, 40), "caltech101": (3, 2, 3), "rendered": (40, 20, 40)}
 QUICK = ("clusters=20", "steps=15", "batch=64")
-PER_CLASS = {"cifar10": (500, 400), "caltech101": (10, 5), "rendered": (300, 100)}
+PER_CLASS = {"cifar10": (500, 400, 1500), "caltech101": (10, 5, 15), "rendered": (300, 100, 300)}
 
 
 def measure(options: Config, name: str, model: Path) -> dict[str, Any]:
@@ -80,14 +85,14 @@ def one_seed(
     """All variants of one seed; adds what is missing to ``rows`` and to rows.jsonl."""
     source = out / name
     # Labels do not depend on how one trains on them.
-    labels = source / f"labels_{how.image_size}px_k{how.clusters}_seed_{seed}"
+    labels = source / f"labels_{how.image_size}px_k{how.clusters}_{how.teacher_steps}_seed_{seed}"
     root = source / f"{digest_json(asdict(how))[:8]}_seed_{seed}"
-    for variant in (UNTRAINED, *variants):
+    for variant in (TEACHER if how.teacher_steps else UNTRAINED, *variants):
         key = {"data": name, "seed": seed, "variant": variant, "setting": asdict(how)}
         if any(key.items() <= row.items() for row in rows):
             continue
         started, cpu = time.perf_counter(), time.process_time()
-        if variant == UNTRAINED:
+        if variant in (UNTRAINED, TEACHER):
             options = make_labels(source, labels, seed, how)
             model = Layout.of(options).export(0)
         else:
@@ -126,7 +131,7 @@ def report(name: str, how: Setting, rows: Sequence[dict[str, Any]], seeds: Seque
     ]
     by_variant = {
         variant: {row["seed"]: row for row in own if row["variant"] == variant}
-        for variant in (UNTRAINED, *VARIANTS)
+        for variant in (UNTRAINED, TEACHER, *VARIANTS)
     }
     beside = f"- {REFERENCE}"
     timing.print_table(
@@ -150,7 +155,7 @@ def _line(
         cells.append("" if variant == REFERENCE else _spread(pairs, "+"))
     for unit in ("wall_s", "cpu_s"):
         spent = statistics.median(row[unit] for row in found.values())
-        cells.append("" if variant == UNTRAINED else timing.number(spent))
+        cells.append("" if variant in (UNTRAINED, TEACHER) else timing.number(spent))
     return [*cells, str(len(found))]
 
 
@@ -186,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, help="these instead of 0, 1, ...")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="goes on there (default: a folder of this call)")
-    parser.add_argument("--per-class", nargs=2, type=int, metavar=("TRAIN", "TEST"))
+    parser.add_argument("--per-class", nargs=3, type=int, metavar=("TRAIN", "TEST", "TEACHER"))
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of Setting")
     parser.add_argument("--quick", action="store_true", help="one seed, few images and steps")
     options = parser.parse_args(arguments)

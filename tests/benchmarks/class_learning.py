@@ -21,9 +21,10 @@ from PIL import Image
 
 from mclclip import cluster, config, embed, export, index, pack, train
 from mclclip.config import Config
+from mclclip.layout import Layout
 from mclclip.parallel.process_group import Context
 
-UNTRAINED, REFERENCE = "untrained", "single_label"
+UNTRAINED, TEACHER, REFERENCE = "untrained", "teacher", "single_label"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     REFERENCE: {"kind": "single_label", "labels_per_sample": 1},
     "mlc, l = 8": {"kind": "mlc", "labels_per_sample": 8},
@@ -36,8 +37,8 @@ MOST_LABELS = 8
 # The probe chooses its L2 strength for each encoder: an untrained one needs a much weaker one.
 PROBES: Mapping[str, Mapping[str, Any]] = {"linear_probe": {"max_iterations": 300}, "knn": {}}
 CONTEXT = Context(device=torch.device("cpu"))
-# Data set -> a function of an empty folder, train images and test images per class.
-MAKERS: Mapping[str, Callable[[Path, int, int], Path]] = {
+# Data set -> a function of an empty folder, and train, test and teacher's images per class.
+MAKERS: Mapping[str, Callable[[Path, int, int, int], Path]] = {
     "cifar10": partial(class_folders.cifar10, timing.SHARED_DATA),
     "caltech101": partial(class_folders.caltech101, timing.SHARED_DATA),
     "rendered": partial(class_folders.rendered, attribute="shape"),
@@ -51,6 +52,10 @@ class Setting:
     Found on CIFAR-10, seed 0, by trying ``single_label`` and ``mlcd, l = 1``; then fixed for all.
     Centers are drawn, as the centroids of an untrained encoder are nearly parallel (mean cosine
     above 0.99), which ``mlcd`` has to undo first: unlike a softmax it sees a shift of all scores.
+
+    With ``teacher_steps`` the labels come from a teacher instead: the same image tower, trained so
+    many steps as a CLIP whose captions are class names, on images of its own. The trainings start
+    from random weights as before.
     """
 
     clusters: int
@@ -66,6 +71,7 @@ class Setting:
     crop: float
     color: float
     width: int
+    teacher_steps: int
 
     def augmentation(self) -> dict[str, Any]:
         """Crops, and colours as in SimCLR; open_clip's transforms have no flips."""
@@ -76,8 +82,8 @@ class Setting:
             "gray_scale_prob": self.color / 4,
         }
 
-    def model(self) -> dict[str, Any]:
-        """A small ResNet and the smallest text tower, which nothing here uses."""
+    def model(self, text_width: int = 8) -> dict[str, Any]:
+        """A small ResNet, and a text tower that only a teacher uses."""
         return {
             "embed_dim": 64,
             "vision_cfg": {
@@ -90,7 +96,7 @@ class Setting:
             "text_cfg": {
                 "context_length": 8,
                 "vocab_size": 49408,
-                "width": 8,
+                "width": text_width,
                 "heads": 1,
                 "layers": 1,
             },
@@ -111,6 +117,7 @@ SMALL = Setting(
     crop=0.4,
     color=0.8,
     width=16,
+    teacher_steps=0,
 )
 SETTINGS = {
     "cifar10": SMALL,
@@ -121,6 +128,14 @@ SETTINGS = {
 
 def options_of(source: Path, run_dir: Path, seed: int, variant: str, how: Setting) -> Config:
     """The configuration of one training over the folders and shards in ``source``."""
+    model: dict[str, Any] = {"name": how.model(), "augmentation": how.augmentation()}
+    models: dict[str, Any] = {"model": model}
+    if variant == TEACHER:
+        models["model"] = model | {"name": how.model(text_width=32)}
+        models["base"] = {"objective": {"kind": "info_nce"}, **_steps(how, how.teacher_steps)}
+    elif how.teacher_steps:
+        teacher = Layout(teacher_run(source, seed, how)).export(0)
+        models = {"model": {"name": f"local-dir:{teacher}"}, "trained_model": model}
     objective = {
         **VARIANTS.get(variant, VARIANTS[REFERENCE]),
         "sample_rate": how.sample_rate,
@@ -138,21 +153,14 @@ def options_of(source: Path, run_dir: Path, seed: int, variant: str, how: Settin
             "num_threads": 1,
             "num_stages": 1,
             "data": {
-                "sources": {"images": {"shards": f"{source}/shards/*.tar"}},
+                "sources": {"images": {"shards": f"{source}/{_shards(variant)}/*.tar"}},
                 "num_workers": 0,
                 "index_workers": 1,
             },
-            "model": {"name": how.model(), "augmentation": how.augmentation()},
+            **models,
             "embed": {"dtype": "float32"},
             "cluster": {"num_clusters": how.clusters, "labels_per_sample": MOST_LABELS},
-            "train": {
-                "objective": objective,
-                "global_batch": how.batch,
-                "steps": how.steps,
-                "lr": how.lr,
-                "weight_decay": 0.05,
-                "checkpoint": {"every": how.steps, "keep": 1},
-            },
+            "train": {"objective": objective, **_steps(how, how.steps)},
             "eval": {
                 "suite": {
                     name: {"kind": name, "path": f"{source}/folders", "options": options}
@@ -163,7 +171,26 @@ def options_of(source: Path, run_dir: Path, seed: int, variant: str, how: Settin
     )
 
 
-def prepare(name: str, per_class: tuple[int, int], where: Path) -> None:
+def _steps(how: Setting, steps: int) -> dict[str, Any]:
+    return {
+        "global_batch": how.batch,
+        "steps": steps,
+        "lr": how.lr,
+        "weight_decay": 0.05,
+        "checkpoint": {"every": steps, "keep": 1},
+    }
+
+
+def _shards(variant: str) -> str:
+    return "teacher_shards" if variant == TEACHER else "shards"
+
+
+def teacher_run(source: Path, seed: int, how: Setting) -> Path:
+    """The teacher's run directory."""
+    return source / f"teacher_{how.image_size}px_{how.teacher_steps}_seed_{seed}"
+
+
+def prepare(name: str, per_class: tuple[int, int, int], where: Path) -> None:
     """Class folders and shards of a data set, once. ValueError where others are there already."""
     folders = where / "folders"
     if not folders.exists():
@@ -173,13 +200,15 @@ def prepare(name: str, per_class: tuple[int, int], where: Path) -> None:
             if name == "caltech101":
                 shrink(made)
             made.rename(folders)
-    for part, wanted in zip(("train", "test"), per_class, strict=True):
-        there = len(list(next((folders / part).iterdir()).iterdir()))
+    for part, wanted in zip(("train", "test", "teacher"), per_class, strict=True):
+        classes = list((folders / part).glob("*"))
+        there = len(list(classes[0].iterdir())) if classes else 0
         if there != wanted:
             raise ValueError(
                 f"{folders / part} has {there} images per class, wanted {wanted}: use another --out"
             )
-    pack.pack(folders / "train.csv", folders, where / "shards")
+    pack.pack(folders / "train.csv", folders, where / _shards(REFERENCE))
+    pack.pack(folders / "teacher.csv", folders, where / _shards(TEACHER))
 
 
 def shrink(folders: Path) -> None:
@@ -193,7 +222,12 @@ def shrink(folders: Path) -> None:
 
 
 def make_labels(source: Path, run_dir: Path, seed: int, how: Setting) -> Config:
-    """Stage 0, the untrained encoder, and its clusters."""
+    """Stage 0, the untrained encoder or the teacher, and its clusters."""
+    if how.teacher_steps:
+        teacher = options_of(source, teacher_run(source, seed, how), seed, TEACHER, how)
+        index.run(teacher, CONTEXT)
+        train.run(teacher, CONTEXT, stage=0)
+        export.stage(teacher, CONTEXT, stage=0)
     options = options_of(source, run_dir, seed, UNTRAINED, how)
     index.run(options, CONTEXT)
     export.stage(options, CONTEXT, stage=0)
