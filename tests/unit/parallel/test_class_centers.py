@@ -82,6 +82,28 @@ def test_lazy_with_all_rows_touched_is_dense() -> None:
     torch.testing.assert_close(lazy.rows, dense.rows, atol=1e-13, rtol=0)
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_many_rows_move_as_few_do(lazy: bool) -> None:
+    """More rows than a step works on at a time, against each of them on its own."""
+    many, repeats = 2_500, 2_500 // K
+    rows = ROWS.repeat(repeats, 1)
+    centers = ShardedClassCenters(
+        many, D, lambda a, b: rows[a:b], optimizer=HeadOptimizer(lazy=lazy), dtype=torch.float64
+    )
+    few = centers_of(lazy=lazy)
+    for step in range(2):
+        touched, grad = gradients(step)
+        of_each = torch.arange(repeats)[:, None] * K
+        centers.zero_grad()
+        centers.add_gradient((of_each + touched).flatten(), grad.repeat(repeats, 1))
+        few.zero_grad()
+        few.add_gradient(touched, grad.clone())
+        for each in (centers, few):
+            each.step(LR)
+    assert torch.equal(centers.rows, few.rows.repeat(repeats, 1))
+    assert torch.equal(centers.steps, few.steps.repeat(repeats))
+
+
 def test_the_factor_scales_the_gradient() -> None:
     one, other = centers_of(), centers_of()
     touched, grad = gradients(0)
