@@ -18,11 +18,14 @@ from mclclip.config import Config
 from mclclip.data.step_counts import check_ranks, check_samples
 from mclclip.eval import run as evaluation
 from mclclip.layout import Layout
-from mclclip.models.clip import embed_dim
+from mclclip.models.clip import architecture
 from mclclip.parallel import collectives
+from mclclip.parallel.class_kernels import kernels_of
 from mclclip.parallel.process_group import Context
 
 log = logging.getLogger("mclclip")
+
+_READ_TEXT = ("mmvp", "retrieval", "zeroshot")
 
 
 def run(config: Config, context: Context, *, force: bool = False) -> Path:
@@ -68,21 +71,37 @@ def _check(config: Config, context: Context) -> None:
         check_ranks(name, options.global_batch, context.world_size)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
-    _check_centers(config)
+    _check_centers(config, context)
     evaluation.check(config.eval.suite)
     evaluation.check_files(config.eval.suite)
 
 
-def _check_centers(config: Config) -> None:
-    """Class centers can start at centroids of the width of what is trained only."""
+def _check_centers(config: Config, context: Context) -> None:
+    """What class centers want of the device, and of an encoder with a start of its own."""
     centers, own = config.train.class_centers, config.trained_model
-    if centers is None or centers.centers != "centroids" or own is None:
+    if centers is None:
         return
-    clustered, trained = embed_dim(config.model.name), embed_dim(own.name)
-    if clustered != trained:
+    kernels_of(centers.kernel, context.device, config.train.precision)
+    if own is None:
+        return
+    given, trained = architecture(config.model.name), architecture(own.name)
+    if centers.centers == "centroids" and given["embed_dim"] != trained["embed_dim"]:
         raise ValueError(
-            f"centroids of {clustered} dimensions cannot start the class centers of trained_model, "
-            f"whose features have {trained}: set train.objective.centers=normal"
+            f"centroids of {given['embed_dim']} dimensions cannot start the class centers of "
+            f"trained_model, whose features have {trained['embed_dim']}: set "
+            "train.objective.centers=normal"
+        )
+    if given != trained and (config.export.concat or config.export.soup):
+        raise ValueError(
+            "trained_model has another architecture than model, and only stages of one "
+            "architecture can be joined: set export.concat=[] and export.soup=false"
+        )
+    with_text = [n for n, b in config.eval.suite.items() if b.kind in _READ_TEXT]
+    if with_text and own.pretrained is None:
+        log.warning(
+            "%s compare images with texts, but no stage trains the text tower of trained_model: "
+            "its figures will be those of chance (launch/recipes/lit.yaml trains one)",
+            ", ".join(with_text),
         )
 
 

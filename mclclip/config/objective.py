@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 
-STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -29,13 +31,13 @@ class ClassCentersConfig:
     coupled (Eq. 4); ``single_label``: softmax over the nearest class (UNICOM, PartialFC)."""
     labels_per_sample: PositiveInt = 8
     """l: nearest clusters that are a sample's positives."""
-    threshold: float | None = None
+    threshold: Cosine | None = None
     """Only clusters of at least this similarity are positives, and the nearest in any case."""
-    scale: PositiveFloat = 64.0
+    scale: Annotated[float, Field(gt=0.0, le=256.0)] = 64.0
     """Multiplier of cosines in the loss."""
     margin: Literal["arc", "cos", "none"] = "arc"
     """Margin of positives: on the angle (ArcFace), on the cosine (CosFace), or none."""
-    margin_size: NonNegativeFloat = 0.3
+    margin_size: Annotated[float, Field(ge=0.0, le=math.pi / 2)] = 0.3
     """Radians (``arc``) or cosine (``cos``)."""
     margin_gradient: Literal["exact", "straight_through"] = "exact"
     """``straight_through`` takes the margin's derivative as 1, as PartialFC's code does."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip.config.objective import STRICT
+from mclclip.config.objective import STRICT, ClassCentersConfig
 from mclclip.config.training import TrainConfig
 
 
@@ -98,6 +98,22 @@ class ClusterConfig:
     """Rows from which k-means++ draws its start (at least 256 K are used where there are)."""
     label_mode: Literal["prefix", "last"] = "prefix"
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
+
+    def __post_init__(self) -> None:
+        if self.labels_per_sample > self.fewest:
+            raise ValueError(
+                f"cluster.labels_per_sample={self.labels_per_sample} is more than "
+                f"cluster.num_clusters={self.num_clusters}: lower it"
+            )
+
+    @property
+    def fewest(self) -> int:
+        """The smallest K of any stage."""
+        return (
+            self.num_clusters
+            if isinstance(self.num_clusters, int)
+            else min(self.num_clusters, default=0)
+        )
 
     def clusters_of(self, stage: int) -> int:
         """K of the clustering of ``stage``; ValueError where the list is too short."""
@@ -203,16 +219,26 @@ class Config:
                 "trained_model is for train.objective with class centers (mlcd, mlc, single_label):"
                 " with info_nce every stage starts from the base model"
             )
-        if centers is not None and self.controls:
+        if centers is not None:
+            self._check_class_centers(centers)
+
+    def _check_class_centers(self, centers: ClassCentersConfig) -> None:
+        if self.controls:
             raise ValueError(
                 f"controls={self.controls} are those of train.objective.kind=info_nce, not of "
                 f"{centers.kind}: leave them out"
             )
-        if centers is not None and centers.labels_per_sample > self.cluster.labels_per_sample:
+        if centers.labels_per_sample > self.cluster.labels_per_sample:
             raise ValueError(
                 f"train.objective.labels_per_sample={centers.labels_per_sample} is more than "
                 f"cluster.labels_per_sample={self.cluster.labels_per_sample}, what is stored: "
                 "raise the latter"
+            )
+        classes, rate = self.cluster.fewest, centers.sample_rate
+        if rate > 0.0 and round(rate * classes) == 0:
+            raise ValueError(
+                f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
+                f"least {1 / classes:.2g}"
             )
 
     @property

@@ -138,6 +138,11 @@ class TrainConfig:
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
 
+    def __post_init__(self) -> None:
+        centers = self.class_centers
+        if centers is not None and centers.kernel == "triton" and self.precision == "float64":
+            raise ValueError("objective.kernel=triton has no float64: set kernel=plain")
+
     @property
     def class_centers(self) -> ClassCentersConfig | None:
         """The options of an objective with class centers, which reads no captions."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip import artifacts
+from mclclip.data.npy_files import open_npy
 from mclclip.data.sample_index import SampleIndex
 
 
@@ -15,8 +16,8 @@ class ClassLabels:
     """The first ``labels_per_sample`` clusters of each sample, nearest first, from ``clusters/``.
 
     With ``threshold`` only those of at least this similarity, and the nearest in any case. Arrays
-    are memory-mapped. Raises RuntimeError where the clusters are those of another index, ValueError
-    where fewer clusters per sample are stored.
+    are memory-mapped. Raises RuntimeError where the clusters are those of another index or their
+    files do not fit each other, ValueError where fewer clusters per sample are stored.
     """
 
     def __init__(
@@ -29,18 +30,23 @@ class ClassLabels:
         manifest = artifacts.read_manifest(directory, "clusters")
         self.directory, self.digest = Path(directory), manifest.digest
         self.labels_per_sample, self.threshold = labels_per_sample, threshold
-        self._labels = self._open("cluster_labels")
-        self._similarities = self._open("similarities")
-        if len(self._labels) != len(index) or manifest.inputs["index"] != index.digest:
+        self.num_classes = int(manifest.config["num_clusters"])
+        self._map()
+        if manifest.inputs["index"] != index.digest:
             raise RuntimeError(
-                f"clusters at {directory} have {len(self._labels):,} rows, the index has "
-                f"{len(index):,} (or other keys): run 'mclclip cluster' again after 'mclclip index'"
+                f"clusters at {directory} are those of another index: run 'mclclip cluster' again "
+                "after 'mclclip index'"
             )
-        if self._labels.shape[1] < labels_per_sample:
+        stored = manifest.config["labels_per_sample"]
+        for array in (self._labels, self._similarities):
+            self._check(array.shape == (len(index), stored), f"rows of {list(array.shape)}")
+        found = self.centroids()
+        self._check(len(found) == self.num_classes, f"{len(found):,} centroids")
+        if stored < labels_per_sample:
             raise ValueError(
-                f"clusters at {directory} have {self._labels.shape[1]} labels per sample, "
-                f"wanted {labels_per_sample}: raise cluster.labels_per_sample and run 'mclclip "
-                "cluster --force' again"
+                f"clusters at {directory} have {stored} labels per sample, wanted "
+                f"{labels_per_sample}: raise cluster.labels_per_sample and run 'mclclip cluster "
+                "--force' again"
             )
 
     def centroids(self) -> npt.NDArray[np.float32]:
@@ -50,16 +56,26 @@ class ClassLabels:
     def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64 [n, l]: the classes of these samples; -1 where there is none."""
         labels = self._labels[sample_ids, : self.labels_per_sample].astype(np.int64)
+        most = labels.max(initial=-1)
+        self._check(most < self.num_classes, f"a label {most:,}")
         if self.threshold is not None:
             near = self._similarities[sample_ids, : self.labels_per_sample] >= self.threshold
             near[:, 0] = True
             labels[~near] = -1
         return labels
 
-    def _open(self, name: str) -> npt.NDArray[np.float32]:
-        path = self.directory / f"{name}.npy"
-        array: npt.NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
-        return array
+    def _check(self, fits: bool, found: str) -> None:
+        if not fits:
+            raise RuntimeError(
+                f"clusters at {self.directory} hold {found}, and their manifest tells of "
+                f"{self.num_classes:,} clusters: run 'mclclip cluster --force' to make them again"
+            )
+
+    def _open(self, name: str) -> np.ndarray:
+        return open_npy(self.directory / f"{name}.npy", "cluster")
+
+    def _map(self) -> None:
+        self._labels, self._similarities = self._open("cluster_labels"), self._open("similarities")
 
     # A mapping would travel to a loader worker by its content.
     def __getstate__(self) -> dict[str, object]:
@@ -67,5 +83,4 @@ class ClassLabels:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._labels = self._open("cluster_labels")
-        self._similarities = self._open("similarities")
+        self._map()

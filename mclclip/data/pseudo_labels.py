@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.artifacts import digest_array, digest_json, read_json, save_npy, write_json
+from mclclip.data.npy_files import open_npy
 
 Integers = npt.NDArray[np.int64]
 LabelMode = Literal["prefix", "last"]
@@ -281,10 +282,7 @@ class GroupedIndex:
         RuntimeError where its files do not fit each other."""
         directory = Path(directory)
         header = _read_header(directory)
-        ids, starts, labels = (
-            np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in _ARRAYS
-        )
+        ids, starts, labels = (open_npy(directory / f"{name}.npy", "train") for name in _ARRAYS)
         got = (len(ids), len(labels), len(starts))
         wanted = (header["num_samples"], header["num_groups"], header["num_groups"] + 1)
         if got != wanted:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mclclip import artifacts
 from mclclip.data.epoch_plan import GroupedIndex, Policy, check_coverage
+from mclclip.data.npy_files import open_npy
 from mclclip.data.sample_index import SampleIndex
 
 
@@ -19,7 +20,7 @@ def read_pseudo_labels(
     Raises RuntimeError where they were made from another index.
     """
     manifest = artifacts.read_manifest(directory, "pseudo_labels")
-    labels = np.load(directory / "pseudo_labels.npy", allow_pickle=False).reshape(-1)
+    labels = open_npy(directory / "pseudo_labels.npy", "cluster").reshape(-1)
     if len(labels) != len(index) or manifest.inputs["index"] != index.digest:
         raise RuntimeError(
             f"pseudo_labels has {len(labels):,} rows, the index has {len(index):,} (or other "

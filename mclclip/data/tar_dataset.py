@@ -24,9 +24,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-# Before anything imports torchvision: loader workers unpickle transforms right after this module.
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode_image
+
+# Before anything imports torchvision: loader workers unpickle transforms right after this module.
+from mclclip.data.npy_files import open_npy
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import parse_captions
 
@@ -191,11 +193,7 @@ class TextFeatures:
         while len(self._arrays) >= max(self._max_open_files, 1):
             self._arrays.popitem(last=False)
         path = self._directory / f"{shard:05d}.npy"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"no text embeddings at {path}: run 'mclclip embed' with text again"
-            )
-        array: npt.NDArray[np.floating] = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: npt.NDArray[np.floating] = open_npy(path, "embed --text")
         here = self._index.shards[shard]
         wanted = int(self._index.num_captions[here.start : here.stop].sum())
         if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):

@@ -32,7 +32,7 @@ from open_clip.transformer import VisionTransformer
 from mclclip.models import towers, weights
 from mclclip.models.clip_model import ClipModel
 
-__all__ = ["ClipModel", "embed_dim", "load_clip", "save_export"]
+__all__ = ["ClipModel", "architecture", "load_clip", "save_export"]
 
 
 def load_clip(
@@ -87,10 +87,12 @@ def load_clip(
     return ClipModel(clip, tokenizer, full, _layout(clip.visual), transforms).eval()
 
 
-def embed_dim(name: str | Path | Mapping[str, Any]) -> int:
-    """Width of a model's features, from its configuration alone; errors as of ``load_clip``."""
+def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``), without
+    its weights; errors as of ``load_clip``."""
     config, _, _ = _resolve(name, None, None, load_weights=False)
-    return int(config["model_cfg"]["embed_dim"])
+    found: dict[str, Any] = config["model_cfg"]
+    return found
 
 
 def save_export(model: ClipModel, directory: Path, base_digest: str | None = None) -> None:

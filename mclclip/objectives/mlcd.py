@@ -8,6 +8,7 @@ how negatives are sampled) the choices are arguments.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,8 @@ from mclclip.randomness import mix, permute
 Kind = Literal["mlcd", "mlc", "single_label"]
 _SATURATED = 0.01  # of the largest pull
 _LARGE = 65_536  # classes from which on four rounds mix a permutation well
+_LARGEST_SCALE = 256.0  # exp(scale * (1 + pi / 2)), with the widest margin, is a float64
+_LARGEST_FP32 = 150.0  # log of the sums that kernels can tell apart from nothing
 
 
 def build_class_center_loss(
@@ -50,7 +53,14 @@ def build_class_center_loss(
 
     def rows_of(start: int, stop: int) -> Tensor:
         assert centroids is not None
-        return torch.from_numpy(np.array(centroids[start:stop]))
+        rows = torch.from_numpy(np.array(centroids[start:stop]))
+        lengths = torch.linalg.vector_norm(rows, dim=1)
+        if not bool((lengths > 0.0).all() & torch.isfinite(lengths).all()):
+            raise ValueError(
+                "a centroid is zero or not finite: class centers cannot start there; run 'mclclip "
+                "cluster --force' again, or set centers=normal"
+            )
+        return rows
 
     centers = ShardedClassCenters(
         num_classes,
@@ -112,8 +122,14 @@ class ClassCenterLoss(nn.Module):
         kernels: Kernels | None = None,
     ) -> None:
         super().__init__()
-        if scale <= 0.0:
-            raise ValueError(f"scale is {scale}: wanted a positive number, such as 64")
+        if not 0.0 < scale <= _LARGEST_SCALE:
+            raise ValueError(f"scale is {scale}: wanted above 0 and at most 256, such as 64")
+        if kernels is not None and scale + math.log(centers.num_classes) > _LARGEST_FP32:
+            raise ValueError(
+                f"scale is {scale}: kernel=triton sums in fp32, and wants at most "
+                f"{_LARGEST_FP32 - math.log(centers.num_classes):.0f} for {centers.num_classes:,} "
+                "classes; set kernel=plain"
+            )
         self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
         self.margin, self.kernels = margin or Margin(), kernels
 
@@ -132,10 +148,11 @@ class ClassCenterLoss(nn.Module):
             features is such that averaging parameter gradients over ranks, as DDP does, gives the
             global gradient. Beside it, so that a mean over ranks (for names with `max`, the
             largest) is that of the global batch: `positive_loss` and `negative_loss`, the means of
-            log(1 + P) and log(1 + N); `positive_cosine` (mean) and `max_negative_cosine`;
-            `saturated_share`, rows whose positives together pull with less than 1 % of the most
-            they could; `distinct_positives`, classes; `conflicts`, those of them that were drawn as
-            negatives of other rows.
+            log(1 + P) and log(1 + N) (``mlcd``, whose terms they are); `positive_cosine` (mean) and
+            `max_negative_cosine`; `saturated_share`, rows whose positives together pull with less
+            than 1 % of the most they could; `positives_per_row`; `distinct_positives`, classes;
+            `conflicts`, those of them that were drawn too, and are negatives of the rows that they
+            are not positive for.
 
         The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
@@ -159,18 +176,17 @@ class ClassCenterLoss(nn.Module):
             kept: Tensor = torch.where(sums.counted, terms, torch.zeros_like(terms))
             return kept.sum() / num_rows
 
-        positive, negative = mean(_softplus(sums.log_p)), mean(_softplus(sums.log_n))
+        terms: dict[str, Tensor] = {}
         if self.kind == "mlcd":
-            loss = positive + negative
+            positive, negative = mean(_softplus(sums.log_p)), mean(_softplus(sums.log_n))
+            loss, pull = positive + negative, sums.log_p
+            terms = {"positive_loss": positive.detach(), "negative_loss": negative.detach()}
         else:
-            loss = mean(_softplus(sums.log_p + sums.log_n))
-        pull = torch.sigmoid(sums.log_p.detach())  # P / (1 + P)
-        return {
-            "loss": loss,
-            "positive_loss": positive.detach(),
-            "negative_loss": negative.detach(),
-            "saturated_share": mean((pull < _SATURATED).to(pull.dtype)),
-        } | sums.figures
+            pull = sums.log_p + sums.log_n
+            loss = mean(_softplus(pull))
+        saturated = torch.sigmoid(pull.detach()) < _SATURATED
+        terms["saturated_share"] = mean(saturated.to(loss.dtype)).detach()
+        return {"loss": loss} | terms | sums.figures
 
 
 def _softplus(x: Tensor) -> Tensor:

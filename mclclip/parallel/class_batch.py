@@ -35,12 +35,11 @@ class ClassBatch:
         self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
         self.kernels = kernels
         self.shape = labels.shape
+        self.counted = (labels >= 0).any(dim=1)
         self.num_positives = (labels >= 0).sum().clamp_min(1)
         self.negatives = centers.negatives(labels)
-        # exp(shift) is divided out of sums that could overflow.
-        most = scale * margin.largest
-        self.shift_p = max(0.0, most + math.log(labels.shape[1]) - _LARGEST_EXPONENT)
-        self.shift_n = max(0.0, scale + math.log(centers.num_classes) - _LARGEST_EXPONENT)
+        # Kernels sum in fp32: exp(shift) is divided out where that could overflow.
+        self.shift = max(0.0, scale + math.log(centers.num_classes) - _LARGEST_EXPONENT)
         self._find_pairs(labels)
         self._find_touched()
         self._find_collisions()
@@ -102,9 +101,8 @@ class ClassBatch:
     def all_negatives(self) -> Tensor:
         """The unit class centers of all negatives [n, D], as the kernels read them."""
         assert self.kernels is not None
-        dtype = self.kernels.half or torch.float32
-        unit = torch.empty((len(self.negatives), self.centers.dim), dtype=dtype)
-        unit = unit.to(self.negatives.device)
+        dtype, device = self.kernels.half or torch.float32, self.negatives.device
+        unit = torch.empty((len(self.negatives), self.centers.dim), dtype=dtype, device=device)
         for first in range(0, len(self.negatives), self.tile):
             part = slice(first, first + self.tile)
             unit[part] = self._unit(self.of_negatives[part])

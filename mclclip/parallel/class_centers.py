@@ -24,7 +24,7 @@ from mclclip.parallel import collectives
 from mclclip.parallel.process_group import SINGLE, Context
 
 Rule = Literal["two_path", "exclude_positives", "partial_fc"]
-Rows = Callable[[int, int], Tensor]
+InitialRows = Callable[[int, int], Tensor]
 """(start, stop) -> [stop - start, D]: the initial rows of these classes."""
 
 _ROWS_PER_DRAW = 4_096  # rows of one random generator; part of the initial values
@@ -67,7 +67,7 @@ class ShardedClassCenters:
         self,
         num_classes: int,
         dim: int,
-        initial: Rows,
+        initial: InitialRows,
         *,
         context: Context = SINGLE,
         draw: Callable[[int], npt.NDArray[np.int64]] | None = None,
@@ -80,7 +80,7 @@ class ShardedClassCenters:
         self.num_classes, self.dim, self.context = num_classes, dim, context
         self.rule, self.optimizer = rule, optimizer or HeadOptimizer()
         self.start, self.stop = shard_of(num_classes, context.rank, context.world_size)
-        rows = initial(self.start, self.stop)
+        rows = collectives.together(lambda: initial(self.start, self.stop))  # may read a file
         if tuple(rows.shape) != (self.stop - self.start, dim):
             raise ValueError(
                 f"initial class centers are {list(rows.shape)}: wanted "
@@ -150,14 +150,14 @@ class ShardedClassCenters:
         if self.touched is None or self.grad is None:
             return
         lr *= self.optimizer.lr_scale
-        chunk = 16_384 if self.rows.device.type == "cuda" else 1024  # a CPU's cache holds that
+        some = 16_384 if self.rows.device.type == "cuda" else 1024  # a CPU's cache holds that
         if self.optimizer.lazy:
-            for first in range(0, len(self.touched), chunk):
-                part = slice(first, first + chunk)
+            for first in range(0, len(self.touched), some):
+                part = slice(first, first + some)
                 self._move(self.touched[part], self.grad[part] * factor, lr)
             return
-        for first in range(0, len(self.rows), chunk):
-            stop = min(first + chunk, len(self.rows))
+        for first in range(0, len(self.rows), some):
+            stop = min(first + some, len(self.rows))
             grad = self.rows.new_zeros((stop - first, self.dim))
             at, end = torch.searchsorted(
                 self.touched, torch.tensor([first, stop], device=self.touched.device)
@@ -212,7 +212,7 @@ def shard_of(num_classes: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * rows, num_classes), min((rank + 1) * rows, num_classes)
 
 
-def normal_rows(dim: int, seed: int, deviation: float = 0.01) -> Rows:
+def normal_rows(dim: int, seed: int, deviation: float = 0.01) -> InitialRows:
     """Rows drawn from a normal distribution: the same for any number of ranks.
 
     Source: UNICOM and PartialFC start so.

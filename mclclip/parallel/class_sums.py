@@ -8,11 +8,13 @@ Of row i with the unit feature e and unit class centers w, and scores s = scale 
 MLCD, MLC and the softmax loss are functions of these two numbers (algorithms of PartialFC, An et
 al., 2021, and MLCD, Eq. 4 to 6). Forward, beside the gathering of features and labels, one sum of
 [B, 2] over the ranks; backward, one reduction of the features' gradient to its owners. Scores are
-computed in tiles, twice, and never exist whole.
+computed in tiles, twice, and never exist whole. P and N are summed in float64, whose exponents hold
+both exp(-scale) and exp(scale): so no largest score has to be agreed on first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +73,7 @@ def class_sums(
         every = collectives.gather(labels.int()).long()
         batch = ClassBatch(centers, every, scale, margin, tile or _tile(features.device), kernels)
         log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
-    return Sums(log_p, log_n, (every >= 0).any(dim=1), batch.figures)
+    return Sums(log_p, log_n, batch.counted, batch.figures)
 
 
 def _tile(device: torch.device) -> int:
@@ -79,32 +81,33 @@ def _tile(device: torch.device) -> int:
 
 
 def _positive_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of P / exp(shift) [B], and the cosines of its pairs [n]."""
+    """This rank's part of P, float64 [B], and the cosines of its pairs [n]."""
     cosine = products(features, batch.centers.rows, batch.row_starts, batch.positives)
     cosine *= batch.inverse[batch.of_positives]
-    exponents = -batch.scale * batch.margin(cosine) - batch.shift_p
-    terms = features.new_zeros(batch.shape).masked_scatter_(batch.own, exponents.exp_())
-    return terms.sum(dim=1), cosine
+    terms = torch.exp(-batch.scale * batch.margin(cosine).double())
+    sums = terms.new_zeros(batch.shape).masked_scatter_(batch.own, terms).sum(dim=1)
+    return sums, cosine
 
 
 def _negative_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of N / exp(shift) [B], and the largest cosine of a negative."""
+    """This rank's part of N, float64 [B], and the largest cosine of a negative."""
     scaled = features * batch.scale
     if batch.kernels is not None:
         sums, largest = class_kernels.negative_sums(
-            scaled, batch.all_negatives(), batch.collisions, batch.shift_n, batch.kernels.half
+            scaled, batch.all_negatives(), batch.collisions, batch.shift, batch.kernels.half
         )
+        sums = sums.double() * math.exp(batch.shift)
         return sums, largest.clamp_min(-batch.scale) / batch.scale
     memory = batch.memory(features)
-    sums = features.new_zeros(len(features))
+    sums = features.new_zeros(len(features), dtype=torch.float64)
     largest = features.new_tensor(-batch.scale)
     for centers, _, tiles in batch.negative_blocks():
         for rows, number in tiles:
             scores = batch.scores(scaled[rows], centers, number, memory)
-            largest = torch.maximum(largest, scores.amax())
-            if batch.shift_n:
-                scores.sub_(batch.shift_n)
-            sums[rows] += scores.exp_().sum(dim=1)
+            top = scores.amax(dim=1).clamp_min_(-batch.scale)  # -inf where none counts
+            largest = torch.maximum(largest, top.amax())
+            terms = scores.sub_(top[:, None]).exp_().sum(dim=1)
+            sums[rows] += terms.double() * top.double().exp_()
     return sums, largest / batch.scale
 
 
@@ -117,8 +120,7 @@ class _ClassSums(torch.autograd.Function):
         positive, cosine = _positive_sums(batch, every)
         negative, largest = _negative_sums(batch, every)
         sums = collectives.all_reduce_sum(torch.stack([positive, negative], dim=1))
-        log_p = sums[:, 0].log() + batch.shift_p
-        log_n = sums[:, 1].log() + batch.shift_n
+        log_p, log_n = (column.log().to(every.dtype) for column in sums.unbind(dim=1))
         batch.figures = _figures(batch, cosine, largest)
         ctx.save_for_backward(every, cosine, log_p, log_n)
         ctx.batch = batch
@@ -134,7 +136,7 @@ class _ClassSums(torch.autograd.Function):
         every, cosine, log_p, log_n = ctx.saved_tensors
         batch: ClassBatch = ctx.batch
         with torch.autocast(every.device.type, enabled=False):
-            weights = _positive_weights(batch, cosine, _finite(log_p), grad_p)
+            weights = _positive_weights(batch, cosine, log_p, grad_p)
             grad = weighted_sums(batch.centers.rows, batch.positives, batch.row_starts, weights)
             of_centers = _pull_centers(batch, every, cosine, weights)
             _pull_negatives(batch, every, _finite(log_n), grad_n, grad, of_centers)
@@ -236,6 +238,7 @@ def _figures(batch: ClassBatch, cosine: Tensor, largest: Tensor) -> dict[str, Te
     return {
         "positive_cosine": cosine.sum() * ranks / batch.num_positives,
         "max_negative_cosine": largest,
+        "positives_per_row": batch.num_positives / batch.counted.sum().clamp_min(1),
         "distinct_positives": (batch.uses > 0).sum() * ranks,
         "conflicts": (batch.uses[batch.of_negatives] > 0).sum() * ranks,
     }

@@ -34,13 +34,6 @@ class Margin:
         if not 0.0 <= self.size <= math.pi / 2:
             raise ValueError(f"margin is {self.size}: wanted 0 to {math.pi / 2:.3f}, such as 0.3")
 
-    @property
-    def largest(self) -> float:
-        """A bound of |phi|."""
-        return {"arc": 1.0 + self.size * math.sin(self.size), "cos": 1.0 + self.size}.get(
-            self.kind, 1.0
-        )
-
     def __call__(self, cosine: Tensor) -> Tensor:
         """phi of each cosine."""
         if self.kind == "none":

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mclclip.config import TrainConfig
+from mclclip.config import ClassCentersConfig, TrainConfig
 
 # What the expected time assumes of a GPU: an A100's fp32 products at two thirds of their peak, its
 # memory, and a network of 200 Gbit/s per GPU. Others scale with their own figures.
 PRODUCTS_PER_S, MEMORY_BYTES_PER_S, NETWORK_BYTES_PER_S = 13e12, 1.5e12, 20e9
 _PASSES = 8  # over a tile of scores, forward and backward: products, maximum, exponential, sums
-_FLOAT, _INT = 4, 4
+_FLOAT, _DOUBLE, _INT = 4, 8, 4
 _TILE = 8192
 
 
@@ -26,17 +26,16 @@ def measure(options: TrainConfig, dim: int, num_classes: int, ranks: int) -> dic
     if how.kind == "single_label":
         labels = 1
     rows = math.ceil(num_classes / ranks)
-    negatives = math.ceil(rows * how.sample_rate)
     positives = math.ceil(batch * labels / ranks)
     # Of k classes, B rows with l different ones each leave k (1 - l / k)^B out.
     distinct = num_classes * -math.expm1(batch * math.log1p(-min(labels / num_classes, 0.999999)))
-    touched = min(rows, math.ceil(negatives + distinct / ranks * (1.0 - how.sample_rate)))
+    negatives, touched = _taking_part(how, rows, distinct / ranks)
     features = batch * dim * _FLOAT
     tile = min(_TILE, batch) * min(_TILE, max(negatives, 1)) * _FLOAT
     collectives = {
         "all-gather of features": features,
-        "all-gather of labels": batch * how.labels_per_sample * _INT,
-        "all-reduce of P and N": batch * 2 * _FLOAT,
+        "all-gather of labels": batch * labels * _INT,
+        "all-reduce of P and N": batch * 2 * _DOUBLE,
         "reduce-scatter of gradients": features,
     }
     products = 4 * 2 * batch * negatives * dim + 6 * 2 * positives * dim
@@ -64,3 +63,16 @@ def measure(options: TrainConfig, dim: int, num_classes: int, ranks: int) -> dic
         "operations": products,
         "seconds": seconds,
     }
+
+
+def _taking_part(how: ClassCentersConfig, rows: int, distinct: float) -> tuple[int, int]:
+    """(negatives, touched classes) of a rank with ``rows`` classes, ``distinct`` of them positive,
+    by the rules of ShardedClassCenters."""
+    drawn = rows * how.sample_rate
+    if how.negatives == "partial_fc":
+        most = min(rows, math.ceil(max(drawn, distinct)))
+        return most, most
+    union = drawn + distinct * (1.0 - how.sample_rate)
+    if how.negatives == "exclude_positives":
+        drawn -= distinct * how.sample_rate
+    return math.ceil(drawn), min(rows, math.ceil(union))

@@ -34,6 +34,12 @@ class Job:
         return (self.config.trained_model if self.stage else None) or self.config.model
 
     @property
+    def method(self) -> str:
+        """What log lines call it: the objective with class centers, or MCL and its controls."""
+        centers = self.options.class_centers
+        return self.layout.variant if centers is None else centers.kind
+
+    @property
     def uses_cached_text(self) -> bool:
         return self.stage > 0 and self.options.reads_text_embeddings
 

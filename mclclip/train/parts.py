@@ -34,10 +34,9 @@ from mclclip.train.job import Job
 from mclclip.trainer import Trainee, Trainer, prepare_model
 
 
-def engine_of(job: Job, model: ClipModel) -> Engine:
+def engine_of(job: Job, model: ClipModel, objective: InfoNCE | ClassCenterLoss) -> Engine:
     """The engine around model and objective, with the optimizer the options name."""
     options, how = job.options, job.options.engine
-    objective = _objective(job, model)
     trainee = Trainee(model, objective, options.precision).to(job.context.device)
     if how.compile == "step":
         trainee.compile()
@@ -58,7 +57,7 @@ def engine_of(job: Job, model: ClipModel) -> Engine:
     )
 
 
-def _objective(job: Job, model: ClipModel) -> InfoNCE | ClassCenterLoss:
+def objective_of(job: Job, model: ClipModel) -> InfoNCE | ClassCenterLoss:
     """What is minimised, with new class centers where it has some."""
     how, labels = job.options.class_centers, job.class_labels
     if how is None or labels is None:

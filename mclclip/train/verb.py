@@ -28,6 +28,7 @@ from mclclip.data.step_counts import check_ranks, total_steps
 from mclclip.layout import Layout
 from mclclip.models.clip import ClipModel
 from mclclip.parallel import collectives
+from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import Context
 from mclclip.profiling import PeakMemory
 from mclclip.randomness import mix
@@ -54,6 +55,11 @@ def run(
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
+    if variant != "mcl" and options.class_centers is not None:
+        raise ValueError(
+            f"--variant {variant} is a control of train.objective.kind=info_nce, not of "
+            f"{options.objective.kind}: leave it out"
+        )
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
     check_ranks("train" if stage else "base", options.global_batch, context.world_size)
@@ -64,8 +70,10 @@ def run(
         log.info("%s is finished: skipped", job.directory)
         return job.directory
     model = parts.build_model(config, layout, stage, options, context)
+    objective = parts.objective_of(job, model)
     artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
-    steps = _train(job, model, artifact.identity, *groups.read())
+    engine = parts.engine_of(job, model, objective)
+    steps = _train(job, model, engine, artifact.identity, *groups.read())
     if context.is_main:
         artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
     collectives.barrier()
@@ -131,9 +139,14 @@ def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[s
 
 
 def _train(
-    job: Job, model: ClipModel, identity: str, grouped: GroupedIndex, known_bad: np.ndarray
+    job: Job,
+    model: ClipModel,
+    engine: Engine,
+    identity: str,
+    grouped: GroupedIndex,
+    known_bad: np.ndarray,
 ) -> int:
-    """Trains ``model``; returns the number of steps of the whole training.
+    """Trains ``model`` in ``engine``; returns the number of steps of the whole training.
 
     ``identity`` is the digest of all that the weights depend on.
     """
@@ -142,7 +155,6 @@ def _train(
         grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
     )
     total = total_steps(options.steps, options.epochs, plan.steps_per_epoch)
-    engine = parts.engine_of(job, model)
     checkpoints = Checkpoints(
         job.directory / "checkpoints", **parts.checkpoint_options(job, identity)
     )
@@ -152,7 +164,7 @@ def _train(
     log.info(
         "stage %d (%s): %d steps from %d, %d per epoch (%d of %d samples), %d groups, "
         "global batch %d over %d rank(s)",
-        job.stage, job.layout.variant, total, start, plan.steps_per_epoch, plan.scheduled,
+        job.stage, job.method, total, start, plan.steps_per_epoch, plan.scheduled,
         plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
         context.world_size,
     )  # fmt: skip

@@ -130,6 +130,46 @@ def test_fp16_leaves_the_head_unscaled(ranks: Ranks, name: str, micro_batch: int
     assert moved < 0.1
 
 
+def run_one_bad(name: str, options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The states before and after a step in which one rank's pixels are infinite, and after one
+    more good step."""
+    engine = make_engine(name, "fp16", **options)
+    states = []
+    for step in range(3):
+        batch = batch_of(step, torch.float32)
+        if step == 0:
+            engine.settle(batch)
+        if step == 1 and collectives.rank() == 0:
+            batch.image[0] = float("inf")
+        engine.update(batch, lr=1e-3)
+        states.append(whole(engine.state_dict()))
+    return tuple(states)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ddp", {"clip_grad_norm": 1.0, "lazy": True}),
+        ("ddp", {"micro_batch": 4}),
+        ("fsdp", {"clip_grad_norm": 1.0}),
+        ("deepspeed", {"zero_stage": 2}),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_left_out_leaves_the_head(
+    ranks: Ranks, name: str, options: dict[str, Any]
+) -> None:
+    """Neither trunk nor class centers, nor their moments and counts, move by what overflowed."""
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
+    before, after, later = ranks(2, run_one_bad, name, options, timeout_s=120.0)[0]
+    kept = [key for key in before if not key.startswith("scaler")]
+    for key in kept:
+        np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+    assert not np.array_equal(later["class_centers.rows"], before["class_centers.rows"])
+    assert later["class_centers.steps"].max() == 2
+
+
 @pytest.mark.parametrize(("stage", "options"), [
     (1, {"clip_grad_norm": 1.0}), (2, {}), (2, {"clip_grad_norm": 1.0, "micro_batch": 4}),
     (3, {"clip_grad_norm": 1.0}),

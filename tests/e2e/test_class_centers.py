@@ -174,12 +174,24 @@ def test_from_scratch_and_then_the_text_tower(
         (["train.objective.sample_rate=1.5"], "less than or equal to 1"),
         (["train.objective.kind=mlc", "train.objective.sample_rate=0"], "raise sample_rate"),
         (["train.objective.sample_rate=0.01"], "draws none of 21 classes"),
-        (["train.objective.margin_size=3"], "margin is 3.0: wanted 0 to 1.571"),
+        (["train.objective.margin_size=3"], "less than or equal to 1.57"),
+        (["train.objective.scale=inf"], "finite number"),
+        (["train.objective.scale=300"], "less than or equal to 256"),
+        (["train.objective.threshold=91"], "less than or equal to 1"),
+        (["train.objective.kernel=triton"], "set kernel=plain"),
+        (["train.objective.kernel=triton", "train.precision=float64"], "set kernel=plain"),
         (["controls=[ungrouped]"], "leave them out"),
         (["base.objective.kind=mlcd"], "needs the clusters of a stage before"),
         (
             [f"trained_model={{name: {json.dumps(tiny.MODEL | {'embed_dim': 12})}}}"],
             "set train.objective.centers=normal",
+        ),
+        (
+            [
+                f"trained_model={{name: {json.dumps(tiny.MODEL | {'embed_dim': 12})}}}",
+                "train.objective.centers=normal",
+            ],
+            "set export.concat=[] and export.soup=false",
         ),
     ],
     ids=str,
@@ -192,7 +204,21 @@ def test_mistakes_are_one_line(
     assert ended.code == 2
     (line,) = ended.complaints()
     assert words in line, line
-    assert not (tmp_path / "run/stage_1/train/checkpoints").exists()
+    assert not (tmp_path / "run/stage_1").exists()
+
+
+def test_a_mistake_does_not_stand_in_the_way(
+    shell: Shell, done: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What only the training itself can know, such as the device, leaves nothing behind either."""
+    untrained(done, tmp_path / "run")
+    train = ["train", "--config", done[0], "--stage", "1", f"run_dir={tmp_path / 'run'}"]
+    ended = shell(*train, "--variant", "ungrouped")
+    assert ended.code == 2 and "leave it out" in ended.complaints()[0]
+    ended = shell(*train, "train.objective.kernel=triton")
+    assert ended.code == 2 and "set kernel=plain" in ended.complaints()[0]
+    assert not (tmp_path / "run/stage_1").exists()
+    shell.ok(*train)
 
 
 def test_other_clusters_are_noticed(shell: Shell, done: tuple[Path, Path], tmp_path: Path) -> None:

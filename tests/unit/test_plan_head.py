@@ -28,7 +28,7 @@ def test_the_papers_run_on_80_gpus() -> None:
     assert sent["all-gather of features"] == pytest.approx(67e6, rel=0.01)
     assert sent["reduce-scatter of gradients"] == sent["all-gather of features"]
     assert sent["all-gather of labels"] == pytest.approx(1.05e6, rel=0.01)
-    assert sent["all-reduce of P and N"] == 262_400
+    assert sent["all-reduce of P and N"] == 524_800
     assert len(sent) == 4
     assert found["checkpoint"] == pytest.approx(6.1e9, rel=0.02)
 
@@ -37,6 +37,17 @@ def test_a_single_label_has_fewer_positives() -> None:
     one = measured(512, 80, "train.objective.kind=single_label")
     assert one["positives"] == 410
     assert one["distinct_positives"] == pytest.approx(32_300, abs=50)
+    assert one["collectives"]["all-gather of labels"] == 131_200
+
+
+def test_rules_of_negatives() -> None:
+    """PartialFC's is mostly the batch's positives, 230,798 / 80; the other one leaves them out."""
+    partial_fc = measured(512, 80, "train.objective.negatives=partial_fc")
+    assert partial_fc["negatives"] == 2_885
+    assert partial_fc["parts"]["gradient"] == 2_885 * 512 * 4
+    without = measured(512, 80, "train.objective.negatives=exclude_positives")
+    assert without["negatives"] == 1_250 - 288
+    assert without["parts"]["gradient"] == measured()["parts"]["gradient"]
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -18,12 +18,14 @@ SIMILARITIES = np.array(
     [[0.9, 0.8, 0.7], [0.5, 0.4, 0.3], [0.95, 0.75, 0.1], [0, 0, 0]], dtype=np.float16
 )
 
+CONFIG = {"num_clusters": 5, "labels_per_sample": 3}
+
 
 @pytest.fixture
 def clusters(tmp_path: Path) -> tuple[Path, Any]:
     """Clusters of four samples, and what an index of them looks like to the labels."""
     directory = tmp_path / "clusters"
-    artifact = Artifact.open(directory, kind="clusters", config={}, inputs={"index": "abc"})
+    artifact = Artifact.open(directory, kind="clusters", config=CONFIG, inputs={"index": "abc"})
     np.save(directory / "cluster_labels.npy", LABELS)
     np.save(directory / "similarities.npy", SIMILARITIES)
     np.save(directory / "centroids.npy", np.ones((5, 2), np.float32))
@@ -70,3 +72,32 @@ def test_mistakes(clusters: tuple[Path, Any]) -> None:
     index.digest = "other"
     with pytest.raises(RuntimeError, match="run 'mclclip cluster' again"):
         ClassLabels(directory, index, labels_per_sample=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "words"),
+    [
+        ("centroids", np.ones((4, 2), np.float32), "hold 4 centroids"),
+        ("cluster_labels", LABELS[:3], r"hold rows of \[3, 3\]"),
+        ("similarities", SIMILARITIES[:, :2], r"hold rows of \[4, 2\]"),
+        ("cluster_labels", LABELS + 1, "hold a label 5"),
+    ],
+    ids=["centroids", "labels", "similarities", "a label"],
+)
+def test_files_that_do_not_fit(
+    clusters: tuple[Path, Any], name: str, array: Any, words: str
+) -> None:
+    np.save(clusters[0] / f"{name}.npy", array)
+    with pytest.raises(RuntimeError, match=words + ".*tells of 5 clusters: run 'mclclip cluster"):
+        ClassLabels(*clusters, labels_per_sample=3)[np.arange(3)]
+
+
+@pytest.mark.parametrize("name", ["centroids", "cluster_labels", "similarities"])
+def test_damaged_files_are_named(clusters: tuple[Path, Any], name: str) -> None:
+    path = clusters[0] / f"{name}.npy"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(RuntimeError, match=f"{name}.npy is damaged .*--force"):
+        ClassLabels(*clusters, labels_per_sample=1)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name}.npy: run 'mclclip cluster --force'"):
+        ClassLabels(*clusters, labels_per_sample=1)

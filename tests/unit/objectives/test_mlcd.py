@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
-from mclclip.parallel.class_centers import ShardedClassCenters
+from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw, build_class_center_loss
+from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters
+from mclclip.parallel.class_kernels import Kernels
 from mclclip.parallel.margins import Margin
+from mclclip.parallel.process_group import SINGLE
 from tests.slow_heads import dense_loss
 
 K, D, B, L = 40, 6, 10, 3
@@ -99,7 +101,7 @@ def test_the_dense_definition(kind: str, margin: Margin, tile: int) -> None:
 @pytest.mark.parametrize("scale", [64.0, 100.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_at_large_scales(kind: str, scale: float) -> None:
-    """Where exp of the products would overflow: 100 needs a shift, 64 with MLC its logarithms."""
+    """Where exp of the products would overflow: 100 needs float64, 64 with MLC its logarithms."""
     features, labels = features_of(), labels_of()
     features[0] = -rows_of()[labels[0, 0]]  # as far from its positive as can be
     margin = Margin("arc")
@@ -110,6 +112,27 @@ def test_fp32_at_large_scales(kind: str, scale: float) -> None:
     assert torch.isfinite(got[0]["loss"])
     torch.testing.assert_close(got[0]["loss"].double(), wanted[0]["loss"], rtol=1e-5, atol=0)
     torch.testing.assert_close(got[1].double(), wanted[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [64.0, 100.0, 256.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_late_in_a_training(kind: str, scale: float) -> None:
+    """Positives near 0.95 and negatives up to 0.85: exp(-scale) of a good positive still counts
+    where it is multiplied with a large N."""
+    random = torch.Generator().manual_seed(3)
+    unit = functional.normalize(features_of(), dim=1)
+    rows, labels = rows_of(), labels_of(padded=False)
+    for row in range(B):
+        for place, cosine in ((labels[row, 0], 0.95), ((labels[row, 0] + 1) % K, 0.85)):
+            other = torch.randn(D, generator=random, dtype=torch.float64)
+            other -= (other @ unit[row]) * unit[row]
+            rows[place] = cosine * unit[row] + (1 - cosine**2) ** 0.5 * other / other.norm()
+    wanted = loss_and_gradients(head(kind, rows, scale=scale), unit, labels)
+    got = loss_and_gradients(head(kind, rows.float(), scale=scale), unit.float(), labels)
+    assert float(wanted[0]["loss"].detach()) > 0.1
+    for one, other in zip(got[1:], wanted[1:], strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 1e-3
+    torch.testing.assert_close(got[0]["loss"].double(), wanted[0]["loss"], rtol=1e-4, atol=0)
 
 
 def test_softmax_cross_entropy_is_mlc_with_one_label() -> None:
@@ -135,6 +158,30 @@ def test_mlcd_bounds_mlc_and_their_products_agree() -> None:
     for count in (1, L):
         coupled = loss_of(head("mlc"), features, labels[:, :count])
         assert loss_of(head("mlcd"), features, labels[:, :count]) >= coupled
+    output = head("mlcd")(functional.normalize(features[:1], dim=1), labels[:1])
+    p, n = (float(output[name].expm1()) for name in ("positive_loss", "negative_loss"))
+    assert float(output["loss"]) == pytest.approx(np.log1p(p + n + p * n), abs=1e-12)
+    coupled = loss_of(head("mlc"), features[:1], labels[:1])
+    assert coupled == pytest.approx(np.log1p(p * n), abs=1e-12)
+
+
+def test_only_mlcd_sees_a_shift_of_all_scores() -> None:
+    """A direction that all class centers share moves all cosines of a row by the same amount."""
+    features, labels = features_of(), labels_of()
+    features[:, -1] = 0.0
+    rows = rows_of()
+    rows[:, -1] = 0.0
+    rows = functional.normalize(rows, dim=1) * 0.8
+    rows[:, -1] = 0.6  # unit length again: a shared direction, which features differ in by shift
+    losses: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for shift in (0.0, 0.5):
+        unit = functional.normalize(features, dim=1) * 0.7
+        unit[:, -1] = shift
+        for kind in KINDS:
+            losses[kind].append(float(head(kind, rows)(unit, labels)["loss"]))
+    for kind in ("mlc", "single_label"):
+        assert losses[kind][1] == pytest.approx(losses[kind][0], abs=1e-12)
+    assert abs(losses["mlcd"][1] - losses["mlcd"][0]) > 0.1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,6 +251,22 @@ def test_without_negatives_only_the_positive_term_is_left() -> None:
     assert float(output["max_negative_cosine"]) == -1.0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_whose_positives_are_all_that_is_drawn(kind: str) -> None:
+    """Its N is empty: no share of it is taken, and the others' gradients are as ever."""
+    features, labels = features_of(num_rows=3), torch.tensor([[0, 1], [1, 0], [5, 6]])
+    rows, margin = rows_of(), Margin("arc")
+    output, of_features, of_rows = loss_and_gradients(
+        head(kind, rows, [0, 1], margin=margin), features, labels
+    )
+    one, other = features.clone().requires_grad_(), rows.clone().requires_grad_()
+    wanted = dense_loss(kind, other, one, labels, [0, 1], 16.0, margin)
+    wanted.backward()  # type: ignore[no-untyped-call]
+    assert float(output["loss"].detach()) == pytest.approx(float(wanted.detach()), abs=1e-12)
+    torch.testing.assert_close(of_features, one.grad, atol=1e-13, rtol=0)
+    torch.testing.assert_close(of_rows, other.grad, atol=1e-13, rtol=0)
+
+
 def test_rows_without_a_label_do_not_count() -> None:
     features, labels = features_of(), labels_of()
     kept = (labels >= 0).any(dim=1)
@@ -240,6 +303,7 @@ def test_figures() -> None:
         np.mean([float(cosine[pair]) for pair in pairs])
     )
     assert float(output["max_negative_cosine"]) == pytest.approx(max(others))
+    assert float(output["positives_per_row"]) == pytest.approx(len(pairs) / (B - 1))
     assert int(output["distinct_positives"]) == len(positives)
     assert int(output["conflicts"]) == len([j for j in positives if j % 2 == 0])
 
@@ -252,6 +316,19 @@ def test_saturation() -> None:
         feature = torch.eye(D, dtype=torch.float64)[:1]
         output = head("mlcd", rows, [], scale=64.0)(feature, torch.arange(8)[None])
         assert float(output["saturated_share"]) == share
+
+
+@pytest.mark.parametrize("kind", ["mlc", "single_label"])
+def test_saturation_of_a_coupled_loss(kind: str) -> None:
+    """What pulls there is PN / (1 + PN): a positive of cosine 0.9 beside a negative of 0.9 does."""
+    rows = torch.zeros(2, D, dtype=torch.float64)
+    feature = torch.eye(D, dtype=torch.float64)[:1]
+    for cosine, share in ((0.9, 0.0), (0.5, 1.0)):
+        rows[:, 0] = torch.tensor([0.9, cosine])
+        rows[:, 1] = (1.0 - rows[:, 0].square()).sqrt()
+        output = head(kind, rows, scale=64.0)(feature, torch.zeros(1, 1, dtype=torch.int64))
+        assert float(output["saturated_share"]) == share
+        assert "positive_loss" not in output  # it has no such terms
 
 
 def test_no_second_derivative() -> None:
@@ -288,6 +365,28 @@ def test_every_class_is_drawn_equally_often() -> None:
     assert np.abs(times / 2000 - 0.25).max() < 5 * (0.25 * 0.75 / 2000) ** 0.5
 
 
+def test_draws_have_no_structure() -> None:
+    """Counts in stretches of the classes vary as those of draws without replacement.
+
+    Too few rounds of the permutation give 2.6 times that variance, or none.
+    """
+    num_classes, parts, draw = 70_000, 16, NegativeDraw(70_000, 0.01, seed=3)
+    drawn = [draw(step) * parts // num_classes for step in range(300)]
+    counts = [np.bincount(part, minlength=parts) for part in drawn]
+    count, share = draw.count, 1.0 / parts
+    wanted = count * share * (1 - share) * (num_classes - count) / (num_classes - 1)
+    assert 0.85 < np.var(counts) / wanted < 1.25
+
+
+def test_pairs_are_drawn_equally_often() -> None:
+    draw, times, steps = NegativeDraw(40, 0.25, seed=3), np.zeros((40, 40)), 4000
+    for step in range(steps):
+        times[np.ix_(draw(step), draw(step))] += 1
+    share = 10 * 9 / (40 * 39)
+    of_pairs = times[~np.eye(40, dtype=bool)] / steps
+    assert np.abs(of_pairs - share).max() < 4.5 * (share * (1 - share) / steps) ** 0.5
+
+
 def test_partial_fc_adds_to_the_positives() -> None:
     labels = torch.tensor([[1, 2, -1], [2, 30, 7]])
     drawn = [7, 5, 6, 1, 8, 9]
@@ -305,10 +404,28 @@ def test_exclude_positives() -> None:
     assert int(output["conflicts"]) == 0
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0])
-def test_scale_must_be_positive(scale: float) -> None:
-    with pytest.raises(ValueError, match="wanted a positive number"):
+@pytest.mark.parametrize("scale", [0.0, -1.0, 257.0])
+def test_scales_are_checked(scale: float) -> None:
+    with pytest.raises(ValueError, match="wanted above 0 and at most 256"):
         head(scale=scale)
+
+
+def test_kernels_want_what_fp32_can_sum() -> None:
+    centers = head().centers
+    with pytest.raises(ValueError, match="sums in fp32, and wants at most 146 for 40 classes"):
+        ClassCenterLoss(centers, scale=150.0, kernels=Kernels())
+    ClassCenterLoss(centers, scale=146.0, kernels=Kernels())
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_centroids_that_are_no_start(bad: float) -> None:
+    centroids = np.ones((K, D), np.float32)
+    centroids[7] = bad
+    with pytest.raises(ValueError, match="a centroid is zero or not finite.*centers=normal"):
+        build_class_center_loss(
+            K, D, centroids, kind="mlcd", context=SINGLE, seed=0, scale=16.0, margin=NONE,
+            sample_rate=1.0, optimizer=HeadOptimizer(),
+        )  # fmt: skip
 
 
 def test_a_rate_that_draws_nothing_is_refused() -> None:

@@ -42,7 +42,22 @@ def test_phi_lowers_every_cosine_and_is_bounded(size: float) -> None:
         assert (
             values[COSINES > -math.cos(size / 2)] < COSINES[COSINES > -math.cos(size / 2)]
         ).all()
-        assert values.abs().max() <= margin.largest + 1e-12
+        # Float64 sums exp(-scale * phi) by this bound (ClassCenterLoss).
+        assert values.abs().max() <= 1.0 + math.pi / 2
+
+
+@pytest.mark.parametrize("size", [0.1, 0.3, 1.5])
+def test_arc_falls_with_the_angle_beyond_pi_too(size: float) -> None:
+    """Where the angle passes pi its cosine would rise again: there phi is a line."""
+    values = Margin("arc", size)(COSINES)
+    assert (values.diff() > 0).all()
+    beyond = COSINES < -math.cos(size) - 1e-9
+    torch.testing.assert_close(values[beyond], COSINES[beyond] - size * math.sin(size))
+
+
+def test_clamped_cosines_have_no_slope() -> None:
+    ends = torch.tensor([-1.0, -0.99995, 0.99995, 1.0], dtype=torch.float64)
+    assert not Margin().derivative(ends).any()
 
 
 def test_a_cosine_of_one_has_a_finite_slope() -> None:
