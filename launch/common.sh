@@ -6,7 +6,8 @@
 #     0   finished
 #     85  asked to leave, saved: the same command goes on (PREEMPTED_CODE replaces 85)
 #     130 interrupted
-#     or the code that mclclip recorded when it failed.
+#     or the code that mclclip recorded when it failed; where that is 2, a mistake of the user, the
+#     last line on stderr names it.
 # torchrun turns the codes of its workers into 0 or 1, so mclclip records how it ends in
 # MCLCLIP_STATE_FILE (a temporary file, unless the caller names one), which is emptied first.
 #
@@ -110,8 +111,10 @@ give_up_on_torchrun() {
         read -rt 2 -u "$never" || true  # a sleep that leaves no process behind
         [[ $(recorded state) == failed ]] && all_ended || looks=0
     done
-    kill -KILL "$torchrun" 2>/dev/null || return 0
+    kill -0 "$torchrun" 2>/dev/null || return 0
+    # Said first: once torchrun is gone, the script ends, with a last line of its own.
     echo "${0##*/}: the ranks of this host have ended, torchrun waited for another host: killed" >&2
+    kill -KILL "$torchrun" 2>/dev/null || true
 }
 
 # The ranks of this machine: the children of torchrun.
@@ -154,6 +157,12 @@ recorded() {
     sed -nE "s/.*\"$1\": \"?([a-z0-9]+).*/\1/p" "$MCLCLIP_STATE_FILE" 2>/dev/null || true
 }
 
+# The user's mistake once more: torchrun's report and its traceback, forty lines, came after it.
+repeat_reason() {
+    "${PYTHON:-python}" -c 'import json, sys; print(json.load(open(sys.argv[1]))["reason"])' \
+        "$MCLCLIP_STATE_FILE" 2>/dev/null | sed 's/^/mclclip: /' >&2 || true
+}
+
 # conclude CODE: ends this script, when torchrun has ended with CODE.
 conclude() {
     local code=$1
@@ -162,7 +171,10 @@ conclude() {
         finished) exit 0 ;;
         # Where a rank dies, torchrun sends SIGTERM to the others: they leave, but nobody asked.
         preempted) [[ $code != 0 && -z $request ]] || exit "${PREEMPTED_CODE:-85}" ;;
-        failed) code=$(recorded exit_code) ;;
+        failed)
+            code=$(recorded exit_code)
+            [[ $code != 2 ]] || repeat_reason
+            ;;
         running) ;;            # killed
         *) exit "$code" ;;     # a verb that records nothing, or ended before it could
     esac

@@ -1,43 +1,95 @@
 #!/usr/bin/env bash
-# One run of a sweep file, as options of mclclip:
+# One run of a sweep file, as options of mclclip (in bash: another shell may not split $options):
 #
 #     launch/sweep.sh FILE           # the runs by number
 #     launch/sweep.sh FILE NUMBER    # run_dir=... and the options of that line
 #
-# A line of FILE is a name and key.path=value options; the run directory is RUNS/NAME (RUNS: runs/
-# and the name of the file). SHARED names a run directory whose index, stage-0 export and embeddings
-# are linked into the new one, and its clusters too, unless the line has options of cluster.
+#     options=$(launch/sweep.sh FILE NUMBER) && mclclip run --config RECIPE $options
+#
+# First into a variable: of $(...) among the words of a command the exit code is lost, and with no
+# options the command would run the plain recipe.
+#
+# A line of FILE is a name and key.path=value options without spaces, and after ' #' a comment; the
+# run directory is RUNS/NAME (RUNS: runs/ and the name of the file). SHARED names a run directory
+# whose index, stage-0 export and embeddings are linked into the new one, and its clusters too,
+# unless the line has options of cluster. All of them must be finished there: a run would go on with
+# an unfinished one through the link. Embeddings of the text are linked where there are any.
 set -euo pipefail
 
 fail() {
-    echo "${0##*/}: $1" >&2
+    echo "${0##*/}: $*" >&2
     exit 2
 }
 
+# read_runs FILE: fills `names` and `options`, all lines checked.
+read_runs() {
+    local line lines name words word
+    names=() options=()
+    mapfile -t lines < <(sed -E 's/(^|[[:space:]])#.*//; s/\r$//' "$1")
+    for line in "${lines[@]}"; do
+        read -ra words <<<"$line"
+        [[ ${#words[@]} -gt 0 ]] || continue
+        name=${words[0]} words=("${words[@]:1}")
+        [[ $name =~ ^[A-Za-z0-9_-][A-Za-z0-9._-]*$ ]] ||
+            fail "$1: a run is named '$name': wanted letters, digits, and . _ - (no . first)"
+        [[ " ${names[*]} " != *" $name "* ]] ||
+            fail "$1: two runs are named '$name': they would share a run directory"
+        for word in "${words[@]}"; do
+            [[ $word =~ ^[A-Za-z_][A-Za-z0-9_.]*= ]] ||
+                fail "$1: run '$name' has '$word': wanted key.path=value without spaces"
+        done
+        names+=("$name")
+        options+=("${words[*]}")
+    done
+    [[ ${#names[@]} -gt 0 ]] || fail "$1 has no runs"
+}
+
+# share RUN_DIR OPTIONS: links what is finished in SHARED; nothing is made before all is checked.
 share() {
-    local from part run_dir=$1 parts=(index stage_0/export stage_0/embeddings stage_0/text_embeddings)
-    [[ $2 == *cluster.* ]] || parts+=(stage_0/clusters)
+    local from run_dir=$1 part verb links=()
+    [[ -d $SHARED ]] || fail "SHARED=$SHARED is no run directory"
     from=$(realpath "$SHARED")
+    while read -r part verb; do
+        if [[ -L $run_dir/$part && ! -f $run_dir/$part/manifest.json ]]; then
+            fail "$run_dir/$part is a link to $(readlink "$run_dir/$part"), and nothing finished" \
+                "lies there: remove the link"
+        elif [[ -e $run_dir/$part ]]; then
+            continue # a run that goes on, or one that made its own
+        elif [[ -f $from/$part/manifest.json ]]; then
+            links+=("$part")
+        elif [[ $verb != - ]]; then
+            fail "SHARED=$SHARED has no finished $part: 'mclclip $verb' makes it"
+        fi
+    done < <(parts "$2")
     mkdir -p "$run_dir/stage_0"
-    for part in "${parts[@]}"; do
-        # What lies there already stays: a run that goes on, or one that made its own.
-        [[ ! -e $from/$part || -e $run_dir/$part ]] || ln -s "$from/$part" "$run_dir/$part"
+    for part in "${links[@]}"; do
+        ln -s "$from/$part" "$run_dir/$part"
     done
 }
 
+# parts OPTIONS: what a run with these options may share, and the verb that makes it (-: optional).
+parts() {
+    echo "index index"
+    echo "stage_0/export export --stage 0"
+    echo "stage_0/embeddings embed --stage 0"
+    echo "stage_0/text_embeddings -"
+    [[ " $1" == *" cluster"[.=]* ]] || echo "stage_0/clusters cluster --stage 0"
+}
+
 [[ $# -ge 1 && -f $1 ]] || fail "give a sweep file and the number of a run"
-mapfile -t lines < <(grep -vE '^[[:space:]]*(#|$)' "$1")
+read_runs "$1"
 if [[ $# -eq 1 ]]; then
-    printf '%s\n' "${lines[@]}" | cat -n
+    for number in "${!names[@]}"; do
+        printf '%4d  %s\n' "$((number + 1))" "${names[number]}  ${options[number]}"
+    done
     exit
 fi
-[[ $2 =~ ^[0-9]+$ && $2 -ge 1 && $2 -le ${#lines[@]} ]] ||
-    fail "no run $2 in $1: wanted 1 to ${#lines[@]}"
-read -r name options <<< "${lines[$2 - 1]}"
-stem=$(basename "$1")
-run_dir=${RUNS:-runs/${stem%.*}}/$name
-if [[ -n ${SHARED:-} ]]; then
-    [[ -d $SHARED ]] || fail "SHARED=$SHARED is no run directory"
-    share "$run_dir" "$options"
-fi
-echo "run_dir=$run_dir $options"
+number=$2
+[[ $number =~ ^0*([1-9][0-9]{0,5})$ && ${BASH_REMATCH[1]} -le ${#names[@]} ]] ||
+    fail "no run $number in $1: wanted 1 to ${#names[@]}"
+number=$((BASH_REMATCH[1] - 1))
+stem=${1##*/}
+run_dir=${RUNS:-runs/${stem%.*}}/${names[number]}
+[[ $run_dir != *[[:space:]]* ]] || fail "the run directory '$run_dir' has spaces: set RUNS"
+[[ -z ${SHARED:-} ]] || share "$run_dir" "${options[number]}"
+echo "run_dir=$run_dir${options[number]:+ ${options[number]}}"

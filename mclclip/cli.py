@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mclclip import __version__, process
 
@@ -144,9 +144,17 @@ def _config(args: argparse.Namespace) -> object:
 # --- parser ------------------------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints the launcher hears of; those of verbs are of the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        process.record_mistake(message)
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``mclclip``; needs neither torch nor a configuration."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mclclip",
         description="Fine-tune CLIP at scale so that it sees what it was blind to.",
         epilog="Exit codes: 0 done, 1 internal error, 2 user mistake (one line), "

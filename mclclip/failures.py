@@ -23,7 +23,7 @@ def is_for_the_user(error: Exception) -> bool:
     return isinstance(error, ValueError | OSError)
 
 
-def _is_of_loader_worker(error: Exception) -> bool:
+def _is_of_loader_worker(error: BaseException) -> bool:
     """Whether torch raised it again from a loader worker, with the traceback in its message."""
     return " in DataLoader worker process " in str(error).partition("\n")[0]
 
@@ -35,8 +35,12 @@ def complain(error: Exception, with_traceback: bool) -> None:
         time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:
         traceback.print_exc()
+    print(f"mclclip: {line_of(error)}", file=sys.stderr)
+
+
+def line_of(error: BaseException) -> str:
+    """What an error says, on one line; of a loader worker's its own words, not its traceback."""
     line = str(error)
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]
-    line = " ".join(line.split()) or type(error).__name__
-    print(f"mclclip: {line}", file=sys.stderr)
+    return " ".join(line.split()) or type(error).__name__

@@ -69,18 +69,20 @@ def exit_code(error: BaseException) -> int:
     return EXIT_USER if for_user else EXIT_INTERNAL
 
 
+def record_mistake(message: str) -> None:
+    """For the launcher: what is wrong with the words of the command line."""
+    _record_early(ValueError(message), EXIT_USER)
+
+
 def _record_early(error: BaseException, code: int) -> None:
-    """For the launcher: what ended before a run began, such as a mistake in the command line."""
+    """For the launcher: what ended before a run began, such as a mistake in the configuration."""
     if os.environ.get("MCLCLIP_STATE_FILE"):
         from mclclip import run_state
 
         state = "preempted" if code == EXIT_PREEMPTED else "failed"
         again = code == EXIT_PREEMPTED
-        run_state.write(None, state, verb="", exit_code=code, requeue=again, reason=_line(error))
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        reason = failures.line_of(error)
+        run_state.write(None, state, verb="", exit_code=code, requeue=again, reason=reason)
 
 
 def _tell(error: BaseException, code: int, debug: bool) -> None:
@@ -153,7 +155,7 @@ def _recorded(
         raise
     except BaseException as error:
         signals.ignore()
-        record("failed", exit_code(error), _line(error), requeue=_is_lost_peer(error))
+        record("failed", exit_code(error), failures.line_of(error), requeue=_is_lost_peer(error))
         setattr(error, _RECORDED, True)
         raise
     signals.ignore()

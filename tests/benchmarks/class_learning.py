@@ -208,7 +208,8 @@ def prepare(name: str, per_class: tuple[int, int, int], where: Path) -> None:
                 f"{folders / part} has {there} images per class, wanted {wanted}: use another --out"
             )
     pack.pack(folders / "train.csv", folders, where / _shards(REFERENCE))
-    pack.pack(folders / "teacher.csv", folders, where / _shards(TEACHER))
+    if per_class[2]:
+        pack.pack(folders / "teacher.csv", folders, where / _shards(TEACHER))
 
 
 def shrink(folders: Path) -> None:

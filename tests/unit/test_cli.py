@@ -286,6 +286,20 @@ def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch)
     assert waited == [failures.LATER_RANKS_WAIT_S]
 
 
+def test_a_loader_workers_own_words_are_recorded(
+    main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch puts the worker's whole traceback into the message."""
+    raised = RuntimeError(
+        "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent "
+        'call last):\n  File "x.py", line 1, in y\nRuntimeError: clusters hold a label 5\n'
+    )
+    monkeypatch.setenv("MCLCLIP_STATE_FILE", str(tmp_path / "state.json"))
+    fail_with(monkeypatch, raised)
+    main("config", "run_dir=x")
+    assert json.loads((tmp_path / "state.json").read_text())["reason"] == "clusters hold a label 5"
+
+
 def test_demo_takes_overrides_after_its_seeds(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     called: dict[str, Any] = {}
     monkeypatch.setattr(demo, "run", lambda out, **options: called.update(options))

@@ -34,9 +34,11 @@ TORCHRUN = """#!{python}
 import json, os, signal, subprocess, sys
 from pathlib import Path
 
-if sys.argv[1] == "-c":  # how many devices
-    print(3)
-    sys.exit()
+if sys.argv[1] == "-c":
+    if "device_count" in sys.argv[2]:
+        print(3)
+        sys.exit()
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 folder = Path(os.environ["RECORDS"])
 words = sys.argv[1:]
 split = next(n for n in range(len(words)) if words[n - 1:n + 1] == ["-m", "mclclip"])
@@ -233,6 +235,44 @@ def test_a_caller_that_reads_the_state_itself(folder: Path) -> None:
     assert json.loads(state.read_text())["state"] == "preempted"
     process = start(folder, 1, "silent", 3, MCLCLIP_STATE_FILE=state)
     assert finish(process)[0] == 1, "what an earlier start recorded does not count"
+
+
+@pytest.mark.parametrize(
+    ("code", "last"), [(2, 'mclclip: a "reason"'), (1, "Traceback of torchrun")]
+)
+@pytest.mark.parametrize("script", ["local.sh", "multinode.sh"])
+def test_the_users_mistake_is_the_last_line(
+    folder: Path, script: str, code: int, last: str
+) -> None:
+    """As decoded from the record; a crash ends with what it left."""
+    variables = {**MEETING, "NPROC_PER_NODE": 1} if script == "multinode.sh" else {}
+    ended, stderr = finish(start(folder, "end", code, 1, script=script, **variables))
+    assert ended == code
+    assert stderr.splitlines()[0] == "Traceback of torchrun" and stderr.splitlines()[-1] == last
+
+
+def test_a_real_mistake_under_torchrun(folder: Path) -> None:
+    process = start(
+        folder, 2, "config", f"--config={folder}/n\u00e9.yaml",
+        PYTHON=sys.executable, PYTHONPATH=tiny.ROOT,
+    )  # fmt: skip
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    lines = stderr.splitlines()
+    assert "Traceback (most recent call last):" in lines, "torchrun is quiet: say it once"
+    assert lines[-1].startswith("mclclip: ") and f"{folder}/n\u00e9.yaml" in lines[-1]
+    assert lines[-1] in lines[:-1], "the same words as the rank's own"
+
+
+def test_an_unknown_option_under_torchrun(folder: Path) -> None:
+    """A mistake, which SLURM must not try again, as one in the configuration is."""
+    process = start(
+        folder, 2, "train", "--config=c.yaml", "--stage=1", "--bogus",
+        PYTHON=sys.executable, PYTHONPATH=tiny.ROOT,
+    )  # fmt: skip
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.splitlines()[-1] == "mclclip: unrecognized arguments: --bogus"
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGHUP"])

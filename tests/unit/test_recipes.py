@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -111,57 +109,6 @@ def _model_config(name: str | dict[str, Any]) -> dict[str, Any]:
     root = resources.files("open_clip") / "model_configs"
     found: dict[str, Any] = json.loads((root / f"{name}.json").read_text())
     return found
-
-
-def sweep(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(tiny.ROOT / "launch" / "sweep.sh"), *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | environment, check=False
-    )
-
-
-def test_every_run_of_table_6_is_valid() -> None:
-    table = FOLDER / "mlcd_table6.sweep"
-    listed = sweep(table).stdout.splitlines()
-    names = {line.split()[1] for line in listed}
-    assert len(names) == len(listed) == 28
-    found = []
-    for number in range(1, len(listed) + 1):
-        options = sweep(table, number).stdout.split()
-        found.append(config.load(FOLDER / "mlcd_ablation_vitb32.yaml", options))
-    assert {c.cluster.num_clusters for c in found} >= {10_000, 5_000_000}
-    centers = [c.train.class_centers for c in found if c.train.class_centers is not None]
-    assert {c.sample_rate for c in centers} == {0.01, 0.05, 0.1, 0.2, 0.5, 1.0}
-    assert {c.labels_per_sample for c in centers} == {1, 2, 4, 8, 16, 32}
-    assert {c.threshold for c in centers} >= {0.95, 0.85, None}
-    assert {c.kind for c in centers} == {"mlcd", "mlc", "single_label"}
-    assert len({c.run_dir for c in found}) == 28
-
-
-def test_a_sweep_shares_what_its_runs_have_in_common(tmp_path: Path) -> None:
-    table = tmp_path / "two.sweep"
-    table.write_text("# two runs\n\nmore cluster.num_clusters=7\nless train.lr=0.1 seed=3\n")
-    shared = tmp_path / "base"
-    for part in ("index", "stage_0/export", "stage_0/embeddings", "stage_0/clusters"):
-        (shared / part).mkdir(parents=True)
-    environment = {"RUNS": str(tmp_path / "runs"), "SHARED": str(shared)}
-    for _ in range(2):  # a run that goes on finds its links
-        assert sweep(table, 1, **environment).stdout == (
-            f"run_dir={tmp_path}/runs/more cluster.num_clusters=7\n"
-        )
-        assert sweep(table, 2, **environment).stdout.split()[1:] == ["train.lr=0.1", "seed=3"]
-    more, less = (tmp_path / "runs" / name for name in ("more", "less"))
-    assert (more / "index").readlink() == shared / "index"
-    assert (
-        not (more / "stage_0/clusters").exists() and not (more / "stage_0/text_embeddings").exists()
-    )
-    assert (less / "stage_0/clusters").resolve() == shared / "stage_0/clusters"
-
-
-@pytest.mark.parametrize("arguments", [("none.sweep",), (FOLDER / "mlcd_table6.sweep", 29), ()])
-def test_a_sweep_says_what_it_wants(arguments: tuple[object, ...]) -> None:
-    ended = sweep(*arguments)
-    assert ended.returncode == 2 and ended.stderr.startswith("sweep.sh: ")
 
 
 @every_recipe

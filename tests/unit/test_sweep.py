@@ -1,0 +1,246 @@
+"""launch/sweep.sh and the sweep files: the options of each run, what is shared, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config
+from tests import tiny
+
+SCRIPT = tiny.ROOT / "launch" / "sweep.sh"
+RECIPE = tiny.ROOT / "launch" / "recipes" / "mlcd_ablation_vitb32.yaml"
+TABLE = RECIPE.with_name("mlcd_table6.sweep")
+NEEDED = ("index", "stage_0/export", "stage_0/embeddings", "stage_0/clusters")
+TEXT = "stage_0/text_embeddings"
+
+
+def sweep(*arguments: object, **environment: object) -> subprocess.CompletedProcess[str]:
+    own = {key: value for key, value in os.environ.items() if key not in ("RUNS", "SHARED")}
+    return subprocess.run(
+        ["bash", str(SCRIPT), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=own | {key: str(value) for key, value in environment.items()},
+        check=False,
+    )
+
+
+def refused(*arguments: object, **environment: object) -> str:
+    """The only line that it says; nothing is printed that could be taken for options."""
+    ended = sweep(*arguments, **environment)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("sweep.sh: ") and ended.stderr.count("\n") == 1
+    return ended.stderr
+
+
+# --- the runs of a file -------------------------------------------------------------------------
+
+
+def test_every_run_of_table_6_is_valid_and_another() -> None:
+    listed = sweep(TABLE).stdout.splitlines()
+    found = [config.load(RECIPE, sweep(TABLE, n + 1).stdout.split()) for n in range(len(listed))]
+    assert f"seq {len(found)})" in TABLE.read_text()
+    assert len({c.run_dir for c in found}) == len(found)
+    settings = [dataclasses.replace(c, run_dir="") for c in found]
+    assert all(c not in settings[:n] for n, c in enumerate(settings)), "a training done twice"
+    assert {c.cluster.num_clusters for c in found} == {
+        10_000, 20_000, 50_000, 1_000_000, 2_000_000, 5_000_000,
+    }  # fmt: skip
+    centers = [c.train.class_centers for c in found if c.train.class_centers is not None]
+    assert {c.sample_rate for c in centers} == {0.01, 0.05, 0.1, 0.2, 0.5, 1.0}
+    assert {c.labels_per_sample for c in centers} == {1, 2, 4, 8, 16, 32}
+    assert {c.threshold for c in centers} == {0.95, 0.93, 0.91, 0.89, 0.87, 0.85, None}
+    assert {c.kind for c in centers} == {"mlcd", "mlc", "single_label"}
+
+
+def test_the_recipe_itself_is_the_line_that_its_header_names() -> None:
+    (number,) = re.findall(
+        r"sweep\.sh launch/recipes/mlcd_table6\.sweep (\d+)\)", RECIPE.read_text()
+    )
+    printed = sweep(TABLE, number).stdout
+    assert printed == "run_dir=runs/mlcd_table6/k_1m-r_0.1-l_8\n"
+    itself = config.load(RECIPE)
+    assert config.load(RECIPE, printed.split()) == dataclasses.replace(
+        itself, run_dir="runs/mlcd_table6/k_1m-r_0.1-l_8"
+    )
+
+
+@pytest.mark.parametrize("file", [TABLE, RECIPE])
+def test_a_command_as_written_starts_nothing_where_the_sweep_fails(
+    file: Path, tmp_path: Path
+) -> None:
+    """The commands of the header, with a SHARED that is none, and stand-ins for what they start."""
+    words = r"(?:for n in .*?\n#   done|options=.*?\$options)$"
+    (text,) = re.findall(words, file.read_text(), re.MULTILINE | re.DOTALL)
+    text = re.sub("^#", "", text, flags=re.MULTILINE).replace("runs/mlcd_ablation ", "none ")
+    stand_ins = "".join(
+        f"{name}() {{ echo $* >>{tmp_path}/started; }}\n" for name in ("sbatch", "mclclip")
+    )
+    for shared, count in (("none", 0), ("", 1)):
+        script = f"{stand_ins}file={TABLE}\nexport SHARED={shared}\n{text}"
+        script = script if shared else script.replace("SHARED=none ", "").replace("seq 26", "seq 1")
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tiny.ROOT, capture_output=True, text=True, check=False
+        )
+        started = tmp_path / "started"
+        lines = started.read_text().splitlines() if started.exists() else []
+        assert len(lines) == count, done.stderr
+        assert all("run_dir=runs/mlcd_table6/k_" in line for line in lines)
+        assert done.stderr.count("\n") == 1 - count
+
+
+def test_comments_and_empty_lines(tmp_path: Path) -> None:
+    table = tmp_path / "some.sweep"
+    table.write_text(
+        "  # two runs\n\n base\t# the recipe itself\nmore  train.lr=0.1 \t seed=a#b # later"
+    )
+    assert [line.split() for line in sweep(table).stdout.splitlines()] == [
+        ["1", "base"],
+        ["2", "more", "train.lr=0.1", "seed=a#b"],
+    ]
+    assert sweep(table, 1).stdout == "run_dir=runs/some/base\n"
+    assert sweep(table, "02").stdout == "run_dir=runs/some/more train.lr=0.1 seed=a#b\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a seed=1\nb seed=2\na seed=3\n", "two runs are named 'a'"),
+        ("a/b seed=1\n", "is named 'a/b'"),
+        ("../a seed=1\n", "is named '../a'"),
+        (".. seed=1\n", "is named '..'"),
+        ("seed=1\n", "is named 'seed=1'"),
+        ("a seed=1 twice\n", "run 'a' has 'twice'"),
+        ("a train={lr: 1}\n", "run 'a' has '1}'"),
+        ("a seed=1 * \n", "run 'a' has '*'"),
+        ("# none\n\n", "has no runs"),
+    ],
+)
+def test_a_line_that_is_none(tmp_path: Path, text: str, words: str) -> None:
+    """Whichever run is asked for: the first jobs of a loop shall not start."""
+    table = tmp_path / "some.sweep"
+    table.write_text(text)
+    for arguments in ((table,), (table, 1)):
+        assert f"{table}" in (said := refused(*arguments)) and words in said
+
+
+@pytest.mark.parametrize("number", [0, 27, -1, "a", "08x", "1+1", 10**12])
+def test_a_number_of_no_run(number: object) -> None:
+    assert f"no run {number} in {TABLE}: wanted 1 to 26" in refused(TABLE, number)
+
+
+def test_no_file_and_spaces() -> None:
+    assert "give a sweep file" in refused("none.sweep") and "give a sweep file" in refused()
+    assert "has spaces: set RUNS" in refused(TABLE, 1, RUNS="my runs")
+
+
+# --- what is shared -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A run directory where all that can be shared is finished, but for the text's embeddings."""
+    folder = tmp_path / "base"
+    for part in NEEDED:
+        (folder / part).mkdir(parents=True)
+        (folder / part / "manifest.json").touch()
+    (folder / TEXT).mkdir()
+    return folder
+
+
+@pytest.fixture
+def given(tmp_path: Path, shared: Path) -> tuple[Path, dict[str, Any]]:
+    """A file of two runs, the second of other clusters; RUNS and SHARED."""
+    table = tmp_path / "two.sweep"
+    table.write_text("same run.cluster.seed=1\nother cluster.num_clusters=7\n")
+    return table, {"RUNS": tmp_path / "runs", "SHARED": shared}
+
+
+def links(run_dir: Path) -> set[str]:
+    return {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_symlink()}
+
+
+def test_what_is_finished_is_linked(given: Any, shared: Path, tmp_path: Path) -> None:
+    table, variables = given
+    for _ in range(2):  # a run that goes on finds its links
+        for number, name in enumerate(("same", "other"), start=1):
+            ended = sweep(table, number, **variables)
+            assert (ended.returncode, ended.stderr) == (0, "")
+            assert ended.stdout.startswith(f"run_dir={tmp_path}/runs/{name} ")
+    same, other = (tmp_path / "runs" / name for name in ("same", "other"))
+    assert (same / "index").readlink() == shared / "index"
+    assert links(same) == set(NEEDED)
+    assert links(other) == set(NEEDED) - {"stage_0/clusters"}
+    (shared / TEXT / "manifest.json").touch()
+    sweep(table, 1, **variables)
+    assert links(same) == {*NEEDED, TEXT}
+
+
+@pytest.mark.parametrize("words", ["cluster.seed=1", "cluster={seed:1}", "seed=1 cluster.seed=1"])
+def test_options_of_cluster(given: Any, words: str, tmp_path: Path) -> None:
+    table, variables = given
+    table.write_text(f"a {words}\n")
+    assert sweep(table, 1, **variables).returncode == 0
+    assert "stage_0/clusters" not in links(tmp_path / "runs" / "a")
+
+
+@pytest.mark.parametrize(
+    ("part", "verb"),
+    [
+        ("index", "index"),
+        ("stage_0/export", "export --stage 0"),
+        ("stage_0/embeddings", "embed --stage 0"),
+        ("stage_0/clusters", "cluster --stage 0"),
+    ],
+)
+def test_what_is_not_finished_is_named(
+    given: Any, shared: Path, tmp_path: Path, part: str, verb: str
+) -> None:
+    table, variables = given
+    (shared / part / "manifest.json").unlink()  # begun: a run would write through the link
+    said = refused(table, 1, **variables)
+    assert f"no finished {part}: 'mclclip {verb}' makes it" in said
+    assert not (tmp_path / "runs").exists(), "half a run directory"
+    if part == "stage_0/clusters":
+        assert sweep(table, 2, **variables).returncode == 0
+    else:
+        refused(table, 2, **variables)
+
+
+def test_what_a_run_made_itself_stays(given: Any, shared: Path, tmp_path: Path) -> None:
+    table, variables = given
+    own = tmp_path / "runs" / "same" / "stage_0" / "clusters"
+    own.mkdir(parents=True)
+    (shared / "stage_0/clusters/manifest.json").unlink()
+    assert sweep(table, 1, **variables).returncode == 0
+    assert not own.is_symlink()
+
+
+def test_a_shared_directory_that_is_none(given: Any, tmp_path: Path) -> None:
+    table, variables = given
+    none = tmp_path / "none"
+    assert "is no run directory" in refused(table, 1, **{**variables, "SHARED": none})
+    none.mkdir()
+    assert "no finished index" in refused(table, 1, **{**variables, "SHARED": none})
+
+
+def test_a_link_that_leads_nowhere(given: Any, shared: Path, tmp_path: Path) -> None:
+    table, variables = given
+    sweep(table, 1, **variables)
+    moved = shared.rename(tmp_path / "moved")
+    said = refused(table, 1, **{**variables, "SHARED": moved})
+    assert f"{tmp_path}/runs/same/index is a link to {shared}/index" in said
+    assert "remove the link" in said
+    for part in NEEDED:
+        (tmp_path / "runs" / "same" / part).unlink()
+    assert sweep(table, 1, **{**variables, "SHARED": moved}).returncode == 0
+    # One of an older day leads to what is not finished: the run would write there.
+    (moved / "stage_0/clusters/manifest.json").unlink()
+    assert "clusters is a link to" in refused(table, 1, **{**variables, "SHARED": moved})
