@@ -56,7 +56,8 @@ def _training(
     assert options is not None
     radices = _radices(config, stage, variant)
     usable = samples["usable"]
-    _check_samples(config, name, options, usable, radices)
+    clusters = max((config.cluster.clusters_of(earlier) for earlier in range(stage)), default=1)
+    _check_samples(clusters, name, options, usable, radices)
     on_disk = _on_disk(config, index, stage, variant, options)
     groups: Range | None = (1, label_space(radices)) if radices else (1, 1)
     epoch: Range | None = None
@@ -102,13 +103,13 @@ def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
 
 
 def _check_samples(
-    config: Config, name: str, options: TrainConfig, usable: int | None, radices: tuple[int, ...]
+    clusters: int, name: str, options: TrainConfig, usable: int | None, radices: tuple[int, ...]
 ) -> None:
     """What the run would refuse once it has its index, or its labels."""
     if usable is None:
         return
     batch, policy = options.global_batch, options.plan.policy
-    check_samples(name, batch, policy, max(radices, default=1), usable)
+    check_samples(name, batch, policy, clusters, usable)
     if policy == "drop" and label_space(radices) * batch > usable:
         raise ValueError(
             f"{label_space(radices):,} possible labels x {name}.global_batch={batch:,} are more "

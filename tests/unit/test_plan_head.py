@@ -77,6 +77,11 @@ def test_the_plan_counts_the_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert "class centers" in shown and "ms of a step, expected" in shown
 
 
+def test_more_classes_than_samples() -> None:
+    with pytest.raises(ValueError, match="num_clusters=1,000,000 is more than the index's 500,000"):
+        plan.make(config.load(LAION), Machine(10, 8), 500_000)
+
+
 def test_too_many_classes_for_a_gpu() -> None:
     options = config.load(
         LAION, ["cluster.num_clusters=20000000", "train.global_batch=256", "train.steps=10"]
