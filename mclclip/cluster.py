@@ -9,21 +9,23 @@ Undecodable samples take no part and have the label -1.
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from mclclip import artifacts
-from mclclip.artifacts import Artifact, Manifest, digest_array, fsync_directory, save_npy
+from mclclip.artifacts import Artifact, Manifest, digest_array, save_npy
 from mclclip.config import Config, to_tree
 from mclclip.data import pseudo_labels
 from mclclip.data.mean_features import MeanBlocks
+from mclclip.data.npy_files import open_npy, write_npy_parts
 from mclclip.data.sample_index import SampleIndex
 from mclclip.layout import Layout
 from mclclip.parallel import collectives, kmeans, two_level
+from mclclip.parallel.assignment import Block, Tally, assign_blocks
 from mclclip.parallel.process_group import Context
 from mclclip.parallel.row_blocks import NpyBlocks
 
@@ -32,14 +34,7 @@ log = logging.getLogger("mclclip")
 _AMI_UP_TO = 2**24  # pairs of clusters: its cost grows with their number
 _SIZES_UP_TO = 10_000  # clusters whose sizes the manifest lists
 
-
-@dataclass(frozen=True)
-class _Result:
-    """k-means, and of every sample labels int32 and similarities float16, each [N, L]."""
-
-    found: kmeans.KMeans
-    labels: np.ndarray
-    similarities: np.ndarray
+T = TypeVar("T")
 
 
 def run(
@@ -51,11 +46,10 @@ def run(
     first (-1 in rows that take no part), similarities.npy float16 [N, L] (the cosine; euclidean:
     1 - squared distance / 2). For MCL (not its controls, which use MCL's labels or none) also
     ``pseudo_labels.npy`` int64 [N, 1] of stage + 1, of the nearest centroids, where the training
-    groups samples by them. Raises ValueError for more clusters than samples or more labels than
-    clusters, and RuntimeError where the embeddings are not those of the index.
+    groups samples by them. Raises ValueError for more clusters than samples, and RuntimeError where
+    the embeddings are not those of the index.
     """
     layout = Layout.of(config, variant)
-    _check(config, stage)
     index = SampleIndex.open(layout.index)
 
     def open_artifact(write: bool) -> Artifact:
@@ -65,24 +59,17 @@ def run(
     if artifact.finished:
         log.info("%s is finished: skipped", artifact.directory)
     else:
-        result = _cluster(config, context, layout, stage, index)
+        blocks = collectives.together(lambda: _read_rows(config, layout, stage, index))
+        common = _common(config, context, index)
+        found = _fit(config, stage, blocks, common)
         # Opened for writing only now: settings that cannot be clustered leave nothing behind.
         artifact = open_artifact(write=True)
-        _save_centroids(artifact.directory / "centroids.npy", result.found, context)
-        collectives.on_main(lambda: _write(artifact, layout, stage, index, result))
+        _save_centroids(artifact.directory / "centroids.npy", found, context)
+        tally = _save_nearest(artifact.directory, config, blocks, found, common)
+        collectives.on_main(lambda: _finish(artifact, layout, stage, index, found, tally))
     if variant == "mcl" and _needs_groups(config):
         collectives.on_main(lambda: _write_pseudo_labels(config, layout, stage + 1, index, force))
     return artifact.directory
-
-
-def _check(config: Config, stage: int) -> None:
-    """Raises ValueError for more labels per sample than clusters."""
-    wanted, num_clusters = config.cluster.labels_per_sample, config.cluster.clusters_of(stage)
-    if wanted > num_clusters:
-        raise ValueError(
-            f"cluster.labels_per_sample is {wanted:,}, but stage {stage} has {num_clusters:,} "
-            "clusters: set it to at most that"
-        )
 
 
 def _needs_groups(config: Config) -> bool:
@@ -156,15 +143,16 @@ def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -
     return MeanBlocks(paths, texts, index.num_captions)
 
 
-def _cluster(
-    config: Config, context: Context, layout: Layout, stage: int, index: SampleIndex
-) -> _Result:
-    """k-means over all ranks."""
-    options = config.cluster
-    blocks = collectives.together(lambda: _read_rows(config, layout, stage, index))
+def _common(config: Config, context: Context, index: SampleIndex) -> dict[str, Any]:
+    """What is said of the rows wherever they are looked at."""
     valid = np.ones(len(index), dtype=bool)
     valid[collectives.on_main(index.bad_ids)] = False
-    common: dict[str, Any] = {"algorithm": options.algorithm, "valid": valid, "context": context}
+    return {"algorithm": config.cluster.algorithm, "valid": valid, "context": context}
+
+
+def _fit(config: Config, stage: int, blocks: NpyBlocks, common: dict[str, Any]) -> kmeans.Found:
+    """k-means over all ranks."""
+    options = config.cluster
     settings: dict[str, Any] = common | {
         "seed": (config.seed, stage),
         "restarts": options.restarts,
@@ -173,71 +161,101 @@ def _cluster(
         "init": options.init,
         "init_samples": options.init_samples,
     }
-    num_clusters, num_labels = options.clusters_of(stage), options.labels_per_sample
+    num_clusters = options.clusters_of(stage)
     if options.method == "two_level":
-        found, nearest = two_level.fit(
-            blocks,
-            num_clusters,
-            num_splits=options.num_splits,
-            labels_per_sample=num_labels,
-            **settings,
-        )
-    else:
-        found = kmeans.fit(blocks, num_clusters, **settings)
-        nearest = kmeans.assign(
-            blocks, found.centroids, labels_per_sample=num_labels, held=found.held, **common
-        )
-    share = 1.0 if options.algorithm == "spherical" else 0.5
-    similarities = nearest.distances.mul_(-share).add_(1.0).half().numpy()
-    similarities[~valid] = 0.0
-    return _Result(found, nearest.labels.numpy(), similarities)
+        return two_level.fit(blocks, num_clusters, num_splits=options.num_splits, **settings)
+    return kmeans.fit(blocks, num_clusters, **settings)
 
 
-def _save_centroids(path: Path, found: kmeans.KMeans, context: Context) -> None:
-    """Writes all centroids, atomically, a pass at a time: rank 0 never holds more of them.
+def _save_centroids(path: Path, found: kmeans.Found, context: Context) -> None:
+    """Writes all centroids, a pass at a time: rank 0 never holds more of them.
 
     All ranks have to call it, as each may hold some.
     """
-    shape = (len(found.counts), found.centroids.shape[1])
-    temporary = path.with_name(f".{path.name}.tmp")
-    parts = kmeans.each_pass(found, context)
 
-    def save() -> None:
-        with open(temporary, "wb") as file:
-            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
+    def write(parts: Iterator[Tensor]) -> None:
+        shape = found.num_clusters, found.centroids.shape[1]
+        with write_npy_parts(path, shape, np.float32) as append:
             for part in parts:
-                file.write(part.numpy().astype("<f4").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_directory(path.parent)
+                append(part.numpy())
 
-    def save_on_main() -> None:
+    _on_main_of_all(kmeans.each_pass(found, context), write, context)
+
+
+def _save_nearest(
+    directory: Path,
+    config: Config,
+    blocks: NpyBlocks,
+    found: kmeans.Found,
+    common: dict[str, Any],
+) -> Tally:
+    """Writes labels and similarities block by block, as all ranks find them; what they come to."""
+    options, shape = config.cluster, (len(common["valid"]), config.cluster.labels_per_sample)
+    tally = Tally(found.num_clusters)
+    nearest = assign_blocks(
+        blocks, found.centroids, labels_per_sample=shape[1], held=found.held, **common
+    )
+    share = 1.0 if options.algorithm == "spherical" else 0.5
+
+    def write(parts: Iterator[Block]) -> None:
+        with (
+            write_npy_parts(directory / "cluster_labels.npy", shape, np.int32) as append_labels,
+            write_npy_parts(directory / "similarities.npy", shape, np.float16) as append,
+        ):
+            for _, near in parts:
+                append_labels(near.labels.numpy())
+                similarities = near.distances.mul(-share).add_(1.0).half()
+                append(similarities.masked_fill_(near.labels < 0, 0.0).numpy())
+
+    _on_main_of_all(tally.of(nearest), write, common["context"])
+    return tally
+
+
+def _on_main_of_all(
+    parts: Iterator[T], write: Callable[[Iterator[T]], None], context: Context
+) -> None:
+    """``write(parts)`` on rank 0, of parts that all ranks make together; its error on all ranks."""
+
+    def go_through() -> None:
+        error: Exception | None = None
         try:
             if context.is_main:
-                save()
-        finally:
-            for _ in parts:  # on the other ranks, and after an error: nobody waits for this rank
-                pass
+                write(parts)
+        except Exception as caught:
+            error = caught
+        for _ in parts:  # on the other ranks, and after an error: nobody waits for this rank
+            pass
+        if error is not None:
+            raise error
 
-    collectives.together(save_on_main)
+    collectives.together(go_through)
 
 
-def _write(
-    artifact: Artifact, layout: Layout, stage: int, index: SampleIndex, result: _Result
+def _finish(
+    artifact: Artifact,
+    layout: Layout,
+    stage: int,
+    index: SampleIndex,
+    found: kmeans.Found,
+    tally: Tally,
 ) -> None:
-    save_npy(artifact.directory / "cluster_labels.npy", result.labels)
-    save_npy(artifact.directory / "similarities.npy", result.similarities)
-    counts = _report(layout, stage, index, result.found, result.labels)
-    artifact.finish(counts, dtype="int32", content_digest=digest_array(result.labels))
+    labels = open_npy(artifact.directory / "cluster_labels.npy", "cluster")
+    counts = _report(layout, stage, index, found, tally, labels)
+    artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
 
 
 def _report(
-    layout: Layout, stage: int, index: SampleIndex, found: kmeans.KMeans, labels: np.ndarray
+    layout: Layout,
+    stage: int,
+    index: SampleIndex,
+    found: kmeans.Found,
+    tally: Tally,
+    labels: np.ndarray,
 ) -> dict[str, Any]:
     """What the manifest says of the clusters: sizes, inertia, agreement with earlier stages."""
-    sizes = found.counts.numpy()
+    sizes = tally.counts.numpy()
+    if empty := int((sizes == 0).sum()):
+        log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))
     ami = {}
     for earlier in range(stage):
         before, manifest = _read_cluster_labels(layout, earlier, index)
@@ -249,17 +267,17 @@ def _report(
         stage,
         statistics["num_groups"],
         *(f"{statistics[name]:,.0f}" for name in ("smallest", "largest", "median")),
-        found.inertia,
+        tally.inertia,
         found.iterations,
         "".join(f", AMI with {name} {value:.2f}" for name, value in ami.items()),
     )
     return {
         "samples": len(index),
         "bad_samples": len(index) - int(sizes.sum()),
-        "inertia": found.inertia,
+        "inertia": tally.inertia,
         "iterations": found.iterations,
         "restart": found.restart,
-        "empty_clusters": int((sizes == 0).sum()),
+        "empty_clusters": empty,
         "sizes": statistics,
         "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,
         "ami": ami,
@@ -272,7 +290,7 @@ def _read_cluster_labels(
     """The cluster labels int32 [N] of a stage (the nearest of several), and their manifest."""
     directory = layout.clusters(stage)
     manifest = _manifest_of_index(directory, "clusters", "cluster", index)
-    labels = np.load(directory / "cluster_labels.npy", mmap_mode="r", allow_pickle=False)
+    labels = open_npy(directory / "cluster_labels.npy", "cluster")
     return np.array(labels[:, 0]), manifest
 
 

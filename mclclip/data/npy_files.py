@@ -1,10 +1,18 @@
-"""Arrays of artifacts that need not fit into memory: mapped where they are read."""
+"""Arrays of artifacts that need not fit into memory: mapped where they are read, written part by
+part, not through a mapping, whose full disk would be a signal instead of an error.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+
+from mclclip.artifacts import fsync_directory
 
 
 def open_npy(path: Path, verb: str) -> np.ndarray:
@@ -20,3 +28,43 @@ def open_npy(path: Path, verb: str) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise RuntimeError(f"{path} is damaged ({error}): {again}") from error
     return array
+
+
+@contextmanager
+def write_npy_parts(
+    path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike
+) -> Iterator[Callable[[npt.ArrayLike], None]]:
+    """Gives a function that appends rows, in order, to an array of ``shape``.
+
+    The file is there, whole and durable, after the block, and only if that ended without an error.
+    Raises ValueError for more or fewer numbers than ``shape`` says.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    kind, missing = np.dtype(dtype), int(np.prod(shape))
+
+    try:
+        with open(temporary, "wb") as file:
+            header = {
+                "descr": np.lib.format.dtype_to_descr(kind),
+                "fortran_order": False,
+                "shape": shape,
+            }
+            np.lib.format.write_array_header_1_0(file, header)
+
+            def append(rows: npt.ArrayLike) -> None:
+                nonlocal missing
+                part = np.ascontiguousarray(rows, dtype=kind)
+                missing -= part.size
+                file.write(part.data)
+
+            yield append
+            if missing:
+                raise ValueError(
+                    f"{path} got {int(np.prod(shape)) - missing:,} numbers, wanted shape {shape}"
+                )
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)

@@ -113,6 +113,15 @@ class WholeCentroids:
         for first in range(0, len(self.rows.own), step):
             yield from self.rows.each(look, self.rows.own[first : first + step])
 
+    def shown(self, own: Tensor) -> Tensor:
+        """[n, ...] of a block of every rank (n = 0 where it has none) -> [W, most rows of a block,
+        ...] in rank order, padded, on every rank.
+        """
+        most = int(np.diff(self.rows.starts).max())
+        padded = own.new_zeros((most, *own.shape[1:]))
+        padded[: len(own)] = own
+        return self.rows.of_all(padded)
+
     # --- over centroids ---
 
     def prepare(self, initial: Tensor) -> Tensor:
@@ -179,8 +188,9 @@ class ShardedCentroids(WholeCentroids):
     def farthest(self, centroids: Tensor) -> Tensor:
         """See WholeCentroids; of this rank's centroids."""
         largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
+        none = torch.zeros(0, dtype=torch.int64, device=centroids.device)
         for numbers, blocks in self._rounds():
-            labels = self._shown(self._labels, torch.int64, numbers[0])
+            labels = self.shown(self._labels.get(numbers[0] + self.rows.context.rank, none))
             for number, block, some in zip(numbers, blocks, labels, strict=False):
                 here = self._here(some[: len(block)])
                 own = some[: len(block)][here] - self.held.start
@@ -223,20 +233,10 @@ class ShardedCentroids(WholeCentroids):
         for first in range(0, len(self.rows.blocks), len(self._everyone)):
             numbers = list(range(first, min(first + len(self._everyone), len(self.rows.blocks))))
             own = first + self.rows.context.rank
-            block = {own: self.rows.block(own)} if own in numbers else {}
-            shown = self._shown(block, torch.float32, first)
+            none = torch.zeros((0, self.rows.dim), device=self.rows.context.device)
+            shown = self.shown(self.rows.block(own) if own in numbers else none)
             sizes = [len(self.rows.ids(number)) for number in numbers]
             yield numbers, [rows[:size] for rows, size in zip(shown, sizes, strict=False)]
-
-    def _shown(self, own: dict[int, Tensor], dtype: torch.dtype, first: int) -> Tensor:
-        """[W, most rows of a block, ...]: what each rank has of its block of a round, padded."""
-        most = int(np.diff(self.rows.starts).max())
-        shape = (most, self.rows.dim) if dtype == torch.float32 else (most,)
-        padded = torch.zeros(shape, dtype=dtype, device=self.rows.context.device)
-        mine = own.get(first + self.rows.context.rank)
-        if mine is not None:
-            padded[: len(mine)] = mine
-        return self.rows.of_all(padded)
 
 
 def _nothing(centroids: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -13,11 +12,9 @@ from torch.nn import functional
 from mclclip.parallel.class_centers import ShardedClassCenters
 from mclclip.parallel.class_kernels import Kernels
 from mclclip.parallel.margins import Margin
+from mclclip.parallel.pair_products import pair_products
 
 _LARGEST_EXPONENT = 85.0  # exp overflows fp32 beyond 88
-
-# What is used here, torch.sparse.sampled_addmm, is not where that beta is rough.
-warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
 
 
 class ClassBatch:
@@ -63,7 +60,7 @@ class ClassBatch:
         self.uses = uses[self.touched]
         place = takes_part.cumsum(0) - 1
         self.of_negatives, self.of_positives = place[self.negatives], place[self.positives]
-        squares = products(rows, rows, starts_of(takes_part), self.touched)
+        squares = pair_products(rows, rows, starts_of(takes_part), self.touched)
         self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
 
     def _find_collisions(self) -> None:
@@ -128,18 +125,6 @@ def _inverse(places: Tensor, size: int) -> Tensor:
     """[size]: i at ``places[i]``, -1 elsewhere."""
     found = places.new_full((size,), -1)
     found[places] = torch.arange(len(places), device=places.device)
-    return found
-
-
-def products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> Tensor:
-    """[n]: at p from starts[i] to starts[i + 1], the product of left[i] and right[ids[p]].
-
-    Rows are read where they are: no copy of them [n, D] exists.
-    """
-    values = left.new_zeros(len(ids))
-    size = len(left), len(right)
-    wanted = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
-    found: Tensor = torch.sparse.sampled_addmm(wanted, left, right.T).values()
     return found
 
 

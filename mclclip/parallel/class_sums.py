@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from mclclip.parallel import class_kernels, collectives
-from mclclip.parallel.class_batch import ClassBatch, products, starts_of, weighted_sums
+from mclclip.parallel.class_batch import ClassBatch, starts_of, weighted_sums
 from mclclip.parallel.class_centers import ShardedClassCenters
 from mclclip.parallel.class_kernels import Kernels
 from mclclip.parallel.margins import Margin
+from mclclip.parallel.pair_products import pair_products
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _tile(device: torch.device) -> int:
 
 def _positive_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's part of P, float64 [B], and the cosines of its pairs [n]."""
-    cosine = products(features, batch.centers.rows, batch.row_starts, batch.positives)
+    cosine = pair_products(features, batch.centers.rows, batch.row_starts, batch.positives)
     cosine *= batch.inverse[batch.of_positives]
     terms = torch.exp(-batch.scale * batch.margin(cosine).double())
     sums = terms.new_zeros(batch.shape).masked_scatter_(batch.own, terms).sum(dim=1)

@@ -1,7 +1,8 @@
-"""Lloyd's k-means over ranks: centroids and nearest centroids, the same for any number of ranks.
+"""Lloyd's k-means over ranks: centroids, the same for any number of ranks.
 
 How rows are shared out and why sums do not depend on it is said in row_blocks.py, how the nearest
-centroid is found in nearest.py, and who holds the centroids in centroids.py.
+centroid is found in nearest.py, who holds the centroids in centroids.py, and how all rows get
+theirs in the end in assignment.py.
 
 Source: MCL, section 3. ``spherical`` assigns by cosine; ``euclidean``, by squared distance,
 is what the authors' released code does (with scikit-learn's mini-batches; here all rows take part).
@@ -22,45 +23,41 @@ from mclclip.parallel.collectives import all_reduce_sum
 from mclclip.parallel.kmeans_start import Init, is_plus_plus, plus_plus
 from mclclip.parallel.nearest import ROWS_PER_PASS, unpack
 from mclclip.parallel.process_group import SINGLE, Context
-from mclclip.parallel.row_blocks import Algorithm, Floats, Mask, Rows, Survey, num_not_finite
+from mclclip.parallel.row_blocks import Algorithm, Floats, Mask, Rows, Survey
 
 log = logging.getLogger("mclclip")
 
 _SAMPLE, _START = 1, 2  # what a random generator is for
-_ROWS_PER_SUM = 2**20  # of labels and distances, in one message
 
 
-@dataclass(frozen=True)
-class KMeans:
-    """Centroids float32 on the CPU (unit rows if spherical) and how they were found.
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Centroids float32 on the CPU (unit rows if spherical).
 
-    ``centroids`` [k, D] are those with the ids ``held``: all K of them, or this rank's where
-    centroids are sharded (``each_pass`` gives all, part by part). ``inertia`` is the sum over rows
-    of 1 - cosine (spherical) or of the squared distance to the nearest centroid, ``counts`` int64
-    [K] the rows nearest to each: what ``assign`` with these centroids gives. ``history`` is the
-    inertia before each update and at the end, ``iterations`` the number of updates, ``restart`` the
-    start that won.
+    ``centroids`` [k, D] are those with the ids ``held``: all ``num_clusters`` of them, or this
+    rank's where centroids are sharded (``each_pass`` gives all, part by part). ``iterations`` is
+    the number of updates, ``restart`` the start that won.
     """
 
     centroids: Tensor
     held: range
+    num_clusters: int
+    iterations: int
+    restart: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KMeans(Found):
+    """Centroids and how they were found.
+
+    ``inertia`` is the sum over rows of 1 - cosine (spherical) or of the squared distance to the
+    nearest centroid, ``counts`` int64 [K] the rows nearest to each: what ``assign_blocks`` with
+    these centroids gives. ``history`` is the inertia before each update and at the end.
+    """
+
     counts: Tensor
     inertia: float
     history: tuple[float, ...]
-    iterations: int
-    restart: int
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """The L nearest centroids of each row, nearest first, ties to the lowest id.
-
-    ``labels`` int32 [N, L], -1 where the row is not valid; ``distances`` float32 [N, L]: 1 - cosine
-    (spherical) or the squared distance, 0 where the row is not valid.
-    """
-
-    labels: Tensor
-    distances: Tensor
 
 
 @dataclass(frozen=True)
@@ -126,8 +123,6 @@ def fit(
             if best is None or found.inertia < best.inertia:
                 best = found
     assert best is not None
-    if (empty := int((best.counts == 0).sum())) and not keep_empty:
-        log.warning("k-means: %d of %d clusters are empty", empty, num_clusters)
     return best
 
 
@@ -157,68 +152,14 @@ def _starts(
             yield holder.take(rows.draw(num_clusters, rng))
 
 
-def assign(
-    blocks: Sequence[Floats],
-    centroids: Tensor,
-    *,
-    algorithm: Algorithm = "spherical",
-    labels_per_sample: int = 1,
-    held: range | None = None,
-    valid: Mask | None = None,
-    context: Context = SINGLE,
-) -> Assignment:
-    """The nearest ``labels_per_sample`` centroids of every row, on every rank (see Assignment).
-
-    ``centroids`` [K, D] are all of them, or those with the ids ``held`` (see KMeans) where they
-    are sharded. Raises ValueError for more labels than centroids, for another width than the rows',
-    and for NaN or infinite rows: on all ranks alike.
-    """
-    rows = Rows(blocks, valid, algorithm, context, cache_bytes=0)
-    if centroids.ndim != 2 or centroids.shape[1] != rows.dim:
-        raise ValueError(f"centroids are {list(centroids.shape)}: wanted [K, {rows.dim}]")
-    stop = len(centroids) if held is None else held.stop
-    num_clusters = int(rows.largest(torch.tensor(stop)))
-    if not 1 <= labels_per_sample <= num_clusters:
-        raise ValueError(
-            f"labels_per_sample is {labels_per_sample}: wanted 1 to {num_clusters:,}, the number "
-            "of centroids"
-        )
-    labels = torch.zeros((rows.num_rows, labels_per_sample), dtype=torch.int32)
-    distances = torch.zeros((rows.num_rows, labels_per_sample), dtype=torch.float32)
-    # Ranks that hold unlike ranges see it alike: their number is the same on all.
-    shards = int(rows.total(torch.tensor(int(held is not None and len(held) < num_clusters))))
-    holder = hold(rows, num_clusters, sharded=shards > 0)
-    bad = 0
-    with rows.one_thread_per_operation():
-        for number, block, packed in holder.nearest(rows.to_device(centroids), labels_per_sample):
-            labels[rows.starts[number] : rows.starts[number + 1]] = -1
-            ids = torch.from_numpy(rows.ids(number))
-            scores, nearest = unpack(packed)
-            labels[ids] = nearest.int().cpu()
-            distances[ids] = _distances(block, scores, algorithm).cpu()
-            bad += num_not_finite(block)
-        rows.refuse_not_finite(bad)
-    for found in (labels, distances):  # a part at a time: both may fill half the memory
-        for part in torch.split(found, _ROWS_PER_SUM):
-            part.copy_(rows.total(part))
-    return Assignment(labels, distances)
-
-
-def _distances(block: Tensor, scores: Tensor, algorithm: Algorithm) -> Tensor:
-    """1 - x.c, or |x|^2 - 2 (x.c - |c|^2 / 2)."""
-    if algorithm == "spherical":
-        return 1.0 - scores
-    return (block.square().sum(dim=1, keepdim=True) - 2.0 * scores).clamp_min(0.0)
-
-
-def each_pass(found: KMeans, context: Context) -> Iterator[Tensor]:
+def each_pass(found: Found, context: Context) -> Iterator[Tensor]:
     """The centroids [p, D] in order, a part at a time, on every rank; all ranks have to ask."""
-    for some in passes(len(found.counts)):
+    for some in passes(found.num_clusters):
         part = torch.zeros((len(some), found.centroids.shape[1]))
         if some.start in found.held:
             first = some.start - found.held.start
             part = found.centroids[first : first + len(some)]
-        whole = len(found.held) == len(found.counts)
+        whole = len(found.held) == found.num_clusters
         yield part if whole else all_reduce_sum(part.to(context.device)).cpu()
 
 
@@ -246,13 +187,14 @@ def _lloyd(
             stuck = not _restart(holder, centroids, means, counts, empty, rule.keep_empty)
         centroids = holder.agreed(means)
     return KMeans(
-        centroids.cpu(),
-        holder.held,
-        counts,
-        history[-1],
-        tuple(history),
-        len(history) - 1,
-        restart,
+        centroids=centroids.cpu(),
+        held=holder.held,
+        num_clusters=holder.num_clusters,
+        iterations=len(history) - 1,
+        counts=counts,
+        inertia=history[-1],
+        history=tuple(history),
+        restart=restart,
     )
 
 

@@ -13,12 +13,12 @@ shifts all scores of a row alike, makes the bound narrow where embeddings share 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mclclip.parallel.pair_products import pair_products
 from mclclip.parallel.row_blocks import Algorithm, tiles
 
 NOTHING = -(2**63)  # packed: no candidate
@@ -212,15 +212,9 @@ def _dot(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tens
     """
     if rows.device.type != "cpu":
         return _dot_in_blocks(rows, centroids, row, centroid)
-    # One loop over the pairs in C++, which copies no vector.
     starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
     starts[1:] = torch.bincount(row, minlength=len(rows)).cumsum(0)
-    size = (len(rows), len(centroids))
-    pattern = torch.sparse_csr_tensor(
-        starts, centroid, torch.zeros(len(row)), size, check_invariants=False
-    )
-    scores: Tensor = torch.sparse.sampled_addmm(pattern, rows, centroids.T, beta=0.0).values()
-    return scores
+    return pair_products(rows, centroids, starts, centroid)
 
 
 def _dot_in_blocks(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
@@ -257,9 +251,3 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
         return False
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
-
-
-with warnings.catch_warnings():
-    # torch says once per process that its sparse tensors may change: now, and not in a user's log.
-    warnings.simplefilter("ignore")
-    torch.zeros(1, 1).to_sparse_csr()

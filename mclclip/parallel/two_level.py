@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mclclip.parallel import collectives, kmeans
+from mclclip.parallel.assignment import assign_blocks
 from mclclip.parallel.centroids import hold
 from mclclip.parallel.kmeans_start import Init, is_plus_plus
 from mclclip.parallel.process_group import SINGLE, Context
@@ -42,7 +43,6 @@ def fit(
     num_clusters: int,
     *,
     num_splits: int | None = None,
-    labels_per_sample: int = 1,
     algorithm: Algorithm = "spherical",
     seed: int | Sequence[int] = 0,
     valid: Mask | None = None,
@@ -50,17 +50,16 @@ def fit(
     sharded: bool | None = None,
     init: Init = "auto",
     **options: Any,
-) -> tuple[kmeans.KMeans, kmeans.Assignment]:
-    """The clusters, in the order of their groups, and the nearest of all K centroids of each row.
+) -> kmeans.Found:
+    """The centroids, in the order of their groups.
 
     ``num_splits`` groups (None: about the square root of K) are made of all rows, and each of its
     own rows, by ``kmeans.fit`` with ``options``; ``seed``, ``valid``, ``context`` and ``sharded``
     are as there; with ``init`` ``auto`` all groups start alike, as suits the one of most clusters.
-    The result is the same for any number of ranks. Clusters may stay empty: where a group has fewer
+    The result is the same for any number of ranks. Clusters may be empty: where a group has fewer
     distinct rows than clusters, or where all rows of a cluster lie nearer to one of another group.
-    ``inertia`` and ``counts`` are those of the assignment, ``iterations`` is the largest of any
-    group's. Raises ValueError for more clusters than rows, for more splits than clusters, and as
-    ``kmeans.fit`` does.
+    ``iterations`` is the largest of any group's. Raises ValueError for more clusters than rows, for
+    more splits than clusters, and as ``kmeans.fit`` does.
     """
     words = [seed] if isinstance(seed, int) else list(seed)
     rows = Rows(blocks, valid, algorithm, context, cache_bytes=0)
@@ -73,7 +72,7 @@ def fit(
             "cluster.num_splits to at most that"
         )
     common: dict[str, Any] = {"algorithm": algorithm, "valid": valid, "context": context}
-    groups = _split(blocks, splits, words, common, options | {"init": init})
+    groups = _split(blocks, rows.num_rows, splits, words, common, options | {"init": init})
     shares = share_out(num_clusters, np.array([len(ids) for ids in groups]))
     options |= {"init": "plus_plus" if is_plus_plus(init, int(shares.max())) else "random"}
     log.info(
@@ -83,10 +82,9 @@ def fit(
         shares.max(),
     )
     centroids, held, iterations = _cluster_groups(rows, groups, shares, words, options, sharded)
-    nearest = kmeans.assign(
-        blocks, centroids, labels_per_sample=labels_per_sample, held=held, **common
+    return kmeans.Found(
+        centroids=centroids, held=held, num_clusters=num_clusters, iterations=iterations
     )
-    return _describe(centroids, held, num_clusters, iterations, nearest), nearest
 
 
 def share_out(num_clusters: int, sizes: Integers) -> Integers:
@@ -120,6 +118,7 @@ def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 def _split(
     blocks: Sequence[Floats],
+    num_rows: int,
     splits: int,
     words: list[int],
     common: dict[str, Any],
@@ -127,8 +126,9 @@ def _split(
 ) -> list[Integers]:
     """The ascending row numbers of each group of the first level."""
     found = kmeans.fit(blocks, splits, seed=[*words, _SPLIT], **common, **options)
-    nearest = kmeans.assign(blocks, found.centroids, held=found.held, **common)
-    labels = nearest.labels[:, 0].numpy()
+    labels = np.empty(num_rows, dtype=np.int32)
+    for some, near in assign_blocks(blocks, found.centroids, held=found.held, **common):
+        labels[some] = near.labels[:, 0]
     order = np.argsort(labels, kind="stable")
     bounds = np.searchsorted(labels[order], np.arange(splits + 1))
     return [order[first:stop] for first, stop in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -181,19 +181,3 @@ def _exchange(rows: Rows, found: dict[int, kmeans.KMeans], shares: Integers, hel
             own[start - held.start : stop - held.start] = centroids[start - first : stop - first]
         first += share
     return own
-
-
-def _describe(
-    centroids: Tensor,
-    held: range,
-    num_clusters: int,
-    iterations: int,
-    nearest: kmeans.Assignment,
-) -> kmeans.KMeans:
-    """What ``KMeans`` says, of an assignment."""
-    labels = nearest.labels[:, 0]
-    counts = torch.bincount(labels[labels >= 0], minlength=num_clusters)
-    inertia = float(nearest.distances[:, 0].double().sum())
-    if empty := int((counts == 0).sum()):
-        log.warning("k-means: %d of %d clusters are empty", empty, num_clusters)
-    return kmeans.KMeans(centroids, held, counts, inertia, (inertia,), iterations, 0)

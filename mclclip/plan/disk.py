@@ -15,7 +15,7 @@ from mclclip.plan.machine import GIB
 def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """Bytes by kind (None: unknown without a number of samples), their sum, and what is free.
 
-    Indices, labels and logs are not counted: they are small beside these.
+    Indices, pseudo labels and logs are not counted: they are small beside these.
     """
     trainings = [
         _training(config, training, measured[training["option"]])
@@ -23,16 +23,18 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
     ]
     *_, last = measured.values()
     embeddings = _embeddings(config, counted["samples"], last)
+    clusters = _clusters(config, counted["samples"], last)
     exports = _exports(config, last)
     # A new checkpoint is whole before the oldest goes.
     spare = max(training["each"] for training in trainings)
-    whole = sum(training["kept"] for training in trainings) + spare + exports + (embeddings or 0)
+    checkpoints = sum(training["kept"] for training in trainings) + spare
     return {
         "trainings": trainings,
-        "checkpoints": sum(training["kept"] for training in trainings) + spare,
+        "checkpoints": checkpoints,
         "exports": exports,
         "embeddings": embeddings,
-        "sum": whole,
+        "clusters": clusters,
+        "sum": checkpoints + exports + (embeddings or 0) + (clusters or 0),
         "present": _present(Path(config.run_dir)),
         "free": shutil.disk_usage(_nearest(Path(config.run_dir))).free,
     }
@@ -78,12 +80,27 @@ def _embeddings(config: Config, samples: dict[str, Any], measured: dict[str, Any
     if samples["number"] is None:
         return None
     item = np.dtype(config.embed.dtype).itemsize
-    pooled = config.embed.feature == "pooled" and measured["width"]
-    rows = samples["number"] * (measured["width"] if pooled else measured["embed_dim"])
+    rows = samples["number"] * _dim(config, measured)
     texts = 0
     if config.needs_text_embeddings:
         texts = samples["captions"] * measured["embed_dim"]
     return int(item * (rows * config.num_stages + texts))
+
+
+def _clusters(config: Config, samples: dict[str, Any], measured: dict[str, Any]) -> int | None:
+    """Of each clustered stage labels int32 and similarities float16 [N, L], centroids [K, D]."""
+    if samples["number"] is None:
+        return None
+    per_sample = config.cluster.labels_per_sample * (4 + 2)
+    centroids = sum(config.cluster.clusters_of(stage) for stage in range(config.num_stages))
+    nearest = config.num_stages * samples["number"] * per_sample
+    return int(nearest + centroids * _dim(config, measured) * 4)
+
+
+def _dim(config: Config, measured: dict[str, Any]) -> int:
+    """The width of an embedding."""
+    pooled = config.embed.feature == "pooled" and measured["width"]
+    return int(measured["width"] if pooled else measured["embed_dim"])
 
 
 def _exports(config: Config, measured: dict[str, Any]) -> int:

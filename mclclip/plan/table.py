@@ -116,7 +116,7 @@ def _disk(plan: dict[str, Any]) -> Iterator[str]:
         label = f"checkpoints, {_name(training)}"
         sizes = (_gib(training["each"]), f"{training['number']:,}", _gib(training["kept"]))
         rows.append([label, *sizes])
-    for key in ("checkpoints", "exports", "embeddings", "sum", "present", "free"):
+    for key in ("checkpoints", "exports", "embeddings", "clusters", "sum", "present", "free"):
         label = "checkpoints, one more at a time" if key == "checkpoints" else key
         rows.append([label, "", "", "unknown" if disk[key] is None else _gib(disk[key])])
     yield from _aligned(rows)

@@ -1,6 +1,10 @@
 """k-means over real gloo processes gives the single process's bits, for any number of ranks."""
 
+import errno
+import functools
+import os
 from collections.abc import Callable
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,14 @@ import torch
 
 from mclclip import cluster as verb
 from mclclip.config import from_tree
-from mclclip.parallel import centroids, collectives, kmeans, two_level
+from mclclip.data import npy_files
+from mclclip.parallel import assignment, centroids, collectives, kmeans, two_level
+from mclclip.parallel.assignment import Tally, assign, assign_blocks
 from mclclip.parallel.process_group import Context
 from mclclip.parallel.row_blocks import NpyBlocks
-from tests.unit.test_cluster import contents, make_run
+from tests.unit.parallel.test_assignment import LIMIT_MIB, growth_mib
+from tests.unit.test_cluster import BAD, contents, make_run
+from tests.unit.test_cluster import SIZES as SAMPLES
 
 Ranks = Callable[..., list[Any]]
 BLOCK = 64
@@ -49,23 +57,22 @@ def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     algorithm = options["algorithm"]
     common: dict[str, Any] = {"valid": mask(), "context": here()}
     found = kmeans.fit(blocks, seed=3, init_samples=200, **options, **common)
-    near = kmeans.assign(
-        blocks,
-        found.centroids,
-        algorithm=algorithm,
-        labels_per_sample=3,
-        held=found.held,
-        **common,
-    )
-    return everything(found, near)
+    return everything(found, blocks, {"algorithm": algorithm, "labels_per_sample": 3, **common})
 
 
-def everything(found: kmeans.KMeans, near: kmeans.Assignment) -> dict[str, Any]:
-    tensors = {"labels": near.labels, "distances": near.distances}
+def everything(found: kmeans.Found, blocks: NpyBlocks, options: dict[str, Any]) -> dict[str, Any]:
+    near = assign(blocks, found.centroids, held=found.held, **options)
+    tally = Tally(found.num_clusters)
+    seen = tally.of(assign_blocks(blocks, found.centroids, held=found.held, **options))
+    assert all(torch.equal(part.labels, near.labels[some]) for some, part in seen)
     centroids = torch.cat(list(kmeans.each_pass(found, here())))
     assert torch.equal(centroids[found.held.start : found.held.stop], found.centroids)
-    tensors |= {"centroids": centroids, "counts": found.counts}
-    numbers = {"history": found.history, "restart": found.restart, "inertia": found.inertia}
+    tensors = {"labels": near.labels, "distances": near.distances, "centroids": centroids}
+    tensors["counts"] = tally.counts
+    numbers: dict[str, Any] = {"restart": found.restart, "inertia": tally.inertia}
+    if isinstance(found, kmeans.KMeans):
+        assert torch.equal(found.counts, tally.counts)
+        numbers |= {"history": found.history, "inertia of fit": found.inertia}
     return tensors | numbers
 
 
@@ -152,15 +159,10 @@ def test_each_rank_holds_its_part_and_no_more(ranks: Ranks, shards: list[Path]) 
 
 
 def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
-    found, near = two_level.fit(
-        NpyBlocks(shards, BLOCK),
-        seed=5,
-        labels_per_sample=4,
-        valid=mask(),
-        context=here(),
-        **options,
-    )
-    return everything(found, near)
+    blocks = NpyBlocks(shards, BLOCK)
+    common: dict[str, Any] = {"valid": mask(), "context": here()}
+    found = two_level.fit(blocks, seed=5, **common, **options)
+    return everything(found, blocks, {"labels_per_sample": 4, **common})
 
 
 @pytest.mark.parametrize("sharded", (False, True))
@@ -222,6 +224,113 @@ def run_the_verb_sharded(options: dict[str, Any]) -> None:
         run_the_verb(options)
     finally:
         centroids.SHARDED_FROM = before
+
+
+def labels_and_similarities(options: dict[str, Any]) -> Path:
+    """With small blocks, of which the last round has none for some ranks."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(verb, "NpyBlocks", functools.partial(NpyBlocks, rows_per_block=8))
+        return verb.run(from_tree(options), here(), stage=0)
+
+
+@pytest.mark.parametrize("algorithm", ("spherical", "euclidean"))
+@pytest.mark.parametrize("method", ("flat", "two_level"))
+def test_the_files_are_those_of_the_whole_assignment(
+    ranks: Ranks, tmp_path: Path, algorithm: Any, method: str
+) -> None:
+    """In their final types, for any number of ranks, with rows that take no part."""
+    options: dict[str, Any] = {"labels_per_sample": 3, "algorithm": algorithm, "method": method}
+    written = []
+    for world_size in (1, 2, 3):
+        tree = make_run(tmp_path / str(world_size), tmp_path / "shards", **options)
+        (directory,) = set(ranks(world_size, labels_and_similarities, tree))
+        written.append(contents(tmp_path / str(world_size)))
+    assert written[1] == written[0] and written[2] == written[0]
+    embeddings = sorted((tmp_path / "1/stage_0/embeddings").glob("*.npy"))
+    near = assign(
+        NpyBlocks(embeddings),
+        torch.from_numpy(np.load(directory / "centroids.npy")),
+        algorithm=algorithm,
+        labels_per_sample=3,
+        valid=~np.isin(np.arange(sum(SAMPLES)), BAD),
+    )
+    labels = np.load(directory / "cluster_labels.npy")
+    similarities = np.load(directory / "similarities.npy")
+    assert labels.dtype == np.int32 and np.array_equal(labels, near.labels.numpy())
+    wanted = 1.0 - near.distances * (1.0 if algorithm == "spherical" else 0.5)
+    wanted[list(BAD)] = 0.0
+    assert similarities.dtype == np.float16
+    assert np.array_equal(similarities, wanted.half().numpy())
+    sizes = np.bincount(labels[labels[:, 0] >= 0, 0], minlength=4).tolist()
+    counts = written[0]["stage_0/clusters/manifest.json"]["counts"]
+    assert counts["cluster_sizes"] == sizes
+    assert counts["inertia"] == pytest.approx(float(near.distances[:, 0].sum()), rel=1e-5)
+
+
+def grown_mib() -> float:
+    collectives.barrier()
+    return growth_mib(here())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_no_rank_holds_what_grows_with_the_rows(ranks: Ranks) -> None:
+    assert max(ranks(2, grown_mib)) < LIMIT_MIB
+
+
+def run_on_a_full_disk(options: dict[str, Any]) -> str:
+    """Full after the second block of labels."""
+    parts, left = npy_files.np.ascontiguousarray, [4]
+
+    def full(array: Any, dtype: Any) -> Any:
+        left[0] -= dtype in (np.int32, np.float16)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return parts(array, dtype)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(npy_files.np, "ascontiguousarray", full)
+        try:
+            labels_and_similarities(options)
+        except (OSError, RuntimeError) as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def die_among_the_blocks(options: dict[str, Any]) -> None:
+    """Rank 0, as if by SIGKILL, with labels of some blocks written and not of all."""
+    if collectives.rank() == 0:
+        blocks, left = assignment._of_block, [3]
+
+        def die(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(9)
+            return blocks(*args)
+
+        assignment._of_block = die
+    labels_and_similarities(options)
+
+
+def test_an_interrupted_assignment_is_not_finished_and_done_again(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    calm = make_run(tmp_path / "calm", tmp_path / "shards", labels_per_sample=2)
+    labels_and_similarities(calm)
+    options = make_run(tmp_path / "run", tmp_path / "shards", labels_per_sample=2)
+    directory = tmp_path / "run/stage_0/clusters"
+    lines = ranks(2, run_on_a_full_disk, options)
+    assert lines[0] == "[Errno 28] No space left on device"
+    assert lines[1] == f"rank 0: {lines[0]}"
+    left = {path.name for path in directory.iterdir()}
+    assert left == {"in_progress.json", "centroids.npy"}
+    with pytest.raises(BrokenExecutor):
+        ranks(2, die_among_the_blocks, options)
+    left = {path.name for path in directory.iterdir()}
+    temporary = {".cluster_labels.npy.tmp", ".similarities.npy.tmp"}
+    assert left == {"in_progress.json", "centroids.npy"} | temporary
+    ranks(2, labels_and_similarities, options)
+    assert contents(tmp_path / "run") == contents(tmp_path / "calm")
+    assert not list(directory.glob(".*"))
 
 
 # --- mistakes are raised on all ranks, in the same words ---

@@ -9,6 +9,7 @@ import torch
 from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.parallel import kmeans
+from mclclip.parallel.assignment import assign
 from mclclip.parallel.row_blocks import cut_blocks
 
 NUM_CLUSTERS, DIM, UPDATES = 12, 24, 15
@@ -42,7 +43,7 @@ def test_equal_to_faiss_with_the_same_start(algorithm: Any, spread: float) -> No
     assert found.iterations == UPDATES
     centroids = torch.from_numpy(np.asarray(reference.centroids))
     torch.testing.assert_close(found.centroids, centroids, atol=2e-6, rtol=0.0)
-    labels = kmeans.assign(cut_blocks([rows]), found.centroids, algorithm=algorithm).labels[:, 0]
+    labels = assign(cut_blocks([rows]), found.centroids, algorithm=algorithm).labels[:, 0]
     theirs = reference.index.search(rows, 1)[1][:, 0]
     assert adjusted_mutual_info_score(theirs, labels) == pytest.approx(1.0, abs=1e-9)
     if spread < 0.5:

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from sklearn.metrics import adjusted_mutual_info_score
 from mclclip import artifacts, cluster, index
 from mclclip.artifacts import Artifact, digest_array, read_manifest
 from mclclip.config import Config, from_tree
+from mclclip.data import npy_files
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import read_pseudo_labels
 from mclclip.layout import Layout
+from mclclip.parallel import assignment
 from mclclip.parallel.process_group import SINGLE
 
 SIZES = (40, 25, 35)  # samples per shard
@@ -181,34 +184,61 @@ def test_finished_work_is_skipped_and_other_settings_need_force(tmp_path: Path) 
     assert read_manifest(layout.pseudo_labels(1), "pseudo_labels").counts["radices"] == [3]
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+def interrupted_after(number: int, work: Callable[..., Any]) -> Callable[..., Any]:
+    """``work``, whose call with this number is a keyboard interrupt."""
+    left = [number]
+
+    def call(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return work(*args, **options)
+
+    return call
 
 
 def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was on disk, the same command ends in the same files."""
-    tree = make_run(tmp_path / "run", tmp_path / "shards")
-    cluster.run(from_tree(make_run(tmp_path / "calm", tmp_path / "shards")), SINGLE, stage=0)
-    save = artifacts.save_npy
-    with monkeypatch.context() as patched:
-        patched.setattr(cluster.os, "replace", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            cluster.run(from_tree(tree), SINGLE, stage=0)
-    for survives in range(3):
-        left = [survives]
+    options: dict[str, Any] = {"labels_per_sample": 3}
+    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", **options))
+    calm = from_tree(make_run(tmp_path / "calm", tmp_path / "shards", **options))
+    directory = cluster.run(calm, SINGLE, stage=0)
+    wanted, directory = contents(tmp_path / "calm"), Layout.of(config).clusters(0)
+    whole = {path.name for path in Layout.of(calm).clusters(0).glob("*.npy")}
+    # At the end of each file, and at each of the three blocks of labels.
+    places: list[tuple[Any, str, int]] = [(cluster, "write_npy_parts", n) for n in range(3)]
+    places += [(npy_files, "fsync_directory", n) for n in range(3)]
+    places += [(assignment, "_of_block", n) for n in range(3)]
+    places += [(cluster, "save_npy", 0), (cluster, "digest_array", 0), (cluster, "digest_array", 1)]
+    for module, name, number in places:
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, interrupted_after(number, getattr(module, name)))
+            with pytest.raises(KeyboardInterrupt):
+                cluster.run(config, SINGLE, stage=0)
+        found = {path.name for path in directory.iterdir()}
+        assert found <= whole | {"in_progress.json", "manifest.json"}
+        for path in directory.glob("*.npy"):
+            assert path.read_bytes() == wanted[f"stage_0/clusters/{path.name}"]
+        finished = name == "save_npy" or (name, number) == ("digest_array", 1)
+        assert artifacts.is_finished(directory) == finished
+        shutil.rmtree(directory)
+    cluster.run(config, SINGLE, stage=0)
+    assert contents(tmp_path / "run") == wanted
 
-        def kill_after(path: Path, array: np.ndarray, left: list[int] = left) -> None:
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            save(path, array)
 
-        monkeypatch.setattr(cluster, "save_npy", kill_after)
-        with pytest.raises(KeyboardInterrupt):
-            cluster.run(from_tree(tree), SINGLE, stage=0)
-    monkeypatch.setattr(cluster, "save_npy", save)
-    cluster.run(from_tree(tree), SINGLE, stage=0)
-    assert contents(tmp_path / "run") == contents(tmp_path / "calm")
+def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards"))
+    directory = cluster.run(config, SINGLE, stage=0)
+    wanted = contents(tmp_path / "run")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    begun = {name: manifest[name] for name in ("kind", "config", "inputs")}
+    (directory / "in_progress.json").write_text(json.dumps(begun))
+    (directory / "manifest.json").unlink()
+    (directory / "cluster_labels.npy").rename(directory / ".cluster_labels.npy.tmp")
+    (directory / "similarities.npy").write_bytes(b"of another time")
+    cluster.run(config, SINGLE, stage=0)
+    assert contents(tmp_path / "run") == wanted
+    assert not list(directory.glob(".*"))
 
 
 def test_a_control_gets_clusters_but_no_pseudo_labels(tmp_path: Path) -> None:
@@ -326,13 +356,9 @@ def test_a_training_without_groups_gets_no_pseudo_labels(
 # --- mistakes: one line, nothing half-written ---
 
 
-def test_more_labels_than_clusters_leave_nothing_behind(tmp_path: Path) -> None:
-    tree = make_run(tmp_path / "run", tmp_path / "shards", labels_per_sample=5)
-    with pytest.raises(
-        ValueError, match=r"labels_per_sample is 5, but stage 0 has 4 clusters: set"
-    ):
-        cluster.run(from_tree(tree), SINGLE, stage=0)
-    assert contents(tmp_path / "run") == {}
+def test_more_labels_than_clusters(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="labels_per_sample=5 is more than cluster.num_clusters=4"):
+        make_run(tmp_path / "run", tmp_path / "shards", labels_per_sample=5)
 
 
 def test_too_many_clusters_leave_nothing_behind(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_every_recipe_has_a_plan(
     plan.run(config.load(path, options), Machine(), samples=CC12M, as_json=False)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
-    for word in ("samples seen", "GiB per rank (estimate)", "GiB on disk", "in all"):
+    for word in ("samples seen", "GiB per rank (estimate)", "GiB on disk", "\nclusters ", "in all"):
         assert word in shown
     assert list(tmp_path.iterdir()) == []
 
@@ -78,6 +78,9 @@ def test_numbers_of_the_small_recipe() -> None:
     assert [t["steps"] for t in found["trainings"]] == [(26_760, 26_760)] * 3
     assert found["trainings"][2]["groups"] == (1, 1000)
     assert found["disk"]["embeddings"] == 4 * CC12M * 512 * 2  # three stages and the captions
+    assert found["disk"]["clusters"] == 3 * (CC12M * (4 + 2) + 10 * 512 * 4)
+    kinds = ("checkpoints", "exports", "embeddings", "clusters")
+    assert found["disk"]["sum"] == sum(found["disk"][kind] for kind in kinds)
     checkpoint = found["disk"]["trainings"][0]
     assert checkpoint["each"] == kind["parts"]["parameters"] + 8 * trainable + counters
     assert checkpoint["kept"] == 2 * checkpoint["each"]
@@ -112,7 +115,8 @@ def test_micro_batches_divide_the_activations() -> None:
 
 def test_without_samples_it_says_so() -> None:
     found = plan.make(recipe("cc12m_vitb32"), Machine())
-    assert found["trainings"][0]["steps"] is None and found["disk"]["embeddings"] is None
+    assert found["trainings"][0]["steps"] is None
+    assert found["disk"]["embeddings"] is None and found["disk"]["clusters"] is None
     assert "samples: unknown" in plan.table.text(found)
 
 
@@ -166,12 +170,21 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     assert planned["steps"] == (done.counts["steps"],) * 2
     written = sum(p.stat().st_size for p in layout.embeddings(0).glob("*.npy"))
     assert written == pytest.approx(found["disk"]["embeddings"], rel=0.1)
+    clusters = sum(p.stat().st_size for p in layout.clusters(0).glob("*.npy"))
+    assert clusters - 3 * 128 == found["disk"]["clusters"]  # but for the files' headers
     checkpoints = layout.train(1) / "checkpoints"
     each = [
         sum(p.stat().st_size for p in step.rglob("*") if p.is_file())
         for step in checkpoints.glob("step_*")
     ]
     assert max(each) == pytest.approx(found["disk"]["trainings"][0]["each"], rel=0.1)
+
+
+def test_labels_of_many_samples_are_counted() -> None:
+    """32 nearest clusters of 400 million samples are 77 GB, and a million centroids two more."""
+    overrides = ("num_stages=1", "cluster.labels_per_sample=32", "cluster.num_clusters=1000000")
+    found = plan.make(recipe("cc12m_vitb32", *overrides), Machine(1, 8), 400_000_000)
+    assert found["disk"]["clusters"] == 400_000_000 * 32 * 6 + 1_000_000 * 512 * 4
 
 
 # --- refusals ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from sklearn.metrics import adjusted_mutual_info_score
 from torch import Tensor
 
 from mclclip.parallel import kmeans
+from mclclip.parallel.assignment import assign
 from mclclip.parallel.process_group import num_threads
 from mclclip.parallel.row_blocks import NpyBlocks, cut_blocks
 
@@ -73,7 +74,7 @@ def test_one_update_is_the_mean_of_each_cluster(algorithm: Any) -> None:
 def test_the_result_describes_its_own_assignment(algorithm: Any) -> None:
     rows = noise()
     found = kmeans.fit(cut_blocks([rows], BLOCK), 6, algorithm=algorithm, max_iterations=4)
-    near = kmeans.assign(cut_blocks([rows], BLOCK), found.centroids, algorithm=algorithm)
+    near = assign(cut_blocks([rows], BLOCK), found.centroids, algorithm=algorithm)
     assert torch.equal(found.counts, torch.bincount(near.labels[:, 0], minlength=6))
     assert found.counts.sum() == len(rows)
     distances = slow_distances(rows, found.centroids, algorithm)
@@ -105,7 +106,7 @@ def test_planted_mixture_is_recovered(algorithm: Any, dtype: Any) -> None:
     rows, truth = mixture(0.05, dtype)
     blocks = cut_blocks([rows], BLOCK)
     found = kmeans.fit(blocks, 8, algorithm=algorithm, restarts=2)
-    labels = kmeans.assign(blocks, found.centroids, algorithm=algorithm).labels[:, 0]
+    labels = assign(blocks, found.centroids, algorithm=algorithm).labels[:, 0]
     assert adjusted_mutual_info_score(truth, labels) == pytest.approx(1.0, abs=1e-12)
     assert found.centroids.dtype == torch.float32
 
@@ -184,9 +185,7 @@ def test_masked_rows_take_no_part() -> None:
     alone = kmeans.fit(cut_blocks([rows[valid]], BLOCK), 8, **options)
     torch.testing.assert_close(found.centroids, alone.centroids, atol=1e-6, rtol=0)
     assert found.counts.sum() == valid.sum()
-    near = kmeans.assign(
-        cut_blocks([spoilt], BLOCK), found.centroids, valid=valid, labels_per_sample=2
-    )
+    near = assign(cut_blocks([spoilt], BLOCK), found.centroids, valid=valid, labels_per_sample=2)
     assert (near.labels[~valid] == -1).all() and (near.distances[~valid] == 0).all()
     assert (near.labels[valid] >= 0).all()
 
@@ -245,7 +244,7 @@ def test_rows_that_are_not_finite(algorithm: Any) -> None:
     with pytest.raises(ValueError, match="2 of 300 rows hold NaN or infinite values"):
         kmeans.fit(cut_blocks([rows], BLOCK), 3, algorithm=algorithm)
     with pytest.raises(ValueError, match="2 of 300 rows hold NaN or infinite values"):
-        kmeans.assign(cut_blocks([rows], BLOCK), centroids, algorithm=algorithm)
+        assign(cut_blocks([rows], BLOCK), centroids, algorithm=algorithm)
 
 
 def test_shapes_that_do_not_fit() -> None:
@@ -261,38 +260,11 @@ def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"initial is \[3, 16\]: wanted \[2, 16\]"):
         kmeans.fit([rows], 2, initial=start(rows, 0, 1, 2))
     with pytest.raises(ValueError, match=r"centroids are \[2, 8\]: wanted \[K, 16\]"):
-        kmeans.assign([rows], torch.zeros(2, 8))
+        assign([rows], torch.zeros(2, 8))
     with pytest.raises(ValueError, match="labels_per_sample is 3: wanted 1 to 2"):
-        kmeans.assign([rows], start(rows, 0, 1), labels_per_sample=3)
+        assign([rows], start(rows, 0, 1), labels_per_sample=3)
     with pytest.raises(ValueError, match="'cosine': wanted 'spherical' or 'euclidean'"):
         kmeans.fit([rows], 2, algorithm="cosine")  # type: ignore[arg-type]
-
-
-# --- assign ---
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_nearest_several_are_sorted_and_start_with_the_nearest(algorithm: Any) -> None:
-    rows = noise()
-    centroids = torch.from_numpy(noise(12, seed=9))
-    centroids /= torch.linalg.vector_norm(centroids, dim=1, keepdim=True)
-    blocks = cut_blocks([rows], BLOCK)
-    near = kmeans.assign(blocks, centroids, algorithm=algorithm, labels_per_sample=12)
-    first = kmeans.assign(blocks, centroids, algorithm=algorithm)
-    assert torch.equal(near.labels[:, :1], first.labels)
-    assert torch.equal(near.distances[:, :1], first.distances)
-    assert first.labels.dtype == torch.int32 and first.distances.dtype == torch.float32
-    assert (near.distances.diff(dim=1) >= 0).all()
-    slow = slow_distances(rows, centroids, algorithm)
-    assert np.array_equal(near.labels, slow.argsort(axis=1))
-    np.testing.assert_allclose(near.distances, np.sort(slow, axis=1), atol=1e-5)
-
-
-def test_ties_go_to_the_lowest_id() -> None:
-    rows = np.eye(4, dtype=np.float32)[[0, 1, 2, 3]]
-    centroids = torch.eye(4)[[1, 0, 1, 0]]
-    near = kmeans.assign([rows], centroids, labels_per_sample=4)
-    assert near.labels.tolist() == [[1, 3, 0, 2], [0, 2, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 # --- blocks ---

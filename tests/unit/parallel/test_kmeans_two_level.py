@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.parallel import kmeans, two_level
+from mclclip.parallel.assignment import Assignment, Tally, assign, assign_blocks
 from mclclip.parallel.row_blocks import cut_blocks
 
 ALGORITHMS = ("spherical", "euclidean")
@@ -28,15 +29,28 @@ def planted(sizes: list[int], dim: int = 24, seed: int = 0) -> tuple[np.ndarray,
     return unit(means[truth] + 0.02 * rng.normal(size=(len(truth), dim))), truth
 
 
+def clustered(
+    blocks: list[np.ndarray], *args: Any, labels_per_sample: int = 1, **options: Any
+) -> tuple[kmeans.Found, Assignment, Tally]:
+    """Centroids, the nearest of each row, and what these come to."""
+    found = two_level.fit(blocks, *args, **options)
+    common = {name: options[name] for name in ("algorithm", "valid") if name in options}
+    common["labels_per_sample"] = labels_per_sample
+    tally = Tally(found.num_clusters)
+    for _ in tally.of(assign_blocks(blocks, found.centroids, **common)):
+        pass
+    return found, assign(blocks, found.centroids, **common), tally
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_planted_mixture_is_recovered(algorithm: Any) -> None:
     """As many splits as K allows: every cluster of the first level is one of the mixture."""
     rows, truth = planted([60] * 16)
-    found, near = two_level.fit(
+    _, near, tally = clustered(
         cut_blocks([rows], 100), 16, num_splits=16, algorithm=algorithm, restarts=5
     )
     assert adjusted_mutual_info_score(truth, near.labels[:, 0]) == pytest.approx(1.0, abs=1e-12)
-    assert (found.counts == 60).all()
+    assert (tally.counts == 60).all()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -47,33 +61,28 @@ def test_nested_clusters_are_recovered(algorithm: Any) -> None:
     members = unit(np.repeat(families, 4, axis=0) + 0.1 * rng.normal(size=(16, 24)))
     truth = rng.permutation(np.repeat(np.arange(16), 50))
     rows = unit(members[truth] + 0.01 * rng.normal(size=(800, 24)))
-    found, near = two_level.fit(
+    _, near, tally = clustered(
         cut_blocks([rows], 100), 16, num_splits=4, algorithm=algorithm, restarts=5
     )
     assert adjusted_mutual_info_score(truth, near.labels[:, 0]) == pytest.approx(1.0, abs=1e-12)
     # In the order of groups: four that follow each other are one family.
     family = {frozenset(truth[near.labels[:, 0] // 4 == group] // 4) for group in range(4)}
     assert family == {frozenset([number]) for number in range(4)}
-    assert found.inertia == pytest.approx(float(near.distances[:, 0].sum()), rel=1e-6)
+    assert tally.inertia == pytest.approx(float(near.distances[:, 0].sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("num_clusters", (7, 40, 333))
 def test_exactly_k_of_uneven_groups(num_clusters: int) -> None:
     rows, _ = planted([500, 90, 30, 5, 2, 1, 1])
     blocks = cut_blocks([rows], 64)
-    found, near = two_level.fit(
+    found, near, tally = clustered(
         blocks, num_clusters, num_splits=7, labels_per_sample=5, restarts=3, seed=2
     )
     assert found.centroids.shape == (num_clusters, 24)
-    assert found.counts.sum() == len(rows)
-    # The assignment is the exact one over all centroids, whichever group they are of.
-    again = kmeans.assign(blocks, found.centroids, labels_per_sample=5)
-    assert torch.equal(near.labels, again.labels)
-    assert torch.equal(near.distances, again.distances)
-    assert torch.equal(found.counts, torch.bincount(near.labels[:, 0], minlength=num_clusters))
-    twice, _ = two_level.fit(
-        blocks, num_clusters, num_splits=7, labels_per_sample=5, restarts=3, seed=2
-    )
+    assert found.held == range(num_clusters) == range(found.num_clusters)
+    assert near.labels.shape == (len(rows), 5) and tally.counts.sum() == len(rows)
+    assert torch.equal(tally.counts, torch.bincount(near.labels[:, 0], minlength=num_clusters))
+    twice = two_level.fit(blocks, num_clusters, num_splits=7, restarts=3, seed=2)
     assert torch.equal(twice.centroids, found.centroids)
 
 
@@ -82,28 +91,28 @@ def test_masked_rows_take_no_part() -> None:
     valid = np.random.default_rng(0).random(len(rows)) < 0.7
     spoilt = rows.copy()
     spoilt[~valid] = np.nan
-    found, near = two_level.fit(cut_blocks([spoilt], 50), 20, valid=valid)
-    alone, _ = two_level.fit(cut_blocks([rows[valid]], 50), 20)
-    assert found.counts.sum() == valid.sum()
+    _, near, tally = clustered(cut_blocks([spoilt], 50), 20, valid=valid)
+    _, _, alone = clustered(cut_blocks([rows[valid]], 50), 20)
+    assert tally.counts.sum() == valid.sum()
     assert (near.labels[~valid] == -1).all() and (near.labels[valid] >= 0).all()
-    assert alone.inertia == pytest.approx(found.inertia, rel=0.3)
+    assert alone.inertia == pytest.approx(tally.inertia, rel=0.3)
 
 
 def test_groups_of_equal_rows_leave_clusters_empty() -> None:
     """A picture that is in the data a thousand times does not stop the run."""
     rows, _ = planted([30, 30])
     repeated = np.concatenate([rows, np.repeat(rows[:1], 200, axis=0)])
-    found, _ = two_level.fit(cut_blocks([repeated], 64), 40, num_splits=3)
+    found, _, tally = clustered(cut_blocks([repeated], 64), 40, num_splits=3)
     assert found.centroids.shape == (40, 24)
-    assert found.counts.sum() == len(repeated)
+    assert tally.counts.sum() == len(repeated)
 
 
 def test_near_to_flat_k_means() -> None:
     rows = unit(np.random.default_rng(3).normal(size=(1500, 8)))
     blocks = cut_blocks([rows], 200)
     flat = kmeans.fit(blocks, 60, init="random")
-    found, _ = two_level.fit(blocks, 60)
-    assert found.inertia <= 1.1 * flat.inertia
+    _, _, tally = clustered(blocks, 60)
+    assert tally.inertia <= 1.1 * flat.inertia
 
 
 def test_mistakes() -> None:
@@ -112,8 +121,6 @@ def test_mistakes() -> None:
         two_level.fit([rows], 21)
     with pytest.raises(ValueError, match="num_splits is 9, but there are 8 clusters"):
         two_level.fit([rows], 8, num_splits=9)
-    with pytest.raises(ValueError, match="labels_per_sample is 9: wanted 1 to 8"):
-        two_level.fit([rows], 8, labels_per_sample=9)
 
 
 # --- sharing out ---
