@@ -8,6 +8,7 @@ read. Checkpoints never leave the run.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from mclclip.models import concat, soup, weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.parallel import collectives
+from mclclip.parallel.finiteness import not_finite
 from mclclip.parallel.process_group import Context
 
 log = logging.getLogger("mclclip")
@@ -233,8 +235,22 @@ def _written(
     artifacts.remove_leftovers(directory)
     counts = write(directory)
     files = sorted(path for path in directory.glob("*.safetensors"))
+    _refuse_not_finite(directory, files)
     digests = {path.name: artifacts.digest_file(path) for path in files}
     config = artifacts.read_json(directory / weights.CONFIG)
     artifact.finish(counts, content_digest=artifacts.digest_json([config, digests]))
     log.info("wrote %s", directory)
     return directory
+
+
+def _refuse_not_finite(directory: Path, files: list[Path]) -> None:
+    """RuntimeError, and nothing is left there, where weights just written are not finite."""
+    tensors = {name: t for path in files for name, t in weights.read_tensors(path).items()}
+    found = not_finite(tensors)
+    if found:
+        shutil.rmtree(directory)
+        raise RuntimeError(
+            f"{directory} is not exported: {len(found)} of {len(tensors)} tensors of its weights "
+            f"are not finite, such as {found[0]}. The encoder or training it comes from has "
+            "diverged: train it again with a lower lr, in another run directory or with --force"
+        )

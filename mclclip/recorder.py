@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mclclip import runlog
 from mclclip.parallel import collectives
+from mclclip.parallel.finiteness import StepWatch
 from mclclip.parallel.process_group import Context
 from mclclip.profiling import PeakMemory
 
@@ -29,6 +30,7 @@ _SHOWN = {
     "positive_loss": "positive %.3f",
     "negative_loss": "negative %.3f",
     "positive_cosine": "cosine %.3f",
+    "positives_per_row": "positives per row %.2f",
 }
 _WATCHED = 3  # first steps whose memory is measured by phase, besides those that give a row
 
@@ -54,7 +56,8 @@ class Recorder:
     track, config    names of the sinks, and what they note of the run
     peaks            this rank's memory, its phase "start" under way; rows hold the ranks' maximum
 
-    Raises ValueError on all ranks where the package of a sink is not installed.
+    ``watch`` counts the steps that are not finite, and every row judges them. Raises ValueError on
+    all ranks where the package of a sink is not installed.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Recorder:
         self.replaced: dict[int, str] = {}
         self.group_size = 0
         self.loss_sum: Tensor | float = 0.0
+        self.watch = StepWatch()
 
         def open_log() -> runlog.MetricsLog:
             sinks = runlog.open_sinks(track, directory, config=config, resume_step=start)
@@ -111,12 +115,21 @@ class Recorder:
             yield batch
 
     def take(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
-        """Notes the step that was the ``done``-th; where a row is due, a collective."""
+        """Notes the step that was the ``done``-th; where a row is due, a collective.
+
+        Raises NotFinite, on all ranks, where a row tells that the training has diverged.
+        """
         self.row.steps += 1
         self.epoch.steps += 1
         self.loss_sum = self.loss_sum + parts["loss"].detach().double()
+        self.watch.take(parts["loss"], parts["grad_norm"])
         if self._gives_row(done):
             self._write(done, parts, lr)
+
+    def judge(self, done: int) -> None:
+        """As a row after ``done`` steps would, without one; a collective. Raises NotFinite."""
+        every = self._gather(self.watch.counts())
+        self.watch.judge(done, **{name: int(max(values)) for name, values in every.items()})
 
     def end_epoch(self, done: int, leaving: bool = False) -> None:
         """Writes the row of the epoch if it ends after ``done`` steps; then a collective.
@@ -135,15 +148,18 @@ class Recorder:
         return done % self.log_every == 0 or done == self.total
 
     def _write(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
-        figures = self._figures(done, self.row, parts)
-        row = figures | {"lr": lr, "group_size": self.group_size}
-        if self.metrics is None:
-            return
-        self.metrics.write(done, row)
+        row = self._figures(done, self.row, {**parts, **self.watch.counts()})
+        counts = {name: int(row.pop(name)) for name in self.watch.counts()}
+        if self.metrics is not None:
+            self._tell(self.metrics, done, row | {"lr": lr, "group_size": self.group_size})
+        self.watch.judge(done, **counts)
+
+    def _tell(self, metrics: runlog.MetricsLog, done: int, row: dict[str, Any]) -> None:
+        metrics.write(done, row)
         shown = "".join(f" {text % row[name]}" for name, text in _SHOWN.items() if name in row)
         log.info(
             "%s step %d: loss %.4f lr %.2e%s, %.0f samples/s, waiting %.0f %%",
-            self.name, done, row["loss"], lr, shown,
+            self.name, done, row["loss"], row["lr"], shown,
             row["samples_per_s"], 100 * row["data_wait_share"],
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ Everything at step t is a function of t, so a run that resumes at t repeats the 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,12 +21,15 @@ from mclclip.models.clip import ClipModel
 from mclclip.models.lora import add_lora
 from mclclip.parallel import peer_watch, signals
 from mclclip.parallel.engines import Engine
+from mclclip.parallel.finiteness import NotFinite
 from mclclip.parallel.gradient_cache import Pullback
 from mclclip.parallel.process_group import seed_everything
 from mclclip.parallel.signals import Preempted
 from mclclip.parallel.step_boundary import StepBoundary
 from mclclip.profiling import StepProfiler
 from mclclip.recorder import Recorder
+
+log = logging.getLogger("mclclip")
 
 MIRROR_S = 60.0  # for the mirror when the run must leave; the next start goes on with it
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -130,25 +134,34 @@ class Trainer:
         self.learning_rate, self.prepare, self.seed_words = learning_rate, prepare, seed_words
         self.checkpoint_every, self.profiler = checkpoint_every, profiler
         engine.phase_ended = recorder.peaks.ended
+        recorder.watch.leaves_out = engine.leaves_out
 
     def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> None:
         """Trains on ``batches``, those of the steps ``start`` to ``total`` in order.
 
-        Raises Preempted, with everything saved, where the ranks agreed to leave.
+        Raises Preempted, with everything saved, where the ranks agreed to leave; RuntimeError, one
+        line and on all ranks, where the training has diverged: what is not finite is not saved.
         """
         reading = self.recorder.reading(batches)
+        progress = runlog.progress(reading, total=total - start, description=description)
         # The recorder is closed last: its sinks may take a while, which is no hanging of this rank.
         with signals.deferred(), contextlib.closing(self.recorder), peer_watch.training():
-            for batch in runlog.progress(reading, total=total - start, description=description):
-                if batch.step == start:
-                    self.engine.settle(self.prepare(batch))
-                self._step(batch, total)
-                if batch.step + 1 < total:
-                    self._obey(batch.step + 1)
-            decision = self.boundary.finish()
-            self.checkpoints.wait()
-            if decision.leave is not None:
-                raise Preempted(decision.leave, decision.requeue)
+            try:
+                self._steps(progress, start, total)
+            except NotFinite as error:
+                raise self._diverged(error, description) from error
+
+    def _steps(self, batches: Iterable[Batch], start: int, total: int) -> None:
+        for batch in batches:
+            if batch.step == start:
+                self.engine.settle(self.prepare(batch))
+            self._step(batch, total)
+            if batch.step + 1 < total:
+                self._obey(batch.step + 1)
+        decision = self.boundary.finish()
+        self.checkpoints.wait()
+        if decision.leave is not None:
+            raise Preempted(decision.leave, decision.requeue)
 
     def _step(self, batch: Batch, total: int) -> None:
         """One update and what is due after it."""
@@ -181,4 +194,28 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         with self.recorder.peaks.phase("checkpoint"):
-            self.checkpoints.save(done, self.engine)
+            try:
+                self.checkpoints.save(done, self.engine)
+            except NotFinite:
+                self.recorder.judge(done)  # a step since the last row may have been the first
+                raise
+
+    def _diverged(self, error: NotFinite, description: str) -> RuntimeError:
+        """What the user is told; waits for the checkpoint that is being written, a collective."""
+        self.boundary.finish()
+        try:
+            self.checkpoints.wait(mirror_s=MIRROR_S)
+        except RuntimeError as failure:  # then an older one is the last
+            log.warning("%s", failure)
+        clip, saved = self.engine.clip_grad_norm, self.checkpoints.steps()
+        kept = (
+            f"the last good checkpoint, from which the same command goes on, is step {saved[-1]}"
+            if saved
+            else "no checkpoint had been saved"
+        )
+        return RuntimeError(
+            f"{error} ({description}): lower lr ({self.learning_rate(error.step - 1):.3g} there) "
+            f"or {'set clip_grad_norm' if clip is None else f'clip_grad_norm ({clip:g})'}; "
+            f"{kept} in {self.checkpoints.directory}. Other settings want another run directory, "
+            "or --force to move this training aside and make it again"
+        )

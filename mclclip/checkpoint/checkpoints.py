@@ -20,6 +20,7 @@ from mclclip.checkpoint.resumption import Resumption, Stateful
 from mclclip.checkpoint.step_files import Entries, path_of, temporary_of
 from mclclip.checkpoint.storage import State
 from mclclip.parallel import collectives, peer_watch
+from mclclip.parallel.finiteness import NotFinite, not_finite
 from mclclip.parallel.side_group import SideGroup
 
 log = logging.getLogger("mclclip")
@@ -72,7 +73,8 @@ class Checkpoints:
         """Saves ``source`` as ``step``; first waits for the save before, and raises its error.
 
         Raises RuntimeError, one line and on all ranks, where a step cannot be written (a full
-        disk) and ``on_error`` is ``stop``.
+        disk) and ``on_error`` is ``stop``; NotFinite, on all ranks too and whatever ``on_error``
+        is, for a state that is not finite: it is not written, and no step is removed for it.
         """
         self._settle()
         if step == self.saved:
@@ -129,27 +131,32 @@ class Checkpoints:
     def _prepare(self, step: int, state: State) -> tuple[str | None, State]:
         """This rank's part of the state, copied if training goes on meanwhile.
 
-        Returns what failed, on any rank, and the part.
+        Returns what failed, on any rank, and the part. Raises NotFinite.
         """
         rank, failure, part = collectives.rank(), None, {}
+        spoiled: list[str] = []
         try:
             if rank == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 artifacts.remove_leftovers(self.directory)
                 temporary_of(self.directory, step).mkdir()
             part = storage.own_part(state, rank, collectives.world_size())
+            spoiled = not_finite(part)
             if self.asynchronous:
                 part = storage.staged(part)
         except Exception as error:
             failure = storage.cause(error)
         # Ranks that hold different names would each leave out what they take for another's.
         names = zlib.crc32("\n".join(sorted(state)).encode())
-        reports = collectives.gather_objects((failure, names))
-        if len({names for _, names in reports}) > 1:
+        reports = collectives.gather_objects((failure, names, spoiled[:1]))
+        if len({names for _, names, _ in reports}) > 1:
             raise RuntimeError(f"step {step} cannot be saved: the ranks' states differ in names")
-        failure = _first_failure([failure for failure, _ in reports])
-        if failure is not None and rank == 0:
+        failure = _first_failure([failure for failure, _, _ in reports])
+        found = [name for _, _, spoiled in reports for name in spoiled]
+        if (found or failure is not None) and rank == 0:
             shutil.rmtree(temporary_of(self.directory, step), ignore_errors=True)
+        if found:
+            raise NotFinite(f"what was trained ({found[0]}) is not finite after step {step}", step)
         return failure, part
 
     def _write(self, step: int, part: State) -> str | None:

@@ -212,7 +212,7 @@ class Engine:
             self.backward(parts["loss"])
         self.phase_ended("backward")
         norm = self.step()
-        if self.head is not None and (bool(torch.isfinite(norm)) or not self.leaves_out):
+        if self.head is not None and (not self.leaves_out or bool(torch.isfinite(norm))):
             self.head.step(lr, self.clip_factor(norm))
         if self.average is not None:
             self.average.update()

@@ -39,6 +39,7 @@ def record(directory: Path, track: list[str]) -> float:
 
     for done, _ in enumerate(recorder.reading(batches()), start=1):
         parts = {"loss": torch.tensor(1.0 + rank), "logit_scale": torch.tensor(3)}
+        parts["grad_norm"] = torch.tensor(2.0)
         recorder.take(done, parts, lr=0.1)
         recorder.end_epoch(done)
     recorder.close()

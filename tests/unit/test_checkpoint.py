@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from mclclip import checkpoint
 from mclclip.checkpoint import Checkpoints, step_files, storage
 from mclclip.checkpoint.mirror import Mirror
+from mclclip.parallel.finiteness import NotFinite
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -480,6 +481,26 @@ def test_an_interrupt_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", interrupt)
     with pytest.raises(KeyboardInterrupt):
         Checkpoints(tmp_path, keep=1, on_error="continue").save(3, Source(3))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", ["model.wide", "optimizer.tail.bias.exp_avg", "model.scale"])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_what_is_not_finite_is_not_saved(
+    tmp_path: Path, name: str, bad: float, asynchronous: bool
+) -> None:
+    """And the last finite step, though only one is kept, stays; ``continue`` is for full disks."""
+    checkpoints = saved(tmp_path, 3, keep=1, asynchronous=asynchronous, on_error="continue")
+    spoiled = Source(4)
+    spoiled.state[name].view(-1)[-1] = bad
+    with pytest.raises(NotFinite, match=rf"\({name}\) is not finite after step 4") as caught:
+        checkpoints.save(4, spoiled)
+    assert caught.value.step == 4
+    checkpoints.wait()
+    assert files(tmp_path) == ["step_00000003"] and checkpoints.saved == 3
+    target = Source(1)
+    assert Checkpoints(tmp_path, keep=1).resume(target) == 3
+    assert_same(target, Source(3))
 
 
 # --- the mirror --------------------------------------------------------------------------------

@@ -175,3 +175,39 @@ def test_join_waits_for_all_stages(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no finished export at .*stage_1"):
         export.join(options, SINGLE)
     assert not (tmp_path / "exports").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(
+    options: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an earlier version, or a damaged memory, may have saved."""
+    layout, load = Layout.of(options), load_model_state
+    artifacts.move_aside(layout.export(1))
+
+    def spoiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        state = load(*args, **kwargs)
+        state["model.clip.visual.proj"][3, 1] = float("nan")
+        return state
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mclclip.checkpoint.load_model_state", spoiled)
+        with pytest.raises(RuntimeError, match=r"not exported: 1 of \d+ tensors .* visual\.proj"):
+            export.stage(options, SINGLE, stage=1)
+    assert not layout.export(1).exists()
+    assert artifacts.is_finished(export.stage(options, SINGLE, stage=1))
+
+
+@pytest.mark.parametrize("kind", ["concat_raw", "soup_uniform"])
+def test_what_is_made_of_such_weights_is_refused(options: Config, kind: str) -> None:
+    layout = Layout.of(options)
+    path = layout.export(2) / weights.WEIGHTS
+    tensors = weights.read_tensors(path)
+    tensors["logit_scale"].fill_(float("inf"))
+    weights.write_tensors(path, tensors)
+    concat = ["raw"] if kind == "concat_raw" else []
+    fewer = make_config(
+        Path(options.run_dir), export={"concat": concat, "soup": kind == "soup_uniform"}
+    )
+    with pytest.raises(RuntimeError, match=r"1 of \d+ tensors .* such as .*logit_scale"):
+        export.join(fewer, SINGLE)
+    assert not layout.joined(kind).exists()

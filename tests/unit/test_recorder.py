@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mclclip import runlog
+from mclclip.parallel.finiteness import NotFinite
 from mclclip.parallel.process_group import Context
 from mclclip.profiling import PeakMemory
 from mclclip.recorder import Recorder
@@ -171,3 +172,33 @@ def test_a_sink_that_is_not_installed_is_refused(
     monkeypatch.setattr(runlog, "open_sinks", missing)
     with pytest.raises(ValueError, match="not installed"):
         make(tmp_path, track=["wandb"])
+
+
+def test_a_training_that_has_diverged_ends_at_the_row_that_tells(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+
+    def take(done: int) -> None:
+        parts = parts_of(done)
+        if done == 3:  # and is finite again: a row of the class centers is not in every step
+            parts["grad_norm"] = torch.tensor(float("nan"))
+        recorder.take(done, parts, lr=0.1)
+
+    for done in range(1, 5):
+        take(done)
+    with pytest.raises(NotFinite, match="since step 3"):
+        recorder.judge(4)
+    with pytest.raises(NotFinite, match="since step 3"):
+        take(5)
+    recorder.close()
+    (row,) = rows(tmp_path / "metrics.jsonl")
+    assert row["step"] == 5 and not [name for name in row if name.startswith("max_")]
+
+
+def test_steps_that_are_left_out_do_not_end_it(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    recorder.watch.leaves_out = True
+    for done in range(1, 11):
+        recorder.take(done, parts_of(done) | {"loss": torch.tensor(float("inf"))}, lr=0.1)
+    recorder.judge(10)
+    recorder.close()
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [5, 10]
