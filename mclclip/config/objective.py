@@ -34,7 +34,7 @@ class ClassCentersConfig:
     threshold: Cosine | None = None
     """Only clusters of at least this similarity are positives, and the nearest in any case."""
     scale: Annotated[float, Field(gt=0.0, le=256.0)] = 64.0
-    """Multiplier of cosines in the loss."""
+    """Multiplier of cosines in the loss, at most 256."""
     margin: Literal["arc", "cos", "none"] = "arc"
     """Margin of positives: on the angle (ArcFace), on the cosine (CosFace), or none."""
     margin_size: Annotated[float, Field(ge=0.0, le=math.pi / 2)] = 0.3

@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.parallel.row_blocks import ROWS_PER_BLOCK, Floats, Layout, NpyBlocks
-
-Rows = npt.NDArray[np.float32]
+from mclclip.parallel.row_blocks import ROWS_PER_BLOCK, Floats, BlockLayout, NpyBlocks
 
 
 class MeanBlocks(NpyBlocks):
@@ -52,7 +50,7 @@ class MeanBlocks(NpyBlocks):
                 " wanted one; embed with embed.feature=proj"
             )
 
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[BlockLayout]:
         """Shape and type of each block, without reading it."""
         return [(shape, np.dtype(np.float32)) for shape, _ in super().layouts()]
 
@@ -70,9 +68,9 @@ class MeanBlocks(NpyBlocks):
         return _unit(rows)
 
 
-def _unit(rows: Floats) -> Rows:
+def _unit(rows: Floats) -> npt.NDArray[np.float32]:
     """float32 rows of length 1; zeros stay zeros."""
-    wide: Rows = np.asarray(rows, dtype=np.float32)
+    wide: npt.NDArray[np.float32] = np.asarray(rows, dtype=np.float32)
     norms = np.linalg.norm(wide, axis=1, keepdims=True)
-    scaled: Rows = wide / np.maximum(norms, 1e-12)
+    scaled: npt.NDArray[np.float32] = wide / np.maximum(norms, 1e-12)
     return scaled

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,27 +68,9 @@ def assign_blocks(
     return _in_order(holder, centroids, labels_per_sample)
 
 
-def assign(
-    blocks: Sequence[Floats],
-    centroids: Tensor,
-    *,
-    algorithm: Algorithm = "spherical",
-    labels_per_sample: int = 1,
-    held: range | None = None,
-    valid: Mask | None = None,
-    context: Context = SINGLE,
-) -> Assignment:
+def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assignment:
     """That of all N rows at once, on every rank: for as few as fit. See ``assign_blocks``."""
-    found = assign_blocks(
-        blocks,
-        centroids,
-        algorithm=algorithm,
-        labels_per_sample=labels_per_sample,
-        held=held,
-        valid=valid,
-        context=context,
-    )
-    every = [near for _, near in found]
+    every = [near for _, near in assign_blocks(blocks, centroids, **options)]
     return Assignment(
         torch.cat([near.labels for near in every]), torch.cat([near.distances for near in every])
     )

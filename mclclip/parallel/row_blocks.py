@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.floating[Any]]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Algorithm = Literal["spherical", "euclidean"]
-Layout = tuple[tuple[int, ...], np.dtype[Any]]
+BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -61,9 +61,9 @@ class NpyBlocks(Sequence[Floats]):
             for first in range(0, num_rows, rows_per_block)
         ]
         self._paths = list(paths)
-        self._file_layouts: list[Layout] = [(rows.shape[1:], rows.dtype) for _, rows in files]
+        self._file_layouts: list[BlockLayout] = [(rows.shape[1:], rows.dtype) for _, rows in files]
 
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[BlockLayout]:
         """Shape and type of each block, without reading it."""
         return [
             ((cut.stop - cut.start, *self._file_layouts[file][0]), self._file_layouts[file][1])
@@ -96,7 +96,10 @@ class NpyBlocks(Sequence[Floats]):
 
 
 def _map(path: Path) -> Floats:
-    rows: Floats = np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        rows: Floats = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:  # an OSError names its file
+        raise RuntimeError(f"{path} is damaged ({error}): make it again with --force") from error
     return rows
 
 
@@ -130,7 +133,7 @@ class Rows:
             raise ValueError(f"algorithm is {algorithm!r}: wanted 'spherical' or 'euclidean'")
         self.blocks, self.valid, self.algorithm = blocks, valid, algorithm
         self.context = context
-        layouts: list[Layout] = (
+        layouts: list[BlockLayout] = (
             blocks.layouts()
             if isinstance(blocks, NpyBlocks)
             else [(block.shape, block.dtype) for block in blocks]
@@ -332,7 +335,7 @@ def _room(device: torch.device) -> int:
     return 1 << 30
 
 
-def _width(layouts: Sequence[Layout]) -> int:
+def _width(layouts: Sequence[BlockLayout]) -> int:
     """D, after a check that the shapes and types are those of float rows [n, D]."""
     widths = {shape[1:] for shape, _ in layouts}
     if len(widths) != 1 or len(min(widths)) != 1 or any(kind.kind != "f" for _, kind in layouts):

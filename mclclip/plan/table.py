@@ -12,13 +12,13 @@ from mclclip.plan.memory import PARTS
 
 def text(plan: dict[str, Any]) -> str:
     """The whole plan, several lines."""
-    blocks = [_head(plan), _steps(plan), _batches(plan), _parameters(plan), _memory(plan)]
+    blocks = [_heading(plan), _steps(plan), _batches(plan), _parameters(plan), _memory(plan)]
     heads = [kind["head"] for kind in plan["memory"].values() if kind["head"]]
     blocks += [_class_centers(head) for head in heads]
     return "\n\n".join("\n".join(block) for block in (*blocks, _disk(plan)))
 
 
-def _head(plan: dict[str, Any]) -> Iterator[str]:
+def _heading(plan: dict[str, Any]) -> Iterator[str]:
     machine = f"{plan['nodes']} node(s) x {plan['gpus_per_node']} GPU(s)"
     yield f"plan of {plan['run_dir']} on {machine} = {plan['ranks']} rank(s)"
     samples = plan["samples"]

@@ -393,6 +393,9 @@ def test_embeddings_that_are_missing_or_short(tmp_path: Path) -> None:
     np.save(path, rows[:-1])
     with pytest.raises(RuntimeError, match="has 99 rows, the index has 100"):
         cluster.run(config, SINGLE, stage=0)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(RuntimeError, match=r"00001.npy is damaged .*: make it again with --force"):
+        cluster.run(config, SINGLE, stage=0)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"no .*00001.npy: run 'mclclip embed' again"):
         cluster.run(config, SINGLE, stage=0)
