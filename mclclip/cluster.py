@@ -214,21 +214,35 @@ def _save_nearest(
 def _on_main_of_all(
     parts: Iterator[T], write: Callable[[Iterator[T]], None], context: Context
 ) -> None:
-    """``write(parts)`` on rank 0, of parts that all ranks make together; its error on all ranks."""
+    """``write(parts)`` on rank 0, of parts that all ranks make together; its error on all ranks.
 
-    def go_through() -> None:
-        error: Exception | None = None
-        try:
-            if context.is_main:
-                write(parts)
-        except Exception as caught:
-            error = caught
-        for _ in parts:  # on the other ranks, and after an error: nobody waits for this rank
-            pass
+    An error in making a part leaves at once: the other ranks wait for that part, and would never
+    hear of it in a later exchange.
+    """
+    making = True
+    error: Exception | None = None
+
+    def until_the_end() -> Iterator[T]:
+        nonlocal making
+        yield from parts
+        making = False
+
+    every = until_the_end()
+    try:
+        if context.is_main:
+            write(every)
+    except Exception as caught:
+        error = caught
+    for _ in every:  # on the other ranks, and after an error: nobody waits for this rank
+        pass
+    if error is not None and making:
+        raise error
+
+    def tell() -> None:
         if error is not None:
             raise error
 
-    collectives.together(go_through)
+    collectives.together(tell)
 
 
 def _finish(

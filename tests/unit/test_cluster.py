@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import read_pseudo_labels
 from mclclip.layout import Layout
 from mclclip.parallel import assignment
-from mclclip.parallel.process_group import SINGLE
+from mclclip.parallel.process_group import SINGLE, Context
 
 SIZES = (40, 25, 35)  # samples per shard
 BAD = (3, 77)
@@ -409,3 +409,38 @@ def test_a_stage_needs_the_stages_before(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no finished clusters at .*stage_0"):
         cluster.run(config, SINGLE, stage=1)
     assert contents(tmp_path / "run") == {}
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_part_that_cannot_be_made_is_not_told_later(
+    monkeypatch: pytest.MonkeyPatch, is_main: bool
+) -> None:
+    """The others wait for the part: a rank that met them elsewhere would wait for ever."""
+
+    def parts() -> Iterator[int]:
+        yield 1
+        raise OSError("no such block")
+
+    def never(work: Any) -> None:
+        raise AssertionError("another exchange was begun")
+
+    monkeypatch.setattr("mclclip.parallel.collectives.together", never)
+    with pytest.raises(OSError, match="no such block"):
+        cluster._on_main_of_all(parts(), lambda every: sum(every), Context(0 if is_main else 1, 2))
+
+
+def test_an_error_of_writing_waits_for_all_parts() -> None:
+    made = []
+
+    def parts() -> Iterator[int]:
+        for number in range(3):
+            made.append(number)
+            yield number
+
+    def full(every: Iterator[int]) -> None:
+        next(every)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        cluster._on_main_of_all(parts(), full, SINGLE)
+    assert made == [0, 1, 2]
