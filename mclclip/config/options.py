@@ -100,6 +100,11 @@ class ClusterConfig:
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
 
     def __post_init__(self) -> None:
+        if self.num_clusters == []:
+            raise ValueError(
+                "cluster.num_clusters has 0 entries: give one K per clustered stage, or one number "
+                "for all"
+            )
         if self.labels_per_sample > self.fewest:
             raise ValueError(
                 f"cluster.labels_per_sample={self.labels_per_sample} is more than "
@@ -109,11 +114,7 @@ class ClusterConfig:
     @property
     def fewest(self) -> int:
         """The smallest K of any stage."""
-        return (
-            self.num_clusters
-            if isinstance(self.num_clusters, int)
-            else min(self.num_clusters, default=0)
-        )
+        return self.num_clusters if isinstance(self.num_clusters, int) else min(self.num_clusters)
 
     def clusters_of(self, stage: int) -> int:
         """K of the clustering of ``stage``; ValueError where the list is too short."""
