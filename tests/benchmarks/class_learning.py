@@ -6,6 +6,7 @@ where the caller wants them.
 
 from __future__ import annotations
 
+import csv
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 from tests.benchmarks import class_folders, timing
 
 # isort: split
+import numpy as np
 import torch
 from PIL import Image
 
@@ -235,6 +237,18 @@ def make_labels(source: Path, run_dir: Path, seed: int, how: Setting) -> Config:
     embed.run(options, CONTEXT, stage=0)
     cluster.run(options, CONTEXT, stage=0)
     return options
+
+
+def purity(source: Path, run_dir: Path) -> list[float]:
+    """Of the members of an image's nearest, second nearest, ... cluster, the share of its class."""
+    with open(source / "folders" / "train.csv", newline="", encoding="utf-8") as file:
+        titles = [row["title"] for row in csv.DictReader(file)]  # the order of the shards
+    _, classes = np.unique(titles, return_inverse=True)
+    nearest = np.load(run_dir / "stage_0" / "clusters" / "cluster_labels.npy")
+    members = np.zeros((nearest.max() + 1, classes.max() + 1))
+    np.add.at(members, (nearest[:, 0], classes), 1.0)
+    shares = members / np.maximum(members.sum(axis=1, keepdims=True), 1.0)
+    return [float(shares[column, classes].mean()) for column in nearest.T]
 
 
 def learn(source: Path, labels: Path, run_dir: Path, seed: int, variant: str, how: Setting) -> Path:
