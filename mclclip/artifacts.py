@@ -26,15 +26,15 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
-import io
 import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -58,18 +58,29 @@ _WRITTEN_BY = {
 # --- atomic writes ---------------------------------------------------------------------------
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a file that is either the old one or the whole new one (rename after fsync)."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Gives a file to write, which takes the place of ``path`` after the block, whole and durable
+    (rename after fsync); where the block ends with an error, ``path`` stays what it was."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Process numbers are equal on two nodes that run containers.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     fsync_directory(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file that is either the old one or the whole new one."""
+    with whole_file(path) as file:
+        file.write(data)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -92,13 +103,6 @@ def read_json(path: Path) -> Any:
         return json.loads(Path(path).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-
-
-def save_npy(path: Path, array: np.ndarray) -> None:
-    """Saves one array as .npy, atomically."""
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    write_bytes(path, buffer.getvalue())
 
 
 def default_mode() -> int:
@@ -342,7 +346,5 @@ def _holds_work(directory: Path) -> bool:
 def remove_leftovers(directory: Path) -> None:
     """Removes temporary files and directories that a killed process left in ``directory``."""
     for path in list(Path(directory).glob(".*.tmp")):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove = shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink
+        remove(path)

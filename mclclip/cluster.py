@@ -17,11 +17,11 @@ import numpy as np
 from torch import Tensor
 
 from mclclip import artifacts
-from mclclip.artifacts import Artifact, Manifest, digest_array, save_npy
+from mclclip.artifacts import Artifact, Manifest, digest_array
 from mclclip.config import Config, to_tree
 from mclclip.data import pseudo_labels
 from mclclip.data.mean_features import MeanBlocks
-from mclclip.data.npy_files import open_npy, write_npy_parts
+from mclclip.data.npy_files import open_npy, save_npy, write_npy_parts
 from mclclip.data.sample_index import SampleIndex
 from mclclip.layout import Layout
 from mclclip.parallel import collectives, kmeans, two_level

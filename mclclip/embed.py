@@ -22,6 +22,7 @@ from mclclip import artifacts, runlog
 from mclclip.artifacts import Artifact
 from mclclip.config import Config
 from mclclip.data.bad_samples import BadSamples
+from mclclip.data.npy_files import save_npy
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.tar_dataset import BadSample, Sample, TarDataset
 from mclclip.layout import Layout
@@ -133,7 +134,7 @@ def _one_shard(
         values, bad = embed_shard(config, context, index, model, index.shards[number])
         # The list first: the rows mark the shard as done.
         artifacts.write_json(bad_list, {str(i): reason for i, reason in bad.items()})
-        artifacts.save_npy(rows, values.astype(config.embed.dtype))
+        save_npy(rows, values.astype(config.embed.dtype))
     return {int(i): reason for i, reason in artifacts.read_json(bad_list).items()}
 
 

@@ -1,10 +1,10 @@
-"""Arrays of artifacts that need not fit into memory: mapped where they are read, written part by
-part, not through a mapping, whose full disk would be a signal instead of an error.
+"""Arrays of artifacts: saved whole or part by part, mapped where they are read.
+
+They are not written through a mapping, whose full disk would be a signal instead of an error.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.artifacts import fsync_directory
+from mclclip.artifacts import whole_file
 
 
 def open_npy(path: Path, verb: str) -> np.ndarray:
@@ -30,6 +30,12 @@ def open_npy(path: Path, verb: str) -> np.ndarray:
     return array
 
 
+def save_npy(path: Path, array: np.ndarray) -> None:
+    """Writes one array, atomically."""
+    with write_npy_parts(path, array.shape, array.dtype) as append:
+        append(array)
+
+
 @contextmanager
 def write_npy_parts(
     path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike
@@ -39,32 +45,23 @@ def write_npy_parts(
     The file is there, whole and durable, after the block, and only if that ended without an error.
     Raises ValueError for more or fewer numbers than ``shape`` says.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
     kind, missing = np.dtype(dtype), int(np.prod(shape))
+    with whole_file(path) as file:
+        header = {
+            "descr": np.lib.format.dtype_to_descr(kind),
+            "fortran_order": False,
+            "shape": shape,
+        }
+        np.lib.format.write_array_header_1_0(file, header)
 
-    try:
-        with open(temporary, "wb") as file:
-            header = {
-                "descr": np.lib.format.dtype_to_descr(kind),
-                "fortran_order": False,
-                "shape": shape,
-            }
-            np.lib.format.write_array_header_1_0(file, header)
+        def append(rows: npt.ArrayLike) -> None:
+            nonlocal missing
+            part = np.ascontiguousarray(rows, dtype=kind)
+            missing -= part.size
+            file.write(part.data)
 
-            def append(rows: npt.ArrayLike) -> None:
-                nonlocal missing
-                part = np.ascontiguousarray(rows, dtype=kind)
-                missing -= part.size
-                file.write(part.data)
-
-            yield append
-            if missing:
-                raise ValueError(
-                    f"{path} got {int(np.prod(shape)) - missing:,} numbers, wanted shape {shape}"
-                )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+        yield append
+        if missing:
+            raise ValueError(
+                f"{path} got {int(np.prod(shape)) - missing:,} numbers, wanted shape {shape}"
+            )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mclclip.artifacts import digest_keys, fsync_directory, read_json, read_manifest, write_json
+from mclclip.artifacts import digest_keys, read_json, read_manifest, whole_file, write_json
 from mclclip.data.shard_scan import (
     MAX_EXAMPLES,
     RANGES,
@@ -88,14 +88,8 @@ def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> s
     The order of shards goes first: an index killed between the two is made again in that order.
     """
     write_json(directory / SHARDS, [asdict(shard) for shard in shards])
-    temporary = directory / f".{SAMPLES}.tmp"
-    with open(temporary, "wb") as file:
-        with pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / SAMPLES)
-    fsync_directory(directory)
+    with whole_file(directory / SAMPLES) as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
     return digest_keys(_iterate(table["key"]))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from webdataset.writer import TarWriter
 
-from mclclip.artifacts import fsync_directory, remove_leftovers
+from mclclip.artifacts import remove_leftovers, whole_file
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, split_member_name
 
 _OWNER = "mclclip"
@@ -94,15 +93,9 @@ def _with_unique_keys(samples: Iterable[PackedSample]) -> Iterator[PackedSample]
 
 
 def _write_shard(path: Path, samples: Iterable[PackedSample]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            with TarWriter(file, user=_OWNER, group=_OWNER, mtime=0, encoder=False) as writer:
-                for sample in samples:
-                    writer.write(sample.members())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+    with (
+        whole_file(path) as file,
+        TarWriter(file, user=_OWNER, group=_OWNER, mtime=0, encoder=False) as writer,
+    ):
+        for sample in samples:
+            writer.write(sample.members())

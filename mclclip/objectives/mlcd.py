@@ -108,7 +108,8 @@ class ClassCenterLoss(nn.Module):
 
     The class centers are not parameters of this module: they have an optimizer of their own and
     lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time; with
-    ``kernels`` none of the negatives' do.
+    ``kernels`` none of the negatives' do. Raises ValueError for a scale outside (0, 256], and for
+    one whose sums the kernels' fp32 cannot hold.
     """
 
     def __init__(

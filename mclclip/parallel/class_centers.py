@@ -150,14 +150,14 @@ class ShardedClassCenters:
         if self.touched is None or self.grad is None:
             return
         lr *= self.optimizer.lr_scale
-        some = 16_384 if self.rows.device.type == "cuda" else 1024  # a CPU's cache holds that
+        at_once = 16_384 if self.rows.device.type == "cuda" else 1024  # a CPU's cache holds that
         if self.optimizer.lazy:
-            for first in range(0, len(self.touched), some):
-                part = slice(first, first + some)
+            for first in range(0, len(self.touched), at_once):
+                part = slice(first, first + at_once)
                 self._move(self.touched[part], self.grad[part] * factor, lr)
             return
-        for first in range(0, len(self.rows), some):
-            stop = min(first + some, len(self.rows))
+        for first in range(0, len(self.rows), at_once):
+            stop = min(first + at_once, len(self.rows))
             grad = self.rows.new_zeros((stop - first, self.dim))
             at, end = torch.searchsorted(
                 self.touched, torch.tensor([first, stop], device=self.touched.device)

@@ -26,7 +26,7 @@ def begin(directory: Path, **changes: Any) -> Artifact:
 
 def begin_with_work(directory: Path, **changes: Any) -> Artifact:
     artifact = begin(directory, **changes)
-    artifacts.save_npy(directory / "00000.npy", np.arange(3))
+    np.save(directory / "00000.npy", np.arange(3))
     return artifact
 
 
@@ -70,12 +70,6 @@ def test_a_file_is_on_disk_before_its_name_is(
     artifacts.write_bytes(tmp_path / "below" / "file", b"data")
     assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the directory of the name
     assert (tmp_path / "below" / "file").read_bytes() == b"data"
-
-
-def test_arrays_come_back(tmp_path: Path) -> None:
-    array = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float16)
-    artifacts.save_npy(tmp_path / "a.npy", array)
-    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), array)
 
 
 def test_paths_and_numpy_numbers_are_plain_in_json(tmp_path: Path) -> None:
@@ -144,7 +138,7 @@ def test_fresh_partial_finished(tmp_path: Path) -> None:
     artifact = begin(directory)
     assert not artifact.finished and (directory / INTENT).exists()
     assert not artifacts.is_finished(directory)
-    artifacts.save_npy(directory / "00000.npy", np.arange(3))
+    np.save(directory / "00000.npy", np.arange(3))
 
     resumed = begin(directory)  # the same settings: the work so far stays
     assert not resumed.finished and (directory / "00000.npy").exists()
@@ -216,7 +210,7 @@ def test_force_moves_the_old_one_aside(tmp_path: Path) -> None:
     old = read_manifest(tmp_path / "a.old-1", "embeddings")
     assert old.config == CONFIG and (tmp_path / "a.old-1" / "00000.npy").exists()
 
-    artifacts.save_npy(tmp_path / "a" / "00000.npy", np.arange(3))
+    np.save(tmp_path / "a" / "00000.npy", np.arange(3))
     begin(tmp_path / "a", force=True)
     assert (tmp_path / "a.old-1").exists() and (tmp_path / "a.old-2" / "00000.npy").exists()
 
