@@ -104,7 +104,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *words: object, script: str = "local.sh", **variables: object) -> Any:
-    """The script as a process of a session of its own, as under a terminal."""
+    """The script as a process of a session of its own, as under a terminal.
+
+    Its signals are those of a terminal too, though the tests may run under nohup or in the
+    background, where SIGHUP and SIGINT are ignored, and a shell cannot trap what it inherits so.
+    """
     own = {"PYTHON": folder / "python", "RECORDS": folder, "TMPDIR": folder / "temporary"}
     inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS",)}
     return subprocess.Popen(
@@ -114,8 +118,14 @@ def start(folder: Path, *words: object, script: str = "local.sh", **variables: o
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_heed_signals,
         cwd=folder,
     )
+
+
+def _heed_signals() -> None:
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def finish(process: Any) -> tuple[int, str]:
