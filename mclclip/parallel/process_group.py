@@ -77,7 +77,7 @@ def init(
     init_method: str | None = None,
     timeout_s: float = TIMEOUT.total_seconds(),
 ) -> Context:
-    """Joins the process group and returns this process's Context.
+    """Joins the process group and returns this process's Context once all ranks have joined.
 
     Without arguments the ranks come from torchrun's environment; without torchrun there is one
     process and no group. Explicit ``rank``, ``world_size`` and ``init_method`` (such as
@@ -99,6 +99,9 @@ def init(
         world_size=world_size or 1,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    # Connected on this side is not connected on the other: were this rank to leave at once, that
+    # peer would fail to join ("connection closed by peer"), and not know why.
+    dist.barrier()
     return Context(rank, world_size or 1, local_rank, where)
 
 

@@ -2,13 +2,15 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mclclip.parallel import collectives
+from mclclip.parallel import collectives, process_group
 from tests.distributed.conftest import RankPool
 
 WORLDS = (1, 2, 3, 4)
@@ -52,6 +54,32 @@ def gather_all() -> dict[str, Any]:
         "broadcast": collectives.broadcast_object(f"from {rank}"),
         "main": collectives.on_main(lambda: f"work of {rank}"),
     }
+
+
+def join_late(store: str, late: int) -> tuple[float, float]:
+    """(when this rank had joined, when ``init`` let it go on) where rank ``late`` joins last."""
+    rank, world_size = collectives.rank(), collectives.world_size()
+    process_group.shutdown()
+    join, joined = dist.init_process_group, 0.0
+
+    def slowly(*args: Any, **options: Any) -> None:
+        nonlocal joined
+        join(*args, **options)
+        if rank == late:
+            time.sleep(0.5)
+        joined = time.monotonic()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", slowly)
+        process_group.init("cpu", rank=rank, world_size=world_size, init_method=store)
+    return joined, time.monotonic()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_no_rank_goes_on_before_all_have_joined(ranks: RankPool, tmp_path: Path, late: int) -> None:
+    """Who left at once would close connections that its peers are still about to open."""
+    times = ranks(3, join_late, f"file://{tmp_path / 'store'}", late)
+    assert max(joined for joined, _ in times) <= min(returned for _, returned in times)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
