@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from mclclip import artifacts
-from mclclip.data.epoch_plan import GroupedIndex, Policy, check_coverage
+from mclclip.data.coverage import check_coverage
+from mclclip.data.group_tree import Policy
 from mclclip.data.npy_files import open_npy
+from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 
 
@@ -46,7 +48,7 @@ def build_groups(
 ) -> GroupedIndex:
     """Groups the samples by label, those of ``bad_ids`` left out, and logs the coverage.
 
-    Raises ValueError where the groups do not suit the batch (epoch_plan.check_coverage).
+    Raises ValueError where the groups do not suit the batch (coverage.check_coverage).
     """
     usable = labels.copy()
     usable[bad_ids] = -1

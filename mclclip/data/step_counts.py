@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mclclip.data.epoch_plan import Policy
+from mclclip.data.group_tree import Policy
 
 
 def total_steps(steps: int | None, epochs: float, steps_per_epoch: int) -> int:
@@ -46,7 +46,7 @@ def steps_per_epoch(
     """Fewest and most steps of an epoch over ``num_samples`` in 1 to ``max_groups`` groups.
 
     Under ``backoff`` and ``mask`` leftovers are pooled until fewer than a batch are left, so that
-    both are equal (see ``epoch_plan``).
+    both are equal (see ``group_tree``).
     """
     whole = num_samples // global_batch
     groups = min(max_groups, num_samples)

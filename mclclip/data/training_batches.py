@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mclclip.data.class_labels import ClassLabels
-from mclclip.data.epoch_plan import EpochPlan, Order, Policy
+from mclclip.data.epoch_plan import EpochPlan, Order
+from mclclip.data.group_tree import Policy
 from mclclip.data.pseudo_labels import GroupedIndex, truncate
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import (

@@ -8,8 +8,8 @@ import numpy as np
 
 from mclclip import artifacts
 from mclclip.config import Config, TrainConfig
-from mclclip.data.epoch_plan import GroupedIndex, coverage_report
-from mclclip.data.pseudo_labels import label_space
+from mclclip.data.coverage import coverage_report
+from mclclip.data.pseudo_labels import GroupedIndex, label_space
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import StageGroups, read_pseudo_labels
 from mclclip.data.step_counts import check_samples, steps_per_epoch, total_steps

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.bad_samples import BadSamples
-from mclclip.data.epoch_plan import EpochPlan, GroupedIndex
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.tar_dataset import TextFeatures
 from mclclip.data.training_batches import Batch, TrainingBatches
 from mclclip.layout import Layout

@@ -16,7 +16,8 @@ from mclclip import artifacts
 from mclclip.artifacts import Artifact
 from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, to_tree
-from mclclip.data.epoch_plan import EpochPlan, GroupedIndex
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import (
     StageGroups,

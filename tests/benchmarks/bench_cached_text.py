@@ -23,7 +23,7 @@ import yaml
 
 from mclclip import cluster, embed, export, index, train
 from mclclip.config import from_tree
-from mclclip.data.epoch_plan import GroupedIndex
+from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import TextFeatures
 from mclclip.data.training_batches import Batch, TrainingBatches

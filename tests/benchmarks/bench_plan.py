@@ -22,7 +22,9 @@ import numpy.typing as npt
 import torch
 
 from mclclip.artifacts import write_json
-from mclclip.data.epoch_plan import EpochPlan, GroupedIndex, Policy
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.group_tree import Policy
+from mclclip.data.pseudo_labels import GroupedIndex
 from tests.benchmarks import timing
 
 Integers = npt.NDArray[np.int64]

@@ -27,7 +27,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from mclclip import index, make_dataset, pack
 from mclclip.config import from_tree
-from mclclip.data.epoch_plan import GroupedIndex
+from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import Sample, TarDataset
 from mclclip.data.training_batches import TrainingBatches

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mclclip import artifacts, checkpoint, make_dataset
-from mclclip.data.epoch_plan import GroupedIndex
+from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests import tiny

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import tracemalloc
 from collections import Counter
@@ -16,8 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mclclip.data import epoch_plan
-from mclclip.data.epoch_plan import EpochPlan, GroupedIndex, check_coverage, coverage_report
-from mclclip.data.pseudo_labels import truncate
+from mclclip.data.coverage import coverage_report
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.pseudo_labels import GroupedIndex, truncate
 from mclclip.randomness import mix, permute
 
 stable = settings(max_examples=35, deadline=None, derandomize=True, database=None)
@@ -426,7 +426,7 @@ def test_backoff_pools_the_longest_prefix_first() -> None:
     assert [plan.labels_at(step)[0] for step in (4, 5)] == [0, 1]
 
 
-# --- errors and the report ---------------------------------------------------------------------
+# --- errors, and what was said before ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -475,46 +475,3 @@ def test_coverage_says_before_what_a_plan_does(case: Case) -> None:
     assert report.label_space == math.prod(case.radices)
     assert report.within_bound == (report.label_space <= sum(case.sizes) / case.global_batch)
     assert f"{report.steps:,}" in report.text() and f"{report.scheduled:,}" in report.text()
-
-
-def test_the_report_is_readable() -> None:
-    text = coverage_report(GroupedIndex.build(LABELS, (2, 2)), 32, "backoff").text()
-    assert text.splitlines() == [
-        "coverage of one epoch, policy backoff, global batch 32",
-        "  groups     4 of 700 samples, effective 2.3, max share 71.4 %",
-        "  sizes      smallest 9, median 96, largest 500",
-        "  too small  1 groups below the global batch, with 1.3 % of the samples",
-        "  Eq. 4      4 possible labels, samples / global batch = 21.9: within the bound",
-        "  steps      21: 95.2 % at prefix length 2, 4.8 % at prefix length 1, "
-        "0.0 % at prefix length 0; 0 of mixed groups",
-        "  samples    672 scheduled, 28 left out (4.0 %, others in turn), 0 repeated",
-    ]
-
-
-def test_beyond_the_bound_drop_stops_and_the_others_warn(caplog) -> None:
-    grouped = GroupedIndex.build(np.arange(100) % 7 % 4, (5, 5))
-    with pytest.raises(ValueError, match="25 possible labels are beyond Eq. 4's bound of 10.0"):
-        check_coverage(grouped, 10, "drop")
-    for policy in ("backoff", "mask", "wrap"):
-        caplog.clear()
-        with caplog.at_level(logging.INFO, logger="mclclip"):
-            assert check_coverage(grouped, 10, policy).steps > 0
-        assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-        assert "beyond Eq. 4's bound" in caplog.text and "BEYOND" in caplog.text
-
-
-def test_within_the_bound_nobody_warns_unless_drop_loses_groups(caplog) -> None:
-    grouped = GroupedIndex.build(LABELS, (2, 2))
-    with caplog.at_level(logging.WARNING, logger="mclclip"):
-        check_coverage(grouped, 32, "backoff")
-        assert not caplog.records
-        check_coverage(grouped, 32, "drop")
-    assert "never uses 1 groups" in caplog.text
-
-
-def test_a_plan_without_steps_is_refused_before_training() -> None:
-    for policy in ("backoff", "mask"):
-        with pytest.raises(ValueError, match="fill no batch"):
-            check_coverage(GroupedIndex.build(np.zeros(5, int), (2,)), 8, policy)
-    with pytest.raises(ValueError, match="no sample has a pseudo label"):
-        check_coverage(GroupedIndex.build(np.full(5, -1), (2,)), 8, "wrap")

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.data.epoch_plan import GroupedIndex, Policy, coverage_report
+from mclclip.data.coverage import coverage_report
+from mclclip.data.group_tree import Policy
+from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.step_counts import steps_per_epoch
 
 POLICIES = ("drop", "backoff", "mask", "wrap")

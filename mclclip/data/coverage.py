@@ -1,0 +1,113 @@
+"""What a plan will use of the data, counted and shown before training begins (MCL, Eq. 4)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from mclclip.data.group_tree import Policy, build_levels, num_scheduled, require_steps
+from mclclip.data.pseudo_labels import GroupedIndex, label_space, size_statistics
+
+logger = logging.getLogger("mclclip")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a plan will use of the data; known before training, equal for every epoch."""
+
+    policy: Policy
+    global_batch: int
+    num_samples: int
+    groups: dict[str, float]  # pseudo_labels.size_statistics
+    groups_below_batch: int
+    share_below_batch: float  # of the samples
+    label_space: int  # K^j, to be compared with M / B (Eq. 4)
+    steps: int
+    scheduled: int  # distinct samples per epoch
+    remainder: int  # samples left out of an epoch, others in every epoch
+    steps_by_prefix: dict[int, int]  # prefix length of the mask -> steps
+    mixed_steps: int  # steps with rows of several groups at that length
+
+    @property
+    def bound(self) -> float:
+        """Eq. 4: how many labels leave a full batch to each, M / B."""
+        return self.num_samples / self.global_batch
+
+    @property
+    def within_bound(self) -> bool:
+        return self.label_space * self.global_batch <= self.num_samples
+
+    def text(self) -> str:
+        """The report, several lines."""
+        groups, percent = self.groups, 100 / max(self.num_samples, 1)
+        prefixes = ", ".join(
+            f"{100 * steps / max(self.steps, 1):.1f} % at prefix length {length}"
+            for length, steps in sorted(self.steps_by_prefix.items(), reverse=True)
+        )
+        repeats = self.steps * self.global_batch - self.scheduled
+        unused = "too small groups always, the others" if self.policy == "drop" else "others"
+        return "\n".join(
+            (
+                f"coverage of one epoch, policy {self.policy}, global batch {self.global_batch:,}",
+                f"  groups     {groups['num_groups']:,} of {self.num_samples:,} samples, effective "
+                f"{groups['effective_groups']:.1f}, max share {100 * groups['max_share']:.1f} %",
+                f"  sizes      smallest {groups['smallest']:,}, median {groups['median']:,.0f}, "
+                f"largest {groups['largest']:,}",
+                f"  too small  {self.groups_below_batch:,} groups below the global batch, with "
+                f"{100 * self.share_below_batch:.1f} % of the samples",
+                f"  Eq. 4      {self.label_space:,} possible labels, samples / global batch = "
+                f"{self.bound:,.1f}: {'within' if self.within_bound else 'BEYOND'} the bound",
+                f"  steps      {self.steps:,}: {prefixes}; {self.mixed_steps:,} of mixed groups",
+                f"  samples    {self.scheduled:,} scheduled, {self.remainder:,} left out "
+                f"({self.remainder * percent:.1f} %, {unused} in turn), {repeats:,} repeated",
+            )
+        )
+
+
+def coverage_report(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
+    """Counts what a plan will use; raises ValueError for an unknown policy only."""
+    levels = build_levels(grouped, global_batch, policy)
+    sizes, scheduled = levels[0].sizes, num_scheduled(levels, global_batch, policy)
+    small = sizes[sizes < global_batch]
+    by_prefix = dict.fromkeys((level.prefix_length for level in levels), 0)
+    for level in levels:
+        by_prefix[level.prefix_length] += int(level.batches.sum())
+    return Coverage(
+        policy=policy,
+        global_batch=global_batch,
+        num_samples=grouped.num_samples,
+        groups=size_statistics(sizes),
+        groups_below_batch=int((small > 0).sum()),
+        share_below_batch=float(small.sum() / max(sizes.sum(), 1)),
+        label_space=label_space(grouped.radices),
+        steps=sum(by_prefix.values()),
+        scheduled=scheduled,
+        remainder=grouped.num_samples - scheduled,
+        steps_by_prefix=by_prefix,
+        mixed_steps=int(levels[-1].batches.sum()) if policy == "mask" else 0,
+    )
+
+
+def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
+    """The report, logged; to be called before training.
+
+    Beyond Eq. 4's bound (K^j > M / B) raises ValueError under "drop" and warns otherwise, and so do
+    groups too small for a batch of their own. No step at all is a ValueError under any policy.
+    """
+    report = coverage_report(grouped, global_batch, policy)
+    require_steps(build_levels(grouped, global_batch, policy), global_batch, policy)
+    beyond = (
+        f"{report.label_space:,} possible labels are beyond Eq. 4's bound of {report.bound:,.1f} "
+        f"({report.num_samples:,} samples / global batch {global_batch:,})"
+    )
+    if policy == "drop" and not report.within_bound:
+        raise ValueError(
+            f"{beyond}, and policy 'drop' would leave {report.remainder:,} samples out: use policy "
+            "'backoff', fewer clusters or a smaller global batch"
+        )
+    logger.info("%s", report.text())
+    if not report.within_bound:
+        logger.warning("%s: see the coverage above", beyond)
+    elif policy == "drop" and report.groups_below_batch:
+        logger.warning("policy 'drop' never uses %s groups, see above", report.groups_below_batch)
+    return report
