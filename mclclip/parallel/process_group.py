@@ -7,11 +7,13 @@ import logging
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -91,18 +93,37 @@ def init(
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = pick_device(device, local_rank)
-    dist.init_process_group(
-        # Objects and barriers over gloo: who waits there hears signals, and of a peer's death.
+    _join(
+        # Objects and barriers over gloo: who waits there learns at once of a peer's death.
         "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
         init_method=init_method,
         rank=rank,
         world_size=world_size or 1,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    # Connected on this side is not connected on the other: were this rank to leave at once, that
-    # peer would fail to join ("connection closed by peer"), and not know why.
-    dist.barrier()
     return Context(rank, world_size or 1, local_rank, where)
+
+
+def _join(backend: str, **options: Any) -> None:
+    """Opens the default group; returns once all ranks have.
+
+    In a thread: torch waits for the addresses of its peers without hearing signals, and a rank that
+    waits for one that was killed would stay until it is killed, too.
+    """
+    joined: Future[None] = Future()
+
+    def join() -> None:
+        try:
+            dist.init_process_group(backend, **options)
+            # Connected on this side is not connected on the other: were this rank to leave at once,
+            # that peer would fail to join ("connection closed by peer"), and not know why.
+            dist.barrier()
+            joined.set_result(None)
+        except BaseException as error:
+            joined.set_exception(error)
+
+    threading.Thread(target=join, name="join", daemon=True).start()
+    joined.result()
 
 
 def shutdown() -> None:

@@ -32,7 +32,15 @@ if moment == "importing":
     time.sleep(1)
 
 import torch
+from mclclip import process
 from mclclip.parallel import collectives, process_group
+
+if moment == "joining":
+    process.start()
+    note(name, os.getpid())
+    if name == "rank_0":
+        time.sleep(120)
+    process.end(lambda: process_group.init("cpu").rank, debug=False)
 
 context = process_group.init("cpu")
 if moment == "finishing":
@@ -144,6 +152,16 @@ def test_a_killed_worker_takes_all_with_it(tmp_path: Path) -> None:
         pids = pids_when(tmp_path, NUM_RANKS)
         os.kill(pids[0], signal.SIGKILL)
         assert launcher.wait(timeout=60) == 1
+        assert not survivors(pids, 5.0)
+
+
+def test_a_worker_killed_before_it_joined_is_not_waited_for(tmp_path: Path) -> None:
+    with torchrun(tmp_path, "joining") as launcher:
+        pids = pids_when(tmp_path, NUM_RANKS)
+        time.sleep(1.0)
+        os.kill(int((tmp_path / "rank_0").read_text()), signal.SIGKILL)
+        # torchrun asks the others to leave, and kills them after 30 s.
+        assert launcher.wait(timeout=15) == 1
         assert not survivors(pids, 5.0)
 
 
