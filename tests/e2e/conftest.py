@@ -12,6 +12,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -198,11 +199,19 @@ def _environments(ranks: int) -> list[dict[str, str]]:
     common = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if ranks == 1:
         return [common]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(_free_port())
     common |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _free_port() -> int:
+    """Below those that systems give to outgoing connections: the other test process opens many,
+    and one could take the port before the first rank listens there."""
+    for port in random.SystemRandom().sample(range(10_000, 16_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            return port
+    raise RuntimeError("no port between 10,000 and 16,000 is free")
 
 
 def _wait(processes: list[ForkServerProcess], timeout_s: float) -> None:

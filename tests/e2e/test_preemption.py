@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +61,20 @@ class Signal:
         for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
             os.kill(int(child), self.number)
         os.kill(me, self.number)
+
+
+@dataclass(frozen=True)
+class SignalBeforeJoining:
+    """Both ranks are asked to leave when one waits for the other, which is still importing."""
+
+    late: int
+
+    def __call__(self) -> None:
+        from mclclip.parallel import process_group
+
+        threading.Timer(1.0, Signal(signal.SIGTERM)).start()
+        if int(os.environ["RANK"]) == self.late:
+            setattr(process_group, "init", lambda *_: sleep())  # noqa: B010
 
 
 @dataclass(frozen=True)
@@ -157,6 +172,18 @@ def test_a_signal_saves_and_leaves(
     shell.ok(*train(indexed[0], tmp_path / "run"), ranks=ranks)
     assert state_of(tmp_path / "run")["state"] == "finished"
     assert weights(tmp_path / "run") == undisturbed(ranks)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_signal_while_waiting_for_a_late_rank(
+    shell: Shell, indexed: Any, tmp_path: Path, late: int
+) -> None:
+    """Who has not come leaves and never will: who waits for it must not go on waiting."""
+    left = disturbed(
+        shell, indexed, tmp_path, ranks=2, inside=SignalBeforeJoining(late), timeout_s=60.0
+    )
+    assert left.code == 85, left.stderrs
+    assert "Traceback" not in "".join(left.stderrs)
 
 
 def test_a_signal_outside_of_training_leaves_at_once(
