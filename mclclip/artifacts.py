@@ -105,15 +105,8 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
-def default_mode() -> int:
-    """The permissions that open() gives a new file under this process's umask."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
 def fsync_directory(directory: Path) -> None:
-    """Makes a rename in ``directory`` durable (a no-op where directories cannot be opened)."""
+    """Makes a rename in ``directory`` durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -346,5 +339,7 @@ def _holds_work(directory: Path) -> bool:
 def remove_leftovers(directory: Path) -> None:
     """Removes temporary files and directories that a killed process left in ``directory``."""
     for path in list(Path(directory).glob(".*.tmp")):
-        remove = shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink
-        remove(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

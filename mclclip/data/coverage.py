@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from mclclip.data.group_tree import Policy, build_levels, num_scheduled, require_steps
+from mclclip.data.group_tree import Level, Policy, build_levels, num_scheduled, require_steps
 from mclclip.data.pseudo_labels import GroupedIndex, label_space, size_statistics
 
 logger = logging.getLogger("mclclip")
@@ -65,8 +65,13 @@ class Coverage:
 
 
 def coverage_report(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
-    """Counts what a plan will use; raises ValueError for an unknown policy only."""
-    levels = build_levels(grouped, global_batch, policy)
+    """Counts what a plan will use; ValueError for an unknown policy or no batch size."""
+    return _count(grouped, build_levels(grouped, global_batch, policy), global_batch, policy)
+
+
+def _count(
+    grouped: GroupedIndex, levels: list[Level], global_batch: int, policy: Policy
+) -> Coverage:
     sizes, scheduled = levels[0].sizes, num_scheduled(levels, global_batch, policy)
     small = sizes[sizes < global_batch]
     by_prefix = dict.fromkeys((level.prefix_length for level in levels), 0)
@@ -94,8 +99,9 @@ def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> 
     Beyond Eq. 4's bound (K^j > M / B) raises ValueError under "drop" and warns otherwise, and so do
     groups too small for a batch of their own. No step at all is a ValueError under any policy.
     """
-    report = coverage_report(grouped, global_batch, policy)
-    require_steps(build_levels(grouped, global_batch, policy), global_batch, policy)
+    levels = build_levels(grouped, global_batch, policy)
+    require_steps(levels, global_batch, policy)
+    report = _count(grouped, levels, global_batch, policy)
     beyond = (
         f"{report.label_space:,} possible labels are beyond Eq. 4's bound of {report.bound:,.1f} "
         f"({report.num_samples:,} samples / global batch {global_batch:,})"

@@ -109,9 +109,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     # safetensors writes for the owner alone; readable as far as the folder's own files are.
-    temporary.chmod(artifacts.default_mode())
+    temporary.chmod(_default_mode())
     os.replace(temporary, path)
     artifacts.fsync_directory(path.parent)
+
+
+def _default_mode() -> int:
+    """The permissions that open() gives a new file under this process's umask."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

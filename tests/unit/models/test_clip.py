@@ -120,8 +120,14 @@ def test_train_transform_takes_open_clips_augmentation() -> None:
 
 
 def test_tokenizer_and_transforms_reach_spawned_workers(vit: ClipModel) -> None:
-    for part in (vit.tokenizer, vit.preprocess_train, vit.preprocess_val):
-        pickle.loads(pickle.dumps(part))
+    image = Image.fromarray(np.arange(48 * 40 * 3, dtype=np.uint8).reshape(48, 40, 3))
+    parts = (vit.tokenizer, "a dog"), (vit.preprocess_train, image), (vit.preprocess_val, image)
+    for part, value in parts:
+        results = []
+        for own in (part, pickle.loads(pickle.dumps(part))):
+            torch.manual_seed(0)
+            results.append(own(value))
+        assert torch.equal(*results)
 
 
 def test_open_clip_name_with_a_weights_file(tmp_path: Path) -> None:
