@@ -2,7 +2,7 @@
 
 Stage 0 is the given encoder, or one trained from scratch. Every stage s >= 1 starts again from
 stage 0's weights and trains on groups that stages 0..s-1 cannot tell apart. The controls repeat
-the same trainings without groups, or with groups that mean nothing, at equal compute.
+the same trainings without groups, or with groups that mean nothing, for as many steps.
 
 Every step skips what is finished, so the same command resumes a run that was killed anywhere.
 """

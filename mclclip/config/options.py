@@ -200,7 +200,10 @@ class Config:
     train: TrainConfig = TrainConfig()
     """Training of every stage s >= 1 (and of the controls)."""
     controls: list[Literal["ungrouped", "random_groups"]] = field(default_factory=list)
-    """Controls at equal compute: each repeats every stage with another data seed."""
+    """Controls: each repeats every stage from the same base weights for as many steps, with the
+    same locks and learning rates, and with captions and augmentations from the same keys. Only
+    which samples meet in a batch differs, with it the order in which they come, and the Eq. 3 mask.
+    A single pair of runs cannot tell a difference from noise: repeat both with other seeds."""
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
     track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)

@@ -22,8 +22,8 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
     """``samples`` (number, usable, captions, where from) and ``trainings``, in order.
 
     A training: stage, variant, option, steps, steps_per_epoch and groups as [fewest, most] or None,
-    and whether they are exact. Raises ValueError for groups or batches that the samples cannot
-    fill.
+    and whether they are exact. A control takes as many steps as the training it controls. Raises
+    ValueError for groups or batches that the samples cannot fill.
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--samples is {samples}: wanted at least 1")
@@ -31,9 +31,14 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
     index = SampleIndex.open(layout.index) if artifacts.is_finished(layout.index) else None
     found = _samples(index, samples)
     trainings = [] if config.base is None else [_training(config, index, found, 0, "mcl")]
-    for variant in ("mcl", *config.controls):
-        for stage in range(1, config.num_stages + 1):
-            trainings.append(_training(config, index, found, stage, variant))
+    stages = range(1, config.num_stages + 1)
+    controlled = [_training(config, index, found, stage, "mcl") for stage in stages]
+    trainings += controlled
+    for variant in config.controls:
+        for of in controlled:
+            control = _training(config, index, found, of["stage"], variant)
+            of_mcl = {name: of[name] for name in ("steps", "samples_seen")}
+            trainings.append(control | of_mcl | {"exact": control["exact"] and of["exact"]})
     return {"samples": found, "trainings": trainings}
 
 

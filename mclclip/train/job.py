@@ -23,10 +23,14 @@ class Job:
     context: Context
     layout: Layout
     stage: int
-    seed: int
     index: SampleIndex
     directory: Path
     peaks: PeakMemory
+
+    @property
+    def seed(self) -> int:
+        """The seed of all randomness of the training; MCL and its controls have the same."""
+        return self.config.seed
 
     @property
     def model(self) -> ModelConfig:

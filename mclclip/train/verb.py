@@ -16,6 +16,7 @@ from mclclip import artifacts
 from mclclip.artifacts import Artifact
 from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, to_tree
+from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
@@ -32,13 +33,11 @@ from mclclip.parallel import collectives
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import Context
 from mclclip.profiling import PeakMemory
-from mclclip.randomness import mix
 from mclclip.train import parts
 from mclclip.train.job import Job
 
 log = logging.getLogger("mclclip")
 
-_VARIANTS = ("mcl", "ungrouped", "random_groups")
 # Options of TrainConfig that change records or speed, not weights: a run may go on with others.
 _RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 
@@ -50,8 +49,11 @@ def run(
 
     Stage 0 starts from random weights under ``config.base``; later stages start from stage 0's
     export under ``config.train`` on the pseudo labels of ``cluster`` (``mcl``), without groups
-    (``ungrouped``), or on the same labels permuted over the samples (``random_groups``).
-    Raises ValueError where options and data do not fit, before anything is written.
+    (``ungrouped``), or on the same labels permuted over the samples (``random_groups``). The two
+    controls take as many steps as MCL's training of the stage, and draw captions and augmentations
+    from the same keys (seed, stage, epoch, sample).
+    Raises ValueError where options and data do not fit, and RuntimeError for a control whose
+    number of steps is not known yet, before anything is written.
     """
     options = config.base if stage == 0 else config.train
     if options is None:
@@ -64,9 +66,8 @@ def run(
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
     check_ranks("train" if stage else "base", options.global_batch, context.world_size)
-    seed, directory = data_seed(config.seed, variant), layout.train(stage)
     peaks = PeakMemory(context.device)
-    job = Job(config, options, context, layout, stage, seed, index, directory, peaks)
+    job = Job(config, options, context, layout, stage, index, layout.train(stage), peaks)
     if collectives.on_main(lambda: _prepare(job, variant, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
@@ -95,6 +96,8 @@ def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact
         "model": to_tree(job.model),
         "train": options,
     }
+    if (steps := _controlled_steps(job)) is not None:
+        config["steps"] = steps
     groups = StageGroups(job.directory / "grouped_index")
     opened = partial(
         Artifact.open, job.directory, kind="train", config=config, inputs=inputs, force=force
@@ -111,11 +114,25 @@ def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact
     return artifact, groups
 
 
-def data_seed(seed: int, variant: str) -> int:
-    """The seed of the data order: controls see another one than MCL, so that a difference
-    between them is not the order of the batches."""
-    number = _VARIANTS.index(variant)
-    return seed if number == 0 else int(mix(seed, number) >> np.uint64(33))
+def _controlled_steps(job: Job) -> int | None:
+    """Steps of the training that this one is a control of; None for MCL's own trainings.
+
+    An epoch over other groups can have another number of steps (policies drop and wrap), so the
+    number comes from the groups that the controlled training draws from.
+    """
+    options = job.options
+    if job.layout.variant == "mcl":
+        return None
+    if options.steps is not None:
+        return options.steps
+    controlled = StageGroups(Layout.of(job.config).train(job.stage) / "grouped_index")
+    if not controlled.written:
+        raise RuntimeError(
+            f"a control takes as many steps as the training it controls, and {controlled.directory}"
+            f" is not there: run 'mclclip train --stage {job.stage}' first, or set train.steps"
+        )
+    report = coverage_report(controlled.read()[0], options.global_batch, options.plan.policy)
+    return total_steps(None, options.epochs, report.steps)
 
 
 def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
@@ -155,7 +172,9 @@ def _train(
     plan = EpochPlan(
         grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
     )
-    total = total_steps(options.steps, options.epochs, plan.steps_per_epoch)
+    total = _controlled_steps(job) or total_steps(
+        options.steps, options.epochs, plan.steps_per_epoch
+    )
     checkpoints = Checkpoints(
         job.directory / "checkpoints", **parts.checkpoint_options(job, identity)
     )
