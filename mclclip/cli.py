@@ -107,7 +107,7 @@ def _pack(args: argparse.Namespace) -> object:
 def _make_dataset(args: argparse.Namespace) -> object:
     from mclclip import make_dataset
 
-    return make_dataset.run(args.name, args.out, seed=args.seed)
+    return make_dataset.run(args.name, args.out, seed=args.seed, full_captions=args.full_captions)
 
 
 def _demo(args: argparse.Namespace) -> object:
@@ -118,7 +118,12 @@ def _demo(args: argparse.Namespace) -> object:
     overrides = [word for word in args.seeds if "=" in word] + args.overrides
     if not all(seed.isdigit() for seed in seeds):
         raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
-    return demo.run(Path(args.out), seeds=[int(seed) for seed in seeds], overrides=overrides)
+    return demo.run(
+        Path(args.out),
+        seeds=[int(seed) for seed in seeds],
+        regimes=demo.REGIMES if args.text == "all" else (args.text,),
+        overrides=overrides,
+    )
 
 
 def _doctor(args: argparse.Namespace) -> object:
@@ -189,10 +194,18 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("name", choices=["patterns"])
     verb.add_argument("--out", type=Path, required=True)
     verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--full-captions", action="store_true", help="name every attribute")
     verb.set_defaults(standalone=_make_dataset)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
     verb.add_argument("--out", default="runs/demo", help="run directory (one below it per seed)")
-    verb.add_argument("--seeds", nargs="+", default=["0"], help="more than one: a sweep")
+    verb.add_argument("--seeds", nargs="+", default=["3"], help="more than one: a sweep")
+    verb.add_argument(
+        "--text",
+        default="trained",
+        choices=["trained", "ignorant", "knowing", "all"],
+        help="text tower: trained in every stage; frozen after stage 0; frozen, and trained before "
+        "on captions that name every attribute; or all three compared",
+    )
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
     verb.set_defaults(standalone=_demo)
     verb = _add(verbs, "doctor", "versions, devices, disk and file-system checks")

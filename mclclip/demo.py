@@ -1,23 +1,41 @@
-"""The embedded default: the whole method and its controls on rendered pictures, per seed."""
+"""The embedded default: the whole method and its controls on rendered pictures, per seed.
+
+Three regimes differ in the text tower. ``trained``: it is trained in every stage, as the recipe has
+it. ``ignorant``: from stage 1 on it is frozen, and never learned the words that captions seldom
+use. ``knowing``: it comes from a CLIP of captions that name every attribute, and is frozen in all
+stages, stage 0 too, beside an image tower drawn anew.
+"""
 
 from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Literal, get_args
 
 from mclclip import artifacts, config, make_dataset, pipeline
 from mclclip.config import Config
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
+from mclclip.layout import Layout
+from mclclip.models import weights
+from mclclip.models.clip import load_clip, save_export
 from mclclip.parallel import process_group
 from mclclip.parallel.process_group import SINGLE
 from mclclip.run_lock import RunLock
 
 log = logging.getLogger("mclclip")
+
+Regime = Literal["trained", "ignorant", "knowing"]
+REGIMES: tuple[Regime, ...] = get_args(Regime)
+
+# Columns of the table of regimes: results.jsonl's names of the models whose average it shows.
+_STEPS = ("stage_1", "soup_uniform", "concat_stage_norm")
+_COMPARED = ("stage_0", *_STEPS, *(f"control_ungrouped_{name}" for name in _STEPS))
 
 
 def recipe() -> Path:
@@ -25,37 +43,104 @@ def recipe() -> Path:
     return Path(str(resources.files("mclclip") / "recipes" / "demo.yaml"))
 
 
-def settings(out: Path, seed: int, overrides: Sequence[str]) -> Config:
-    """The recipe with the paths and the seed of one demo run; ``overrides`` win."""
-    own = [
-        f"run_dir={out / f'seed_{seed}'}",
+def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "trained") -> Config:
+    """The recipe with the paths, the seed and the regime of one demo run; ``overrides`` win."""
+    frozen = ["train.lock.text=false"]
+    own = {
+        "trained": [],
+        "ignorant": frozen,
+        "knowing": [*frozen, "base.lock.text=false", f"model.name=local-dir:{_given(out, seed)}"],
+    }
+    paths = [
+        f"run_dir={_folder(out, regime) / f'seed_{seed}'}",
         f"seed={seed}",
         f"data.sources.patterns.shards={out / f'data_{seed}' / 'shards' / '*.tar'}",
         f"eval.suite.pairs.path={out / f'data_{seed}' / 'pairs'}",
     ]
-    return config.load(recipe(), [*own, *overrides])
+    return config.load(recipe(), [*paths, *own[regime], *overrides])
 
 
-def run(out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = ()) -> str:
-    """Runs the demo for each seed, prints the table of all and returns it.
+def _folder(out: Path, regime: Regime) -> Path:
+    """Where the runs of a regime lie."""
+    return out if regime == "trained" else out / regime
 
-    With several seeds the table gives mean and standard deviation over them. It is written to
-    ``out/table.md`` too.
+
+def _given(out: Path, seed: int) -> Path:
+    """The model that the regime ``knowing`` begins with."""
+    return _folder(out, "knowing") / f"given_{seed}"
+
+
+def run(
+    out: Path,
+    *,
+    seeds: Sequence[int],
+    regimes: Sequence[Regime] = ("trained",),
+    overrides: Sequence[str] = (),
+) -> str:
+    """Runs the demo for each regime and seed, prints a table of all seeds for each regime, and
+    returns what it printed.
+
+    With several seeds a table gives mean and standard deviation over them. It is written to
+    ``table.md`` beside the runs: in ``out``, or in ``out/REGIME`` for other regimes than
+    ``trained``. Several regimes are compared in one more table, ``out/regimes.md``.
     """
     if len(set(seeds)) != len(seeds):
         raise ValueError(f"got the seeds {list(seeds)}: each may be given once")
-    runs = []
-    for seed in seeds:
-        settled = settings(out, seed, overrides)
-        with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
-            log.info("=== demo, seed %d", seed)
-            make_dataset.run("patterns", out / f"data_{seed}", seed=seed)
-            run_dir = pipeline.run(settled, SINGLE)
-        runs.append(results.read(run_dir / "results.jsonl"))
-    table = seed_table(runs)
-    artifacts.write_bytes(out / "table.md", table.encode())
-    print(table)
-    return table
+    tables, runs = [], {}
+    for regime in regimes:
+        runs[regime] = [_run(out, seed, regime, overrides) for seed in seeds]
+        table = seed_table(runs[regime])
+        artifacts.write_bytes(_folder(out, regime) / "table.md", table.encode())
+        tables.append(table if len(regimes) == 1 else f"text tower {regime}:\n\n{table}")
+    if len(regimes) > 1:
+        tables.append(regime_table(runs))
+        artifacts.write_bytes(out / "regimes.md", tables[-1].encode())
+    text = "\n".join(tables)
+    print(text)
+    return text
+
+
+def _run(out: Path, seed: int, regime: Regime, overrides: Sequence[str]) -> list[Result]:
+    """One run of the method; its rows of results.jsonl, after those of the model that gave its text
+    tower."""
+    before = _give(out, seed, overrides) if regime == "knowing" else []
+    settled = settings(out, seed, overrides, regime)
+    with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
+        log.info("=== demo, seed %d, text tower %s", seed, regime)
+        make_dataset.run("patterns", out / f"data_{seed}", seed=seed)
+        run_dir = pipeline.run(settled, SINGLE)
+    return before + results.read(run_dir / "results.jsonl")
+
+
+def _give(out: Path, seed: int, overrides: Sequence[str]) -> list[Result]:
+    """Writes the model that the regime ``knowing`` begins with; returns its teacher's figures.
+
+    The teacher, a CLIP, is trained on the same pictures, with captions that name every attribute,
+    as the recipe trains its stage 0. Its text tower stays; its image tower and logit scale are
+    drawn anew.
+    """
+    folder, given = _folder(out, "knowing"), _given(out, seed)
+    data = folder / f"data_{seed}"
+    alone = [
+        f"run_dir={folder / f'teacher_{seed}'}",
+        f"data.sources.patterns.shards={data / 'shards' / '*.tar'}",
+        "num_stages=0",
+        "controls=[]",
+    ]
+    settled = settings(out, seed, [*overrides, *alone])
+    with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
+        log.info("=== demo, seed %d: a text tower that knows every attribute", seed)
+        make_dataset.run("patterns", data, seed=seed, full_captions=True)
+        run_dir = pipeline.run(settled, SINGLE)
+        if not (given / weights.WEIGHTS).exists():
+            model = load_clip(settled.model.name, seed=seed)
+            drawn = model.clip.state_dict()
+            learned = load_clip(f"local-dir:{Layout.of(settled).export(0)}").clip.state_dict()
+            kept = {name: drawn[name] for name in drawn if name.startswith(("visual.", "logit_"))}
+            model.clip.load_state_dict(learned | kept)
+            save_export(model, given)
+    rows = results.read(run_dir / "results.jsonl")
+    return [replace(row, model="teacher") for row in rows if row.model == "stage_0"]
 
 
 def seed_table(runs: Sequence[Sequence[Result]]) -> str:
@@ -71,12 +156,37 @@ def seed_table(runs: Sequence[Sequence[Result]]) -> str:
             for metric, value in figures.items():
                 values.setdefault(model, {}).setdefault(metric, []).append(value)
     columns = [*ATTRIBUTES, "rare", "average"]
-    lines = [f"| {len(runs)} seed(s) | {' | '.join(columns)} |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
+    lines = _header(f"{len(runs)} seed(s)", columns)
     for model, found in values.items():
-        cells = [_cell(found.get(metric, [])) for metric in columns]
-        lines.append(f"| {model} | {' | '.join(cells)} |")
+        lines.append(_row(model, [_cell(found.get(metric, [])) for metric in columns]))
     return "\n".join(lines) + "\n"
+
+
+def regime_table(runs: Mapping[Regime, Sequence[Sequence[Result]]]) -> str:
+    """A Markdown table, regimes by models: the average over attributes in percent, over several
+    runs mean ± standard deviation; last the difference of the two concats within a run.
+    """
+    number = len(next(iter(runs.values())))
+    columns = [*_COMPARED, "difference of concats"]
+    lines = _header(f"text tower, {number} seed(s)", columns)
+    for regime, of_seeds in runs.items():
+        found = [
+            {model: figures["average"] for model, figures in _by_model(rows).items()}
+            for rows in of_seeds
+        ]
+        values = [[one[model] for one in found if model in one] for model in _COMPARED]
+        pairs = zip(values[3], values[6], strict=False)
+        values.append([grouped - ungrouped for grouped, ungrouped in pairs])
+        lines.append(_row(regime, [_cell(column) for column in values]))
+    return "\n".join(lines) + "\n"
+
+
+def _header(first: str, columns: Sequence[str]) -> list[str]:
+    return [_row(first, columns), "|---" * (len(columns) + 1) + "|"]
+
+
+def _row(first: str, cells: Sequence[str]) -> str:
+    return f"| {first} | {' | '.join(cells)} |"
 
 
 def _by_model(rows: Sequence[Result]) -> dict[str, dict[str, float]]:

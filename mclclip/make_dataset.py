@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,36 +31,40 @@ def run(
     num_samples: int = NUM_SAMPLES,
     num_pairs: int = NUM_PAIRS,
     samples_per_shard: int = SAMPLES_PER_SHARD,
+    full_captions: bool = False,
 ) -> Path:
     """Renders the data set ``name`` below ``out`` (skips what is finished) and returns ``out``.
 
     ``out/shards/*.tar`` holds the training pictures in img2dataset's layout, ``out/pairs`` the
-    minimal pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute.
+    minimal pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute. With ``full_captions``
+    every caption names every attribute; otherwise each is named as often as ``MENTION_RATES`` says.
+    The pictures are the same.
     """
     if name != "patterns":
         raise ValueError(f"no built-in data set {name!r}: there is 'patterns'")
     out = Path(out)
+    rates = patterns.FULL_RATES if full_captions else patterns.MENTION_RATES
     config = {
         "name": name,
         "seed": seed,
         "num_samples": num_samples,
         "num_pairs": num_pairs,
         "samples_per_shard": samples_per_shard,
-        "mention_rates": dict(patterns.MENTION_RATES),
+        "mention_rates": dict(rates),
     }
     artifact = Artifact.open(out, kind="dataset", config=config, inputs={})
     if artifact.finished:
         log.info("%s is finished: skipped", out)
         return out
     log.info("render %d pictures and %d pairs per attribute", num_samples, num_pairs)
-    shards = write_shards(_samples(num_samples, seed), out / "shards", samples_per_shard)
+    shards = write_shards(_samples(num_samples, seed, rates), out / "shards", samples_per_shard)
     questions = _write_pairs(out / "pairs", num_pairs, seed)
     artifact.finish({"samples": num_samples, "shards": len(shards), "questions": questions})
     return out
 
 
-def _samples(count: int, seed: int) -> Iterator[PackedSample]:
-    numbered = enumerate(patterns.patterns(count, seed))
+def _samples(count: int, seed: int, rates: Mapping[str, float]) -> Iterator[PackedSample]:
+    numbered = enumerate(patterns.patterns(count, seed, rates))
     for number, pattern in runlog.progress(numbered, total=count, description="render"):
         yield PackedSample(
             key=f"{number:09d}",
