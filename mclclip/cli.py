@@ -118,7 +118,9 @@ def _demo(args: argparse.Namespace) -> object:
     overrides = [word for word in args.seeds if "=" in word] + args.overrides
     if not all(seed.isdigit() for seed in seeds):
         raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
-    return demo.run(Path(args.out), seeds=[int(seed) for seed in seeds], overrides=overrides)
+    out = Path(args.out or ("runs/demo_short" if args.short else "runs/demo"))
+    numbers = [int(seed) for seed in seeds]
+    return demo.run(out, seeds=numbers, overrides=overrides, short=args.short)
 
 
 def _doctor(args: argparse.Namespace) -> object:
@@ -191,7 +193,10 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--seed", type=int, default=0)
     verb.set_defaults(standalone=_make_dataset)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
-    verb.add_argument("--out", default="runs/demo", help="run directory (one below it per seed)")
+    verb.add_argument("--out", help="run directory (one below it per seed; default: runs/demo)")
+    verb.add_argument("--short", action="store_true",
+        help="every verb in seconds, to check an installation (default of --out: runs/demo_short)",
+    )  # fmt: skip
     verb.add_argument("--seeds", nargs="+", default=["0"], help="more than one: a sweep")
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
     verb.set_defaults(standalone=_demo)
@@ -205,7 +210,7 @@ def _add_standalone(verbs: Any) -> None:
 
 
 def _add_config_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--config", metavar="FILE", help="YAML (see launch/recipes)")
+    verb.add_argument("--config", metavar="FILE", help="YAML, or a shipped recipe's name")
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
 from mclclip import artifacts, config, make_dataset, pipeline
-from mclclip.config import Config
+from mclclip.config import Config, recipes
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
@@ -22,7 +21,18 @@ log = logging.getLogger("mclclip")
 
 def recipe() -> Path:
     """The shipped recipe of the demo."""
-    return Path(str(resources.files("mclclip") / "recipes" / "demo.yaml"))
+    return recipes.folder() / "demo.yaml"
+
+
+SHORT = (
+    "num_stages=1",
+    "controls=[ungrouped]",
+    "cluster.num_clusters=4",
+    "base.steps=20",
+    "train.steps=20",
+)
+"""Overrides of the demo's short form, which has fewer pictures and pairs too."""
+SHORT_SAMPLES, SHORT_PAIRS = 1_200, 20
 
 
 def settings(out: Path, seed: int, overrides: Sequence[str]) -> Config:
@@ -36,20 +46,24 @@ def settings(out: Path, seed: int, overrides: Sequence[str]) -> Config:
     return config.load(recipe(), [*own, *overrides])
 
 
-def run(out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = ()) -> str:
+def run(
+    out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = (), short: bool = False
+) -> str:
     """Runs the demo for each seed, prints the table of all and returns it.
 
     With several seeds the table gives mean and standard deviation over them. It is written to
-    ``out/table.md`` too.
+    ``out/table.md`` too. ``short`` runs every verb in seconds, to see that an installation works;
+    its figures say nothing of the method. ``overrides`` win over it.
     """
     if len(set(seeds)) != len(seeds):
         raise ValueError(f"got the seeds {list(seeds)}: each may be given once")
+    sizes = {"num_samples": SHORT_SAMPLES, "num_pairs": SHORT_PAIRS} if short else {}
     runs = []
     for seed in seeds:
-        settled = settings(out, seed, overrides)
+        settled = settings(out, seed, [*(SHORT if short else ()), *overrides])
         with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
             log.info("=== demo, seed %d", seed)
-            make_dataset.run("patterns", out / f"data_{seed}", seed=seed)
+            make_dataset.run("patterns", out / f"data_{seed}", seed=seed, **sizes)
             run_dir = pipeline.run(settled, SINGLE)
         runs.append(results.read(run_dir / "results.jsonl"))
     table = seed_table(runs)
