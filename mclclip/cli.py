@@ -119,10 +119,11 @@ def _demo(args: argparse.Namespace) -> object:
     if not all(seed.isdigit() for seed in seeds):
         raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
     return demo.run(
-        Path(args.out),
+        Path(args.out or ("runs/demo_short" if args.short else "runs/demo")),
         seeds=[int(seed) for seed in seeds],
         regimes=demo.REGIMES if args.text == "all" else (args.text,),
         overrides=overrides,
+        short=args.short,
     )
 
 
@@ -197,7 +198,10 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--full-captions", action="store_true", help="name every attribute")
     verb.set_defaults(standalone=_make_dataset)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
-    verb.add_argument("--out", default="runs/demo", help="run directory (one below it per seed)")
+    verb.add_argument("--out", help="run directory (one below it per seed; default: runs/demo)")
+    verb.add_argument("--short", action="store_true",
+        help="every verb in seconds, to check an installation (default of --out: runs/demo_short)",
+    )  # fmt: skip
     verb.add_argument("--seeds", nargs="+", default=["3"], help="more than one: a sweep")
     verb.add_argument(
         "--text",
@@ -218,7 +222,7 @@ def _add_standalone(verbs: Any) -> None:
 
 
 def _add_config_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--config", metavar="FILE", help="YAML (see launch/recipes)")
+    verb.add_argument("--config", metavar="FILE", help="YAML, or a shipped recipe's name")
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
 
 

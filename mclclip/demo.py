@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 from mclclip import artifacts, config, make_dataset, pipeline
-from mclclip.config import Config
+from mclclip.config import Config, recipes
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
@@ -40,7 +40,18 @@ _COMPARED = ("stage_0", *_STEPS, *(f"control_ungrouped_{name}" for name in _STEP
 
 def recipe() -> Path:
     """The shipped recipe of the demo."""
-    return Path(str(resources.files("mclclip") / "recipes" / "demo.yaml"))
+    return recipes.folder() / "demo.yaml"
+
+
+SHORT = (
+    "num_stages=1",
+    "controls=[ungrouped]",
+    "cluster.num_clusters=4",
+    "base.steps=20",
+    "train.steps=20",
+)
+"""Overrides of the demo's short form, which has fewer pictures and pairs too."""
+SHORT_SAMPLES, SHORT_PAIRS = 1_200, 20
 
 
 def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "trained") -> Config:
@@ -76,9 +87,13 @@ def run(
     seeds: Sequence[int],
     regimes: Sequence[Regime] = ("trained",),
     overrides: Sequence[str] = (),
+    short: bool = False,
 ) -> str:
     """Runs the demo for each regime and seed, prints a table of all seeds for each regime, and
     returns what it printed.
+
+    ``short`` runs every verb in seconds, to see that an installation works; its figures say nothing
+    of the method. ``overrides`` win over it and over the recipe.
 
     With several seeds a table gives mean and standard deviation over them. It is written to
     ``table.md`` beside the runs: in ``out``, or in ``out/REGIME`` for other regimes than
@@ -86,9 +101,13 @@ def run(
     """
     if len(set(seeds)) != len(seeds):
         raise ValueError(f"got the seeds {list(seeds)}: each may be given once")
+    render = partial(make_dataset.run, "patterns")
+    if short:
+        render = partial(render, num_samples=SHORT_SAMPLES, num_pairs=SHORT_PAIRS)
+    overrides = [*(SHORT if short else ()), *overrides]
     tables, runs = [], {}
     for regime in regimes:
-        runs[regime] = [_run(out, seed, regime, overrides) for seed in seeds]
+        runs[regime] = [_run(out, seed, regime, overrides, render) for seed in seeds]
         table = seed_table(runs[regime])
         artifacts.write_bytes(_folder(out, regime) / "table.md", table.encode())
         tables.append(table if len(regimes) == 1 else f"text tower {regime}:\n\n{table}")
@@ -100,19 +119,23 @@ def run(
     return text
 
 
-def _run(out: Path, seed: int, regime: Regime, overrides: Sequence[str]) -> list[Result]:
+def _run(
+    out: Path, seed: int, regime: Regime, overrides: Sequence[str], render: Callable[..., Path]
+) -> list[Result]:
     """One run of the method; its rows of results.jsonl, after those of the model that gave its text
-    tower."""
-    before = _give(out, seed, overrides) if regime == "knowing" else []
+    tower. ``render`` writes the pictures and pairs."""
     settled = settings(out, seed, overrides, regime)
     with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
         log.info("=== demo, seed %d, text tower %s", seed, regime)
-        make_dataset.run("patterns", out / f"data_{seed}", seed=seed)
+        render(out / f"data_{seed}", seed=seed)
+        before = _give(out, seed, overrides, render) if regime == "knowing" else []
         run_dir = pipeline.run(settled, SINGLE)
     return before + results.read(run_dir / "results.jsonl")
 
 
-def _give(out: Path, seed: int, overrides: Sequence[str]) -> list[Result]:
+def _give(
+    out: Path, seed: int, overrides: Sequence[str], render: Callable[..., Path]
+) -> list[Result]:
     """Writes the model that the regime ``knowing`` begins with; returns its teacher's figures.
 
     The teacher, a CLIP, is trained on the same pictures, with captions that name every attribute,
@@ -130,7 +153,7 @@ def _give(out: Path, seed: int, overrides: Sequence[str]) -> list[Result]:
     settled = settings(out, seed, [*overrides, *alone])
     with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
         log.info("=== demo, seed %d: a text tower that knows every attribute", seed)
-        make_dataset.run("patterns", data, seed=seed, full_captions=True)
+        render(data, seed=seed, full_captions=True)
         run_dir = pipeline.run(settled, SINGLE)
         if not (given / weights.WEIGHTS).exists():
             model = load_clip(settled.model.name, seed=seed)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from mclclip.config import recipes
 from mclclip.config.options import Config
 from mclclip.config.training import TrainConfig
 
@@ -23,14 +24,14 @@ from mclclip.config.training import TrainConfig
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies ``key.path=value`` overrides and checks everything.
 
+    ``path`` may be the name of a shipped recipe too (see ``recipes.find``).
+
     Raises FileNotFoundError for a missing file and ValueError, one line, for anything else: an
     unknown key is named with the nearest valid one, a wrong value with its dotted path.
     """
     tree: dict[str, Any] = {}
     if path is not None:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no configuration file at {path}")
-        tree = _parse_yaml(Path(path).read_text(), str(path)) or {}
+        tree = _parse_yaml(recipes.find(path).read_text(), str(path)) or {}
         if not isinstance(tree, dict):
             raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")
     return from_tree(tree, overrides)

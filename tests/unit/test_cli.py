@@ -166,7 +166,8 @@ def test_an_unknown_key_is_2_in_a_process_of_its_own() -> None:
 def test_a_missing_file_is_2(main: Any, tmp_path: Path) -> None:
     shown = main("run", "--config", str(tmp_path / "none.yaml"))
     assert shown.code == 2
-    assert shown.err == f"mclclip: no configuration file at {tmp_path / 'none.yaml'}\n"
+    assert shown.err.startswith(f"mclclip: no configuration file at {tmp_path / 'none.yaml'}: ")
+    assert shown.err.count("\n") == 1
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -302,8 +303,15 @@ def test_a_loader_workers_own_words_are_recorded(
 
 def test_demo_takes_overrides_after_its_seeds(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     called: dict[str, Any] = {}
-    monkeypatch.setattr(demo, "run", lambda out, **options: called.update(options))
+    monkeypatch.setattr(demo, "run", lambda out, **options: called.update(options, out=str(out)))
     assert main("demo", "--seeds", "0", "2", "train.steps=5").code == 0
-    assert called == {"seeds": [0, 2], "overrides": ["train.steps=5"]}
+    overrides = ["train.steps=5"]
+    wanted = {"out": "runs/demo", "seeds": [0, 2], "overrides": overrides, "short": False}
+    assert called == wanted | {"regimes": ("trained",)}
+    assert main("demo", "--text", "all").code == 0
+    assert called["regimes"] == ("trained", "ignorant", "knowing")
+    assert main("demo", "--short").code == 0
+    assert (called["out"], called["short"]) == ("runs/demo_short", True)
+    assert main("demo", "--short", "--out", "x").code == 0 and called["out"] == "x"
     shown = main("demo", "--seeds", "x")
     assert shown.code == 2 and "wanted numbers from 0 on" in shown.err

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mclclip import config
-from mclclip.config import Config, load
+from mclclip.config import Config, load, recipes
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -153,9 +153,25 @@ def test_an_override_that_cannot_be_read(override: str, message: str) -> None:
         load(None, ["run_dir=a", override])
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no configuration file at .*none\.yaml"):
+def test_a_missing_file_is_named_with_the_shipped_recipes(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no configuration file at .*none\.yaml") as caught:
         load(tmp_path / "none.yaml")
+    assert f"({', '.join(recipes.names())})" in str(caught.value)
+    assert "demo" in recipes.names()
+
+
+def test_a_recipe_is_found_by_name_and_a_file_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()  # a folder is no configuration
+    assert load("demo") == load(recipes.folder() / "demo.yaml")
+    assert load("demo", ["seed=7"]).seed == 7
+    for name in ("demo.yaml", "recipes/demo", "../recipes/demo", "Demo", ""):
+        with pytest.raises(FileNotFoundError, match="name of a shipped recipe"):
+            load(name)
+    Path("lit").write_text("run_dir: mine\n")
+    assert load("lit").run_dir == "mine"
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from mclclip import demo
+from mclclip.config import Config
 from mclclip.eval.results import Result
+from mclclip.models.clip import load_clip
 
 
 def test_settings_keep_seeds_apart_and_overrides_win() -> None:
@@ -16,6 +20,24 @@ def test_settings_keep_seeds_apart_and_overrides_win() -> None:
     assert settled.data.sources["patterns"].shards == "out/data_3/shards/*.tar"
     assert settled.controls == ["ungrouped", "random_groups"]
     assert settled.num_stages == 3
+
+
+def test_the_short_form_is_one_small_stage_and_overrides_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def note(settled: Config, context: object) -> Path:
+        seen["settled"] = settled
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.pipeline, "run", note)
+    monkeypatch.setattr(demo.make_dataset, "run", lambda *_, **sizes: seen.update(sizes))
+    with pytest.raises(KeyboardInterrupt):
+        demo.run(tmp_path, seeds=[2], overrides=["train.steps=3"], short=True)
+    settled = seen["settled"]
+    assert (settled.num_stages, settled.base.steps, settled.train.steps) == (1, 20, 3)
+    assert (seen["seed"], seen["num_samples"], seen["num_pairs"]) == (2, 1_200, 20)
 
 
 def test_seed_table_gives_mean_and_standard_deviation() -> None:
@@ -34,3 +56,45 @@ def test_seed_table_gives_mean_and_standard_deviation() -> None:
 def test_a_seed_given_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="each may be given once"):
         demo.run(tmp_path, seeds=[1, 1])
+
+
+def test_a_knowing_text_tower_stays_what_its_teacher_learned(tmp_path: Path) -> None:
+    steps = ("base.steps=2", "train.steps=2", "data.num_workers=0", "controls=[]")
+    less = (*steps, "export.concat=[]", "export.soup=false")
+    text = demo.run(tmp_path, seeds=[5], regimes=["knowing"], overrides=less, short=True)
+    rows = [line.split("|")[1].strip() for line in text.splitlines()[2:]]
+    assert rows == ["teacher", "stage_0", "stage_1"]
+    folder = tmp_path / "knowing"
+    towers = {
+        name: load_clip(f"local-dir:{folder / path}").clip.state_dict()
+        for name, path in {
+            "teacher": "teacher_5/stage_0/export",
+            "given": "given_5",
+            "stage_0": "seed_5/stage_0/export",
+            "stage_1": "seed_5/stage_1/export",
+        }.items()
+    }
+    drawn = load_clip(demo.settings(tmp_path, 5, []).model.name, seed=5).clip.state_dict()
+    for name, tensor in towers["teacher"].items():
+        given = towers["given"][name]
+        if name.startswith(("visual.", "logit_")):
+            assert torch.equal(given, drawn[name].reshape(given.shape))
+        else:
+            assert torch.equal(given, tensor)
+            assert torch.equal(towers["stage_0"][name], tensor)
+            assert torch.equal(towers["stage_1"][name], tensor)
+    weight = "visual.conv1.weight"
+    assert not torch.equal(towers["stage_0"][weight], towers["given"][weight])
+
+
+def test_regimes_are_compared_in_one_table() -> None:
+    def rows(grouped: float, ungrouped: float) -> list[Result]:
+        models = {"stage_0": 40.0, "stage_1": 50.0, "concat_stage_norm": grouped}
+        models |= {"control_ungrouped_concat_stage_norm": ungrouped}
+        return [Result(m, "pairs", "average", v, 10, 0.0, 100.0) for m, v in models.items()]
+
+    table = demo.regime_table({"trained": [rows(80.0, 50.0)], "knowing": [rows(90.0, 91.0)]})
+    lines = table.splitlines()
+    assert lines[0].startswith("| text tower, 1 seed(s) | stage_0 | stage_1 |")
+    assert lines[2] == "| trained | 40.0 | 50.0 | - | 80.0 | - | - | 50.0 | 30.0 |"
+    assert lines[3] == "| knowing | 40.0 | 50.0 | - | 90.0 | - | - | 91.0 | -1.0 |"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mclclip import make_dataset
-from mclclip.data.patterns import ATTRIBUTES
+from mclclip.data.patterns import ATTRIBUTES, FULL_RATES, MENTION_RATES, caption, patterns
 from mclclip.data.shard_scan import scan_shard
 from mclclip.eval.mmvp import read_pairs
 from tests import tiny
@@ -30,6 +31,14 @@ def test_the_same_seed_gives_the_same_bytes_and_a_finished_set_is_kept(tmp_path:
     before = (one / "shards" / "00000.tar").stat().st_mtime_ns
     tiny.make_data(one, num_samples=48)
     assert (one / "shards" / "00000.tar").stat().st_mtime_ns == before
+
+
+def test_full_captions_name_every_attribute_of_the_same_pictures() -> None:
+    some, full = (list(patterns(8, 3, rates)) for rates in (MENTION_RATES, FULL_RATES))
+    for one, other in zip(some, full, strict=True):
+        np.testing.assert_array_equal(one.image, other.image)
+        assert other.caption == caption(one.values, ATTRIBUTES)
+    assert [one.caption for one in some] != [other.caption for other in full]
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
