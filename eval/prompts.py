@@ -24,7 +24,7 @@ TEMPLATES = ("simple", "bare", "clip_7", "clip_80")
 """Templates by name: ``simple`` (a photo of a {}.), ``bare`` (the name alone), the seven that
 CLIP's authors recommend for ImageNet, and the eighty that they report with."""
 
-_WORDNET_ID = re.compile(r"n\d{8}")
+_WORDNET_ID = re.compile(r"\bn\d{8}\b")
 _NAMES, _PROMPTS = "en_classnames.json", "en_zeroshot_classification_templates.json"
 
 
@@ -61,7 +61,7 @@ def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[s
     they run from 0 to the last name, else to labels of the same words, and never to sorted folders
     by position.
 
-    Raises ValueError where a label has no name, or a WordNet id for a name (no caption says
+    Raises ValueError where a label has no name, or one with a WordNet id in it (no caption says
     "n01440764"), and FileNotFoundError for a missing file.
     """
     if classes is None:
@@ -74,11 +74,11 @@ def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[s
             f"{classes} has no name for {len(strangers)} of {len(labels)} classes, such as "
             f"{strangers[0]!r}: set classes=FILE with a line '{strangers[0]}<TAB>name' for each"
         )
-    nameless = [label for label, name in names.items() if not name or _WORDNET_ID.fullmatch(name)]
+    nameless = [label for label, name in names.items() if not name or _WORDNET_ID.search(name)]
     if nameless:
         raise ValueError(
-            f"the names of {len(nameless)} of {len(names)} classes are WordNet ids or empty, such "
-            f"as that of {nameless[0]!r}: set classes={IMAGENET}, or classes=FILE with a line "
+            f"the names of {len(nameless)} of {len(names)} classes hold WordNet ids or nothing, "
+            f"such as that of {nameless[0]!r}: set classes={IMAGENET}, or classes=FILE with a line "
             f"'{nameless[0]}<TAB>name' for each"
         )
     return names

@@ -165,7 +165,7 @@ def test_wordnet_ids_for_class_names_are_2_in_one_line(
     benchmark = f"eval.suite.imagenet={{kind: zeroshot, path: '{tmp_path / 'imagenet'}'}}"
     shown = main(verb, f"run_dir={tmp_path / 'run'}", benchmark, "base.steps=1", "num_stages=0")
     assert shown.code == 2 and shown.out == "" and shown.err.count("\n") == 1
-    assert shown.err.startswith("mclclip: benchmark 'imagenet': the names of 1 of 1 classes are")
+    assert shown.err.startswith("mclclip: benchmark 'imagenet': the names of 1 of 1 classes hold")
     assert "set classes=imagenet1k, or classes=FILE" in shown.err
     assert not (tmp_path / "run" / "index").exists()
 

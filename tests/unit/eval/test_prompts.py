@@ -67,9 +67,12 @@ def test_a_thousand_names_of_ones_own_are_joined_by_wordnet_id(tmp_path: Path) -
 @pytest.mark.parametrize(
     "classes, message",
     [
-        (None, "3 of 3 classes are WordNet ids or empty, such as that of 'n01440764': set classes"),
-        ("ids.txt", "3 of 3 classes are WordNet ids .* classes=imagenet1k, or classes=FILE"),
-        ("empty.txt", "1 of 3 classes are WordNet ids or empty, such as that of 'n02510455'"),
+        (
+            None,
+            "3 of 3 classes hold WordNet ids or nothing, such as that of 'n01440764': set classes",
+        ),
+        ("ids.txt", "3 of 3 classes hold WordNet ids .* classes=imagenet1k, or classes=FILE"),
+        ("empty.txt", "1 of 3 classes hold WordNet ids or nothing, such as that of 'n02510455'"),
         ("ten.json", "has 10 names, and 'n01440764' is a WordNet id: wanted the 1000 names"),
     ],
 )
@@ -90,9 +93,16 @@ def test_a_class_that_imagenet_1k_lacks_is_refused(imagenet: Path) -> None:
         prompts.check(imagenet, classes="imagenet1k")
 
 
+def test_wordnet_ids_beside_names_are_refused(tmp_path: Path) -> None:
+    """As the folders of Stanford Dogs are called."""
+    (tmp_path / "n02085620-Chihuahua").mkdir()
+    with pytest.raises(ValueError, match="1 of 1 classes hold WordNet ids"):
+        prompts.check(tmp_path)
+
+
 def test_wordnet_ids_in_a_table_are_refused_too(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("filepath,label\na.jpg,n01440764\nb.jpg,n07873807\n")
-    with pytest.raises(ValueError, match="2 of 2 classes are WordNet ids"):
+    with pytest.raises(ValueError, match="2 of 2 classes hold WordNet ids"):
         prompts.check(tmp_path, labels="labels.csv")
     prompts.check(tmp_path, labels="labels.csv", classes="imagenet1k")
 
@@ -250,7 +260,7 @@ def suite(root: Path, **options: Any) -> dict[str, BenchmarkConfig]:
 
 
 def test_a_suite_is_checked_where_its_folders_are(imagenet: Path) -> None:
-    message = "benchmark 'imagenet': the names of 3 of 3 classes are WordNet ids"
+    message = "benchmark 'imagenet': the names of 3 of 3 classes hold WordNet ids"
     with pytest.raises(ValueError, match=message):
         prompts.check_suite(suite(imagenet))
     prompts.check_suite(suite(imagenet, classes="imagenet1k", templates="clip_80"))

@@ -147,7 +147,7 @@ def test_imagenet_folders_are_asked_for_by_clips_names_and_prompts(
     wanted = {"classes": "imagenet1k", "templates": "clip_80", "num_templates": 80}
     assert wanted.items() <= figures["top1"].protocol.items()
     assert figures["top1"].protocol["num_classes"] == 3
-    with pytest.raises(ValueError, match="3 of 3 classes are WordNet ids"):
+    with pytest.raises(ValueError, match="3 of 3 classes hold WordNet ids"):
         run(encoder, tmp_path)
 
 
