@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,33 +23,27 @@ class LabelledImages:
     class_names: list[str]
 
 
-def read_classes(path: Path) -> dict[str, str]:
-    """A file of classes, one a line: ``LABEL`` or ``LABEL<TAB>class name``; label -> name.
-
-    Without a name the label is it, underscores as spaces. ValueError for a label that stands twice.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file of classes at {path}")
-    names: dict[str, str] = {}
-    for line in Path(path).read_text(encoding="utf-8-sig").splitlines():
-        label, tab, name = line.strip().partition("\t")
-        if not label:
-            continue
-        if label in names:
-            raise ValueError(f"{path} names the class {label!r} twice")
-        names[label] = name.strip() if tab else _readable(label)
-    return names
-
-
-def _readable(label: str) -> str:
+def readable(label: str) -> str:
+    """A label as words: underscores as spaces."""
     return label.replace("_", " ")
 
 
-def read_folders(root: Path, classes: Path | None = None) -> LabelledImages:
-    """A folder per class under ``root``; names from the folders or from a file of classes."""
-    folders = _class_folders(root)
-    names = read_classes(classes) if classes else {label: _readable(label) for label in folders}
-    return _labelled(_images_in(folders), names, str(root))
+def folder_labels(root: Path) -> list[str]:
+    """The names of the class folders under ``root``, sorted, with or without images."""
+    return list(_class_folders(root))
+
+
+def table_labels(path: Path) -> list[str]:
+    """The labels of a table of images (``read_table``), sorted."""
+    return sorted({label for _, label in _table_rows(path)})
+
+
+def read_folders(root: Path, names: Mapping[str, str]) -> LabelledImages:
+    """A folder per class under ``root``; ``names``: label -> class name, of every label at least.
+
+    The classes are those of ``names``, in its order. ValueError where there is no image.
+    """
+    return _labelled(_images_in(_class_folders(root)), names, str(root))
 
 
 def _class_folders(root: Path) -> dict[str, Path]:
@@ -69,16 +63,20 @@ def _images_in(folders: dict[str, Path]) -> list[tuple[Path, str]]:
     ]
 
 
-def read_table(path: Path, root: Path, classes: Path | None = None) -> LabelledImages:
-    """A CSV (or .tsv) with the columns filepath (below ``root``) and label."""
+def read_table(path: Path, root: Path, names: Mapping[str, str]) -> LabelledImages:
+    """A CSV (or .tsv) with the columns filepath (below ``root``) and label; ``names`` as above."""
+    pairs = [(Path(root) / file, label) for file, label in _table_rows(path)]
+    return _labelled(pairs, names, str(path))
+
+
+def _table_rows(path: Path) -> list[tuple[str, str]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no table of labels at {path}")
     with open(path, newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
         if missing := [n for n in ("filepath", "label") if n not in (rows.fieldnames or [])]:
             raise ValueError(f"{path} has the columns {rows.fieldnames}, missing {missing}")
-        pairs = [(Path(root) / row["filepath"], row["label"].strip()) for row in rows]
-    labels = sorted({label for _, label in pairs})
-    names = read_classes(classes) if classes else {label: _readable(label) for label in labels}
-    return _labelled(pairs, names, str(path))
+        return [(row["filepath"], row["label"].strip()) for row in rows]
 
 
 def read_split(root: Path) -> tuple[LabelledImages, LabelledImages]:
@@ -94,25 +92,22 @@ def read_split(root: Path) -> tuple[LabelledImages, LabelledImages]:
                 f"no folder {folder}: wanted train/ and test/ with a folder per class"
             )
     known = _images_in(_class_folders(train))
-    names = {label: _readable(label) for label in sorted({label for _, label in known})}
+    names = {label: readable(label) for label in sorted({label for _, label in known})}
     if len(names) < 2:
         raise ValueError(f"{train} has images of {len(names)} classes: wanted at least 2 folders")
     asked = _images_in(_class_folders(test))
-    return _labelled(known, names, str(train)), _labelled(asked, names, str(test), f"{train} lacks")
+    if strangers := sorted({label for _, label in asked} - names.keys()):
+        raise ValueError(
+            f"{test} has {len(strangers)} classes that {train} lacks, such as {strangers[0]!r}"
+        )
+    return _labelled(known, names, str(train)), _labelled(asked, names, str(test))
 
 
 def _labelled(
-    pairs: Sequence[tuple[Path, str]],
-    names: dict[str, str],
-    where: str,
-    stranger: str = "the file of classes does not name",
+    pairs: Sequence[tuple[Path, str]], names: Mapping[str, str], where: str
 ) -> LabelledImages:
     if not pairs:
         raise ValueError(f"{where} has no images")
-    if strangers := sorted({label for _, label in pairs} - names.keys()):
-        raise ValueError(
-            f"{where} has {len(strangers)} classes that {stranger}, such as {strangers[0]!r}"
-        )
     row = {label: number for number, label in enumerate(names)}
     labels = np.array([row[label] for _, label in pairs], dtype=np.int64)
     return LabelledImages([path for path, _ in pairs], labels, list(names.values()))

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 
 from mclclip.artifacts import digest_file, digest_json
 from mclclip.config import BenchmarkConfig, Config
-from mclclip.eval import knn, linear_probe, mmvp, results, retrieval, zeroshot
+from mclclip.eval import knn, linear_probe, mmvp, prompts, results, retrieval, zeroshot
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.layout import Layout
@@ -41,7 +41,7 @@ EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
 }
 """Benchmark kind -> ``evaluate(extractor, path, **options)``."""
 
-_FILE_OPTIONS = {"captions", "labels", "images", "classes"}
+_FILE_OPTIONS = {"captions", "labels", "images"}
 """Options of evaluators that name files, relative to the benchmark's folder."""
 
 SUITES = Path(__file__).resolve().parent / "suites"
@@ -131,12 +131,19 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
 
 
 def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Raises FileNotFoundError where an option names a file that is not there."""
+    """Raises FileNotFoundError where an option names a file that is not there, and ValueError
+    where the classes of a zero-shot benchmark have no names, or templates are none."""
     for name, benchmark in benchmarks.items():
         for option in sorted(_FILE_OPTIONS & benchmark.options.keys()):
             file = Path(benchmark.path) / str(benchmark.options[option])
             if not file.exists():
                 raise FileNotFoundError(f"benchmark {name!r}: {option}: there is no {file}")
+    prompts.check_suite(benchmarks)
+
+
+def _check_all(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+    check(benchmarks)
+    check_files(benchmarks)
 
 
 def run_suite(
@@ -204,7 +211,7 @@ def evaluate(
     same model files, benchmark and precision is skipped unless ``force``. Returns the new rows.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
-    together(lambda: check(benchmarks))
+    together(lambda: _check_all(benchmarks))
     path = Layout.of(config).results
     rows: list[Result] = []
     for name, where in models.items():
@@ -258,7 +265,8 @@ def exports_of(config: Config) -> dict[str, Path]:
         first = 0 if variant == "mcl" else 1
         for stage in range(first, config.num_stages + 1):
             found[layout.model_name(f"stage_{stage}")] = layout.export(stage)
-        for name in ("concat_raw", "concat_stage_norm", "soup_uniform"):
+        joined = ("concat_raw", "concat_stage_norm", "soup_uniform") if config.num_stages else ()
+        for name in joined:
             found[layout.model_name(name)] = layout.joined(name)
     return {name: path for name, path in found.items() if (path / "open_clip_config.json").exists()}
 

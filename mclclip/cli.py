@@ -135,8 +135,10 @@ def _doctor(args: argparse.Namespace) -> object:
 
 def _config(args: argparse.Namespace) -> object:
     from mclclip import config
+    from mclclip.eval import prompts
 
     options = config.load(args.config, args.overrides)
+    prompts.check_suite(options.eval.suite)
     if args.plan:
         from mclclip import plan
 

@@ -52,6 +52,7 @@ def join(
     """Joins the exports of stages 0 to N; returns the directories by name.
 
     The names are `concat_raw` and `concat_stage_norm`, as configured, and `soup_uniform`. Raises
+    ValueError where stage 0 is all there is, for joining takes at least two encoders, and
     FileNotFoundError where a stage has no export yet.
     """
     return collectives.on_main(lambda: _join(config, variant, force))
@@ -160,6 +161,11 @@ def _model_part(state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
 
 
 def _join(config: Config, variant: str, force: bool) -> dict[str, Path]:
+    if not config.num_stages:
+        raise ValueError(
+            "num_stages=0 leaves stage 0 alone, and joining takes at least two encoders: export it "
+            "with 'mclclip export --stage 0', or train stages with num_stages=1 or more"
+        )
     layout = Layout.of(config, variant)
     numbers = range(config.num_stages + 1)
     stages = [layout.export(number) for number in numbers]

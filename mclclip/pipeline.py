@@ -128,7 +128,12 @@ def _stage(config: Config, context: Context, stage: int, variant: str, force: bo
 
 
 def _join(config: Config, context: Context, variant: str, force: bool) -> None:
-    """Joins the stages of MCL or of a control by concatenation and soup, and evaluates both."""
+    """Joins the stages of MCL or of a control by concatenation and soup, and evaluates both.
+
+    Nothing happens where stage 0 is all there is.
+    """
+    if not config.num_stages:
+        return
     joined = export.join(config, context, variant=variant, force=force)
     layout = Layout.of(config, variant)
     named = {layout.model_name(name): path for name, path in joined.items()}

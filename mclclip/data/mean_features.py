@@ -47,7 +47,7 @@ class MeanBlocks(NpyBlocks):
         if len(widths) > 1:
             raise ValueError(
                 f"cluster.feature=mean: image and text embeddings have the widths {sorted(widths)}:"
-                " wanted one; embed with embed.feature=proj"
+                " wanted one; embed with embed.feature=projected"
             )
 
     def layouts(self) -> list[BlockLayout]:

@@ -34,6 +34,13 @@ from mclclip.models.clip_model import ClipModel
 
 __all__ = ["ClipModel", "architecture", "load_clip", "save_export"]
 
+IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
+"""CLIP's names of ImageNet-1k's classes, in the order of their sorted WordNet ids."""
+IMAGENET_TEMPLATES = tuple(str(fill("{}")) for fill in open_clip.OPENAI_IMAGENET_TEMPLATES)
+"""CLIP's 80 prompts for ImageNet, with {} for the name of a class."""
+RECOMMENDED_TEMPLATES = tuple(str(fill("{}")) for fill in open_clip.SIMPLE_IMAGENET_TEMPLATES)
+"""The seven of them that do best together, as CLIP's authors found."""
+
 
 def load_clip(
     name: str | Path | Mapping[str, Any],

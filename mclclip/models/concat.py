@@ -33,15 +33,26 @@ _SCHEMA_VERSION = 1
 def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
     """S raw features [B, D] -> unit [B, S*D].
 
-    `raw` keeps the stages' lengths, as MCL's authors do: a stage with longer features weighs more.
-    `stage_norm` makes every stage unit length first: the similarity is the mean of the cosines.
+    `raw` keeps the stages' lengths: a stage with longer features weighs more. `stage_norm` makes
+    every stage unit length first: the similarity is the mean of the cosines.
+
+    MCL's released evaluation concatenates raw image features and repeats the one text feature of
+    the frozen text tower that all stages share. `raw` gives exactly its similarities where the
+    stages share their text tower. Where each stage has trained its own, there is nothing of the
+    authors to follow, and `join_text_features` says how the texts count.
     """
     parts = [feature.float() for feature in features]
     return unit(torch.cat(parts if variant == "raw" else [unit(part) for part in parts], dim=-1))
 
 
 def join_text_features(features: Sequence[Tensor]) -> Tensor:
-    """S text features [B, D] (the same one S times for a shared text tower) -> unit [B, S*D]."""
+    """S text features [B, D] (the same one S times for a shared text tower) -> unit [B, S*D].
+
+    Every stage's text is made unit length first, with `raw` images too: stages with text towers of
+    their own are weighed by the lengths of their image features, and those of the texts do not
+    count. Raw texts would weigh stage s by |z_s| |t_s|. A shared text tower gives every stage the
+    same length, so there it makes no difference.
+    """
     return unit(torch.cat([unit(feature) for feature in features], dim=-1))
 
 
@@ -49,7 +60,8 @@ class ConcatEncoder(nn.Module):
     """Several stages as one `Encoder`; their similarity is a fusion of the stages' cosines.
 
     With c_s the cosine and z_s the raw image feature of stage s, `raw` gives
-    sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)) and `stage_norm` gives the mean of the c_s.
+    sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)) and `stage_norm` gives the mean of the c_s,
+    whether the stages share a text tower or c_s is the cosine to stage s's own text.
     Images run through the first `num_trunk_blocks` blocks once, in the first stage's model, which
     must equal the others there; with 0 blocks every stage runs whole. The logit scale is the first
     stage's.

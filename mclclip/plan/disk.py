@@ -108,7 +108,7 @@ def _exports(config: Config, measured: dict[str, Any]) -> int:
     joined = measured["export"] if config.export.soup else 0
     concat = measured["export"] + config.num_stages * measured["trained"]
     joined += concat * len(config.export.concat)
-    variants = 1 + len(config.controls)
+    variants = 1 + len(config.controls) if config.num_stages else 0  # one encoder joins nothing
     return int(measured["export"] * (1 + config.num_stages * variants) + joined * variants)
 
 

@@ -13,6 +13,7 @@ import torch
 
 import mclclip
 from mclclip import checkpoint
+from mclclip.eval import results
 from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
 
@@ -153,10 +154,11 @@ def test_from_scratch_and_then_the_text_tower(
         "num_stages=0",
         "train.objective={kind: info_nce}",
         "base.lock={image_blocks: 0, image_norm: false, image_projection: false}",
-        "export.concat=[]",
-        "export.soup=false",
+        "controls=[ungrouped]",
     ]
     shell.ok("run", "--config", done[0], *lit)
+    assert {row.model for row in results.read(tmp_path / "lit/results.jsonl")} == {"stage_0"}
+    assert not list((tmp_path / "lit").rglob("concat_*")), "one encoder is not joined with itself"
     before, after = (
         mclclip.load_model(str(path)).model.clip.state_dict()
         for path in (export, tmp_path / "lit/stage_0/export")

@@ -157,6 +157,19 @@ def test_an_unknown_key_is_2_in_one_line(main: Any, verb: str, tmp_path: Path) -
     assert shown.err.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("verb", ["config", "run"])
+def test_wordnet_ids_for_class_names_are_2_in_one_line(
+    main: Any, verb: str, tmp_path: Path
+) -> None:
+    (tmp_path / "imagenet" / "n01440764").mkdir(parents=True)
+    benchmark = f"eval.suite.imagenet={{kind: zeroshot, path: '{tmp_path / 'imagenet'}'}}"
+    shown = main(verb, f"run_dir={tmp_path / 'run'}", benchmark, "base.steps=1", "num_stages=0")
+    assert shown.code == 2 and shown.out == "" and shown.err.count("\n") == 1
+    assert shown.err.startswith("mclclip: benchmark 'imagenet': the names of 1 of 1 classes hold")
+    assert "set classes=imagenet1k, or classes=FILE" in shown.err
+    assert not (tmp_path / "run" / "index").exists()
+
+
 def test_an_unknown_key_is_2_in_a_process_of_its_own() -> None:
     shown = mclclip("config", "run_dir=x", "train.ploicy=1")
     assert shown.returncode == 2 and "Traceback" not in shown.stderr

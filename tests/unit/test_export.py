@@ -177,6 +177,15 @@ def test_join_waits_for_all_stages(tmp_path: Path) -> None:
     assert not (tmp_path / "exports").exists()
 
 
+def test_one_encoder_has_nothing_to_be_joined_with(tmp_path: Path) -> None:
+    options = make_config(tmp_path, num_stages=0)
+    export.stage(options, SINGLE, stage=0)
+    with pytest.raises(ValueError, match="num_stages=0 .* takes at least two") as error:
+        export.join(options, SINGLE)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "exports").exists()
+
+
 def test_weights_that_are_not_finite_are_refused(
     options: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,13 @@ def test_controls_and_stage_zero_are_counted() -> None:
     assert groups[2, "ungrouped"] == (1, 1)
 
 
+def test_one_encoder_is_not_joined() -> None:
+    overrides = ("num_stages=0", "controls=[ungrouped]")
+    found = plan.make(tiny_config(*overrides), Machine(), 192)
+    alone = plan.make(tiny_config(*overrides, "export={concat: [], soup: false}"), Machine(), 192)
+    assert found["disk"]["exports"] == alone["disk"]["exports"] > 0
+
+
 def test_kept_checkpoints() -> None:
     options = tiny_config("train.checkpoint={every: 2, keep: 2, keep_every: 4}", "train.steps=11")
     # 2, 4, 6, 8, 10 and the last, 11: the newest two, and 4 and 8 for good.

@@ -92,6 +92,18 @@ def test_equal_stages_give_the_ordinary_cosine(variant: Variant, stages: int) ->
     torch.testing.assert_close(similarity(image * stages, text * stages, variant), cosine)
 
 
+@pytest.mark.parametrize("own_texts", [False, True])
+def test_raw_is_the_authors_similarity_for_a_shared_text_tower_alone(own_texts: bool) -> None:
+    """Theirs joins raw texts as it does raw images; a text tower per stage is ours."""
+    images = draw(5, 3)
+    texts = draw(6, 3) if own_texts else draw(6, 1) * 3
+    theirs_images, theirs_texts = (
+        functional.normalize(torch.cat(parts, dim=1), dim=1) for parts in (images, texts)
+    )
+    theirs = theirs_images @ theirs_texts.T
+    assert torch.allclose(similarity(images, texts, "raw"), theirs, atol=1e-6) is not own_texts
+
+
 def test_variants_agree_where_the_stages_are_equally_long() -> None:
     images = [3 * functional.normalize(z, dim=1) for z in draw(3, 4)]
     texts = draw(4, 1) * 4

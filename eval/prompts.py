@@ -1,0 +1,274 @@
+"""Class names and prompt templates for zero-shot classification: named choices, files, checks.
+
+Labels are what folders or tables call their classes; names are what prompts call them. This module
+imports no torch unless it is asked for CLIP's own names or templates, so that ``mclclip config``
+stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mclclip.config import BenchmarkConfig
+from mclclip.eval.labelled_folders import folder_labels, readable, table_labels
+
+IMAGENET = "imagenet1k"
+CLIP_BENCHMARK = "clip_benchmark:"
+TEMPLATES = ("simple", "bare", "clip_7", "clip_80")
+"""Templates by name: ``simple`` (a photo of a {}.), ``bare`` (the name alone), the seven that
+CLIP's authors recommend for ImageNet, and the eighty that they report with."""
+
+_WORDNET_ID = re.compile(r"\bn\d{8}\b")
+_NAMES, _PROMPTS = "en_classnames.json", "en_zeroshot_classification_templates.json"
+
+
+# --- names of classes --------------------------------------------------------------------------
+
+
+def labels_of(root: Path, table: str | None = None) -> list[str]:
+    """The labels of a benchmark, sorted: its folders, or those of the table ``root/table``.
+
+    FileNotFoundError for a missing folder or table, ValueError where there is no class.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"no folder {root}: zero-shot evaluation needs images")
+    labels = table_labels(root / table) if table else folder_labels(root)
+    if not labels:
+        where, wanted = (root / table, "a row per image") if table else (root, "a folder per class")
+        raise ValueError(f"{where} has no images: wanted {wanted}")
+    return labels
+
+
+def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[str, str]:
+    """Label -> name of every class that an image can be given, in a fixed order.
+
+    ``classes``:
+      - None: each label is its own name, underscores as spaces.
+      - ``imagenet1k``: the names that CLIP's authors use (open_clip ships them).
+      - ``clip_benchmark:DATASET``: the English names in clip-benchmark (needs the extra ``eval``).
+      - a file below ``root``: JSON (``.json``) with an object label -> name or a list of names;
+        else text with a line per class, ``LABEL<TAB>name`` or ``LABEL`` alone.
+
+    What maps labels to names also says which classes there are: one without images remains a
+    candidate. A list of names does not: the candidates are ``labels``. It is joined to ImageNet's
+    WordNet ids by its place among the 1,000 sorted ids (so a part of them will do), to numbers if
+    they run from 0 to the last name, else to labels of the same words, and never to sorted folders
+    by position.
+
+    Raises ValueError where a label has no name, or one with a WordNet id in it (no caption says
+    "n01440764"), and FileNotFoundError for a missing file.
+    """
+    if classes is None:
+        names = {label: readable(label) for label in labels}
+    else:
+        given = _given_names(classes, root)
+        names = given if isinstance(given, dict) else _joined(labels, given, classes)
+    if strangers := [label for label in labels if label not in names]:
+        raise ValueError(
+            f"{classes} has no name for {len(strangers)} of {len(labels)} classes, such as "
+            f"{strangers[0]!r}: set classes=FILE with a line '{strangers[0]}<TAB>name' for each"
+        )
+    nameless = [label for label, name in names.items() if not name or _WORDNET_ID.search(name)]
+    if nameless:
+        raise ValueError(
+            f"the names of {len(nameless)} of {len(names)} classes hold WordNet ids or nothing, "
+            f"such as that of {nameless[0]!r}: set classes={IMAGENET}, or classes=FILE with a line "
+            f"'{nameless[0]}<TAB>name' for each"
+        )
+    return names
+
+
+def _given_names(classes: str, root: Path) -> dict[str, str] | list[str]:
+    """What ``classes`` names, without the labels: a mapping, or a list of names."""
+    if classes == IMAGENET:
+        from mclclip.models.clip import IMAGENET_NAMES
+
+        return list(IMAGENET_NAMES)
+    if classes.startswith(CLIP_BENCHMARK):
+        return _of_clip_benchmark(classes, _NAMES, "class names")
+    path = root / classes
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no file of classes at {path}: give a file below {root}, {IMAGENET}, or "
+            f"{CLIP_BENCHMARK}DATASET"
+        )
+    if path.suffix == ".json":
+        return _read_json_names(path)
+    return _read_lines(path)
+
+
+def _read_json_names(path: Path) -> dict[str, str] | list[str]:
+    tree = _read_json(path)
+    entries = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
+    if not all(isinstance(name, str) for name in entries):
+        raise ValueError(f"{path} must hold an object of label: name, or a list of names")
+    found: dict[str, str] | list[str] = tree
+    return found
+
+
+def _read_lines(path: Path) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8-sig").splitlines():
+        label, tab, name = line.strip().partition("\t")
+        if not label:
+            continue
+        if label in names:
+            raise ValueError(f"{path} names the class {label!r} twice")
+        names[label] = name.strip() if tab else readable(label)
+    return names
+
+
+def _joined(labels: Sequence[str], names: Sequence[str], source: str) -> dict[str, str]:
+    """Label -> its name of a list, for the labels that have one there (see ``find_names``)."""
+    if all(map(_WORDNET_ID.fullmatch, labels)):
+        ids = _imagenet_ids()
+        if len(names) != len(ids):
+            raise ValueError(
+                f"{source} has {len(names)} names, and {labels[0]!r} is a WordNet id: wanted the "
+                f"{len(ids)} names of ImageNet-1k, or a file with a line '{labels[0]}<TAB>name' "
+                "for each class"
+            )
+        named = dict(zip(ids, names, strict=True))
+        return {label: named[label] for label in labels if label in named}
+    if all(label.isdecimal() for label in labels):
+        numbers = [int(label) for label in labels]
+        if sorted(numbers) != list(range(len(names))):
+            raise ValueError(
+                f"{source} has {len(names)} names, which belong to the numbers 0 to "
+                f"{len(names) - 1}: the {len(labels)} classes run from {min(numbers)} to "
+                f"{max(numbers)}; give a file with a line 'LABEL<TAB>name' for each class"
+            )
+        return {label: names[number] for label, number in zip(labels, numbers, strict=True)}
+    worded = {_words(name): name for name in names}
+    return {label: worded[_words(label)] for label in labels if _words(label) in worded}
+
+
+def _words(text: str) -> str:
+    return re.sub(r"[\W_]+", " ", text).strip().casefold()
+
+
+@cache
+def _imagenet_ids() -> tuple[str, ...]:
+    """The WordNet ids of ImageNet-1k's classes, sorted, as its class numbers go."""
+    import mclclip.torchvision_fix  # noqa: F401
+
+    # isort: split
+    from timm.data import ImageNetInfo
+
+    return tuple(ImageNetInfo("imagenet-1k").label_names())
+
+
+# --- templates ---------------------------------------------------------------------------------
+
+
+def find_templates(templates: str | Sequence[str], root: Path) -> list[str]:
+    """Prompt templates with ``{}`` where the class name goes.
+
+    ``templates``: the templates themselves; a name of ``TEMPLATES``; ``clip_benchmark:DATASET``,
+    those that clip-benchmark ships for a data set (needs the extra ``eval``); or a file below
+    ``root``, text with one per line or JSON (``.json``) with a list. ValueError for anything else.
+    """
+    if isinstance(templates, str):
+        found = _named_templates(templates, root)
+    else:
+        found = [str(template) for template in templates]
+    if wrong := [template for template in found if template.count("{}") != 1]:
+        raise ValueError(f"template {wrong[0]!r} must have one {{}} for the class name")
+    if not found:
+        raise ValueError(f"there are no templates in {templates!r}")
+    return found
+
+
+def _named_templates(name: str, root: Path) -> list[str]:
+    if name in ("clip_7", "clip_80"):
+        from mclclip.models.clip import IMAGENET_TEMPLATES, RECOMMENDED_TEMPLATES
+
+        return list(RECOMMENDED_TEMPLATES if name == "clip_7" else IMAGENET_TEMPLATES)
+    if name in TEMPLATES:
+        return ["a photo of a {}." if name == "simple" else "{}"]
+    if name.startswith(CLIP_BENCHMARK):
+        found = _of_clip_benchmark(name, _PROMPTS, "templates")
+        return [template.replace("{c}", "{}") for template in found]
+    if (root / name).is_file():
+        return _template_lines(root / name)
+    raise ValueError(
+        f"unknown templates {name!r}: use {', '.join(TEMPLATES)}, {CLIP_BENCHMARK}DATASET, "
+        f"a file below {root} with one per line, or a list"
+    )
+
+
+def _template_lines(path: Path) -> list[str]:
+    if path.suffix != ".json":
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        return [line.strip() for line in lines if line.strip()]
+    found = _read_json(path)
+    if not isinstance(found, list):
+        raise ValueError(f"{path} must hold a list of templates")
+    return [str(template) for template in found]
+
+
+# --- both --------------------------------------------------------------------------------------
+
+
+def check(
+    root: Path,
+    *,
+    labels: str | None = None,
+    classes: str | None = None,
+    templates: str | Sequence[str] = "simple",
+) -> None:
+    """Raises what ``zeroshot.evaluate`` would raise of names and templates; reads no image."""
+    find_names(labels_of(root, labels), classes, root)
+    find_templates(templates, root)
+
+
+def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+    """``check`` of all zero-shot benchmarks whose folders are there.
+
+    Errors begin with the benchmark's name. Unknown options and wrong types are left to
+    ``run.check``, which knows the evaluators and so imports torch.
+    """
+    for name, benchmark in benchmarks.items():
+        if benchmark.kind != "zeroshot" or not Path(benchmark.path).is_dir():
+            continue
+        try:
+            check(Path(benchmark.path), **_options(benchmark))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"benchmark {name!r}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"benchmark {name!r}: {error}") from None
+
+
+def _options(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    types: dict[str, Any] = {"labels": str, "classes": str, "templates": str | list}
+    return {o: v for o, v in benchmark.options.items() if o in types and isinstance(v, types[o])}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
+    """The entry of ``clip_benchmark:DATASET`` in one of the package's JSON files."""
+    dataset = choice.removeprefix(CLIP_BENCHMARK)
+    try:
+        package = importlib.resources.files("clip_benchmark")
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{choice} needs the package clip-benchmark: pip install 'mclclip[eval]'"
+        ) from None
+    entries = json.loads((package / "datasets" / file).read_text(encoding="utf-8"))
+    if dataset not in entries:
+        known = ", ".join(sorted(entries))
+        raise ValueError(f"clip-benchmark has no {what} for {dataset!r}: it has {known}")
+    found: list[str] = entries[dataset]
+    return found

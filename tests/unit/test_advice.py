@@ -1,0 +1,77 @@
+"""The options that messages and docstrings name exist, with the values they advise."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE: dict[str, Any] = {
+    "run_dir": "run",
+    "cluster": {"labels_per_sample": 8},
+    "train": {"objective": {"kind": "mlcd"}},
+}
+UNKNOWN = "\0"  # stands for the values that an f-string fills in, and for "..."
+ADVICE = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)+)=([^\s,;:)`'\"]+)")
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """Every string of a module; an f-string is one, with ``UNKNOWN`` for what it fills in."""
+    parts = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            constants = [part if isinstance(part, ast.Constant) else None for part in node.values]
+            parts |= {id(part) for part in constants}
+            yield "".join(UNKNOWN if part is None else str(part.value) for part in constants)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in parts:
+                yield node.value
+
+
+def advised() -> set[tuple[str, str]]:
+    """All ``key.path=value`` in strings of the package, but for ``key.path=value`` itself."""
+    files = [*(ROOT / "mclclip").rglob("*.py"), *(ROOT / "eval").glob("*.py")]
+    found = {
+        (key, value.rstrip(".") or UNKNOWN)
+        for file in files
+        for text in texts(ast.parse(file.read_text(encoding="utf-8")))
+        for key, value in ADVICE.findall(text)
+    }
+    return found - {("key.path", "value")}
+
+
+def complaint(key: str, value: str) -> str | None:
+    """What the configuration says against the advice; parts of ``train`` may go by their names."""
+    full = key if key.split(".")[0] in config.to_tree(config.from_tree(BASE)) else f"train.{key}"
+    filled = UNKNOWN in value
+    try:
+        config.from_tree(BASE, [f"{full}={'[[]]' if filled else value}"])
+    except ValueError as error:
+        return str(error) if not filled or "unknown option" in str(error) else None
+    return None
+
+
+def test_advised_options_and_values_exist() -> None:
+    found = advised()
+    assert {("export.soup", "false"), ("cluster.num_clusters", UNKNOWN)} <= found
+    wrong = {f"{key}={value}": complaint(key, value) for key, value in sorted(found)}
+    assert {advice: why for advice, why in wrong.items() if why} == {}
+
+
+@pytest.mark.parametrize(
+    "key, value, why",
+    [
+        ("embed.feature", "proj", "'projected' or 'pooled'"),
+        ("embed.features", UNKNOWN, "unknown option 'embed.features'"),
+        ("engine.name", "zero", "'train.engine.name', got 'zero'"),
+    ],
+)
+def test_wrong_advice_would_be_found(key: str, value: str, why: str) -> None:
+    assert why in str(complaint(key, value))
