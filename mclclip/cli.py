@@ -142,7 +142,7 @@ def _config(args: argparse.Namespace) -> object:
     if args.plan:
         from mclclip import plan
 
-        machine = plan.Machine(args.nodes, args.gpus_per_node, args.gpu_memory_gib)
+        machine = plan.Machine.described(args.nodes, args.gpus_per_node, args.gpu_memory_gib)
         plan.run(options, machine, samples=args.samples, as_json=args.json)
         return None
     print(config.dump(options), end="")
@@ -231,8 +231,11 @@ def _add_config_options(verb: argparse.ArgumentParser) -> None:
 def _add_plan_options(verb: argparse.ArgumentParser) -> None:
     group = verb.add_argument_group("plan", "what the run will do and need; uses no GPU")
     group.add_argument("--plan", action="store_true", help="print steps, memory and disk instead")
-    group.add_argument("--nodes", type=int, default=1, metavar="N")
-    group.add_argument("--gpus-per-node", type=int, default=1, metavar="G")
+    group.add_argument("--nodes", type=int, metavar="N", help="default 1")
+    group.add_argument(
+        "--gpus-per-node", type=int, metavar="G",
+        help="default 1; with this or --nodes a too small disk here is a warning",
+    )  # fmt: skip
     group.add_argument("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
     group.add_argument("--samples", type=int, metavar="N", help="used where there is no index yet")
     group.add_argument("--json", action="store_true", help="sizes in bytes")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
+from mclclip.config.image_blocks import check_image_blocks
 from mclclip.config.objective import STRICT, ClassCentersConfig
 from mclclip.config.training import TrainConfig
 
@@ -225,6 +226,9 @@ class Config:
             )
         if centers is not None:
             self._check_class_centers(centers)
+        for name, options in self.trainings.items():
+            model = (self.trained_model if name == "train" else None) or self.model
+            check_image_blocks(f"{name}.lock.image_blocks", options.lock.image_blocks, model.name)
 
     def _check_class_centers(self, centers: ClassCentersConfig) -> None:
         if self.controls:

@@ -26,9 +26,10 @@ class LockConfig:
     """What is trained; everything else is frozen at the base weights."""
 
     image_blocks: NonNegativeInt | Literal["all"] = "all"
-    """Last blocks of the image tower that are trained (ResNet: of stem and four layers)."""
+    """Last blocks of the image tower that are trained (ResNet: of the stem and the residual
+    blocks, which are 1 + 16 in an RN50)."""
     image_norm: bool = True
-    """Train the final norm of the image tower (ResNet: batch norms of trained groups)."""
+    """Train the final norm of the image tower (ResNet: batch norms of trained blocks)."""
     image_projection: bool = True
     """Train the image projection (ResNet: the attention pool)."""
     text: bool = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import numpy as np
+
 from mclclip.data.group_tree import Level, Policy, build_levels, num_scheduled, require_steps
 from mclclip.data.pseudo_labels import GroupedIndex, label_space, size_statistics
 
@@ -27,6 +29,17 @@ class Coverage:
     remainder: int  # samples left out of an epoch, others in every epoch
     steps_by_prefix: dict[int, int]  # prefix length of the mask -> steps
     mixed_steps: int  # steps with rows of several groups at that length
+    negatives: float  # other samples that a row is compared with, mean over the rows of an epoch
+
+    @property
+    def full_label_share(self) -> float:
+        """Share of the steps whose rows are compared at the full label, as Eq. 3 asks."""
+        return self.steps_by_prefix[max(self.steps_by_prefix)] / max(self.steps, 1)
+
+    @property
+    def repeated(self) -> int:
+        """Rows of an epoch beyond the distinct samples (policy "wrap")."""
+        return self.steps * self.global_batch - self.scheduled
 
     @property
     def bound(self) -> float:
@@ -40,11 +53,10 @@ class Coverage:
     def text(self) -> str:
         """The report, several lines."""
         groups, percent = self.groups, 100 / max(self.num_samples, 1)
-        prefixes = ", ".join(
-            f"{100 * steps / max(self.steps, 1):.1f} % at prefix length {length}"
-            for length, steps in sorted(self.steps_by_prefix.items(), reverse=True)
+        prefixes = "".join(
+            f", {100 * steps / max(self.steps, 1):.1f} % at prefix length {length}"
+            for length, steps in sorted(self.steps_by_prefix.items(), reverse=True)[1:]
         )
-        repeats = self.steps * self.global_batch - self.scheduled
         unused = "too small groups always, the others" if self.policy == "drop" else "others"
         return "\n".join(
             (
@@ -57,9 +69,11 @@ class Coverage:
                 f"{100 * self.share_below_batch:.1f} % of the samples",
                 f"  Eq. 4      {self.label_space:,} possible labels, samples / global batch = "
                 f"{self.bound:,.1f}: {'within' if self.within_bound else 'BEYOND'} the bound",
-                f"  steps      {self.steps:,}: {prefixes}; {self.mixed_steps:,} of mixed groups",
+                f"  steps      {self.steps:,}: {100 * self.full_label_share:.1f} % at the full "
+                f"label{prefixes}; {self.mixed_steps:,} of mixed groups",
+                f"  negatives  {self.negatives:,.0f} of a row on average",
                 f"  samples    {self.scheduled:,} scheduled, {self.remainder:,} left out "
-                f"({self.remainder * percent:.1f} %, {unused} in turn), {repeats:,} repeated",
+                f"({self.remainder * percent:.1f} %, {unused} in turn), {self.repeated:,} repeated",
             )
         )
 
@@ -90,7 +104,31 @@ def _count(
         remainder=grouped.num_samples - scheduled,
         steps_by_prefix=by_prefix,
         mixed_steps=int(levels[-1].batches.sum()) if policy == "mask" else 0,
+        negatives=_negatives(levels, global_batch, policy),
     )
+
+
+def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
+    """Mean number of other samples that a row of an epoch is compared with.
+
+    All of the batch, but in the mixed batches of "mask", where they are those of the row's own
+    group (counted for groups pooled in the order of their labels; an epoch shuffles them), and in
+    the last batch of "wrap" of a group smaller than a batch, which holds each sample several times.
+    """
+    steps = sum(int(level.batches.sum()) for level in levels)
+    if not steps:
+        return 0.0
+    compared = float(steps) * global_batch**2  # rows times what each is compared with
+    if policy == "wrap":
+        distinct = np.minimum(levels[0].sizes, global_batch)
+        compared = global_batch * float(distinct @ levels[0].batches)
+    if policy == "mask":
+        mixed = int(levels[1].batches[0]) * global_batch
+        ends = np.cumsum(levels[0].leftovers)
+        cuts = np.unique(np.concatenate([[0], ends, np.arange(0, mixed + 1, global_batch)]))
+        runs = np.diff(cuts[cuts <= mixed]).astype(np.float64)
+        compared += float((runs**2).sum()) - mixed * global_batch
+    return compared / (steps * global_batch) - 1.0
 
 
 def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:

@@ -63,7 +63,7 @@ class ClipModel(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the image tower: transformer blocks, or a ResNet's stem and four layers."""
+        """Blocks of the image tower: transformer blocks, or a ResNet's stem and residual blocks."""
         return self.layout.num_blocks
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
@@ -84,7 +84,7 @@ class ClipModel(nn.Module):
         if not 0 <= num_trunk_blocks <= self.num_blocks:
             raise ValueError(
                 f"num_trunk_blocks is {num_trunk_blocks}, but the image tower has "
-                f"{self.num_blocks} blocks: give 0 to {self.num_blocks}"
+                f"{self.layout.counted}: give 0 to {self.num_blocks}"
             )
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
@@ -198,12 +198,13 @@ class ClipModel(nn.Module):
     ) -> list[str]:
         """Makes exactly the named parts trainable, freezes the rest, returns the trainable names.
 
-        `image_blocks`: the last n blocks (ResNet: of stem, layer1 ... layer4); "all" adds what lies
-        before the first block. `image_norm`: the final norm (ResNet: the batch norms of trained
-        blocks; frozen ones keep their running statistics). `image_projection`: the projection
-        (ResNet: the attention pool). `text`: the whole text tower. A logit bias is never trained:
-        it shifts all logits alike, which a softmax does not see. Raises ValueError for more blocks
-        than there are, and for towers that are not understood.
+        `image_blocks`: the last n blocks (ResNet: of the stem and the residual blocks, 17 of an
+        RN50); "all" adds what lies before the first block. `image_norm`: the final norm (ResNet:
+        the batch norms of trained blocks; frozen ones keep their running statistics).
+        `image_projection`: the projection (ResNet: the attention pool). `text`: the whole text
+        tower. A logit bias is never trained: it shifts all logits alike, which a softmax does not
+        see. Raises ValueError for more blocks than there are, and for towers that are not
+        understood.
         """
         parts = self._image_parts(image_blocks, image_norm, image_projection)
         norms = self._batch_norm_parameters() if not image_norm else set()
@@ -234,8 +235,8 @@ class ClipModel(nn.Module):
         number = layout.num_blocks if image_blocks == "all" else image_blocks
         if not 0 <= number <= layout.num_blocks:
             raise ValueError(
-                f"image_blocks is {image_blocks}, but the image tower has {layout.num_blocks} "
-                f"blocks: give 0 to {layout.num_blocks} or 'all'"
+                f"image_blocks is {image_blocks}, but the image tower has {layout.counted}: give "
+                f"0 to {layout.num_blocks}, or 'all'"
             )
         parts = layout.embedding if image_blocks == "all" else ()
         for block in layout.blocks[layout.num_blocks - number :]:

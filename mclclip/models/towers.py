@@ -19,7 +19,7 @@ class TowerLayout:
     """Which parts of an image tower are what; names are relative to the tower.
 
     A name is a submodule or a parameter. `embedding` lies before the first block and is empty for
-    a ResNet, whose stem is its first block.
+    a ResNet, whose stem is its first block and whose residual blocks are the others.
     """
 
     kind: Literal["transformer", "resnet"]
@@ -30,8 +30,15 @@ class TowerLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Transformer blocks, or 5 for a ResNet: the stem and four layers."""
+        """Transformer blocks, or the stem and the residual blocks of a ResNet (RN50: 1 + 16)."""
         return len(self.blocks)
+
+    @property
+    def counted(self) -> str:
+        """The number of blocks in words, for messages."""
+        if self.kind == "transformer":
+            return f"{self.num_blocks} blocks"
+        return f"{self.num_blocks} blocks (the stem and {self.num_blocks - 1} residual blocks)"
 
     def trunk(self, num_blocks: int) -> tuple[str, ...]:
         """Names in the first `num_blocks` blocks; with any block comes the embedding."""
@@ -72,13 +79,17 @@ def transformer_layout(tower: nn.Module) -> TowerLayout:
 
 
 def resnet_layout(tower: nn.Module) -> TowerLayout:
-    """Layout of an open_clip `ModifiedResNet`: blocks are [stem, layer1, ..., layer4].
+    """Layout of an open_clip `ModifiedResNet`: its stem, then every residual block of its layers.
 
     `norm` is empty: a ResNet has no final norm, its batch norms belong to their blocks.
     """
     stem = _present(tower, "conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
-    layers = tuple((f"layer{i}",) for i in range(1, 5))
-    return _checked(tower, TowerLayout("resnet", (), (stem, *layers), (), ("attnpool",)))
+    residual = tuple(
+        (f"layer{i}.{n}",)
+        for i, layer in enumerate(block_modules(tower), start=1)
+        for n, _ in enumerate(layer.children())
+    )
+    return _checked(tower, TowerLayout("resnet", (), (stem, *residual), (), ("attnpool",)))
 
 
 def text_layout(tower: nn.Module) -> TowerLayout:

@@ -8,6 +8,7 @@ values (``memory``); ``disk`` adds up files; ``table`` prints.
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from mclclip.config import Config
@@ -17,18 +18,23 @@ from mclclip.plan.machine import GIB, Machine
 
 __all__ = ["Machine", "make", "run"]
 
+log = logging.getLogger("mclclip")
+
 
 def run(config: Config, machine: Machine, *, samples: int | None, as_json: bool) -> None:
     """Prints the plan of ``config``; see ``make`` for ``samples``.
 
     Raises ValueError, one line, for what cannot run: options that exclude each other before
-    anything is printed, too little memory or disk after the plan.
+    anything is printed, too little memory or disk after the plan. For a machine elsewhere too
+    little disk here is logged as a warning.
     """
     plan = make(config, machine, samples)
     print(json.dumps(plan, indent=2) if as_json else table.text(plan))
     for name, options in config.trainings.items():
         memory.check(plan["memory"][name], name, options, machine)
-    disk.check(plan["disk"], config)
+    warning = disk.check(plan["disk"], config, machine)
+    if warning is not None:
+        log.warning("%s", warning)
 
 
 def make(config: Config, machine: Machine, samples: int | None = None) -> dict[str, Any]:

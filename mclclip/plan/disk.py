@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mclclip.config import Config, TrainConfig
-from mclclip.plan.machine import GIB
+from mclclip.plan.machine import GIB, Machine
 
 
 def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
@@ -40,15 +40,24 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
     }
 
 
-def check(counted: dict[str, Any], config: Config) -> None:
-    """Raises ValueError where the disk of the run directory has too little room."""
+def check(counted: dict[str, Any], config: Config, machine: Machine) -> str | None:
+    """Raises ValueError where the disk of the run directory has too little room.
+
+    For a machine elsewhere the disk here does not decide: what is missing comes back as a warning,
+    None where nothing is.
+    """
     missing = counted["sum"] - counted["present"]
-    if missing > counted["free"]:
-        raise ValueError(
-            f"{config.run_dir} needs about {missing / GIB:.1f} GiB more, its disk has "
-            f"{counted['free'] / GIB:.1f} GiB free: give another run_dir, make room, or keep fewer "
-            "checkpoints (checkpoint.keep, checkpoint.keep_every)"
-        )
+    if missing <= counted["free"]:
+        return None
+    needs = f"{config.run_dir} needs about {missing / GIB:.1f} GiB more"
+    free = f"{counted['free'] / GIB:.1f} GiB free"
+    if machine.elsewhere:
+        return f"{needs}, the disk here has {free}: check that the machines planned for have room"
+    raise ValueError(
+        f"{needs}, its disk has {free}: give another run_dir, make room, or keep fewer checkpoints "
+        "(checkpoint.keep, checkpoint.keep_every); for machines elsewhere give --nodes and "
+        "--gpus-per-node"
+    )
 
 
 def _training(config: Config, training: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:

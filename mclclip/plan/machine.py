@@ -9,11 +9,24 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """``nodes`` of ``gpus_per_node`` GPUs of ``memory_gib`` each (None: not to be checked)."""
+    """``nodes`` of ``gpus_per_node`` GPUs of ``memory_gib`` each (None: not to be checked).
+
+    ``elsewhere``: not the machine that makes the plan, whose disk then says nothing.
+    """
 
     nodes: int = 1
     gpus_per_node: int = 1
     memory_gib: float | None = None
+    elsewhere: bool = False
+
+    @classmethod
+    def described(
+        cls, nodes: int | None, gpus_per_node: int | None, memory_gib: float | None
+    ) -> Machine:
+        """Of options that may be missing: with either number given, the plan is for elsewhere."""
+        elsewhere = nodes is not None or gpus_per_node is not None
+        nodes, gpus_per_node = (1 if n is None else n for n in (nodes, gpus_per_node))
+        return cls(nodes, gpus_per_node, memory_gib, elsewhere)
 
     def __post_init__(self) -> None:
         for name, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node)):

@@ -8,12 +8,13 @@ import numpy as np
 
 from mclclip import artifacts
 from mclclip.config import Config, TrainConfig
-from mclclip.data.coverage import coverage_report
+from mclclip.data.coverage import Coverage, coverage_report
 from mclclip.data.pseudo_labels import GroupedIndex, label_space
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import StageGroups, read_pseudo_labels
 from mclclip.data.step_counts import check_samples, steps_per_epoch, total_steps
 from mclclip.layout import Layout
+from mclclip.plan import groups as plan_groups
 
 Range = tuple[int, int]
 
@@ -22,7 +23,8 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
     """``samples`` (number, usable, captions, where from) and ``trainings``, in order.
 
     A training: stage, variant, option, steps, steps_per_epoch and groups as [fewest, most] or None,
-    and whether they are exact. A control takes as many steps as the training it controls. Raises
+    whether they are exact, and coverage, what an epoch makes of the groups (``plan.groups``; none
+    for trainings without groups). A control takes as many steps as the training it controls. Raises
     ValueError for groups or batches that the samples cannot fill.
     """
     if samples is not None and samples < 1:
@@ -63,19 +65,21 @@ def _training(
     usable = samples["usable"]
     clusters = max((config.cluster.clusters_of(earlier) for earlier in range(stage)), default=1)
     _check_samples(clusters, name, options, usable, radices)
+    batch, policy = options.global_batch, options.plan.policy
     on_disk = _on_disk(config, index, stage, variant, options)
-    groups: Range | None = (1, label_space(radices)) if radices else (1, 1)
-    epoch: Range | None = None
+    most = label_space(radices)
+    groups, epoch, coverage = (1, most), None, []
     if on_disk is not None:
-        groups, epoch = on_disk
+        found = int(on_disk.groups["num_groups"])
+        groups, epoch = (found, found), (on_disk.steps, on_disk.steps)
+        coverage = [plan_groups.summary("found", on_disk)] if radices else []
     elif usable is not None:
-        most = label_space(radices)
-        groups = (1, min(most, usable))
-        epoch = steps_per_epoch(usable, options.global_batch, options.plan.policy, most)
+        groups, epoch = (1, min(most, usable)), steps_per_epoch(usable, batch, policy, most)
+        coverage = plan_groups.assumed(usable, radices, batch, policy) if radices else []
     if epoch is not None and epoch[1] == 0:
         raise ValueError(
             f"stage {stage} ({variant}) has no step: {usable:,} samples fill no batch of "
-            f"{name}.global_batch={options.global_batch:,} under policy {options.plan.policy!r}: "
+            f"{name}.global_batch={batch:,} under policy {policy!r}: "
             "lower it, or cluster into fewer groups"
         )
     total = _total(options, epoch)
@@ -88,6 +92,7 @@ def _training(
         "steps": total,
         "samples_seen": total and tuple(steps * options.global_batch for steps in total),
         "exact": on_disk is not None or (samples["exact"] and not radices),
+        "coverage": coverage,
     }
 
 
@@ -125,8 +130,8 @@ def _check_samples(
 
 def _on_disk(
     config: Config, index: SampleIndex | None, stage: int, variant: str, options: TrainConfig
-) -> tuple[Range, Range] | None:
-    """Groups and steps per epoch of a training that has begun, or whose labels are there."""
+) -> Coverage | None:
+    """The coverage of a training that has begun, or whose labels are there."""
     layout = Layout.of(config, variant)
     begun = StageGroups(layout.train(stage) / "grouped_index")
     if begun.written:
@@ -145,5 +150,4 @@ def _on_disk(
             labels = labels.copy()
         labels[bad] = -1
         grouped = GroupedIndex.build(labels, radices)
-    report = coverage_report(grouped, options.global_batch, options.plan.policy)
-    return (grouped.num_groups, grouped.num_groups), (report.steps, report.steps)
+    return coverage_report(grouped, options.global_batch, options.plan.policy)

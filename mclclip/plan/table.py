@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mclclip.plan import groups
 from mclclip.plan.head import MEMORY_BYTES_PER_S, NETWORK_BYTES_PER_S, PRODUCTS_PER_S
 from mclclip.plan.machine import GIB
 from mclclip.plan.memory import PARTS
@@ -12,7 +13,10 @@ from mclclip.plan.memory import PARTS
 
 def text(plan: dict[str, Any]) -> str:
     """The whole plan, several lines."""
-    blocks = [_heading(plan), _steps(plan), _batches(plan), _parameters(plan), _memory(plan)]
+    blocks = [_heading(plan), _steps(plan)]
+    if any(training["coverage"] for training in plan["trainings"]):
+        blocks.append(_coverage(plan))
+    blocks += [_batches(plan), _parameters(plan), _memory(plan)]
     heads = [kind["head"] for kind in plan["memory"].values() if kind["head"]]
     blocks += [_class_centers(head) for head in heads]
     return "\n\n".join("\n".join(block) for block in (*blocks, _disk(plan)))
@@ -44,6 +48,33 @@ def _steps(plan: dict[str, Any]) -> Iterator[str]:
         )
         rows.append(["in all", "", _range(steps), "", _range(seen), ""])
     yield from _aligned(rows)
+
+
+def _coverage(plan: dict[str, Any]) -> Iterator[str]:
+    """What an epoch of each stage makes of its groups; random groups have the same sizes."""
+    rows = [["an epoch", "steps", "full label", "mixed", "negatives", "left out", "", "repeated"]]
+    found = [t for t in plan["trainings"] if t["variant"] == "mcl"]
+    for training in found:
+        for epoch in training["coverage"]:
+            rows.append(
+                [
+                    f"{_name(training)}, {epoch['sizes']} groups",
+                    f"{epoch['steps']:,}",
+                    _percent(epoch["full_label_share"]),
+                    _percent(epoch["mixed_steps"] / max(epoch["steps"], 1)),
+                    f"{epoch['negatives']:,.0f}",
+                    f"{epoch['left_out']:,}",
+                    _percent(epoch["left_out_share"]),
+                    f"{epoch['repeated']:,}",
+                ]
+            )
+    yield from _aligned(rows)
+    if any(epoch["sizes"] in groups.ASSUMED for t in found for epoch in t["coverage"]):
+        yield from groups.NOTE
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _batches(plan: dict[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch
 import mclclip
 from mclclip import checkpoint
 from mclclip.eval import results
+from mclclip.models.clip import load_clip
 from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
 
@@ -148,6 +149,12 @@ def test_from_scratch_and_then_the_text_tower(
     shell.ok(*command)
     export = tmp_path / "run/stage_1/export"
     assert mclclip.load_model(str(export)).embed_dim == 12
+    drawn, found = (
+        model.clip.state_dict()
+        for model in (load_clip(small), mclclip.load_model(str(export)).model)
+    )
+    for name in drawn:  # MLCD trains no text tower: what lit.yaml starts from is as it was drawn
+        assert torch.equal(found[name], drawn[name]) or name.startswith("visual."), name
     lit = [
         f"run_dir={tmp_path / 'lit'}",
         f"model={{name: 'local-dir:{export}'}}",

@@ -10,6 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mclclip import config, plan
@@ -137,6 +138,61 @@ def test_one_encoder_is_not_joined() -> None:
     assert found["disk"]["exports"] == alone["disk"]["exports"] > 0
 
 
+# --- what an epoch makes of the groups ----------------------------------------------------------
+
+
+def epochs_of(options: Config) -> dict[tuple[int, str], dict[str, Any]]:
+    """Rows of the table by stage and the sizes that are assumed."""
+    found = plan.steps.count(options, CC12M)["trainings"]
+    return {(t["stage"], row["sizes"]): row for t in found for row in t["coverage"]}
+
+
+def test_shares_of_the_papers_setting() -> None:
+    """1,000 equal groups of 10,968 or 10,969 pairs: one full batch of 8,192 each, 2,777 are over.
+
+    Of those backoff makes 338 more batches: 1,000 of 1,338 steps compare at the full label.
+    """
+    rows = epochs_of(recipe("cc12m_vitl14"))
+    assert list(rows) == [(s, sizes) for s in (1, 2, 3) for sizes in plan.groups.ASSUMED]
+    shares = {key: round(100 * row["full_label_share"], 1) for key, row in rows.items()}
+    assert shares == {
+        (1, "equal"): 99.4, (2, "equal"): 97.2, (3, "equal"): 74.7,
+        (1, "long-tailed"): 99.8, (2, "long-tailed"): 96.7, (3, "long-tailed"): 68.6,
+    }  # fmt: skip
+    assert {row["left_out"] for row in rows.values()} == {CC12M % 8192}
+    assert {row["steps"] for row in rows.values()} == {1338}
+    dropped = epochs_of(recipe("cc12m_vitl14", "train.plan.policy=drop"))[3, "equal"]
+    assert (dropped["steps"], dropped["left_out"]) == (1000, CC12M - 1000 * 8192)
+    assert dropped["full_label_share"] == 1.0
+    masked = epochs_of(recipe("cc12m_vitl14", "train.plan.policy=mask"))[3, "equal"]
+    assert (masked["mixed_steps"], masked["full_label_share"]) == (338, 1.0)
+    assert 6_700 < masked["negatives"] < 6_800
+    wrapped = epochs_of(recipe("cc12m_vitl14", "train.plan.policy=wrap"))[3, "equal"]
+    assert (wrapped["steps"], wrapped["repeated"]) == (2000, 2000 * 8192 - CC12M)
+
+
+def test_assumed_sizes() -> None:
+    """Zipf's law in every clustering, and no sample lost to rounding."""
+    grouped = plan.groups._grouped(1100, (2, 3), "long-tailed")
+    assert list(np.diff(grouped.group_starts)) == [400, 200, 133, 200, 100, 67]
+    assert plan.groups._grouped(7, (3, 3), "equal").num_groups == 7
+    assert plan.groups.assumed(100, (11, 11), 4, "backoff") == []
+
+
+def test_what_has_no_groups_shows_none() -> None:
+    for options in (recipe("mlcd_finetune_vitl14"), recipe("lit", "model.name=ViT-B-32")):
+        (training,) = plan.steps.count(options, CC12M)["trainings"]
+        assert training["coverage"] == []
+    found = plan.steps.count(tiny_config("num_stages=1", "controls=[ungrouped]"), 192)
+    assert [bool(t["coverage"]) for t in found["trainings"]] == [False, True, False]
+    shown = list(plan.table._coverage(found))
+    assert [line.split("  ")[0] for line in shown[1:3]] == [
+        "stage 1, equal groups",
+        "stage 1, long-tailed groups",
+    ]
+    assert shown[3:] == list(plan.groups.NOTE)
+
+
 def test_kept_checkpoints() -> None:
     options = tiny_config("train.checkpoint={every: 2, keep: 2, keep_every: 4}", "train.steps=11")
     # 2, 4, 6, 8, 10 and the last, 11: the newest two, and 4 and 8 for good.
@@ -171,6 +227,9 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     assert found["samples"]["number"] == 192
     planned = found["trainings"][0]
     assert planned["exact"] and planned["groups"][0] == planned["groups"][1] > 1
+    (epoch,) = planned["coverage"]
+    assert epoch["sizes"] == "found" and epoch["steps"] == 192 // 24
+    assert "no labels yet" not in plan.table.text(found)
     train.run(options, SINGLE, stage=1)
     layout = Layout.of(options)
     done = artifacts.read_manifest(layout.train(1), "train")
@@ -226,6 +285,25 @@ def test_a_full_disk_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatc
     assert "GiB more, its disk has 1.0 GiB free" in told
 
 
+def test_a_full_disk_here_is_a_warning_for_machines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: Usage(9, 0, 9))
+    plan.run(tiny_config(), Machine.described(1, None, None), samples=192, as_json=True)
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "GiB more, the disk here has 0.0 GiB free: check that the machines" in told
+    counted = {"sum": 2 * GIB, "present": 0, "free": GIB}
+    for given, elsewhere in (((None, 8), True), ((2, 8), True), ((None, None), False)):
+        machine = Machine.described(*given, 80.0)
+        assert machine.elsewhere == elsewhere
+        if elsewhere:
+            assert disk.check(counted, tiny_config(), machine)
+            assert disk.check({**counted, "present": GIB}, tiny_config(), machine) is None
+        else:
+            with pytest.raises(ValueError, match="its disk has 1.0 .* give --nodes and --gpus"):
+                disk.check(counted, tiny_config(), machine)
+
+
 @pytest.mark.parametrize(
     ("overrides", "samples", "message"),
     [
@@ -238,7 +316,6 @@ def test_a_full_disk_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatc
         (("train.plan.policy=drop",), 192, "possible labels"),
         (("train.engine={name: fsdp, shard_ranks: 3}",), 192, "shard_ranks=3 does not divide"),
         (("train.engine.name=deepspeed", "train.optimizer=lars"), 192, "whole parameters"),
-        (("train.lock.image_blocks=9",), 192, "image_blocks is 9"),
         (("cluster.num_clusters=[3]",), 192, "has 1 entries"),
     ],
 )

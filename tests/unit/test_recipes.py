@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -12,14 +14,16 @@ from typing import Any
 import pytest
 import yaml
 
-from mclclip import config
-from mclclip.config import Config, TrainConfig
+from mclclip import cli, config
 from mclclip.eval import run as evaluation
+from mclclip.plan import steps as planned
 from tests import tiny
 
 FOLDER = tiny.ROOT / "launch" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
-OPENAI = ["cc12m_vitb32", "cc12m_vitl14", "mcl_release"]
+PAPER = ["cc12m_vitl14_paper", "cc12m_rn50_paper"]
+OPENAI = ["cc12m_vitb32", "cc12m_vitl14", "mcl_release", *PAPER]
+MLCD = ["mlcd_laion_vitl14", "mlcd_ablation_vitb32"]
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 
@@ -33,13 +37,9 @@ def _values(tree: Any) -> Iterator[str]:
         yield tree
 
 
-def _trainings(options: Config) -> list[TrainConfig]:
-    return [options.train, *([options.base] if options.base else [])]
-
-
 def test_these_recipes_are_shipped() -> None:
     names = {recipe.stem for recipe in RECIPES}
-    assert names >= {"demo", "ucm", "lit", "mlcd_laion_vitl14", "mlcd_finetune_vitl14", *OPENAI}
+    assert names >= {"demo", "ucm", "lit", "mlcd_finetune_vitl14", *MLCD, *OPENAI}
 
 
 @every_recipe
@@ -80,6 +80,36 @@ def test_its_commands_name_it(recipe: Path) -> None:
         assert any(f"launch/recipes/{recipe.name}" in line for line in comments)
 
 
+def _commands(recipe: Path) -> list[list[str]]:
+    """What follows ``mclclip`` in the command lines of the header, word by word.
+
+    Lines that a shell would have to complete (``$options``) are left out.
+    """
+    lines = [line[1:] for line in recipe.read_text().splitlines() if line.startswith("#")]
+    text = "\n".join(lines).replace("\\\n", " ")
+    found = re.findall(r"^ {2,}(?:\S.*?)?(?:mclclip|mclclip\.sbatch) (\w.*)$", text, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in found if "$" not in line]
+
+
+@every_recipe
+def test_its_commands_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line takes every word of them, and the options are those of the recipe."""
+    monkeypatch.chdir(tiny.ROOT)
+    for words in _commands(recipe):
+        arguments = cli._parse(words)
+        if words[0] in ("run", "config"):
+            assert arguments.config == f"launch/recipes/{recipe.name}"
+            config.load(arguments.config, arguments.overrides)
+
+
+def test_commands_are_found() -> None:
+    found = {recipe.stem: [words[0] for words in _commands(recipe)] for recipe in RECIPES}
+    for name in (*PAPER, "cc12m_vitl14", "cc12m_vitl14_dfn2b", "mlcd_laion_vitl14", "lit"):
+        assert found[name] == ["run", "config"], name
+    assert found["mlcd_finetune_vitl14"] == found["mcl_release"] == ["run"]
+    assert found["mlcd_ablation_vitb32"] == ["config"]
+
+
 @every_recipe
 def test_its_benchmarks_have_options_that_evaluators_know(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,17 +120,6 @@ def test_its_benchmarks_have_options_that_evaluators_know(
     for benchmark in suite.values():
         Path(benchmark.path).mkdir(parents=True, exist_ok=True)
     evaluation.check(suite)
-
-
-@every_recipe
-def test_it_unlocks_no_more_blocks_than_there_are(recipe: Path) -> None:
-    options = config.load(recipe)
-    if str(options.model.name).startswith("local-dir:"):
-        pytest.skip("its model is an export of another run")
-    layers = _model_config(options.model.name)["vision_cfg"]["layers"]
-    available = len(layers) + 1 if isinstance(layers, list) else layers  # a ResNet: and its stem
-    for training in _trainings(options):
-        assert training.lock.image_blocks == "all" or training.lock.image_blocks <= available
 
 
 def _model_config(name: str | dict[str, Any]) -> dict[str, Any]:
@@ -124,11 +143,11 @@ def test_the_package_reaches_the_recipes_by_a_relative_link() -> None:
     assert link.resolve() == FOLDER
 
 
-# --- recipes of MCL on OpenAI's weights --------------------------------------------------------
+# --- recipes of MCL ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPENAI)
-def test_openai_weights_fit_the_model(name: str) -> None:
+@pytest.mark.parametrize("name", [*OPENAI, "cc12m_vitl14_dfn2b"])
+def test_weights_fit_the_model(name: str) -> None:
     """The tag exists for the model, and both use the same activation."""
     from mclclip.models.clip import open_clip  # with the torchvision fix in place
 
@@ -139,31 +158,103 @@ def test_openai_weights_fit_the_model(name: str) -> None:
 
 
 def test_the_paper_recipe_is_the_papers() -> None:
-    options = config.load(FOLDER / "cc12m_vitl14.yaml")
+    """Each line: what MCL states, in the order of section 5.5, Eq. 2, Algorithm 1 and Eq. 5."""
+    options = config.load(FOLDER / "cc12m_vitl14_paper.yaml")
     train, lock = options.train, options.train.lock
     assert (options.model.name, options.model.pretrained) == ("ViT-L-14-quickgelu", "openai")
-    assert (options.num_stages, options.cluster.num_clusters, train.epochs) == (3, 10, 20)
-    assert (options.cluster.label_mode, train.plan.policy) == ("prefix", "backoff")
-    assert (train.global_batch, train.steps, options.base) == (8192, None, None)
-    assert (train.lr, train.weight_decay, train.betas, train.eps) == (5e-4, 0.2, (0.9, 0.98), 1e-6)
-    assert (train.schedule, train.warmup, train.precision) == ("constant", 0.1, "bf16")
+    assert (options.num_stages, options.base, train.epochs, train.steps) == (3, None, 20, None)
+    assert (lock.text, lock.image_blocks, lock.image_norm) == (False, 6, False)
+    assert (lock.image_projection, lock.logit_scale) == (False, False)
+    assert (options.cluster.num_clusters, options.cluster.algorithm) == (10, "euclidean")
+    assert (train.global_batch, train.warmup) == (8192, 0.1)
+    assert options.cluster.label_mode == "prefix"
+    assert (train.plan.policy, train.plan.order) == ("mask", "round_robin")
+    assert (options.export.concat, options.export.soup) == (["raw"], True)
+
+
+def test_the_papers_resnet_differs_by_tower_and_epochs() -> None:
+    paper, resnet = (config.load(FOLDER / f"{name}.yaml") for name in PAPER)
+    same = dataclasses.replace(
+        paper,
+        run_dir=resnet.run_dir,
+        model=dataclasses.replace(paper.model, name="RN50-quickgelu"),
+        train=dataclasses.replace(
+            paper.train,
+            epochs=10,
+            # Norms of a ResNet lie in its blocks; AdamW's numbers are open_clip's for one.
+            lock=dataclasses.replace(paper.train.lock, image_norm=True),
+            betas=(0.9, 0.999),
+            eps=1e-8,
+        ),
+    )
+    assert resnet == same
+
+
+def test_the_recommended_recipe_differs_where_it_says() -> None:
+    ours, paper = (config.load(FOLDER / f"cc12m_{n}.yaml") for n in ("vitl14", "vitl14_paper"))
+    train, lock = ours.train, ours.train.lock
+    assert (train.plan.policy, train.plan.order) == ("backoff", "proportional")
     assert (lock.image_blocks, lock.image_norm, lock.image_projection) == (6, True, True)
-    assert (lock.text, train.cached_text) == (False, True)
+    assert (ours.cluster.algorithm, lock.text, lock.logit_scale) == ("spherical", False, True)
+    assert (train.lr, train.weight_decay, train.betas, train.eps) == (5e-4, 0.2, (0.9, 0.98), 1e-6)
+    assert (train.schedule, train.precision, train.cached_text) == ("constant", "bf16", True)
+    assert ours == dataclasses.replace(
+        paper,
+        run_dir=ours.run_dir,
+        cluster=dataclasses.replace(paper.cluster, algorithm="spherical"),
+        train=dataclasses.replace(paper.train, plan=train.plan, lock=lock),
+        export=ours.export,
+    )
 
 
-def test_the_small_recipe_differs_by_the_model_alone() -> None:
-    large, small = (config.load(FOLDER / f"cc12m_{name}.yaml") for name in ("vitl14", "vitb32"))
+def test_the_shares_in_headers_and_readme_are_those_of_the_plan() -> None:
+    def rows(name: str) -> list[dict[str, Any]]:
+        found = planned.count(config.load(FOLDER / f"{name}.yaml"), 10_968_539)["trainings"]
+        return [row for training in found for row in training["coverage"]]
+
+    def percent(share: float) -> str:
+        return f"{100 * share:.1f}"
+
+    def words(path: Path) -> str:
+        return re.sub(r"[\s#]+", " ", path.read_text())
+
+    ours, paper = rows("cc12m_vitl14"), rows("cc12m_vitl14_paper")
+    equal, tailed = ([percent(row["full_label_share"]) for row in ours[n::2]] for n in (0, 1))
+    header, readme = words(FOLDER / "cc12m_vitl14.yaml"), words(tiny.ROOT / "README.md")
+    for shares, groups in ((equal, "equal groups"), (tailed, "long-tailed ones")):
+        assert re.search("{}, {} and {} %[^;]*{}".format(*shares, groups), header)
+    for stage in range(3):
+        assert f"{equal[stage]} / {tailed[stage]} % | 100 / 100 %" in readme
+    assert all(row["full_label_share"] == 1 for row in paper)
+    mixed = [percent(row["mixed_steps"] / row["steps"]) for row in paper[-2:]]
+    negatives = [f"{row['negatives']:,.0f}" for row in paper[-2:]]
+    assert f"0 / 0 % | {' / '.join(mixed)} %" in readme
+    assert f"8,191 / 8,191 | {' / '.join(negatives)} |" in readme
+    assert f"{negatives[0]} negatives on average" in words(FOLDER / "cc12m_vitl14_paper.yaml")
+    left = {row["left_out"] for row in (*ours, *paper)}
+    assert left == {7_643} and "7,643 (0.1 %) | 7,643 (0.1 %)" in readme
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("cc12m_vitb32", {"name": "ViT-B-32-quickgelu"}),
+        ("cc12m_vitl14_dfn2b", {"pretrained": "dfn2b"}),
+    ],
+)
+def test_recommended_recipes_differ_by_the_model_alone(name: str, changes: dict[str, str]) -> None:
+    large, other = (config.load(FOLDER / f"{n}.yaml") for n in ("cc12m_vitl14", name))
     same = dataclasses.replace(
         large,
-        run_dir=small.run_dir,
-        model=dataclasses.replace(large.model, name="ViT-B-32-quickgelu"),
-        embed=dataclasses.replace(large.embed, batch_size=small.embed.batch_size),
+        run_dir=other.run_dir,
+        model=dataclasses.replace(large.model, **changes),
+        embed=dataclasses.replace(large.embed, batch_size=other.embed.batch_size),
     )
-    assert small == same
+    assert other == same
 
 
 def test_the_released_recipe_differs_where_it_says() -> None:
-    paper, released = (config.load(FOLDER / f"{n}.yaml") for n in ("cc12m_vitl14", "mcl_release"))
+    ours, released = (config.load(FOLDER / f"{n}.yaml") for n in ("cc12m_vitl14", "mcl_release"))
     train = released.train
     assert (train.global_batch, train.lock.image_blocks) == (8000, 5)
     assert (train.plan.policy, train.plan.order) == ("drop", "round_robin")
@@ -171,9 +262,62 @@ def test_the_released_recipe_differs_where_it_says() -> None:
     steps = 10_968_539 * 20 // 8000
     assert abs(train.warmup * steps - 600) < 2
     assert train == dataclasses.replace(
-        paper.train,
+        ours.train,
         global_batch=8000,
         warmup=train.warmup,
         plan=train.plan,
-        lock=dataclasses.replace(paper.train.lock, image_blocks=5),
+        lock=dataclasses.replace(ours.train.lock, image_blocks=5),
     )
+
+
+# --- recipes of MLCD -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "epochs"),
+    [("mlcd_laion_vitl14", "ViT-L-14", 32), ("mlcd_ablation_vitb32", "ViT-B-32", 5)],
+)
+def test_mlcd_recipes_are_the_papers(name: str, trained: str, epochs: int) -> None:
+    """Section 4.1, Tables 6, 8 and 9, A.2; activation and augmentation are CLIP's."""
+    options = config.load(FOLDER / f"{name}.yaml")
+    train, centers = options.train, options.train.class_centers
+    assert options.trained_model is not None and centers is not None
+    assert options.trained_model.name == f"{trained}-quickgelu"
+    assert options.trained_model.pretrained is None and not options.trained_model.augmentation
+    assert (options.model.name, options.model.pretrained) == ("ViT-L-14-quickgelu", "openai")
+    assert (train.optimizer, train.lr, train.weight_decay) == ("adamw", 1e-3, 0.2)
+    assert (centers.weight_decay, centers.lr_scale) == (0.2, 1.0)
+    assert (train.global_batch, train.epochs) == (32_800, epochs)
+    steps = 400_000_000 // train.global_batch * epochs
+    assert round(train.warmup * steps) == 2000
+    assert (centers.kind, centers.labels_per_sample, centers.sample_rate) == ("mlcd", 8, 0.1)
+    assert (centers.margin, centers.margin_size) == ("arc", 0.3)
+    assert options.cluster.num_clusters == 1_000_000
+    assert options.cluster.algorithm == "spherical"
+    (probe,) = options.eval.suite.values()
+    assert (probe.kind, probe.options) == ("linear_probe", {"feature": "pooled"})
+
+
+def test_every_linear_probe_reads_pooled_features() -> None:
+    """CLIP's protocol (A.3 of MLCD), whose features lie before the projection."""
+    probes = {
+        recipe.stem: benchmark.options
+        for recipe in RECIPES
+        for benchmark in config.load(recipe).eval.suite.values()
+        if benchmark.kind == "linear_probe"
+    }
+    assert set(probes) == {*MLCD, "mlcd_finetune_vitl14"}
+    assert all(options.get("feature") == "pooled" for options in probes.values())
+
+
+def test_the_text_tower_is_trained_as_the_image_tower() -> None:
+    """MLCD, 4.1 and A.2: from scratch, that is on the export of the recipe from scratch."""
+    lit, laion = (config.load(FOLDER / f"{name}.yaml") for name in ("lit", "mlcd_laion_vitl14"))
+    assert lit.model.name == f"local-dir:{laion.run_dir}/stage_1/export"
+    assert lit.model.name in (tiny.ROOT / "README.md").read_text()
+    text, image = lit.base, laion.train
+    assert text is not None and (lit.num_stages, text.lock.text) == (0, True)
+    assert (text.lock.image_blocks, text.lock.image_norm) == (0, False)
+    assert text.lock.image_projection is False
+    for name in ("global_batch", "epochs", "lr", "warmup", "weight_decay", "schedule", "betas"):
+        assert getattr(text, name) == getattr(image, name), name

@@ -58,6 +58,19 @@ def test_every_run_of_table_6_is_valid_and_another() -> None:
     assert {c.labels_per_sample for c in centers} == {1, 2, 4, 8, 16, 32}
     assert {c.threshold for c in centers} == {0.95, 0.93, 0.91, 0.89, 0.87, 0.85, None}
     assert {c.kind for c in centers} == {"mlcd", "mlc", "single_label"}
+    assert {c.train.lr for c in found} == {1e-3, 5e-4}  # section 4.1, and Table 8
+
+
+def test_table_7a_compares_32_epochs() -> None:
+    """Both losses, everything else the same, and as long a warm-up as the other runs have."""
+    names = {line.split()[1]: line.split()[2:] for line in sweep(TABLE).stdout.splitlines()}
+    mlcd, mlc = (config.load(RECIPE, names[name]) for name in ("mlcd_32", "mlc_32"))
+    assert mlcd.train.epochs == 32
+    assert round(mlcd.train.warmup * 32 * (400_000_000 // 32_800)) == 2000
+    assert (mlcd.train.objective.kind, mlc.train.objective.kind) == ("mlcd", "mlc")
+    assert mlc == config.load(RECIPE, [*names["mlcd_32"], "train.objective.kind=mlc"])
+    alone = [name for name, options in names.items() if "train.objective.kind=mlc" in options]
+    assert alone == ["mlc_32"]
 
 
 def test_the_recipe_itself_is_the_line_that_its_header_names() -> None:
@@ -85,7 +98,7 @@ def test_a_command_as_written_starts_nothing_where_the_sweep_fails(
     )
     for shared, count in (("none", 0), ("", 1)):
         script = f"{stand_ins}file={TABLE}\nexport SHARED={shared}\n{text}"
-        script = script if shared else script.replace("SHARED=none ", "").replace("seq 26", "seq 1")
+        script = script if shared else script.replace("SHARED=none ", "").replace("seq 28", "seq 1")
         done = subprocess.run(
             ["bash", "-c", script], cwd=tiny.ROOT, capture_output=True, text=True, check=False
         )
@@ -131,9 +144,9 @@ def test_a_line_that_is_none(tmp_path: Path, text: str, words: str) -> None:
         assert f"{table}" in (said := refused(*arguments)) and words in said
 
 
-@pytest.mark.parametrize("number", [0, 27, -1, "a", "08x", "1+1", 10**12])
+@pytest.mark.parametrize("number", [0, 29, -1, "a", "08x", "1+1", 10**12])
 def test_a_number_of_no_run(number: object) -> None:
-    assert f"no run {number} in {TABLE}: wanted 1 to 26" in refused(TABLE, number)
+    assert f"no run {number} in {TABLE}: wanted 1 to 28" in refused(TABLE, number)
 
 
 def test_no_file_and_spaces() -> None:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from mclclip.data.coverage import check_coverage, coverage_report
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.group_tree import Policy
 from mclclip.data.pseudo_labels import GroupedIndex
 
 GROUPED = GroupedIndex.build(np.repeat([0, 1, 2, 3], [500, 130, 61, 9]), (2, 2))
@@ -21,10 +23,30 @@ def test_the_report_is_readable() -> None:
         "  sizes      smallest 9, median 96, largest 500",
         "  too small  1 groups below the global batch, with 1.3 % of the samples",
         "  Eq. 4      4 possible labels, samples / global batch = 21.9: within the bound",
-        "  steps      21: 95.2 % at prefix length 2, 4.8 % at prefix length 1, "
+        "  steps      21: 95.2 % at the full label, 4.8 % at prefix length 1, "
         "0.0 % at prefix length 0; 0 of mixed groups",
+        "  negatives  31 of a row on average",
         "  samples    672 scheduled, 28 left out (4.0 %, others in turn), 0 repeated",
     ]
+
+
+@pytest.mark.parametrize("policy", ["drop", "backoff", "mask", "wrap"])
+def test_negatives_are_those_of_the_plan(policy: Policy) -> None:
+    """Against the batches themselves; groups of one size, as an epoch shuffles their order."""
+    for size, batch in ((19, 8), (5, 8), (24, 8), (13, 5)):
+        grouped = GroupedIndex.build(np.repeat(np.arange(9), size), (3, 3))
+        report = coverage_report(grouped, batch, policy)
+        if not report.steps:
+            assert report.negatives == 0.0
+            continue
+        plan = EpochPlan(grouped, batch, policy, "round_robin", seed=0, stage=2, epoch=0)
+        found = []
+        for step in range(plan.steps_per_epoch):
+            ids, labels = plan.batch(step), plan.labels_at(step)
+            same = (labels[:, None] == labels) & (ids[:, None] != ids)
+            found += [len(set(ids[row])) for row in same]
+        assert len(found) == report.steps * batch
+        assert report.negatives == pytest.approx(np.mean(found))
 
 
 def test_beyond_the_bound_drop_stops_and_the_others_warn(caplog) -> None:

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.lora import add_lora
+from mclclip.models.memory import load_shapes
 from mclclip.models.optimizer import build_optimizer
 from tests.unit.models.conftest import CONFIGS
 
@@ -124,13 +125,37 @@ def test_resnet_blocks_count_from_the_stem(resnet: ClipModel) -> None:
     assert names == lock(resnet, "all", image_norm=True, image_projection=True)
     names = lock(resnet, image_projection=True)
     assert names == expected(resnet, "clip.visual.attnpool.")
-    with pytest.raises(ValueError, match="has 5 blocks"):
+    with pytest.raises(ValueError, match="has 5 blocks") as caught:
         lock(resnet, 6)
+    assert str(caught.value) == (
+        "image_blocks is 6, but the image tower has 5 blocks (the stem and 4 residual blocks): "
+        "give 0 to 5, or 'all'"
+    )
+
+
+def test_the_last_six_blocks_of_an_rn50() -> None:
+    """MCL (5.5) trains "the last 6 blocks" of both its towers: of 16 residual ones here."""
+    model = load_shapes("RN50-quickgelu")
+    assert model.num_blocks == 17
+    names = lock(model, 6, image_norm=True)
+    last = [f"clip.visual.layer3.{n}." for n in (3, 4, 5)]
+    assert names == expected(model, *last, "clip.visual.layer4.")
+    assert model.num_frozen_blocks == 11
 
 
 def running_means(model: ClipModel) -> dict[str, Tensor]:
     state = model.clip.visual.state_dict()
     return {n: t.clone() for n, t in state.items() if n.endswith("running_mean")}
+
+
+def test_batch_norms_of_frozen_blocks_of_a_trained_layer_rest(images: Tensor) -> None:
+    model = deeper_resnet()
+    lock(model, 2, image_norm=True)
+    before = running_means(model)
+    model.train()
+    model.encode_image(images)
+    moved = {n for n, t in running_means(model).items() if not torch.equal(t, before[n])}
+    assert moved == {n for n in before if n.startswith(("layer4.1.", "layer4.2."))}
 
 
 @pytest.mark.parametrize("image_norm", [True, False])
@@ -159,6 +184,7 @@ def test_frozen_batch_norms_keep_their_statistics(
         ("tiny_vit", {"final_ln_after_pool": True, "no_ln_pre": True, "ls_init_value": 0.1}),
         ("tiny_vit", {"qk_norm": True}),
         ("tiny_resnet", {}),
+        ("tiny_resnet", {"layers": [2, 1, 1, 3]}),
     ],
 )
 def test_trunk_and_tail_are_the_tower(name: str, changes: dict[str, Any], images: Tensor) -> None:
@@ -193,11 +219,19 @@ def gradients(model: ClipModel, images: Tensor) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def deeper_resnet() -> ClipModel:
+    """Layers of several residual blocks, which a lock cuts apart."""
+    config = json.loads((CONFIGS / "tiny_resnet.json").read_text())
+    config["vision_cfg"]["layers"] = [2, 1, 1, 3]
+    return load_clip(config, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet", "deeper_resnet"])
 def test_frozen_trunk_gives_the_whole_towers_gradients(
     kind: str, request: pytest.FixtureRequest, images: Tensor
 ) -> None:
-    model: ClipModel = request.getfixturevalue(kind).double()
+    found = deeper_resnet() if kind == "deeper_resnet" else request.getfixturevalue(kind)
+    model: ClipModel = found.double()
     images = images.double()
     whole = gradients(model, images)
     names = lock(model, 2, image_norm=True, image_projection=True)

@@ -1,0 +1,61 @@
+"""How many blocks an image tower has, by its configuration alone.
+
+A lock of more blocks than there are is refused when options are read, not at the first training
+step after hours of embedding. Nothing here imports torch or open_clip: the model configurations
+that open_clip ships are read as files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def check_image_blocks(option: str, number: int | str, name: str | Mapping[str, Any]) -> None:
+    """Raises ValueError where ``number`` blocks are more than the model ``name`` has.
+
+    ``option`` is the dotted option that asks for them. Models whose configuration is not at hand
+    (the hub, a directory yet to be written) and towers that cannot be locked at all pass here; they
+    are refused when the model is built.
+    """
+    if not isinstance(number, int) or (layers := _layers(name)) is None:
+        return
+    blocks = 1 + sum(layers) if isinstance(layers, list) else layers
+    if number > blocks:
+        what = f" (the stem and {blocks - 1} residual blocks)" if isinstance(layers, list) else ""
+        model = repr(name) if isinstance(name, str) else "the model"
+        raise ValueError(
+            f"{option} is {number}, but the image tower of {model} has {blocks} blocks{what}: "
+            f"give 0 to {blocks}, or 'all'"
+        )
+
+
+def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
+    """``layers`` of the image tower: blocks of a transformer, or those of each ResNet layer."""
+    config = _read(name) if isinstance(name, str) else name
+    config = config.get("model_cfg", config) if isinstance(config, Mapping) else {}
+    vision = config.get("vision_cfg")
+    if not isinstance(vision, Mapping) or vision.get("timm_model_name"):
+        return None
+    layers = vision.get("layers", 12)  # open_clip's default
+    whole = all(isinstance(n, int) for n in (layers if isinstance(layers, list) else [layers]))
+    return layers if whole else None
+
+
+def _read(name: str) -> Any:
+    """The JSON configuration of a model by name, file or directory; None where there is none."""
+    path = Path(name.removeprefix("local-dir:"))
+    if path.is_dir():
+        path = path / "open_clip_config.json"
+    elif path.suffix != ".json":
+        package = find_spec("open_clip")
+        folders = package.submodule_search_locations if package else None
+        path = Path(next(iter(folders or []), "")) / "model_configs"
+        path = path / f"{name.replace('/', '-')}.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):  # the loader of models says what is wrong with it
+        return None

@@ -1,0 +1,77 @@
+"""A lock of more image blocks than a tower has is refused when options are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config
+from mclclip.config.image_blocks import check_image_blocks
+from mclclip.models.memory import load_shapes
+from tests import tiny
+
+RECIPES = tiny.ROOT / "launch" / "recipes"
+CONFIGS = tiny.ROOT / "tests" / "configs"
+
+
+@pytest.mark.parametrize(
+    "name", ["RN50-quickgelu", "ViT-B-32", CONFIGS / "tiny_resnet.json", CONFIGS / "tiny_vit.json"]
+)
+def test_it_counts_what_the_model_has(name: str | Path) -> None:
+    blocks = load_shapes(name).num_blocks
+    check_image_blocks("lock", blocks, str(name))
+    with pytest.raises(ValueError, match=f"has {blocks} blocks"):
+        check_image_blocks("lock", blocks + 1, str(name))
+
+
+def test_the_message_names_option_model_and_what_would_do() -> None:
+    overrides = ("model.name=RN50-quickgelu", "train.lock.image_blocks=18")
+    with pytest.raises(ValueError) as caught:
+        config.load(RECIPES / "cc12m_vitl14.yaml", overrides)
+    assert str(caught.value) == (
+        "train.lock.image_blocks is 18, but the image tower of 'RN50-quickgelu' has 17 blocks "
+        "(the stem and 16 residual blocks): give 0 to 17, or 'all'"
+    )
+    config.load(RECIPES / "cc12m_vitl14.yaml", (overrides[0], "train.lock.image_blocks=6"))
+
+
+def test_each_training_is_held_against_its_own_model() -> None:
+    def load(*overrides: str) -> config.Config:
+        return tiny.make_config(Path("run"), Path("data"), *overrides)
+
+    load("base.lock.image_blocks=3", "train.lock.image_blocks=3")
+    with pytest.raises(ValueError, match="base.lock.image_blocks is 4.*of the model has 3 blocks"):
+        load("base.lock.image_blocks=4")
+    with pytest.raises(ValueError, match="train.lock.image_blocks is 4"):
+        load("train.lock.image_blocks=4")
+    mlcd = ("train.objective.kind=mlcd", "train.objective.labels_per_sample=1")
+    wider = (*mlcd, "cluster.num_clusters=100", "trained_model.name=ViT-B-32")
+    load(*wider, "train.lock.image_blocks=12")
+    with pytest.raises(ValueError, match="'ViT-B-32' has 12 blocks"):
+        load(*wider, "train.lock.image_blocks=13")
+
+
+def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
+    name = f"local-dir:{tmp_path}"
+    check_image_blocks("lock", 99, name)  # not yet written
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": tiny.MODEL}))
+    with pytest.raises(ValueError, match="has 3 blocks"):
+        check_image_blocks("lock", 4, name)
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        ("all", "ViT-B-32"),
+        (99, "hf-hub:some/model"),
+        (99, "ViT-B-16-SigLIP"),  # a timm tower, which no lock understands
+        (99, "no-such-model"),
+        (99, {}),
+        (99, {"vision_cfg": {"layers": "many"}}),
+    ],
+)
+def test_what_is_not_known_here_is_left_to_the_loader(number: Any, name: Any) -> None:
+    check_image_blocks("lock", number, name)
