@@ -59,8 +59,13 @@ def _interpret() -> None:
     torch.set_num_threads(1)
     os.environ["TRITON_INTERPRET"] = "1"
     import numpy as np
+    import triton
     from triton import language
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        _mend_bounds_of_loops(interpreter)
 
     plain = InterpreterBuilder.create_dot
 
@@ -74,6 +79,23 @@ def _interpret() -> None:
         return plain(self, value(a), value(b), *more)
 
     InterpreterBuilder.create_dot = create_dot
+
+
+def _mend_bounds_of_loops(interpreter: Any) -> None:
+    """Lets the interpreter of Triton up to 3.6 run a loop beside numpy 2.4.
+
+    A bound that is no constant is an array of one element there, and becomes a Python int by
+    ``int(array)``, which numpy refuses from 2.4 on: "only 0-dimensional arrays can be converted to
+    Python scalars". Triton 3.7 takes the element. Only the interpreter does this: a compiled loop
+    is not concerned.
+    """
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)  # which notes what to put back after the launch
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch_and_mend
 
 
 @pytest.fixture(scope="module")
