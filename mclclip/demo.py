@@ -14,7 +14,7 @@ from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.parallel import process_group
-from mclclip.parallel.process_group import SINGLE
+from mclclip.parallel.process_group import Context
 from mclclip.run_lock import RunLock
 
 log = logging.getLogger("mclclip")
@@ -47,15 +47,22 @@ def run(out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = ()) -> st
     runs = []
     for seed in seeds:
         settled = settings(out, seed, overrides)
+        context = _context(settled)
         with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
             log.info("=== demo, seed %d", seed)
             make_dataset.run("patterns", out / f"data_{seed}", seed=seed)
-            run_dir = pipeline.run(settled, SINGLE)
+            run_dir = pipeline.run(settled, context)
         runs.append(results.read(run_dir / "results.jsonl"))
     table = seed_table(runs)
     artifacts.write_bytes(out / "table.md", table.encode())
     print(table)
     return table
+
+
+def _context(settled: Config) -> Context:
+    """One process, on the device that the options name."""
+    device = process_group.pick_device(settled.device, deterministic=settled.deterministic)
+    return Context(device=device)
 
 
 def seed_table(runs: Sequence[Sequence[Result]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from mclclip import demo
 from mclclip.eval.results import Result
@@ -34,3 +35,13 @@ def test_seed_table_gives_mean_and_standard_deviation() -> None:
 def test_a_seed_given_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="each may be given once"):
         demo.run(tmp_path, seeds=[1, 1])
+
+
+def test_the_device_is_the_one_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is rendered."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="torch sees no GPU here"):
+        demo.run(tmp_path, seeds=[0], overrides=["device=cuda"])
+    assert not list(tmp_path.iterdir())
