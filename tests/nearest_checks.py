@@ -1,0 +1,116 @@
+"""The search for nearest centroids against a brute force in float64, on any device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from mclclip.parallel.arithmetic import Arithmetic, Products, Rounding, Scores, Tile
+from mclclip.parallel.nearest import NOTHING, Search, unpack
+from mclclip.parallel.row_blocks import Algorithm
+
+ROUNDINGS: list[tuple[Products, Rounding]] = [
+    ("float32", "none"),
+    ("float32", "inputs"),
+    ("bfloat16", "output"),
+    ("bfloat16", "partial_sums"),
+]
+
+
+def every_arithmetic() -> list[Arithmetic]:
+    """All combinations that a search can have."""
+    return [
+        Arithmetic(products=products, rounding=rounding, scores=scores, tile=tile)
+        for (products, rounding), scores, tile in itertools.product(
+            ROUNDINGS, get_args(Scores), get_args(Tile)
+        )
+    ]
+
+
+def check_nearest(
+    device: torch.device | str,
+    arithmetic: Arithmetic,
+    ks: Sequence[int],
+    dims: Sequence[int],
+    counts: Sequence[int],
+    algorithm: Algorithm,
+    num_rows: int = 8,
+) -> int:
+    """How many of the labels and scores that ``Search`` finds differ from a brute force.
+
+    For each number of centroids, dimension and number of nearest centroids, of two kinds of data:
+    whole numbers, of which float32's scores are exact, so that labels must be equal, ties included;
+    and unit vectors around a common direction, where a label differs if its score in float64 is
+    lower than the right one's by more than float32 may round.
+    """
+    differences = 0
+    for dim in dims:
+        for rows, centroids, tolerance in (
+            _whole_numbers(dim, num_rows, max(ks)),
+            _unit_vectors(dim, num_rows, max(ks)),
+        ):
+            scores = _all_scores(rows, centroids, algorithm)
+            on_device = rows.to(device), centroids.to(device)
+            for k, count in itertools.product(ks, counts):
+                search = Search(on_device[1][:k], algorithm, 0, arithmetic)
+                found = search.best(on_device[0], count).cpu()
+                differences += _differences(found, scores[:, :k], tolerance)
+    return differences
+
+
+def _whole_numbers(dim: int, num_rows: int, k: int) -> tuple[Tensor, Tensor, float]:
+    """Rows, centroids, and the tolerance 0.0: float32 holds their scores, and twice these, exactly.
+
+    Half of the centroids lie in crowds that bfloat16 cannot tell apart; some are equal.
+    """
+    largest = int((2**24 / (3 * dim)) ** 0.5)
+    generator = torch.Generator().manual_seed(dim)
+
+    def draw(low: int, high: int, size: int) -> Tensor:
+        return torch.randint(low, high + 1, (size, dim), generator=generator).float()
+
+    rows, centroids = draw(-largest, largest, num_rows), draw(-largest // 2, largest, k)
+    crowd = draw(-largest // 2, largest - 1, 4).repeat(-(-k // 4), 1)[:k] + draw(-1, 1, k)
+    crowded = torch.rand(k, 1, generator=generator) < 0.5
+    return rows, torch.where(crowded, crowd, centroids), 0.0
+
+
+def _unit_vectors(dim: int, num_rows: int, k: int) -> tuple[Tensor, Tensor, float]:
+    """Rows, centroids of unlike lengths, and how far two of their scores may be off in float32."""
+    generator = torch.Generator().manual_seed(dim + 1)
+    both = torch.randn(num_rows + k, dim, generator=generator) + 0.5
+    both /= torch.linalg.vector_norm(both, dim=1, keepdim=True)
+    lengths = 0.5 + torch.rand(k, 1, generator=generator)
+    tolerance = 4.0 * (dim + 16) * 2.0**-24 * float(lengths.max()) ** 2
+    return both[:num_rows], both[num_rows:] * lengths, tolerance
+
+
+def _all_scores(rows: Tensor, centroids: Tensor, algorithm: Algorithm) -> Tensor:
+    """float64 [n, k] of all pairs."""
+    scores = rows.double() @ centroids.double().T
+    return (
+        scores - centroids.double().square().sum(dim=1) / 2.0
+        if algorithm == "euclidean"
+        else scores
+    )
+
+
+def _differences(packed: Tensor, scores: Tensor, tolerance: float) -> int:
+    """How many of the places of ``packed`` [n, count] do not hold what ``scores`` [n, k] say."""
+    count = min(packed.shape[1], scores.shape[1])
+    differences = int((packed[:, count:] != NOTHING).sum())
+    values, ids = unpack(packed[:, :count])
+    wanted = scores.sort(dim=1, descending=True, stable=True)
+    if tolerance == 0.0:
+        wrong = ids != wanted.indices[:, :count]
+    else:
+        known = ids.clamp(0, scores.shape[1] - 1)
+        wrong = (ids != known) | (wanted.values[:, :count] - scores.gather(1, known) > tolerance)
+        ordered = ids.sort(dim=1).values
+        differences += int((ordered[:, 1:] == ordered[:, :-1]).sum())
+    wrong |= ~((values.double() - wanted.values[:, :count]).abs() <= tolerance)
+    return differences + int(wrong.sum())
