@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from mclclip.parallel.arithmetic import Arithmetic, Products, Rounding, Scores, 
 from mclclip.parallel.nearest import NOTHING, Search, unpack
 from mclclip.parallel.row_blocks import Algorithm
 
+Data = Literal["whole_numbers", "unit_vectors"]
 ROUNDINGS: list[tuple[Products, Rounding]] = [
     ("float32", "none"),
     ("float32", "inputs"),
@@ -38,26 +39,27 @@ def check_nearest(
     dims: Sequence[int],
     counts: Sequence[int],
     algorithm: Algorithm,
+    *,
+    data: Sequence[Data] = ("whole_numbers", "unit_vectors"),
     num_rows: int = 8,
 ) -> int:
     """How many of the labels and scores that ``Search`` finds differ from a brute force.
 
-    For each number of centroids, dimension and number of nearest centroids, of two kinds of data:
-    whole numbers, of which float32's scores are exact, so that labels must be equal, ties included;
-    and unit vectors around a common direction, where a label differs if its score in float64 is
-    lower than the right one's by more than float32 may round.
+    Each of ``ks`` (numbers of centroids) is taken with each of ``dims`` and of ``counts`` (how many
+    of the nearest are wanted), for both kinds of ``data``. Of whole numbers float32's scores are
+    exact, so labels must be equal, and ties must go to the lowest id. Of unit vectors a label is
+    wrong where its score in float64 is lower than the right one's by more than float32 may round.
     """
     differences = 0
-    for dim in dims:
-        for rows, centroids, tolerance in (
-            _whole_numbers(dim, num_rows, max(ks)),
-            _unit_vectors(dim, num_rows, max(ks)),
-        ):
-            scores = _all_scores(rows, centroids, algorithm)
-            on_device = rows.to(device), centroids.to(device)
-            for k, count in itertools.product(ks, counts):
-                search = Search(on_device[1][:k], algorithm, 0, arithmetic)
-                found = search.best(on_device[0], count).cpu()
+    for dim, kind in itertools.product(dims, data):
+        make = _whole_numbers if kind == "whole_numbers" else _unit_vectors
+        rows, centroids, tolerance = make(dim, num_rows, max(ks))
+        scores = _all_scores(rows, centroids, algorithm)
+        rows, centroids = rows.to(device), centroids.to(device)
+        for k in ks:
+            search = Search(centroids[:k], algorithm, 0, arithmetic)
+            for count in counts:
+                found = search.best(rows, count).cpu()
                 differences += _differences(found, scores[:, :k], tolerance)
     return differences
 
