@@ -25,7 +25,7 @@ from mclclip.layout import Layout
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, save_export
 from mclclip.parallel import process_group
-from mclclip.parallel.process_group import SINGLE
+from mclclip.parallel.process_group import Context
 from mclclip.run_lock import RunLock
 
 log = logging.getLogger("mclclip")
@@ -125,11 +125,12 @@ def _run(
     """One run of the method; its rows of results.jsonl, after those of the model that gave its text
     tower. ``render`` writes the pictures and pairs."""
     settled = settings(out, seed, overrides, regime)
+    context = _context(settled)
     with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
         log.info("=== demo, seed %d, text tower %s", seed, regime)
         render(out / f"data_{seed}", seed=seed)
         before = _give(out, seed, overrides, render) if regime == "knowing" else []
-        run_dir = pipeline.run(settled, SINGLE)
+        run_dir = pipeline.run(settled, context)
     return before + results.read(run_dir / "results.jsonl")
 
 
@@ -154,7 +155,7 @@ def _give(
     with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
         log.info("=== demo, seed %d: a text tower that knows every attribute", seed)
         render(data, seed=seed, full_captions=True)
-        run_dir = pipeline.run(settled, SINGLE)
+        run_dir = pipeline.run(settled, _context(settled))
         if not (given / weights.WEIGHTS).exists():
             model = load_clip(settled.model.name, seed=seed)
             drawn = model.clip.state_dict()
@@ -164,6 +165,12 @@ def _give(
             save_export(model, given)
     rows = results.read(run_dir / "results.jsonl")
     return [replace(row, model="teacher") for row in rows if row.model == "stage_0"]
+
+
+def _context(settled: Config) -> Context:
+    """One process, on the device that the options name."""
+    device = process_group.pick_device(settled.device, deterministic=settled.deterministic)
+    return Context(device=device)
 
 
 def seed_table(runs: Sequence[Sequence[Result]]) -> str:

@@ -159,10 +159,10 @@ def _gpus() -> Iterator[Finding]:
         return
     for number in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(number))
-        name = torch.cuda.get_device_properties(number).name
-        with torch.cuda.device(number):
-            bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16: use precision=fp32"
-        text = f"{name}, {free:.1f} of {total:.1f} GiB free, {bf16}"
+        properties = torch.cuda.get_device_properties(number)
+        # torch.cuda.is_bf16_supported is true of older ones as well, which only emulate it.
+        bf16 = "bf16" if properties.major >= 8 else "no bf16: use precision=fp32"
+        text = f"{properties.name}, {free:.1f} of {total:.1f} GiB free, {bf16}"
         busy = free < 0.5 * total
         hint = ": another process uses it, see nvidia-smi" if busy else ""
         yield Finding("warn" if busy else "ok", f"gpu {number}", text + hint)

@@ -111,7 +111,7 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
     from mclclip.parallel import collectives, process_group
     from mclclip.run_lock import RunLock
 
-    context = process_group.init(config.device)
+    context = process_group.init(config.device, deterministic=config.deterministic)
     layout = Layout.of(config)
     lock = RunLock(layout.run_dir) if context.is_main else nullcontext()
     with process_group.num_threads(config.num_threads):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mclclip.parallel.arithmetic import CHOSEN, Arithmetic
 from mclclip.parallel.centroids import WholeCentroids, hold
 from mclclip.parallel.nearest import pack, unpack
 from mclclip.parallel.process_group import SINGLE, Context
@@ -43,16 +44,18 @@ def assign_blocks(
     held: range | None = None,
     valid: Mask | None = None,
     context: Context = SINGLE,
+    arithmetic: Arithmetic = CHOSEN,
 ) -> Iterator[Block]:
     """The nearest ``labels_per_sample`` centroids of the rows of each block, in order, on every
     rank. The ranks work together: each has to go through all blocks.
 
     ``centroids`` [K, D] are all of them, or those with the ids ``held`` (see kmeans.Found) where
-    they are sharded. A rank's memory holds as many blocks as there are ranks, whatever their
-    number. Raises ValueError for more labels than centroids and for another width than the rows',
-    and, after the last block, for NaN or infinite rows: on all ranks alike.
+    they are sharded. What ``arithmetic`` leaves open is chosen for the device. A rank's memory
+    holds as many blocks as there are ranks, whatever their number. Raises ValueError for more
+    labels than centroids and for another width than the rows', and, after the last block, for NaN
+    or infinite rows: on all ranks alike.
     """
-    rows = Rows(blocks, valid, algorithm, context, cache_bytes=0)
+    rows = Rows(blocks, valid, algorithm, context, 0, arithmetic)
     if centroids.ndim != 2 or centroids.shape[1] != rows.dim:
         raise ValueError(f"centroids are {list(centroids.shape)}: wanted [K, {rows.dim}]")
     stop = len(centroids) if held is None else held.stop
@@ -100,7 +103,7 @@ class Tally:
 def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator[Block]:
     """Round by round: every rank finds those of one of its blocks and shows them to all."""
     rows, num_blocks, bad = holder.rows, len(holder.rows.blocks), 0
-    with rows.one_thread_per_operation():
+    with rows.torch_settings():
         found = holder.nearest(rows.to_device(centroids), count)
         for first in range(0, num_blocks, rows.context.world_size):
             packed = torch.zeros((0, count), dtype=torch.int64, device=rows.context.device)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mclclip.parallel.arithmetic import choose_tile
 from mclclip.parallel.nearest import NOTHING, ROWS_PER_PASS, Search, pack, squared_distance, unpack
 from mclclip.parallel.process_group import Context
 from mclclip.parallel.row_blocks import Integers, Rows, add_rows, tiles
@@ -56,6 +57,7 @@ class WholeCentroids:
     def __init__(self, rows: Rows, num_clusters: int) -> None:
         self.rows, self.num_clusters = rows, num_clusters
         self.held = self._held(rows.context)
+        self._rows_per_tile = choose_tile(rows.context.device, rows.arithmetic)[0]
         self._labels: dict[int, Tensor] = {}  # of own blocks, from the last sums
 
     def _held(self, context: Context) -> range:
@@ -72,7 +74,7 @@ class WholeCentroids:
             sums, counts = _nothing(centroids)
             for number in numbers:
                 labels = []
-                for tile in tiles(self.rows.block(number)):
+                for tile in tiles(self.rows.block(number), self._rows_per_tile):
                     labels.append(unpack(search.best(tile)[:, 0])[1])
                     add_rows(sums, counts, labels[-1], tile, unit)
                 self._labels[number] = torch.cat(labels) if labels else no_labels
@@ -154,7 +156,8 @@ class WholeCentroids:
     # --- details ---
 
     def _search(self, centroids: Tensor) -> Search:
-        return Search(centroids, self.rows.algorithm, self.held.start)
+        rows = self.rows
+        return Search(centroids, rows.algorithm, self.held.start, rows.arithmetic)
 
     def _distances(self, nearest: Tensor, rows: Tensor, ids: Integers) -> Tensor:
         distances = squared_distance(nearest, rows).float().to(rows.device)
@@ -181,7 +184,7 @@ class ShardedCentroids(WholeCentroids):
                 if number % len(self._everyone) == self.rows.context.rank:
                     self._labels[number] = some
                 here = torch.nonzero(self._here(some)).flatten()
-                for ids in tiles(here):
+                for ids in tiles(here, self._rows_per_tile):
                     add_rows(sums, counts, some[ids] - self.held.start, block[ids], unit)
         return sums, counts
 

@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+# Its name since torch 2.13, which warns of the older one.
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
 
 
 def world_size() -> int:
@@ -42,7 +46,7 @@ def sum_to_owner(x: Tensor) -> Tensor:
         return x
     if x.device.type == "cuda":
         own = torch.empty_like(x[: len(x) // world_size()])
-        dist.reduce_scatter_tensor(own, x)
+        _reduce_scatter(own, x)
         return own
     # all_reduce, then take the own slice: gloo has no reduce_scatter for every dtype.
     dist.all_reduce(x)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mclclip.parallel.arithmetic import CHOSEN, Arithmetic
 from mclclip.parallel.centroids import WholeCentroids, hold, passes
 from mclclip.parallel.collectives import all_reduce_sum
 from mclclip.parallel.kmeans_start import Init, is_plus_plus, plus_plus
@@ -86,6 +87,7 @@ def fit(
     context: Context = SINGLE,
     sharded: bool | None = None,
     cache_bytes: int | None = None,
+    arithmetic: Arithmetic = CHOSEN,
 ) -> KMeans:
     """Clusters the rows of ``blocks`` ([n_i, D] float16 or wider, given whole to each rank) into K.
 
@@ -100,12 +102,12 @@ def fit(
     least 2^25, such as 65,536 clusters of width 512): the result is the same, memory for centroids
     is divided by the ranks (not that of a k-means++ start), and rows travel to all ranks in every
     iteration. Up to ``cache_bytes`` of a rank's rows (None: 1 GiB, half of a GPU's free memory)
-    stay on its device as float32.
+    stay on its device as float32. What ``arithmetic`` leaves open is chosen for the device.
 
     Raises ValueError for NaN or infinite rows, and for more clusters than there are rows or (but
     with ``keep_empty``) distinct rows: on all ranks alike.
     """
-    rows = Rows(blocks, valid, algorithm, context, cache_bytes)
+    rows = Rows(blocks, valid, algorithm, context, cache_bytes, arithmetic)
     if not 1 <= num_clusters <= rows.num_valid:
         raise ValueError(too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
     if initial is not None and tuple(initial.shape) != (num_clusters, rows.dim):
@@ -113,7 +115,7 @@ def fit(
     holder = hold(rows, num_clusters, sharded)
     words = [seed] if isinstance(seed, int) else list(seed)
     rule = _Rule(max_iterations, tolerance, keep_empty)
-    with rows.one_thread_per_operation():
+    with rows.torch_settings():
         survey = rows.survey()
         best: KMeans | None = None
         for number, start in enumerate(

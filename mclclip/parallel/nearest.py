@@ -1,14 +1,17 @@
-"""The nearest centroids of rows: a coarse product finds the few that can be, exact scores decide.
+"""The nearest centroids of rows: a matrix product finds candidates, their exact scores decide.
 
 The score of a row x and a centroid c is x.c (spherical) or x.c - |c|^2 / 2 (euclidean), summed by
 one fixed routine that sees only the two vectors. So it does not depend on what else is compared,
 on how many centroids a rank holds, or on the shape of a matrix product.
 
-Scoring every pair that way would be slow. A matrix product of all pairs (in bfloat16 where the
-machine multiplies that faster) comes first, and only the pairs that its error bound leaves open
-are scored. The bound is Cauchy and Schwarz's, of the rounding of inputs, sum and output: it is
-never exceeded, so the result is that of scoring all pairs. Subtracting the mean centroid, which
-shifts all scores of a row alike, makes the bound narrow where embeddings share a direction.
+Scoring every pair that way would be slow. So a matrix product of all rows and all centroids comes
+first (in bfloat16 where that is faster), and only the pairs that could still be among the nearest,
+by the product's error bound, are scored. The bound follows from Cauchy and Schwarz's inequality and
+from what rounding can do to inputs, sums and output. The product never exceeds it, so the result is
+that of scoring all pairs. The mean centroid is subtracted first: that shifts all scores of a row
+alike, and makes the bound narrow where embeddings share a direction.
+
+Which arithmetic a device uses is said in arithmetic.py.
 """
 
 from __future__ import annotations
@@ -18,14 +21,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mclclip.parallel.arithmetic import (
+    CHOSEN,
+    Arithmetic,
+    Scores,
+    choose_products,
+    choose_rounding,
+    choose_scores,
+    choose_tile,
+)
 from mclclip.parallel.pair_products import pair_products
 from mclclip.parallel.row_blocks import Algorithm, tiles
 
 NOTHING = -(2**63)  # packed: no candidate
 ROWS_PER_PASS = 1024  # rows of centroids that are changed in one operation
-_CPU_COLUMNS, _GPU_COLUMNS = 2048, 16_384  # of a tile of scores; a CPU's stays in the cache
-_GROUPED = 512  # columns from which, of 16 scores, only the largest is looked at first
-_COARSE_FROM = 64  # centroids, below which casting rows to bfloat16 costs more than it saves
+_CONSTANT_COLUMNS = 4  # of the euclidean product: three hold -|c|^2 / 2, the fourth is zero
+_LEAST_PART = 8  # numbers of a row in the shortest part whose sum a product may round by itself
 _LOW_32 = 2**32 - 1
 SAME_ROW = 1e-12  # squared distance, as a share of |row|^2, that float32's rounding may make
 
@@ -46,7 +57,7 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Pairs of a row of a tile and a centroid, and the coarse score of each."""
+    """Pairs of a row of a tile and a centroid, and the product's score of each pair."""
 
     row: Tensor
     centroid: Tensor
@@ -54,38 +65,52 @@ class _Pairs:
 
 
 class Search:
-    """``best(rows, count)`` of centroids [k, D] with the ids ``first_id``, ``first_id`` + 1, ...
+    """Finds the nearest of centroids float32 [k, D], whose ids count from ``first_id``.
 
-    Holds a second, coarser copy of the centroids.
+    Holds a second copy of the centroids, in the type of the products. ``arithmetic`` forces how to
+    compute; what it leaves open is chosen for the centroids' device.
     """
 
-    def __init__(self, centroids: Tensor, algorithm: Algorithm, first_id: int = 0) -> None:
+    def __init__(
+        self,
+        centroids: Tensor,
+        algorithm: Algorithm,
+        first_id: int = 0,
+        arithmetic: Arithmetic = CHOSEN,
+    ) -> None:
+        device = centroids.device
+        products = choose_products(device, len(centroids), arithmetic)
+        self._rounding = choose_rounding(device, products, arithmetic)
+        self._scores = choose_scores(device, arithmetic)
+        self._rows_per_tile, self._columns_per_tile = choose_tile(device, arithmetic)
         self.centroids, self.first_id = centroids, first_id
         self.half_squares = half_squares(centroids) if algorithm == "euclidean" else None
-        coarse = len(centroids) >= _COARSE_FROM and _multiplies_bfloat16(centroids.device)
-        dtype = torch.bfloat16 if coarse else torch.float32
-        self._extra = 0 if self.half_squares is None else 4
-        lanes = _GROUPED if len(centroids) >= _GROUPED else 32 if coarse else 16
-        padded = -(-len(centroids) // lanes) * lanes
-        width = centroids.shape[1] + self._extra
-        self._coarse = torch.zeros((padded, width), dtype=dtype, device=centroids.device)
-        # Largest lengths: of the centroids, of the shifted ones, and of what the cast takes off.
-        self._length = self._shifted = self._lost = 0.0
+        self._extra = 0 if self.half_squares is None else _CONSTANT_COLUMNS
+        self._coarse = torch.zeros(
+            (_padded(len(centroids)), centroids.shape[1] + self._extra),
+            dtype=torch.bfloat16 if products == "bfloat16" else torch.float32,
+            device=device,
+        )
+        # The largest |c|^2 / 2, and the largest lengths: of the centroids, of the shifted
+        # centroids, and of what casting these to the type of the products takes off.
+        self._constant = self._length = self._shifted = self._lost = 0.0
+        if self.half_squares is not None and len(centroids):
+            self._constant = float(self.half_squares.max())
         mean = _mean(centroids)
         for first in range(0, len(centroids), ROWS_PER_PASS):
             self._cast(slice(first, min(first + ROWS_PER_PASS, len(centroids))), mean)
 
     def _cast(self, some: slice, mean: Tensor) -> None:
-        """The coarse copy of a slice of the centroids, and how far it may be off."""
+        """Fills the second copy for a slice of the centroids, and measures what it loses."""
         centroids, coarse = self.centroids[some], self._coarse[some]
         dim = centroids.shape[1]
         shifted = centroids - mean
         coarse[:, :dim] = shifted
         if self.half_squares is not None:
-            # The constant of each centroid in three more columns, 8 bits in each.
+            # Each centroid's constant in three columns of 8 bits, which no product rounds.
             left = -self.half_squares[some]
             for column in range(dim, dim + 3):
-                coarse[:, column] = left
+                coarse[:, column] = left.bfloat16()
                 left = left - coarse[:, column].float()
         lost = _longest(shifted - coarse[:, :dim].float())
         self._length = max(self._length, _longest(centroids))
@@ -96,14 +121,14 @@ class Search:
         """int64 [n, count]: the packed scores and ids of the nearest ``count`` centroids of rows
         [n, D], best first, the lowest id of equals; ``NOTHING`` where there are fewer.
         """
-        found = [self._tile(part, count) for part in tiles(rows)]
+        found = [self._tile(part, count) for part in tiles(rows, self._rows_per_tile)]
         return torch.cat(found) if found else rows.new_zeros((0, count), dtype=torch.int64)
 
     def _tile(self, rows: Tensor, count: int) -> Tensor:
         if not len(self.centroids):
             return torch.full((len(rows), count), NOTHING, device=rows.device)
         pairs = self._candidates(rows, count)
-        scores = _dot(rows, self.centroids, pairs.row, pairs.centroid)
+        scores = score_pairs(rows, self.centroids, pairs.row, pairs.centroid, self._scores)
         if self.half_squares is not None:
             scores -= self.half_squares[pairs.centroid]
         packed = pack(scores, pairs.centroid + self.first_id)
@@ -114,9 +139,9 @@ class Search:
         coarse, error = self._lower(rows)
         top = torch.full((len(rows), count), -torch.inf, device=rows.device)
         threshold, found = top[:, -1:], []
-        step = _CPU_COLUMNS if rows.device.type == "cpu" else _GPU_COLUMNS
+        step = self._columns_per_tile
         for first in range(0, len(self._coarse), step):
-            scores = coarse @ self._coarse[first : first + step].T
+            scores = multiply(coarse, self._coarse[first : first + step])
             scores[:, max(len(self.centroids) - first, 0) :] = -torch.inf  # the padding
             # Groups of columns that lie apart: so their maxima are taken of whole vectors.
             scores = scores.view(len(rows), -1, _num_groups(scores.shape[1]))
@@ -140,37 +165,55 @@ class Search:
         return _Pairs(row[kept], ids[kept], coarse_scores[kept])
 
     def _lower(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows as they enter the product, and [n, 1] how far a sum of theirs may be off."""
+        """Rows [n, D] in the type of the products, and the error bound [n, 1] of a row's products.
+
+        The bound holds for the product before its output is rounded, and for the score that
+        ``score_pairs`` gives: both together differ by no more from the exact value.
+        """
         coarse = rows.to(self._coarse.dtype)
         lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         error = lengths * self._lost
         if coarse.dtype != rows.dtype:
             lost = torch.linalg.vector_norm(coarse.float().sub_(rows), dim=1, keepdim=True)
             error = error + lost * (self._shifted + self._lost)
-        elif torch.get_float32_matmul_precision() != "highest":  # products may round their inputs
+        if self._rounding == "inputs":  # each by up to 2^-7 of itself, where 8 bits are kept
             error = error + lengths * self._shifted * 2.0**-6
+        if self._rounding == "partial_sums":
+            # Up to as many roundings as parts, and one more, each by 2^-8 of what is summed so far.
+            parts = -(-self._coarse.shape[1] // _LEAST_PART)
+            growth = (1.0 + 2.0**-8) ** (parts + 1) - 1.0
+            summed = lengths * (self._shifted + self._lost) + self._constant
+            error = error + growth * (1.0 + 2.0**-6) * summed
         # Sums in float32, in any order, of the product and of the score; and the shift itself.
         rounding = 2.0 * (rows.shape[1] + 16) * 2.0**-24
-        constants = 0.0 if self.half_squares is None else float(self.half_squares.max())
-        error = error + rounding * (lengths * (self._shifted + self._length) + 2.0 * constants)
-        error = error + 2.0**-110 * (lengths + self._shifted + 1.0)  # what products take for zero
+        error = error + rounding * (lengths * (self._shifted + self._length) + 2.0 * self._constant)
+        # Products may take numbers below the smallest normal one for zero.
+        error = error + 2.0**-110 * (lengths + self._shifted + 1.0)
         if self._extra:
             ones = torch.ones((len(rows), self._extra), dtype=coarse.dtype, device=rows.device)
             coarse = torch.cat([coarse, ones], dim=1)
         return coarse, error
 
     def _threshold(self, bound: Tensor, error: Tensor) -> Tensor:
-        """What a coarse score has to reach, where that of a better centroid is ``bound``."""
-        if self._coarse.dtype == torch.bfloat16:  # the product is rounded once more
+        """The product [n, 1] that a centroid needs to be a candidate, where as many as are wanted
+        have a product of ``bound`` [n, 1] or more.
+        """
+        if self._coarse.dtype == torch.bfloat16:  # the output is rounded once more
             error = error + 2.0**-8 * bound.abs()
         # Twice: the better one may be too high and the other too low; 1 / 16 for second orders.
         return bound - (2.0 + 1 / 16) * error
 
 
-def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
-    """float64 [n] on the CPU: of rows [n, D] to centroids [n, D] or [D]; zero for the same row.
+def multiply(rows: Tensor, columns: Tensor) -> Tensor:
+    """[n, k]: the products of all rows [n, D] and columns [k, D]. Tests put others in its place."""
+    return rows @ columns.T
 
-    From differences, not from products, whose rounding would set equal rows apart.
+
+def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
+    """float64 [n] on the CPU: distances of rows [n, D] to centroids [n, D] or [D].
+
+    They are computed from differences, because the rounding of products would give equal rows a
+    distance; a distance that float32's rounding alone could make is set to zero.
     """
     squared = (rows - centroids).square().sum(dim=1)
     same = squared <= SAME_ROW * rows.square().sum(dim=1)
@@ -178,47 +221,61 @@ def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
 
 
 def half_squares(centroids: Tensor) -> Tensor:
-    """|c|^2 / 2 of centroids [k, D]; of each by itself, whatever lies beside it."""
+    """[k]: |c|^2 / 2 of centroids [k, D]. A centroid's does not depend on its neighbours."""
     parts = torch.split(centroids, ROWS_PER_PASS)
     return torch.cat([part.square().sum(dim=1) / 2.0 for part in parts])
 
 
+def _padded(num_centroids: int) -> int:
+    """Columns of the products for so many centroids: a number that ``_num_groups`` divides."""
+    lanes = 16 if num_centroids <= 64 else 32 if num_centroids < 512 else 512
+    return -(-num_centroids // lanes) * lanes
+
+
 def _num_groups(columns: int) -> int:
-    """Into how many groups the columns of a tile are put; few columns are their own groups."""
-    if columns <= _COARSE_FROM:
+    """Into how many groups the columns of a tile are put, whose maxima are looked at first.
+
+    Up to 64 columns are their own groups. Above, there are 32 groups, or groups of 16 columns where
+    there are 512 columns or more (then ``columns`` is a multiple of 512).
+    """
+    if columns <= 64:
         return columns
-    return columns // 16 if columns % _GROUPED == 0 else 32
+    return 32 if columns < 512 else columns // 16
 
 
 def _top(top: Tensor, more: Tensor) -> Tensor:
-    """The largest [n, count] of both, descending."""
+    """[n, count]: the largest numbers of each row of ``top`` and ``more``, descending."""
     if top.shape[1] == 1:
         return torch.maximum(top, more.amax(dim=1, keepdim=True))
     return torch.cat([top, more], dim=1).topk(top.shape[1], dim=1).values
 
 
 def _mean(centroids: Tensor) -> Tensor:
-    """Some vector near all of them: any would do."""
+    """Mean centroid. Any common shift keeps the ranking; this one tightens the error bound."""
     return centroids.mean(dim=0) if len(centroids) else centroids.new_zeros(centroids.shape[1])
 
 
 def _longest(rows: Tensor) -> float:
+    """The length of the longest row, rounded up."""
     return float(torch.linalg.vector_norm(rows, dim=1).max()) * (1.0 + 2.0**-16)
 
 
-def _dot(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
-    """float32 [P]: rows[row] . centroids[centroid], ``row`` ascending; each depends on its two
-    vectors alone.
+def score_pairs(
+    rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor, scores: Scores
+) -> Tensor:
+    """float32 [P]: the products of rows[row] and centroids[centroid], where ``row`` ascends.
+
+    Each depends on its two vectors and on ``scores`` alone.
     """
-    if rows.device.type != "cpu":
-        return _dot_in_blocks(rows, centroids, row, centroid)
-    starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
+    if scores == "blocks":
+        return _scored_in_blocks(rows, centroids, row, centroid)
+    starts = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
     starts[1:] = torch.bincount(row, minlength=len(rows)).cumsum(0)
     return pair_products(rows, centroids, starts, centroid)
 
 
-def _dot_in_blocks(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
-    """``_dot`` where the order of a sum follows from the tensor's shape: it is always the same."""
+def _scored_in_blocks(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
+    """``score_pairs`` by sums over tensors of one fixed shape, from which their order follows."""
     size = 8192
     padding = -len(row) % size
     row = torch.nn.functional.pad(row, (0, padding))
@@ -243,11 +300,3 @@ def _largest(packed: Tensor, row: Tensor, num_rows: int, count: int) -> Tensor:
     largest = torch.full((num_rows, count), NOTHING, device=packed.device)
     largest[row[kept], place[kept]] = packed[kept]
     return largest
-
-
-def _multiplies_bfloat16(device: torch.device) -> bool:
-    """True where a product of bfloat16 is faster than one of float32, and rounds its sums once."""
-    if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
-        return False
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))

@@ -54,26 +54,47 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
+def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) -> torch.device:
     """``auto`` -> this rank's GPU where there is one, else the CPU; or a device by name.
 
-    Raises ValueError where the named device does not exist on this machine.
+    On a GPU it also settles the arithmetic of this process: fp32 is fp32, and with
+    ``deterministic`` the same operations give the same bits. Raises ValueError where the named
+    device does not exist on this machine, or has no GPU for this rank.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device=cuda, but torch sees no GPU here: set device=cpu or auto")
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise ValueError(
+                f"this is process {local_rank} (counted from 0) of this machine, but torch sees "
+                f"{count} GPU(s) here: start one process for each GPU, or set device=cpu"
+            )
         torch.cuda.set_device(local_rank)
+        _settle_arithmetic(deterministic)
         return torch.device("cuda", local_rank)
     if name != "cpu":
         raise ValueError(f"device={name!r} is not known: use auto, cpu or cuda")
     return torch.device("cpu")
 
 
+def _settle_arithmetic(deterministic: bool) -> None:
+    """What GPUs compute, in the rest of this process; no product may come before it."""
+    torch.backends.cudnn.allow_tf32 = False  # by default it rounds what convolutions multiply
+    if deterministic:
+        # Else the backward of attention and some convolutions add in any order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # A warning, not an error: better a last bit than a training that ends at its first step.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # What is never read need not be filled.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def init(
     device: str = "auto",
     *,
+    deterministic: bool = False,
     rank: int | None = None,
     world_size: int | None = None,
     init_method: str | None = None,
@@ -85,14 +106,15 @@ def init(
     process and no group. Explicit ``rank``, ``world_size`` and ``init_method`` (such as
     ``file:///tmp/x``) serve tests and other launchers. ``timeout_s`` of a collective is long, since
     ranks may wait for hours while the first one indexes; the dead are found by ``peer_watch``.
+    ``device`` and ``deterministic`` are ``pick_device``'s.
     """
     if rank is None and not under_torchrun():
-        return Context(device=pick_device(device))
+        return Context(device=pick_device(device, deterministic=deterministic))
     if rank is None:
         die_with_parent()
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    where = pick_device(device, local_rank)
+    where = pick_device(device, local_rank, deterministic=deterministic)
     _join(
         # Objects and barriers over gloo: who waits there learns at once of a peer's death.
         "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",

@@ -1,18 +1,18 @@
-"""Rows of a large matrix over ranks: fixed blocks, and sums that no number of ranks can change.
+"""The rows of a large matrix over ranks, with sums that are equal for any number of ranks.
 
 The data is a list of row blocks (``cut_blocks``), cut without regard to the number of ranks; rank r
-works on the blocks r, r + W, r + 2W, ... What is said of one row or of one block is computed by one
-thread in one order. So that the order of rows does not matter in their sums, every value is cut to
-a fixed-point number in int64, whose unit follows from the largest value and the number of rows (62
-bits hold any sum, so of 16 million rows 2^-38 of the largest value is kept): adding integers is
-exact, so any number of ranks and threads gives the same bits.
+works on the blocks r, r + W, r + 2W, ... On a CPU one thread computes all that concerns one block,
+in one order. Sums over rows must not depend on the order of the rows, so every value is cut to a
+fixed-point number in int64. Its unit follows from the largest value and the number of rows: 62 bits
+hold any sum, so of 16 million rows 2^-38 of the largest value is kept. Adding integers is exact, so
+any number of ranks and threads gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -22,6 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mclclip.parallel.arithmetic import (
+    CHOSEN,
+    Arithmetic,
+    choose_cache_bytes,
+    choose_threads,
+    sums_in_float32,
+)
 from mclclip.parallel.collectives import all_reduce_max, all_reduce_sum, gather
 from mclclip.parallel.process_group import Context, num_threads
 
@@ -34,7 +41,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 ROWS_PER_BLOCK = 4096
-_ROWS_PER_TILE = 1024  # on a CPU: what is made of them stays in the cache
+_ROWS_PER_LOOK = 1024  # that ``survey`` adds up at once: on every device, as last bits depend on it
 
 
 def cut_blocks(arrays: Sequence[Floats], rows_per_block: int = ROWS_PER_BLOCK) -> list[Floats]:
@@ -105,8 +112,10 @@ def _map(path: Path) -> Floats:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one look at all rows tells: a value x is added up as the int64 that x * ``unit`` (a
-    power of two) is cut to, and ``squares`` is the sum of all |row|^2.
+    """The result of one pass over all rows.
+
+    ``unit`` is a power of two: to add values up, x * ``unit`` is cut to an int64. ``squares`` is
+    the sum of all |row|^2.
     """
 
     unit: float
@@ -118,7 +127,8 @@ class Rows:
 
     ``blocks`` [n_i, D] and ``valid`` [N] are the whole data, alike on all ranks of ``context``. As
     many own blocks as ``cache_bytes`` holds stay prepared on the device (None: 1 GiB, or half of
-    what a GPU has free). Raises ValueError for blocks that are not float rows of one width.
+    what a GPU has free). What ``arithmetic`` leaves open is chosen for the device. Raises
+    ValueError for blocks that are not float rows of one width.
     """
 
     def __init__(
@@ -128,11 +138,12 @@ class Rows:
         algorithm: Algorithm,
         context: Context,
         cache_bytes: int | None,
+        arithmetic: Arithmetic = CHOSEN,
     ) -> None:
         if algorithm not in ("spherical", "euclidean"):
             raise ValueError(f"algorithm is {algorithm!r}: wanted 'spherical' or 'euclidean'")
         self.blocks, self.valid, self.algorithm = blocks, valid, algorithm
-        self.context = context
+        self.context, self.arithmetic = context, arithmetic
         layouts: list[BlockLayout] = (
             blocks.layouts()
             if isinstance(blocks, NpyBlocks)
@@ -147,42 +158,46 @@ class Rows:
         if valid is not None and len(valid) != self.num_rows:
             raise ValueError(f"valid has {len(valid):,} rows, the blocks have {self.num_rows:,}")
         self.own = list(range(context.rank, len(blocks), context.world_size))
-        self.num_threads = torch.get_num_threads() if context.device.type == "cpu" else 1
-        if cache_bytes is None:
-            cache_bytes = _room(context.device)
+        per_block = choose_threads(context.device, arithmetic) == "per_block"
+        self.num_threads = torch.get_num_threads() if per_block else 1
+        self._threads_per_operation = 1 if per_block else None
+        room = choose_cache_bytes(context.device, cache_bytes)
         bytes_so_far = np.cumsum([num_rows[number] * self.dim * 4 for number in self.own])
-        self._cached = set(self.own[: int(np.searchsorted(bytes_so_far, cache_bytes, "right"))])
+        self._cached = set(self.own[: int(np.searchsorted(bytes_so_far, room, "right"))])
         self._cache: dict[int, Tensor] = {}
 
     # --- threads ---
 
-    def one_thread_per_operation(self) -> AbstractContextManager[None]:
-        """On a CPU: operations run on one thread each, as their last bits depend on it; ``each``
-        then uses the threads side by side.
+    @contextmanager
+    def torch_settings(self) -> Iterator[None]:
+        """Runs a block in which an operation has one thread, if ``each`` shares out the blocks to
+        threads (last bits depend on that number), and bfloat16 products round no partial sums.
         """
-        return num_threads(1 if self.context.device.type == "cpu" else None)
+        with num_threads(self._threads_per_operation), sums_in_float32():
+            yield
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """``work`` of each item, in order, items shared out to the threads."""
+        """The results of ``work`` for each item, in order; threads share out the items."""
         if self.num_threads == 1:
             return [work(item) for item in items]
         with ThreadPoolExecutor(self.num_threads, initializer=_one_thread) as pool:
             return list(pool.map(work, items))
 
     def runs(self) -> list[list[int]]:
-        """This rank's blocks dealt out to its threads."""
+        """The numbers of this rank's blocks, as one list for each of its threads."""
         dealt = [self.own[first :: self.num_threads] for first in range(self.num_threads)]
         return [run for run in dealt if run]
 
     # --- rows ---
 
     def to_device(self, x: Tensor) -> Tensor:
-        """A fresh float32 copy: its alignment, on which last bits depend, is torch's own."""
+        """A new float32 copy on the device."""
+        # Always newly allocated: last bits depend on alignment, which then is torch's own.
         copy = torch.empty(x.shape, dtype=torch.float32, device=self.context.device)
         return copy.copy_(x.detach())
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Any rows [n, D] as float32 on the device, unit length if spherical (norms in fp32)."""
+        """Rows [n, D] as float32 on the device, scaled to unit length if spherical."""
         rows = self.to_device(x)
         if self.algorithm == "spherical":
             rows /= torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
@@ -220,16 +235,14 @@ class Rows:
         return self.total(found) + 0.0  # no negative zeros, which a sum over ranks would lose
 
     def read(self, ids: Integers) -> Floats:
-        """The rows [S, D] with these ascending row numbers as they are stored, read by this rank
-        alone.
-        """
+        """The rows [S, D] with these ascending numbers as stored; no other rank is asked."""
         found: Floats = np.empty((len(ids), self.dim), dtype=self._dtype)
         for number, place, local in self._parts(ids):
             found[place] = self.blocks[number][local]
         return found
 
     def _parts(self, ids: Integers) -> list[tuple[int, slice, Integers]]:
-        """The blocks in which ascending ids lie: block, place among the ids, rows of the block."""
+        """Ascending ids by block: its number, the slice of the ids in it, their rows within it."""
         if not len(ids):
             return []
         first, last = np.searchsorted(self.starts, ids[[0, -1]], "right") - 1
@@ -243,7 +256,7 @@ class Rows:
         ]
 
     def draw(self, wanted: int, rng: np.random.Generator) -> Integers:
-        """Ascending numbers of ``wanted`` valid rows (of all where there are no more)."""
+        """Ascending numbers of ``wanted`` valid rows, drawn at random (all, if there are fewer)."""
         valid = None if self.valid is None else np.flatnonzero(self.valid)
         if wanted >= self.num_valid:
             return np.arange(self.num_rows, dtype=np.int64) if valid is None else valid
@@ -253,12 +266,12 @@ class Rows:
     # --- over ranks ---
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on the device (exact for integers and for what one rank has)."""
+        """The sum over ranks, on the device; exact for integers, and where one rank has it all."""
         x = x.to(self.context.device)
         return x if self.context.world_size == 1 else all_reduce_sum(x)
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest over ranks, on the device."""
+        """The largest value over ranks, elementwise, on the device."""
         x = x.to(self.context.device)
         return x if self.context.world_size == 1 else all_reduce_max(x)
 
@@ -269,11 +282,11 @@ class Rows:
         return every.view(self.context.world_size, *x.shape)
 
     def of_first_rank(self, x: Tensor) -> Tensor:
-        """Rank 0's values on every rank: unlike machines must not disagree in a last bit."""
+        """Rank 0's values, on every rank: unlike machines may compute other last bits."""
         return self.total(x if self.context.rank == 0 else torch.zeros_like(x))
 
     def refuse_not_finite(self, here: int) -> None:
-        """Raises ValueError on all ranks where any rank counted NaN or infinite rows."""
+        """Raises ValueError on all ranks if any found NaN or infinite rows (this one: ``here``)."""
         count = int(self.total(torch.tensor(here)))
         if count:
             raise ValueError(
@@ -282,11 +295,11 @@ class Rows:
             )
 
     def survey(self) -> Survey:
-        """One pass over the data: refuses NaN and infinite rows, finds the unit of fixed point."""
+        """Looks at all rows once. Raises ValueError on all ranks for NaN and infinite rows."""
 
         def look(number: int) -> tuple[int, float, float]:
             bad, largest, squares = 0, 0.0, 0.0
-            for rows in tiles(self.block(number)):
+            for rows in tiles(self.block(number), _ROWS_PER_LOOK):
                 bad += num_not_finite(rows)
                 largest = max(largest, *(abs(float(value)) for value in rows.aminmax()))
                 squares += float(rows.double().square_().sum())
@@ -304,10 +317,9 @@ class Rows:
         return Survey(2.0 ** (62 - bits - exponent), squares / of_squares)
 
 
-def tiles(rows: Tensor) -> Sequence[Tensor]:
-    """Rows [n, ...] in parts that stay in a CPU's cache while they are worked on."""
-    size = _ROWS_PER_TILE if rows.device.type == "cpu" else max(len(rows), 1)
-    return torch.split(rows, size) if len(rows) else ()
+def tiles(rows: Tensor, rows_per_tile: int) -> Sequence[Tensor]:
+    """Rows [n, ...] in views of at most so many rows; none where there are no rows."""
+    return torch.split(rows, rows_per_tile) if len(rows) else ()
 
 
 def num_not_finite(rows: Tensor) -> int:
@@ -316,9 +328,8 @@ def num_not_finite(rows: Tensor) -> int:
 
 
 def add_rows(sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor, unit: float) -> None:
-    """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts.
-
-    Best given a tile at a time.
+    """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts them
+    in ``counts`` [K]. It makes an int64 copy of the rows, so give it a tile at a time.
     """
     sums.index_put_((labels,), (rows * unit).long(), accumulate=True)
     counts += torch.bincount(labels, minlength=len(counts))
@@ -328,15 +339,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _room(device: torch.device) -> int:
-    """Bytes for prepared rows: 1 GiB of main memory, or half of what a GPU has free."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) // 2
-    return 1 << 30
-
-
 def _width(layouts: Sequence[BlockLayout]) -> int:
-    """D, after a check that the shapes and types are those of float rows [n, D]."""
+    """Returns D. Raises ValueError unless the shapes and types are those of float rows [n, D]."""
     widths = {shape[1:] for shape, _ in layouts}
     if len(widths) != 1 or len(min(widths)) != 1 or any(kind.kind != "f" for _, kind in layouts):
         found = sorted({f"{kind} {('n', *shape[1:])}" for shape, kind in layouts})

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mclclip.parallel import collectives, kmeans
+from mclclip.parallel.arithmetic import CHOSEN, Arithmetic
 from mclclip.parallel.assignment import assign_blocks
 from mclclip.parallel.centroids import hold
 from mclclip.parallel.kmeans_start import Init, is_plus_plus
@@ -49,20 +50,22 @@ def fit(
     context: Context = SINGLE,
     sharded: bool | None = None,
     init: Init = "auto",
+    arithmetic: Arithmetic = CHOSEN,
     **options: Any,
 ) -> kmeans.Found:
     """The centroids, in the order of their groups.
 
     ``num_splits`` groups (None: about the square root of K) are made of all rows, and each of its
-    own rows, by ``kmeans.fit`` with ``options``; ``seed``, ``valid``, ``context`` and ``sharded``
-    are as there; with ``init`` ``auto`` all groups start alike, as suits the one of most clusters.
+    own rows, by ``kmeans.fit`` with ``options``; ``seed``, ``valid``, ``context``, ``sharded`` and
+    ``arithmetic`` are as there; with ``init`` ``auto`` all groups start alike, as suits the group
+    with the most clusters.
     The result is the same for any number of ranks. Clusters may be empty: where a group has fewer
     distinct rows than clusters, or where all rows of a cluster lie nearer to one of another group.
     ``iterations`` is the largest of any group's. Raises ValueError for more clusters than rows, for
     more splits than clusters, and as ``kmeans.fit`` does.
     """
     words = [seed] if isinstance(seed, int) else list(seed)
-    rows = Rows(blocks, valid, algorithm, context, cache_bytes=0)
+    rows = Rows(blocks, valid, algorithm, context, 0, arithmetic)
     if not 1 <= num_clusters <= rows.num_valid:
         raise ValueError(kmeans.too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
     splits = num_splits or max(1, round(num_clusters**0.5))
@@ -71,7 +74,12 @@ def fit(
             f"num_splits is {splits:,}, but there are {num_clusters:,} clusters: set "
             "cluster.num_splits to at most that"
         )
-    common: dict[str, Any] = {"algorithm": algorithm, "valid": valid, "context": context}
+    common: dict[str, Any] = {
+        "algorithm": algorithm,
+        "valid": valid,
+        "context": context,
+        "arithmetic": arithmetic,
+    }
     groups = _split(blocks, rows.num_rows, splits, words, common, options | {"init": init})
     shares = share_out(num_clusters, np.array([len(ids) for ids in groups]))
     options |= {"init": "plus_plus" if is_plus_plus(init, int(shares.max())) else "random"}
@@ -156,6 +164,7 @@ def _cluster_groups(
             seed=[*words, _GROUP, group],
             keep_empty=True,
             context=alone,
+            arithmetic=rows.arithmetic,
             **options,
         )
 

@@ -168,7 +168,7 @@ def one_iteration(sharded: bool) -> tuple[float, float]:
     rows = Rows(cut_blocks([data]), None, "spherical", context, cache_bytes=None)
 
     def iterate() -> None:
-        with rows.one_thread_per_operation():
+        with rows.torch_settings():
             survey = rows.survey()
             holder = hold(rows, MILLION, sharded)
             torch.manual_seed(context.rank)

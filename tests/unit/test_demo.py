@@ -98,3 +98,13 @@ def test_regimes_are_compared_in_one_table() -> None:
     assert lines[0].startswith("| text tower, 1 seed(s) | stage_0 | stage_1 |")
     assert lines[2] == "| trained | 40.0 | 50.0 | - | 80.0 | - | - | 50.0 | 30.0 |"
     assert lines[3] == "| knowing | 40.0 | 50.0 | - | 90.0 | - | - | 91.0 | -1.0 |"
+
+
+def test_the_device_is_the_one_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is rendered."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="torch sees no GPU here"):
+        demo.run(tmp_path, seeds=[0], overrides=["device=cuda"])
+    assert not list(tmp_path.iterdir())

@@ -163,12 +163,13 @@ def test_gpus_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         is_available=lambda: True,
         device_count=lambda: 2,
         mem_get_info=lambda number: ((70 if number == 0 else 10) * gib, 80 * gib),
-        get_device_properties=lambda number: SimpleNamespace(name="A100"),
-        device=lambda number: open(os.devnull),
-        is_bf16_supported=lambda: True,
+        get_device_properties=lambda number: SimpleNamespace(
+            name=("A100", "V100")[number], major=8 - number
+        ),
     )
     free, busy = doctor._gpus()
     assert free == Finding("ok", "gpu 0", "A100, 70.0 of 80.0 GiB free, bf16")
+    assert "no bf16: use precision=fp32" in busy.text
     assert busy.state == "warn" and "10.0 of 80.0 GiB free" in busy.text
 
 

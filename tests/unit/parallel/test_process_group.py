@@ -64,8 +64,12 @@ def test_a_group_is_joined_and_left(tmp_path: Path) -> None:
 def test_auto_is_the_gpu_of_this_rank_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert process_group.pick_device("auto", local_rank=1) == torch.device("cuda", 1)
+    assert chosen == [1]
+    with pytest.raises(ValueError, match="process 2 .* sees 2 GPU.*: start one process for each"):
+        process_group.pick_device("auto", local_rank=2)
     assert chosen == [1]
     assert process_group.pick_device("cpu", local_rank=1) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -78,6 +82,34 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch)
         process_group.pick_device("cuda")
     with pytest.raises(ValueError, match="device='tpu' is not known: use auto, cpu or cuda"):
         process_group.pick_device("tpu")
+
+
+ARITHMETIC = """
+import os, sys, torch
+from mclclip.parallel import process_group
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.set_device = lambda number: None
+process_group.init("cuda", deterministic=sys.argv[1] == "yes")
+print(
+    torch.backends.cudnn.allow_tf32,
+    torch.are_deterministic_algorithms_enabled(),
+    torch.is_deterministic_algorithms_warn_only_enabled(),
+    os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "settled"),
+    [("yes", "False True True :4096:8"), ("no", "False False False None")],
+)
+def test_the_arithmetic_of_a_gpu(deterministic: str, settled: str) -> None:
+    """Not by warnings alone: told to warn only, attention adds in any order all the same."""
+    done = subprocess.run(
+        [sys.executable, "-c", ARITHMETIC, deterministic], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == settled, done.stderr
 
 
 # --- seeds and threads -------------------------------------------------------------------------

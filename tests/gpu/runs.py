@@ -1,0 +1,303 @@
+"""Verbs on the device: reading, embedding, evaluation, killed and resumed trainings, the demo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from mclclip import checkpoint, cluster, demo, doctor, embed, export, index, pipeline
+from mclclip.config import Config
+from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.stage_groups import build_groups
+from mclclip.data.training_batches import Batch, TrainingBatches
+from mclclip.eval import results
+from mclclip.eval import run as evaluation
+from mclclip.layout import Layout
+from mclclip.models.clip import load_clip
+from mclclip.parallel.process_group import Context, start_loader_worker
+from tests import tiny
+from tests.gpu.checks import Skip, Where, check, close, same_bits
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _config(where: Where, name: str, device: torch.device, *overrides: str) -> Config:
+    data = where.folder / "data"
+    if not data.exists():
+        tiny.make_data(data)
+    return tiny.make_config(where.folder / name, data, f"device={device.type}", *overrides)
+
+
+# --- reading ---
+
+
+def _batches(where: Where) -> TrainingBatches:
+    config = _config(where, "reading", CPU)
+    index.run(config, Context())
+    samples = SampleIndex.open(Layout.of(config).index)
+    labels = np.arange(len(samples)) % 3
+    grouped: GroupedIndex = build_groups(labels, (3,), samples.bad_ids(), 24, "backoff")
+    model = load_clip(tiny.MODEL, seed=0)
+    return TrainingBatches(
+        index=samples,
+        grouped=grouped,
+        transform=model.preprocess_train,
+        tokenizer=model.tokenizer,
+        global_batch=24,
+        policy="backoff",
+        order="proportional",
+        seed=0,
+        stage=1,
+        max_image_pixels=10_000_000,
+    )
+
+
+@check("pinned memory: batches arrive as they were read")
+def pinned(where: Where) -> str:
+    """By forked workers while the device is in use: pinned, equal to what is read without them."""
+    if where.on_gpu:
+        torch.ones(1, device=where.device).sum().item()  # workers are forked after this
+    batches, steps = _batches(where), range(40)
+    wanted = [batches[step] for step in steps]
+    loader: DataLoader[Batch] = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=steps,
+        num_workers=2,
+        worker_init_fn=start_loader_worker,
+        pin_memory=where.on_gpu,
+    )
+    for got, want in zip(loader, wanted, strict=True):
+        for name in ("image", "text", "labels", "sample_id"):
+            tensor = getattr(got, name)
+            assert tensor.is_pinned() == where.on_gpu, f"{name} is not pinned"
+            moved = getattr(got.to(where.device, non_blocking=True), name)
+            busy = torch.ones(256, 256, device=where.device)
+            for _ in range(5):
+                busy = busy @ busy * 1e-3
+            same_bits(name, moved, getattr(want, name))
+    if not where.on_gpu:
+        raise Skip("the CPU has no pinned memory; batches of workers are equal")
+    return f"{len(steps)} batches"
+
+
+# --- embedding and evaluation ---
+
+
+@check("towers: features are those of the CPU", limit_s=150.0)
+def towers(where: Where) -> str:
+    """Images and texts in fp32 to 2e-5, in bf16 to 2e-2, of a ViT and a ResNet of open_clip."""
+    names = ["ViT-B-32", "RN50"] if where.on_gpu else [tiny.MODEL]
+    worst = {"fp32": 0.0, "bf16": 0.0}
+    for name in names:
+        model = load_clip(name, seed=0)  # type: ignore[arg-type]
+        size = model.image_size
+        assert isinstance(size, int)
+        images = torch.randn(8, 3, size, size, generator=torch.Generator().manual_seed(0))
+        tokens = model.tokenizer([f"a photo of {number} things" for number in range(8)])
+        with torch.inference_mode():
+            wanted = model.encode_image(images, True), model.encode_text(tokens, True)
+            model.to(where.device)
+            for precision, tolerance in (("fp32", 2e-5), ("bf16", 2e-2)):
+                half = precision == "bf16"
+                with torch.autocast(where.device.type, dtype=torch.bfloat16, enabled=half):
+                    image = model.encode_image(images.to(where.device), True)
+                    text = model.encode_text(tokens.to(where.device), True)
+                for what, got, want in zip(("images", "texts"), (image, text), wanted, strict=True):
+                    error = close(f"{name}, {precision}, {what}", got, want, tolerance)
+                    worst[precision] = max(worst[precision], error)
+    return ", ".join(f"{name} off by {error:.1g}" for name, error in worst.items())
+
+
+@check("embed, cluster, eval: what the CPU gives", limit_s=200.0)
+def verbs(where: Where) -> str:
+    """Embeddings to 2e-5 (bf16: 2e-2), the same pseudo labels up to ties, the same figures up to
+    one answer."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, device, precision in (
+        ("cpu", CPU, "fp32"),
+        ("fp32", where.device, "fp32"),
+        ("bf16", where.device, "bf16"),
+    ):
+        options = [f"embed.precision={precision}", f"eval.precision={precision}", "base=null"]
+        config = _config(where, name, device, *options)
+        context = Context(device=device)
+        index.run(config, context)
+        export.stage(config, context, stage=0)
+        layout = Layout.of(config)
+        embed.run(config, context, stage=0, text=True)
+        cluster.run(config, context, stage=0)
+        rows = evaluation.run(config, context)
+        parts = {
+            what: np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
+            for what, folder in (
+                ("images", layout.embeddings(0)),
+                ("texts", layout.text_embeddings),
+            )
+        }
+        labels = np.load(layout.clusters(0) / "cluster_labels.npy")
+        found[name] = parts | {"labels": labels, "rows": {r.metric: r.value for r in rows}}
+    worst = {}
+    for name, tolerance in (("fp32", 2e-5), ("bf16", 2e-2)):
+        worst[name] = max(
+            close(
+                f"{what}, {name}",
+                torch.from_numpy(found[name][what]),
+                torch.from_numpy(found["cpu"][what]),
+                tolerance,
+            )
+            for what in ("images", "texts")
+        )
+    differ = np.mean(found["fp32"]["labels"] != found["cpu"]["labels"])
+    assert differ <= 0.01, f"{100 * differ:.1f} % of the pseudo labels differ"
+    for metric, value in found["cpu"]["rows"].items():
+        got = found["fp32"]["rows"][metric]
+        assert abs(got - value) <= 50.0, f"{metric}: {got}, on the CPU {value}"  # one of two pairs
+    return ", ".join(f"{name} off by {error:.1g}" for name, error in worst.items())
+
+
+# --- kill -9 and the same command again ---
+
+_KILLED = """
+import sys
+from mclclip import cli
+from tests.e2e.conftest import KillAfter
+if int(sys.argv[1]):
+    KillAfter("update", int(sys.argv[1]))()
+cli.main(sys.argv[2:])
+"""
+
+
+@check("kill -9 and resume, fp32", "fp32", limit_s=240.0)
+@check("kill -9 and resume, bf16", "bf16", limit_s=240.0)
+@check("kill -9 and resume, fp16, in the background", "fp16", "asynchronous", limit_s=240.0)
+def killed(where: Where, precision: str, saving: str = "") -> str:
+    """Weights, moments and losses are those of an undisturbed training, bit for bit."""
+    options = [
+        f"base.precision={precision}",
+        f"base.checkpoint.asynchronous={str(saving == 'asynchronous').lower()}",
+        "base.log_every=1",
+        "data.num_workers=1",
+        "deterministic=true",
+    ]
+    _config(where, "any", where.device)  # makes the data
+    found = []
+    for name, kills in (("undisturbed", (0,)), ("killed", (4, 1, 0))):
+        run_dir = where.folder / name
+        path = where.folder / f"{name}.yaml"
+        tiny.write_config(
+            path, run_dir, where.folder / "data", f"device={where.device.type}", *options
+        )
+        for verb in ("index",):
+            _mclclip(where, 0, verb, "--config", str(path))
+        for count in kills:
+            _mclclip(where, count, "train", "--stage", "0", "--config", str(path))
+        found.append(_left(run_dir))
+    for name, value in found[0].items():
+        assert found[1][name] == value, f"{name} differ"
+    return "killed after updates 4 and 5"
+
+
+def _mclclip(where: Where, kill_after: int, *arguments: str) -> None:
+    """The command line in a process that kills itself after so many updates (0: never)."""
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(kill_after), *arguments],
+        capture_output=True,
+        text=True,
+        env=tiny.environment(),
+        cwd=ROOT,
+    )
+    print(done.stderr)
+    wanted = -9 if kill_after else 0
+    assert done.returncode == wanted, f"{arguments[0]}: code {done.returncode}"
+
+
+def _left(run_dir: Path) -> dict[str, Any]:
+    """The last weights and moments of stage 0 by part, and the rows' losses."""
+    directory = run_dir / "stage_0" / "train"
+    last = checkpoint.steps(directory / "checkpoints")[-1]
+    found: dict[str, Any] = {"steps": last}
+    for part in ("model", "optimizer"):
+        state = checkpoint.load_model_state(directory / "checkpoints", last, part)
+        found[part] = {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    found["losses"] = [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+    return found
+
+
+# --- whole runs ---
+
+
+@check("a whole run with class centers, profiled", limit_s=200.0)
+def class_centers_run(where: Where) -> str:
+    """Cluster, train MLCD in bf16 with the kernels the device has, export, evaluate."""
+    from mclclip.parallel import class_kernels
+
+    usable = where.on_gpu and class_kernels.available(where.device)
+    kernel = "triton" if usable else "plain"
+    config = _config(
+        where,
+        "mlcd",
+        where.device,
+        "num_stages=1",
+        "train.objective.kind=mlcd",
+        f"train.objective.kernel={kernel}",
+        "train.precision=bf16",
+        "train.profile_steps=[2]",
+        "train.engine.micro_batch=10",
+        "train.objective.labels_per_sample=2",
+        "cluster.labels_per_sample=2",
+        "cluster.num_clusters=20",
+    )
+    run_dir = pipeline.run(config, Context(device=where.device))
+    directory = Layout.of(config).train(1)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    table = next((directory / "profile").glob("*.txt")).read_text()
+    if where.on_gpu:
+        assert "CUDA" in table, "the profile has no times of the GPU"
+        assert rows[-1]["memory_gib"] * 2**30 <= torch.cuda.get_device_properties(0).total_memory
+    assert all(
+        row[f"memory_{part}_gib"] > 0 for row in rows[-1:] for part in ("forward", "backward")
+    )
+    assert results.read(run_dir / "results.jsonl")
+    return f"kernel={kernel}"
+
+
+@check("demo, short form", limit_s=300.0)
+def short_demo(where: Where) -> str:
+    """All of the method and its controls on the device."""
+    steps = where.size(120, 12)
+    trained = [
+        f"{kind}.{option}"
+        for kind in ("base", "train")
+        for option in (f"steps={steps}", f"checkpoint.every={steps // 2}", "log_every=10")
+    ]
+    options = [f"device={where.device.type}", "data.num_workers=2", *trained]
+    if not where.on_gpu:
+        options += ["num_stages=1", "controls=[]"]
+    table = demo.run(where.folder / "demo", seeds=[0], overrides=options)
+    assert "concat_raw" in table
+    if where.on_gpu:
+        assert torch.cuda.max_memory_allocated() > 0, "the demo did not run on the GPU"
+        return f"{torch.cuda.max_memory_allocated() / 2**20:.0f} MiB"
+    return ""
+
+
+@check("doctor")
+def findings(where: Where) -> str:
+    """Names the GPU; nothing fails but what a bare machine lacks."""
+    found = [str(finding) for finding in doctor.findings(where.folder)]
+    print("\n".join(found))
+    if where.on_gpu:
+        assert any(line.startswith("ok") and "gpu 0" in line for line in found), "no GPU"
+    return ""
