@@ -85,8 +85,7 @@ def _settle_arithmetic(deterministic: bool) -> None:
     if deterministic:
         # Else the backward of attention and some convolutions add in any order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # A warning, not an error: better a last bit than a training that ends at its first step.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         # What is never read need not be filled.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
