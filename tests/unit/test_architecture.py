@@ -99,3 +99,75 @@ def test_forbidden(path: Path) -> None:
             assert not all(isinstance(line, ast.Pass) for line in node.body), f"{path}: pass"
     assert "yaml.load(" not in text
     assert "torch.load(" not in text or "weights_only=True" in text
+
+
+# --- what depends on device or processor is chosen in functions named choose_* ---
+
+QUESTIONS = {"is_cuda", "is_available", "get_capabilities", "get_device_capability"}
+QUESTIONS |= {"is_bf16_supported", "device_type"}
+# Files that still ask such questions elsewhere. This list may only become shorter.
+STILL_ASKING = {
+    "doctor.py",
+    "embed.py",
+    "eval/features.py",
+    "models/lora.py",
+    "objectives/info_nce.py",
+    "objectives/row_losses.py",
+    "parallel/class_centers.py",
+    "parallel/class_kernels.py",
+    "parallel/class_sums.py",
+    "parallel/collectives.py",
+    "parallel/deepspeed_engine.py",
+    "parallel/engines.py",
+    "parallel/fsdp_engine.py",
+    "parallel/gradient_cache.py",
+    "parallel/process_group.py",
+    "profiling.py",
+    "train/parts.py",
+    "trainer.py",
+}
+
+
+def device_questions(tree: ast.AST) -> Iterator[int]:
+    """Lines that ask for a device's type or abilities, outside of functions named choose_*."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("choose_"):
+            continue
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value).split(".")[-1]
+            if node.attr == "type" and owner in ("device", "where"):
+                yield node.lineno
+            elif (
+                node.attr in QUESTIONS and owner != "dist"
+            ):  # torch.distributed's are of another kind
+                yield node.lineno
+        elif isinstance(node, ast.Constant) and node.value in QUESTIONS:  # by getattr or hasattr
+            yield node.lineno
+        yield from device_questions(node)
+
+
+def test_devices_are_asked_in_functions_named_choose() -> None:
+    asking = {
+        str(path): lines
+        for path in MODULES
+        if (lines := list(device_questions(ast.parse((PACKAGE / path).read_text()))))
+    }
+    new = {path: lines for path, lines in asking.items() if path not in STILL_ASKING}
+    assert not new, f"choose in a function named choose_*, and pass the choice on: {new}"
+    settled = STILL_ASKING - asking.keys()
+    assert not settled, f"take these off STILL_ASKING: {sorted(settled)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def f(x):\n    return x.device.type == 'cpu'", 1),
+        ("def f(device):\n    kind = device.type", 1),
+        ("if x.is_cuda or torch.cuda.is_available():\n    pass", 2),
+        ("class A:\n    fast = hasattr(torch.cpu, 'get_capabilities')", 1),
+        ("def choose_tile(device):\n    return 1 if device.type == 'cpu' else 2", 0),
+        ("def f(error):\n    return error.type, dist.is_available()", 0),
+    ],
+)
+def test_questions_are_found(text: str, found: int) -> None:
+    assert len(list(device_questions(ast.parse(text)))) == found
