@@ -1,10 +1,12 @@
 """open_clip behind one small interface: models by name, directory or config; exports.
 
-This is the only file that imports open_clip. Weights load through safetensors or
-`torch.load(weights_only=True)` alone.
+This is the only file that imports open_clip. Models may come from strangers: weights load through
+safetensors or `torch.load(weights_only=True)` alone, and `config_check` refuses configurations that
+could bring code.
 """
 
 import difflib
+import functools
 import logging
 import os
 import pickle
@@ -13,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -26,13 +28,15 @@ import open_clip
 from huggingface_hub import constants as hub
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.pretrained import download_pretrained_from_hf
+from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
-from mclclip.models import towers, weights
+from mclclip.models import config_check, towers, weights
 from mclclip.models.clip_model import ClipModel
 
 __all__ = ["ClipModel", "architecture", "load_clip", "save_export"]
+T = TypeVar("T")
 
 IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
 """CLIP's names of ImageNet-1k's classes, in the order of their sorted WordNet ids."""
@@ -68,12 +72,13 @@ def load_clip(
         image_size, context_length, quick_gelu, patch_dropout: replace what the config says.
 
     Raises:
-        ValueError: unknown name or config, weights that do not fit, an activation that is not the
-            one the weights were trained with (unless `quick_gelu` says so).
-        FileNotFoundError: a directory, its config or weights are missing, or the weights of a tag
-            are neither cached nor reachable.
+        ValueError: unknown name or config, one that could bring code (`config_check`), weights that
+            do not fit, an activation that is not the one the weights were trained with (unless
+            `quick_gelu` says so).
+        FileNotFoundError: a directory, its config, weights or tokenizer are missing, or the weights
+            of a tag or a tokenizer of the hub are neither cached nor reachable.
     """
-    config, file, tokenizer_name = _resolve(name, pretrained, quick_gelu, load_weights)
+    config, file, directory = _resolve(name, pretrained, quick_gelu, load_weights)
     model_cfg = config["model_cfg"]
     for part, key, value in (
         ("vision_cfg", "image_size", image_size),
@@ -84,9 +89,8 @@ def load_clip(
             model_cfg[part][key] = value
     if quick_gelu is not None:
         model_cfg["quick_gelu"] = quick_gelu
-    clip, tokenizer = _build(
-        config, tokenizer_name, context_length, seed, random_text=bool(file) or not load_weights
-    )
+    tokenizer = _tokenizer(model_cfg["text_cfg"], directory)
+    clip = _build(config, seed, random_text=bool(file) or not load_weights)
     if file:
         _load_weights(clip, file)
     full = {"model_cfg": model_cfg, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
@@ -124,8 +128,27 @@ def _resolve(
     pretrained: str | None,
     quick_gelu: bool | None,
     load_weights: bool,
-) -> tuple[dict[str, Any], Path | None, str | None]:
-    """Returns the configuration, the weights file, and open_clip's name of the tokenizer."""
+) -> tuple[dict[str, Any], Path | None, Path | None]:
+    """Returns the configuration, the weights file, and the directory of a tokenizer's files."""
+    found = _find(name, pretrained, quick_gelu, load_weights)
+    where = "the model config" if isinstance(name, Mapping) else str(name)
+    config_check.check(found[0]["model_cfg"], _allowed(), where)
+    if "multimodal_cfg" in found[0]["model_cfg"]:
+        raise ValueError(f"{where} is a CoCa, which is not supported: use a CLIP model")
+    return found
+
+
+@functools.cache
+def _allowed() -> config_check.Allowed:
+    return config_check.names_in(map(open_clip.get_model_config, open_clip.list_models()))
+
+
+def _find(
+    name: str | Path | Mapping[str, Any],
+    pretrained: str | None,
+    quick_gelu: bool | None,
+    load_weights: bool,
+) -> tuple[dict[str, Any], Path | None, Path | None]:
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         config = weights.read_model_config(name)
         return config, _weights_file(pretrained, str(name)) if pretrained else None, None
@@ -134,10 +157,10 @@ def _resolve(
         _refuse_pretrained(str(name), pretrained)
         config = weights.read_config(Path(label))
         file = weights.find_weights(Path(label)) if load_weights else None
-        return config, file, f"local-dir:{label}"
+        return config, file, Path(label)
     if label.startswith("hf-hub:"):
         _refuse_pretrained(label, pretrained)
-        return _resolve_hub(label)
+        return _find_on_hub(label)
     label = label.replace("/", "-")
     if (model_cfg := open_clip.get_model_config(label)) is None:
         near = difflib.get_close_matches(label, open_clip.list_models(), n=3, cutoff=0.0)
@@ -148,21 +171,21 @@ def _resolve(
     tag = open_clip.get_pretrained_cfg(label, pretrained) if pretrained else {}
     if not tag:
         file = _weights_file(pretrained, label) if pretrained else None
-        return {"model_cfg": model_cfg}, file, label
+        return {"model_cfg": model_cfg}, file, None
     if quick_gelu is None:
         _check_activation(label, str(pretrained), tag, model_cfg)
     what = f"the weights {pretrained!r} of {label!r}"
     file = _fetched(what, lambda: open_clip.download_pretrained(tag))
-    return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, file, label
+    return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, Path(file), None
 
 
-def _resolve_hub(label: str) -> tuple[dict[str, Any], Path | None, str | None]:
+def _find_on_hub(label: str) -> tuple[dict[str, Any], Path | None, Path | None]:
     identifier = label.removeprefix("hf-hub:")
     path = _fetched(
         f"the config of {label!r}", lambda: download_pretrained_from_hf(identifier, weights.CONFIG)
     )
     file = _fetched(f"the weights of {label!r}", lambda: download_pretrained_from_hf(identifier))
-    return weights.read_config(path.parent), file, label
+    return weights.read_config(Path(path).parent), Path(file), None
 
 
 def _refuse_pretrained(name: str, pretrained: str | None) -> None:
@@ -196,40 +219,57 @@ def _check_activation(
     )
 
 
-def _fetched(what: str, fetch: Callable[[], str]) -> Path:
+def _fetched(what: str, fetch: Callable[[], T]) -> T:
     try:
         with _quiet(), _offline_where_unreachable():
-            return Path(fetch())
+            return fetch()
     except Exception as error:  # the hub client raises dozens of kinds, all meaning: not to be had
         raise FileNotFoundError(
             f"{what} are neither cached nor reachable ({_line(error)}): fetch them once on a "
-            "machine with a network, or give the path of a weights file"
+            "machine with a network, or give the path of a copy"
         ) from error
 
 
-def _build(
-    config: Mapping[str, Any],
-    tokenizer_name: str | None,
-    context_length: int | None,
-    seed: int,
-    random_text: bool,
-) -> tuple[Any, Any]:
-    """Returns the model with random weights, and its tokenizer."""
-    if "multimodal_cfg" in config["model_cfg"]:
-        raise ValueError("the model is a CoCa, which is not supported: use a CLIP model")
+def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None) -> Any:
+    """The tokenizer that open_clip makes of a config, never with code that comes with it.
+
+    As in open_clip, a Hugging Face tokenizer of a model directory consists of the files there, and
+    any other comes from the hub by its name.
+    """
+    length = text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
+    options = {"context_length": length} | (text_cfg.get("tokenizer_kwargs") or {})
+    make: Callable[[], Any] = functools.partial(SimpleTokenizer, **options)
+    if name := text_cfg.get("hf_tokenizer_name"):
+        transformers = config_check.library()
+        options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": False}
+        if directory is None:
+            config_check.check_hub_name(name)
+            what = f"the tokenizer files of {name!r}"
+            return _fetched(what, lambda: HFTokenizer(name, **options))
+        config_check.check_tokenizer_files(directory)
+        # With an empty configuration, transformers does not look in config.json for other classes.
+        config = transformers.PretrainedConfig()
+        make = functools.partial(HFTokenizer, str(directory), config=config, **options)
+    try:
+        with _quiet():
+            return make()
+    except Exception as error:  # whatever it is, the config or the files led to it
+        raise ValueError(f"open_clip cannot make the tokenizer ({_line(error)})") from error
+
+
+def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
+    """Returns the model with random weights."""
     with tempfile.TemporaryDirectory() as folder, _quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
         torch.default_generator.manual_seed(seed)
         weights.write_config(Path(folder), config)
         try:
-            clip = open_clip.create_model(
+            return open_clip.create_model(
                 f"local-dir:{folder}",
                 load_weights=False,
                 pretrained_text=not random_text,
                 nonscalar_logit_scale=True,
             )
-            name = tokenizer_name or f"local-dir:{folder}"
-            return clip, open_clip.get_tokenizer(name, context_length=context_length)
         except Exception as error:  # whatever it is, the config led to it
             raise ValueError(f"open_clip cannot build the model ({_line(error)})") from error
 
@@ -237,6 +277,9 @@ def _build(
 def _load_weights(clip: Any, file: Path) -> None:
     try:
         with _quiet():
+            if file.suffix not in (".safetensors", ".npz", ".npy"):
+                # What raises a TypeError here, open_clip would read again without weights_only.
+                torch.load(file, map_location="meta", weights_only=True)
             open_clip.load_checkpoint(clip, str(file), strict=True, weights_only=True)
     except Exception as error:  # damaged file, pickled code, other model: torch raises many kinds
         cause = _line(error)

@@ -25,6 +25,7 @@ CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"
 CONCAT = "concat.json"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
+_TOKENIZER_DATA = (".json", ".txt", ".model")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -73,9 +74,9 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copies a Hugging Face tokenizer beside a model; CLIP's own tokenizer has no file."""
+    """Copies a Hugging Face tokenizer's data beside a model; CLIP's own tokenizer has no file."""
     for path in sorted(Path(source).glob("*")):
-        if path.name.startswith(TOKENIZER_FILES):
+        if path.name.startswith(TOKENIZER_FILES) and path.suffix in _TOKENIZER_DATA:
             artifacts.write_bytes(Path(directory) / path.name, path.read_bytes())
 
 
