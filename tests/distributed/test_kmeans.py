@@ -16,6 +16,7 @@ from mclclip import cluster as verb
 from mclclip.config import from_tree
 from mclclip.data import npy_files
 from mclclip.parallel import assignment, centroids, collectives, kmeans, two_level
+from mclclip.parallel.arithmetic import CHOSEN, Arithmetic
 from mclclip.parallel.assignment import Tally, assign, assign_blocks
 from mclclip.parallel.process_group import Context
 from mclclip.parallel.row_blocks import NpyBlocks
@@ -56,7 +57,8 @@ def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     blocks = NpyBlocks(shards, BLOCK)
     algorithm = options["algorithm"]
     common: dict[str, Any] = {"valid": mask(), "context": here()}
-    found = kmeans.fit(blocks, seed=3, init_samples=200, **options, **common)
+    common["arithmetic"] = options.get("arithmetic", CHOSEN)
+    found = kmeans.fit(blocks, seed=3, init_samples=200, **common | options)
     return everything(found, blocks, {"algorithm": algorithm, "labels_per_sample": 3, **common})
 
 
@@ -114,7 +116,15 @@ SHARDED: dict[str, dict[str, Any]] = {
     "plus_plus": {"algorithm": "spherical", "num_clusters": 40, "init": "plus_plus"},
     # More than a pass for every rank, not divided by them, and a random start.
     "many": {"algorithm": "spherical", "num_clusters": 101, "init": "random", "restarts": 2},
-    "many, euclidean": {"algorithm": "euclidean", "num_clusters": 67, "init": "random"},
+    # As a GPU computes.
+    "many, euclidean": {
+        "algorithm": "euclidean",
+        "num_clusters": 67,
+        "init": "random",
+        "arithmetic": Arithmetic(
+            products="float32", scores="blocks", tile="large", threads="per_operation"
+        ),
+    },
     # 50 clusters start out empty, spread over the ranks.
     "empty": {
         "algorithm": "spherical",
@@ -162,6 +172,7 @@ def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     blocks = NpyBlocks(shards, BLOCK)
     common: dict[str, Any] = {"valid": mask(), "context": here()}
     found = two_level.fit(blocks, seed=5, **common, **options)
+    common["arithmetic"] = options["arithmetic"]
     return everything(found, blocks, {"labels_per_sample": 4, **common})
 
 
@@ -169,7 +180,8 @@ def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
 def test_two_levels_are_equal_for_any_number_of_ranks(
     ranks: Ranks, shards: list[Path], sharded: bool
 ) -> None:
-    options: dict[str, Any] = {"num_clusters": 83, "num_splits": 6, "max_iterations": 20}
+    options: dict[str, Any] = {"num_clusters": 79, "num_splits": 6, "max_iterations": 20}
+    options["arithmetic"] = Arithmetic(products="float32", scores="blocks" if sharded else None)
     wanted = two_levels(shards, options)
     assert wanted["counts"].sum() == mask().sum()
     for world_size in (4, 3, 2):
