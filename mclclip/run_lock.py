@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import Any
 
 log = logging.getLogger("mclclip")
+_LOOK_S = 0.2  # pause between two looks at a lock that another process holds
+_LATE_LOOK_S = 1.0  # what a late look counts for at most
 
 
 def _process_start(pid: int) -> str | None:
@@ -43,12 +45,36 @@ def _answers(pid: int) -> str | None:
     return "running"
 
 
+class _Watch:
+    """What this process has seen of a lock whose owner runs on another host.
+
+    Clocks of two hosts may be minutes apart. So the time of the last heartbeat says nothing; that
+    it changes while we look does. How long it has not changed is counted by our own clock, and
+    only while we look: where a look hangs for minutes, the owner may hang on the same disk.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[dict[str, Any], int] | None = None
+        self._last_look: float | None = None
+        self.silent_s, self.beats = 0.0, False
+
+    def look(self, owner: dict[str, Any], beat: int) -> None:
+        """Takes note of the lock's owner and of the time of its heartbeat, in any unit."""
+        now = time.monotonic()
+        if self._seen == (owner, beat) and self._last_look is not None:
+            self.silent_s += min(now - self._last_look, _LATE_LOOK_S)
+        else:
+            self.silent_s, self.beats = 0.0, self._seen is not None
+        self._seen, self._last_look = (owner, beat), now
+
+
 class RunLock:
     """The one writer of a run directory: ``run.lock`` with host, pid and start time.
 
-    A lock of a process that no longer runs on this host is taken over. A lock of another host is
-    taken over once its heartbeat is older than ``stale_s``: a node may have died with it. A writer
-    that slept so long that another host took its lock ends itself.
+    A lock of a process that no longer runs on this host is taken over at once. The owner of a lock
+    of another host may have died with its node: it is taken over when its heartbeat, due every
+    ``beat_s``, has not come for ``stale_s`` seconds in which we looked. A writer that slept so long
+    that another host took its lock ends itself.
 
     Entering raises RuntimeError, one line, where a living writer keeps the lock for longer than
     ``wait_s`` or the directory cannot be written. A writer on another host counts as living when
@@ -64,10 +90,14 @@ class RunLock:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def _read(self) -> dict[str, Any] | None:
-        """What the lock file says, or None where there is none or it is half-written."""
+    def _look(self) -> tuple[dict[str, Any], int] | None:
+        """What the lock says and when its heart last beat (ns, by whichever clock the disk has).
+
+        None where there is no lock or it is half-written.
+        """
         try:
-            owner = json.loads(self.path.read_text())
+            with open(self.path) as file:
+                owner, beat = json.load(file), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
         except ValueError:  # its owner was killed between open and write
@@ -75,21 +105,21 @@ class RunLock:
         whole = isinstance(owner, dict) and {"host", "pid", "process_start", "started"} <= set(
             owner
         )
-        return owner if whole else None
+        return (owner, beat) if whole else None
 
-    def _living_owner(self) -> str | None:
-        """A description of the living owner, or None where the lock is free or stale."""
-        owner = self._read()
-        if owner is None:
-            return None
+    def _read(self) -> dict[str, Any] | None:
+        found = self._look()
+        return found[0] if found else None
+
+    def _is_living(self, owner: dict[str, Any], beat: int, watch: _Watch) -> bool | None:
+        """Whether the owner of the lock lives; None where that cannot be known yet."""
         if owner["host"] == socket.gethostname():
             start = _process_start(owner["pid"])
-            alive = start is not None and start == owner["process_start"]
-        else:
-            alive = time.time() - self.path.stat().st_mtime < self.stale_s
-        if not alive:
-            return None
-        return f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
+            return start is not None and start == owner["process_start"]
+        watch.look(owner, beat)
+        if watch.silent_s >= self.stale_s:
+            return False
+        return True if watch.beats else None
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -110,11 +140,14 @@ class RunLock:
                 ) from error
             yield
 
-    def _try(self) -> str | None:
-        """Takes the lock; returns None on success, else who holds it."""
+    def _try(self, watch: _Watch) -> tuple[str, bool] | None:
+        """Takes the lock; returns None on success, else its owner and whether he surely lives."""
         with self._guard():
-            if (owner := self._living_owner()) is not None:
-                return owner
+            if (found := self._look()) is not None:
+                owner, living = found[0], self._is_living(*found, watch)
+                if living is not False:
+                    who = f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
+                    return who, living is True
             self._record = {
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
@@ -147,36 +180,27 @@ class RunLock:
         os.kill(os.getpid(), signal.SIGKILL)  # not SIGTERM, on which it would save
 
     def __enter__(self) -> RunLock:
-        deadline = time.monotonic() + self.wait_s
-        first_beat: float | None = None
-        while (owner := self._try()) is not None:
-            beat = self._foreign_beat()
-            if beat is not None and first_beat is None:
-                first_beat = beat
-                log.info("%s is locked by %s: waiting for a sign of life", self.path.parent, owner)
-            if time.monotonic() > deadline and (beat is None or beat != first_beat):
+        deadline, watch, told = time.monotonic() + self.wait_s, _Watch(), False
+        while (held := self._try(watch)) is not None:
+            owner, lives = held
+            if lives and time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self.path.parent} is in use by {owner}: a run directory has one writer. "
                     f"Wait for it, stop it, or use another run_dir"
                 )
-            time.sleep(0.2)
+            if not lives and not told:
+                told = True
+                log.warning(
+                    "%s is locked by %s: waiting for a sign of life from there; without one for "
+                    "%g s the lock is taken over", self.path.parent, owner, self.stale_s,
+                )  # fmt: skip
+            time.sleep(_LOOK_S)
+        if watch.silent_s >= self.stale_s:
+            log.warning("%s is taken over: there was no sign of life", self.path)
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._thread.start()
         return self
-
-    def _foreign_beat(self) -> float | None:
-        """When the lock of another host was last renewed: without a new beat its owner may be dead.
-
-        None where there is no such lock.
-        """
-        owner = self._read()
-        if owner is None or owner["host"] == socket.gethostname():
-            return None
-        try:
-            return self.path.stat().st_mtime
-        except FileNotFoundError:  # it has just ended
-            return None
 
     def __exit__(
         self,

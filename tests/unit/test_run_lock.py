@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mclclip import run_lock
 from mclclip.run_lock import RunLock, _process_start
 
 # Waits for a line on stdin, takes the lock, says so, holds it until stdin ends.
@@ -26,20 +28,32 @@ from mclclip.run_lock import RunLock
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    with RunLock(sys.argv[1], wait_s=float(sys.argv[2])):
+    with RunLock(sys.argv[1], wait_s=float(sys.argv[2]), stale_s=float(sys.argv[3])):
         print("holding", flush=True)
         sys.stdin.read()
 except RuntimeError as error:
     print(error, flush=True)
 """
+# A writer on another host, whose clock is ahead or behind and sets the times of its files.
+FOREIGN = """
+import os, socket, sys, time
+socket.gethostname = lambda: "elsewhere"
+utime = os.utime
+os.utime = lambda path: utime(path, (time.time() + float(sys.argv[2]),) * 2)
+from mclclip.run_lock import RunLock
+with RunLock(sys.argv[1], beat_s=0.2) as lock:
+    os.utime(lock.path)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
 RECORD = {"host": socket.gethostname(), "pid": 1, "process_start": "1", "started": "2026-01-01"}
 
 
 @contextmanager
-def holder(run_dir: Path, wait_s: float = 0.0) -> Iterator[subprocess.Popen[str]]:
-    """A process that is about to take the lock."""
+def holder(run_dir: Path, *options: float, code: str = HOLDER) -> Iterator[subprocess.Popen[str]]:
+    """A process that is about to take the lock, after ``wait_s`` and ``stale_s``, or has it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run_dir), str(wait_s)],
+        [sys.executable, "-c", code, str(run_dir), *map(str, options or (0.0, 120.0))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -154,18 +168,71 @@ def test_another_host_keeps_its_lock_while_its_heart_beats(tmp_path: Path) -> No
     beat.join()
 
 
-def test_the_lock_of_a_node_that_has_just_died_is_waited_for(tmp_path: Path) -> None:
-    """A job that starts again on another node, before the dead one's lock is stale."""
-    path = write_record(tmp_path, host="elsewhere")
-    with RunLock(tmp_path, wait_s=0.0, stale_s=1.0):
-        assert json.loads(path.read_text())["host"] == socket.gethostname()
+SKEWS_S = (-180.0, 180.0)
 
 
-def test_another_host_loses_it_when_its_heart_stops(tmp_path: Path) -> None:
-    path = write_record(tmp_path, host="elsewhere")
-    os.utime(path, (time.time() - 130, time.time() - 130))
-    with RunLock(tmp_path, wait_s=0.0):
+@pytest.mark.parametrize("skew_s", SKEWS_S)
+def test_a_living_writer_keeps_its_lock_whatever_its_clock_says(
+    tmp_path: Path, skew_s: float
+) -> None:
+    with holder(tmp_path, skew_s, code=FOREIGN) as process:
+        age_s = time.time() - (tmp_path / "run.lock").stat().st_mtime
+        assert age_s == pytest.approx(-skew_s, abs=20)
+        assert f"process {process.pid} on elsewhere" in refused(tmp_path, stale_s=2.0)
+        assert process.stdin is not None and process.poll() is None
+        process.stdin.close()
+        assert process.wait(20) == 0
+        process.stdin = None
+    assert not (tmp_path / "run.lock").exists()
+
+
+@pytest.mark.parametrize("skew_s", SKEWS_S)
+def test_a_dead_writer_loses_its_lock_whatever_its_clock_says(
+    tmp_path: Path, skew_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the time in which a sign of life would have come, which is said in advance."""
+    path = write_record(tmp_path, host="elsewhere", pid=4711)
+    os.utime(path, (time.time() + skew_s,) * 2)
+    start = time.monotonic()
+    with RunLock(tmp_path, wait_s=0.0, stale_s=0.7):
+        assert 0.7 <= time.monotonic() - start < 20
         assert json.loads(path.read_text())["host"] == socket.gethostname()
+    waiting, taken = caplog.messages
+    assert waiting == (
+        f"{tmp_path} is locked by process 4711 on elsewhere, started 2026-01-01: waiting for a "
+        "sign of life from there; without one for 0.7 s the lock is taken over"
+    )
+    assert taken == f"{path} is taken over: there was no sign of life"
+
+
+def test_a_writer_on_another_host_that_ends_in_time_is_followed_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_record(tmp_path, host="elsewhere")
+    threading.Timer(0.3, path.unlink).start()
+    with RunLock(tmp_path, wait_s=0.0, stale_s=60.0):
+        assert json.loads(path.read_text())["host"] == socket.gethostname()
+    assert len(caplog.messages) == 1  # what it waits for, and no taking over
+
+
+def test_time_in_which_nobody_looked_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs for minutes stops the owner's heart as well."""
+    now_s = [50.0]
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    watch = run_lock._Watch()
+
+    def look(after_s: float, beat: int, pid: int = 1) -> tuple[float, bool]:
+        now_s[0] += after_s
+        watch.look(RECORD | {"pid": pid}, beat)
+        return round(watch.silent_s, 3), watch.beats
+
+    assert look(0.0, 7) == (0.0, False)
+    assert look(0.2, 7) == (0.2, False)
+    assert look(600.0, 7) == (0.2 + run_lock._LATE_LOOK_S, False)
+    assert look(0.2, 7) == (0.4 + run_lock._LATE_LOOK_S, False)
+    assert look(0.2, 6) == (0.0, True)  # its clock went back, its heart beats
+    assert look(0.2, 6) == (0.2, True)
+    assert look(0.2, 6, pid=2) == (0.0, True)  # another took the lock
 
 
 def test_the_heart_beats(tmp_path: Path) -> None:
@@ -216,7 +283,7 @@ def test_a_killed_holder_is_followed_at_once(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_ends_in_time_is_waited_for(tmp_path: Path) -> None:
-    with holder(tmp_path, wait_s=20.0) as process:
+    with holder(tmp_path, 20.0, 120.0) as process:
         with RunLock(tmp_path):
             go(process)
             time.sleep(0.5)
@@ -234,5 +301,23 @@ def test_of_many_that_race_for_a_stale_lock_one_wins(tmp_path: Path) -> None:
             answers = {process.pid: said(process) for process in (a, b, c)}
         winners = [pid for pid, answer in answers.items() if answer == "holding"]
         assert len(winners) == 1, answers
+        losers = [answer for pid, answer in answers.items() if pid not in winners]
+        assert all(f"in use by process {winners[0]} on" in answer for answer in losers)
+
+
+def test_of_many_that_wait_for_a_dead_hosts_lock_one_wins(tmp_path: Path) -> None:
+    write_record(tmp_path, host="elsewhere")
+    with (
+        holder(tmp_path, 0.0, 1.0) as a,
+        holder(tmp_path, 0.0, 1.0) as b,
+        holder(tmp_path, 0.0, 1.0) as c,
+    ):
+        for process in (a, b, c):
+            go(process)
+            time.sleep(0.05)
+        answers = {process.pid: said(process) for process in (a, b, c)}
+        winners = [pid for pid, answer in answers.items() if answer == "holding"]
+        assert len(winners) == 1, answers
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == winners[0]
         losers = [answer for pid, answer in answers.items() if pid not in winners]
         assert all(f"in use by process {winners[0]} on" in answer for answer in losers)

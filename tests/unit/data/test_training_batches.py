@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -320,6 +323,67 @@ def test_spawned_workers(bad_index: SampleIndex) -> None:
     reference = make(bad_index)
     for batch in loader:
         assert_equal(batch, reference[batch.step])
+
+
+# Reads a batch and ends with its loader alive.
+PROGRAM = """
+import sys
+from torch.utils.data import DataLoader
+from mclclip.data.sample_index import SampleIndex
+from mclclip.parallel.process_group import start_loader_worker
+from tests.unit.data.test_training_batches import make
+
+if __name__ == "__main__":
+    directory, digest, method, persistent, how = sys.argv[1:]
+    loader = DataLoader(
+        make(SampleIndex(directory, digest)),
+        batch_size=None,
+        sampler=range(100),
+        num_workers=2,
+        worker_init_fn=start_loader_worker,
+        multiprocessing_context=method,
+        persistent_workers=persistent == "persistent",
+    )
+    batches = iter(loader)
+    print(next(batches).step)
+    if how == "raise":
+        raise KeyError("its own error")
+    if how == "exit":
+        sys.exit(7)
+    for batch in batches:
+        break
+"""
+ENDS = {"break": 0, "exit": 7, "raise": 1}
+
+
+def check_end(index: SampleIndex, folder: Path, method: str, persistent: str, how: str) -> None:
+    (folder / "program.py").write_text(PROGRAM)
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, folder / "program.py", index.directory, index.digest]
+        + [method, persistent, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    assert (done.returncode, done.stdout) == (ENDS[how], "0\n")
+    said = done.stderr.strip()
+    assert said.endswith("KeyError: 'its own error'") if how == "raise" else not said
+
+
+def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: Path) -> None:
+    check_end(index, tmp_path, "fork", "persistent", "raise")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("persistent", ["persistent", "passing"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_program_that_stops_reading_ends(
+    index: SampleIndex, tmp_path: Path, method: str, persistent: str, how: str
+) -> None:
+    check_end(index, tmp_path, method, persistent, how)
 
 
 def test_moving_a_batch(index: SampleIndex, monkeypatch: pytest.MonkeyPatch) -> None:

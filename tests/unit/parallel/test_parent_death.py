@@ -103,3 +103,93 @@ def test_a_wrapper_between_torchrun_and_its_worker_is_no_orphan(tmp_path: Path) 
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "x", "PROGRAM": sys.executable}
     shown = subprocess.run([script], env=environment, capture_output=True, text=True, check=True)
     assert shown.stdout.split() == ["bind.sh", "False", "done"]
+
+
+# --- workers of a program that ends -------------------------------------------------------------
+
+# A worker says what it is about to do, its parent ends as it is told to.
+PROGRAM = """
+import multiprocessing, signal, sys, time
+from pathlib import Path
+from mclclip.parallel.parent_death import start_pool_worker
+
+def ignoring(folder):
+    start_pool_worker()
+    (folder / "ready").touch()
+    time.sleep(60)
+
+def about_to_ignore(folder):
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    (folder / "ready").touch()
+    time.sleep(0.3)
+    ignoring(folder)
+
+def tidy(folder):
+    def leave(*_):
+        signal.signal(signal.SIGTERM, lambda *_: (folder / "asked_twice").touch())
+        time.sleep(0.3)
+        (folder / "tidied").touch()
+        sys.exit()
+    signal.signal(signal.SIGTERM, leave)
+    (folder / "ready").touch()
+    time.sleep(60)
+
+def main(folder, context, worker, how):
+    child = context.Process(target=globals()[worker], args=(folder,), daemon=True)
+    child.start()
+    while not (folder / "ready").exists():
+        time.sleep(0.01)
+    (folder / "pid").write_text(str(child.pid))
+    if how == "raise":
+        raise KeyError("its own error")
+    if how == "exit":
+        sys.exit(7)
+
+if __name__ == "__main__":
+    folder, (method, where, *rest) = Path(sys.argv[1]), sys.argv[2:]
+    context = multiprocessing.get_context(method)
+    if where == "here":
+        main(folder, context, *rest)
+    child = context.Process(target=main, args=(folder, context, *rest))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+def ends(folder: Path, *words: str) -> tuple[int, str]:
+    """Exit code and stderr of the program, whose worker must be gone."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(folder / "program.py"), str(folder), *words]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=30)
+    assert not runs(int((folder / "pid").read_text()))
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "where", "how", "code"),
+    [
+        ("fork", "here", "end", 0),
+        ("fork", "here", "exit", 7),
+        ("spawn", "here", "raise", 1),
+        ("fork", "in_a_child", "exit", 7),
+        ("spawn", "in_a_child", "end", 0),
+    ],
+)
+def test_a_program_that_ends_ends_its_workers(
+    tmp_path: Path, method: str, where: str, how: str, code: int
+) -> None:
+    """With its own exit code and nothing said of the workers, however it ends."""
+    found, said = ends(tmp_path, method, where, "ignoring", how)
+    assert found == code
+    assert said.strip().endswith("KeyError: 'its own error'") if how == "raise" else not said
+
+
+def test_a_worker_that_ignores_signals_too_late_is_ended_too(tmp_path: Path) -> None:
+    assert ends(tmp_path, "fork", "here", "about_to_ignore", "exit") == (7, "")
+
+
+def test_another_daemon_of_the_program_may_tidy_up(tmp_path: Path) -> None:
+    """It hears SIGTERM once and is waited for, as in a program without loaders."""
+    assert ends(tmp_path, "fork", "here", "tidy", "exit") == (7, "")
+    assert (tmp_path / "tidied").exists() and not (tmp_path / "asked_twice").exists()
