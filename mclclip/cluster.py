@@ -80,7 +80,10 @@ def _needs_groups(config: Config) -> bool:
 def _open(
     config: Config, layout: Layout, stage: int, index: SampleIndex, force: bool, write: bool
 ) -> Artifact:
-    """Finds finished work, or opens the directory, after a check of everything that is read."""
+    """The artifact of the clusters, after a check of everything that is read.
+
+    It may be finished already; where it is not, ``write`` opens its directory for writing.
+    """
     embeddings = _manifest_of_index(layout.embeddings(stage), "embeddings", "embed", index)
     for earlier in range(stage):
         _manifest_of_index(layout.clusters(earlier), "clusters", "cluster", index)
@@ -144,7 +147,7 @@ def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -
 
 
 def _common(config: Config, context: Context, index: SampleIndex) -> dict[str, Any]:
-    """What is said of the rows wherever they are looked at."""
+    """Arguments shared by fit and assign: algorithm, valid mask, context."""
     valid = np.ones(len(index), dtype=bool)
     valid[collectives.on_main(index.bad_ids)] = False
     return {"algorithm": config.cluster.algorithm, "valid": valid, "context": context}
@@ -189,7 +192,9 @@ def _save_nearest(
     found: kmeans.Found,
     common: dict[str, Any],
 ) -> Tally:
-    """Writes labels and similarities block by block, as all ranks find them; what they come to."""
+    """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
+    Returns the counts of the clusters and the sum of the distances.
+    """
     options, shape = config.cluster, (len(common["valid"]), config.cluster.labels_per_sample)
     tally = Tally(found.num_clusters)
     nearest = assign_blocks(
@@ -266,7 +271,7 @@ def _report(
     tally: Tally,
     labels: np.ndarray,
 ) -> dict[str, Any]:
-    """What the manifest says of the clusters: sizes, inertia, agreement with earlier stages."""
+    """Counts for the manifest: sizes of clusters, inertia, agreement with earlier stages."""
     sizes = tally.counts.numpy()
     if empty := int((sizes == 0).sum()):
         log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))

@@ -1,7 +1,8 @@
-"""The nearest centroids of all rows, a block at a time: those of all N rows never are in memory.
+"""The nearest centroids of all rows, found and passed on block by block.
 
-Each block is looked at by one rank, and what it finds goes to all of them: every rank sees all
-blocks in the order of the rows. So what is made of them is the same for any number of ranks.
+The labels of all N rows are never in memory together. One rank finds those of a block and sends
+them to all ranks, so every rank sees all blocks in the order of the rows, and whatever is computed
+from them is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def assign_blocks(
     context: Context = SINGLE,
     arithmetic: Arithmetic = CHOSEN,
 ) -> Iterator[Block]:
-    """The nearest ``labels_per_sample`` centroids of the rows of each block, in order, on every
-    rank. The ranks work together: each has to go through all blocks.
+    """Yields the nearest ``labels_per_sample`` centroids of the rows of each block, in order, on
+    every rank. The ranks work together, so each of them has to go through all blocks.
 
     ``centroids`` [K, D] are all of them, or those with the ids ``held`` (see kmeans.Found) where
     they are sharded. What ``arithmetic`` leaves open is chosen for the device. A rank's memory
@@ -65,14 +66,17 @@ def assign_blocks(
             f"labels_per_sample is {labels_per_sample}: wanted 1 to {num_clusters:,}, the number "
             "of centroids"
         )
-    # Ranks that hold unlike ranges see it alike: their number is the same on all.
+    # All ranks come to the same answer, though they hold unlike ranges: it is a sum over them.
     shards = int(rows.total(torch.tensor(int(held is not None and len(held) < num_clusters))))
     holder = hold(rows, num_clusters, sharded=shards > 0)
     return _in_order(holder, centroids, labels_per_sample)
 
 
 def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assignment:
-    """That of all N rows at once, on every rank: for as few as fit. See ``assign_blocks``."""
+    """The assignment of all N rows at once, on every rank; they have to fit into its memory.
+
+    Arguments are those of ``assign_blocks``.
+    """
     every = [near for _, near in assign_blocks(blocks, centroids, **options)]
     return Assignment(
         torch.cat([near.labels for near in every]), torch.cat([near.distances for near in every])
@@ -80,14 +84,14 @@ def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assig
 
 
 class Tally:
-    """What the nearest centroids of all rows come to, added up while their blocks go by."""
+    """Counts of clusters and the sum of distances, added up while blocks go by."""
 
     def __init__(self, num_clusters: int) -> None:
         self.counts = torch.zeros(num_clusters, dtype=torch.int64)
         self._distances = 0.0
 
     def of(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """The same blocks, each counted as it goes by."""
+        """Yields the same blocks, and counts each as it goes by."""
         for some, near in blocks:
             labels = near.labels[:, 0][near.labels[:, 0] >= 0].long()
             self.counts.index_add_(0, labels, torch.ones_like(labels))
@@ -101,13 +105,15 @@ class Tally:
 
 
 def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator[Block]:
-    """Round by round: every rank finds those of one of its blocks and shows them to all."""
+    """Yields all blocks in order. In each round every rank finds the nearest centroids of one of
+    its blocks and sends them to all ranks.
+    """
     rows, num_blocks, bad = holder.rows, len(holder.rows.blocks), 0
     with rows.torch_settings():
         found = holder.nearest(rows.to_device(centroids), count)
         for first in range(0, num_blocks, rows.context.world_size):
             packed = torch.zeros((0, count), dtype=torch.int64, device=rows.context.device)
-            # A rank that has no block in the last round is asked too: its centroids may be wanted.
+            # In the last round a rank may have no block, but other ranks may need its centroids.
             if (own := next(found, None)) is not None:
                 _, block, by_score = own
                 scores, nearest = unpack(by_score)
@@ -120,7 +126,9 @@ def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator
 
 
 def _of_block(rows: Rows, number: int, packed: Tensor) -> Assignment:
-    """``packed`` [m, L] begins with the distances and ids of the block's valid rows."""
+    """The assignment of all rows of a block. ``packed`` [m, L] begins with the distances and ids of
+    its valid rows.
+    """
     first, stop = rows.starts[number : number + 2]
     valid = torch.from_numpy(rows.ids(number) - first)
     distances, nearest = unpack(packed[: len(valid)])
@@ -132,7 +140,7 @@ def _of_block(rows: Rows, number: int, packed: Tensor) -> Assignment:
 
 
 def _distances(block: Tensor, scores: Tensor, algorithm: Algorithm) -> Tensor:
-    """1 - x.c, or |x|^2 - 2 (x.c - |c|^2 / 2)."""
+    """Distances [n, L] from scores: 1 - x.c, or |x|^2 - 2 (x.c - |c|^2 / 2)."""
     if algorithm == "spherical":
         return 1.0 - scores
     return (block.square().sum(dim=1, keepdim=True) - 2.0 * scores).clamp_min(0.0)

@@ -1,11 +1,12 @@
-"""Who holds the centroids, and what that means for a pass of all rows by them.
+"""Which rank holds which centroids, and how all rows are compared with all centroids.
 
-``WholeCentroids``: every rank holds all, looks at its own rows, and sums [K, D] go over the ranks.
-``ShardedCentroids``: each rank holds a contiguous range of centroids with their sums and counts,
-and rows travel instead: in each round every rank shows one of its blocks to all, each finds the
-best of its own centroids, and the largest of one packed int64 per row decides (ties go to the
-lowest id). What is summed, in integers, is the same, so results are equal bit for bit. Only vectors
-[K], 8 bytes a centroid, ever stand on all ranks.
+``WholeCentroids``: every rank holds all centroids and compares them with its own rows, and sums
+[K, D] are added up over the ranks. ``ShardedCentroids``: each rank holds a contiguous range of the
+centroids with their sums and counts, and rows travel instead. In each round every rank sends one of
+its blocks to all, each rank finds the nearest of its own centroids, and the largest of one packed
+int64 per row decides (ties go to the lowest id). Both add up the same integers, so their results
+are equal bit for bit. Of a sharded clustering only vectors [K], 8 bytes a centroid, stand on all
+ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ SHARDED_FROM = 2**25  # numbers in all centroids: whole, they and their sums tak
 
 
 def passes(num_clusters: int) -> list[range]:
-    """The ids of all centroids in passes, which are handled at once and never cut by ranks: so
-    operations on them have the same shapes for any number of ranks.
+    """The ids of all centroids in passes, which are handled at once. A rank holds whole passes, so
+    operations on centroids have the same shapes for any number of ranks.
     """
     size = min(ROWS_PER_PASS, -(-num_clusters // 16))
     ids = range(num_clusters)
@@ -34,14 +35,16 @@ def passes(num_clusters: int) -> list[range]:
 
 
 def held_by(rank: int, world_size: int, num_clusters: int) -> range:
-    """The ids that a rank holds where centroids are sharded: whole passes, as even as they go."""
+    """The ids that a rank holds where centroids are sharded: whole passes, shared out evenly."""
     cut = passes(num_clusters)
     first, stop = (len(cut) * r // world_size for r in (rank, rank + 1))
     return range(cut[first].start, cut[stop - 1].stop) if first < stop else range(0)
 
 
 def hold(rows: Rows, num_clusters: int, sharded: bool | None) -> WholeCentroids:
-    """``sharded`` None: where there are several ranks and K D is at least ``SHARDED_FROM``."""
+    """The holder of K centroids for ``rows``. ``sharded`` None: sharded if there are several ranks
+    and K D is at least ``SHARDED_FROM``.
+    """
     if sharded is None:
         sharded = rows.context.world_size > 1 and num_clusters * rows.dim >= SHARDED_FROM
     return (ShardedCentroids if sharded else WholeCentroids)(rows, num_clusters)
@@ -88,8 +91,8 @@ class WholeCentroids:
         return self.rows.total(sums), self.rows.total(counts)
 
     def farthest(self, centroids: Tensor) -> Tensor:
-        """int64 [k], packed: the largest squared distance of a centroid's rows by the last sums,
-        and the lowest row that has it.
+        """int64 [k], packed: of the rows that the last ``sums`` assigned to each centroid, the
+        largest squared distance, and the lowest number of a row that has it.
         """
 
         def look(number: int) -> Tensor:
@@ -103,8 +106,8 @@ class WholeCentroids:
         return self.rows.largest(largest)
 
     def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of each own block: its number, its rows [n, D], and packed int64 [n, count], the scores
-        and ids of the nearest ``count`` of all centroids.
+        """Yields for each own block its number, its rows [n, D], and packed int64 [n, count]: the
+        scores and ids of the nearest ``count`` of all centroids.
         """
         search, step = self._search(centroids), self.rows.num_threads
 
@@ -116,8 +119,8 @@ class WholeCentroids:
             yield from self.rows.each(look, self.rows.own[first : first + step])
 
     def shown(self, own: Tensor) -> Tensor:
-        """[n, ...] of a block of every rank (n = 0 where it has none) -> [W, most rows of a block,
-        ...] in rank order, padded, on every rank.
+        """Sends [n, ...], made of one of this rank's blocks, to all ranks: returns [W, m, ...] in
+        rank order, padded to m, the most rows of any block. A rank without a block gives n = 0.
         """
         most = int(np.diff(self.rows.starts).max())
         padded = own.new_zeros((most, *own.shape[1:]))
@@ -127,11 +130,13 @@ class WholeCentroids:
     # --- over centroids ---
 
     def prepare(self, initial: Tensor) -> Tensor:
-        """The centroids to start from, of all [K, D] that are given."""
+        """The centroids that this rank holds of ``initial`` [K, D], prepared like rows."""
         return self.rows.prepare(initial[self.held.start : self.held.stop])
 
     def take(self, ids: Integers) -> Tensor:
-        """The centroids to start from: the rows with these ascending numbers [K]."""
+        """Of the rows with these ascending numbers [K], which k-means starts from, those whose
+        clusters this rank holds.
+        """
         taken = torch.empty((len(self.held), self.rows.dim), device=self.rows.context.device)
         for some in passes(self.num_clusters):
             found = self.rows.gather(ids[some.start : some.stop])
@@ -140,17 +145,19 @@ class WholeCentroids:
         return taken
 
     def passes(self) -> list[slice]:
-        """The passes of the centroids that this rank holds, as slices of them."""
+        """The passes of the centroids that this rank holds, as slices of its tensors."""
         start = self.held.start
         own = [some for some in passes(self.num_clusters) if some.start in self.held]
         return [slice(some.start - start, some.stop - start) for some in own]
 
     def everywhere(self, x: Tensor) -> Tensor:
-        """[k] of each rank's centroids -> [K], on every rank, on the CPU."""
+        """Numbers [K] of all centroids, on every rank's CPU, from each rank's [k]."""
         return self.rows.of_first_rank(x).cpu()
 
     def agreed(self, centroids: Tensor) -> Tensor:
-        """Centroids that several ranks have computed: those of rank 0."""
+        """Centroids that are equal on all ranks. Where several ranks have computed them, rank 0's
+        are taken, as unlike machines may compute other last bits.
+        """
         return self.rows.of_first_rank(centroids)
 
     # --- details ---
@@ -165,7 +172,7 @@ class WholeCentroids:
 
 
 class ShardedCentroids(WholeCentroids):
-    """Each rank holds the range ``held_by`` and sees all rows, a block of every rank at a time."""
+    """Each rank holds the ids ``held_by`` and sees all rows, one block of every rank at a time."""
 
     def _held(self, context: Context) -> range:
         return held_by(context.rank, context.world_size, self.num_clusters)
@@ -203,7 +210,7 @@ class ShardedCentroids(WholeCentroids):
         return largest
 
     def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """See WholeCentroids: the best of what all ranks have found among their centroids."""
+        """See WholeCentroids; the best of those that all ranks find among their centroids."""
         search, rank = self._search(centroids), self.rows.context.rank
         for numbers, blocks in self._rounds():
             best = self.rows.each(lambda block: search.best(block, count), blocks)
@@ -214,13 +221,13 @@ class ShardedCentroids(WholeCentroids):
                 yield numbers[rank], blocks[rank], parts[rank]
 
     def everywhere(self, x: Tensor) -> Tensor:
-        """See WholeCentroids: each rank's range in its place."""
+        """See WholeCentroids; each rank fills in its range of ids."""
         every = torch.zeros(self.num_clusters, dtype=x.dtype, device=x.device)
         every[self.held.start : self.held.stop] = x
         return self.rows.total(every).cpu()
 
     def agreed(self, centroids: Tensor) -> Tensor:
-        """See WholeCentroids: no two ranks have computed the same."""
+        """See WholeCentroids; here no two ranks compute the same centroid."""
         return centroids
 
     @property
@@ -228,11 +235,13 @@ class ShardedCentroids(WholeCentroids):
         return range(self.rows.context.world_size)
 
     def _here(self, labels: Tensor) -> Tensor:
-        """Where a row belongs to one of this rank's centroids."""
+        """bool [n]: whether a row's nearest centroid is one of this rank's."""
         return (labels >= self.held.start) & (labels < self.held.stop)
 
     def _rounds(self) -> Iterator[tuple[list[int], list[Tensor]]]:
-        """Numbers and rows of a block of every rank (of fewer in the last round), in rank order."""
+        """Yields, round by round, the numbers and rows of one block of every rank, in rank order;
+        the last round may have fewer.
+        """
         for first in range(0, len(self.rows.blocks), len(self._everyone)):
             numbers = list(range(first, min(first + len(self._everyone), len(self.rows.blocks))))
             own = first + self.rows.context.rank
@@ -243,6 +252,6 @@ class ShardedCentroids(WholeCentroids):
 
 
 def _nothing(centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and counts of no rows."""
+    """Sums and counts that are zero."""
     sums = torch.zeros_like(centroids, dtype=torch.int64)
     return sums, torch.zeros(len(centroids), dtype=torch.int64, device=centroids.device)

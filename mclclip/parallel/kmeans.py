@@ -1,8 +1,8 @@
 """Lloyd's k-means over ranks: centroids, the same for any number of ranks.
 
-How rows are shared out and why sums do not depend on it is said in row_blocks.py, how the nearest
-centroid is found in nearest.py, who holds the centroids in centroids.py, and how all rows get
-theirs in the end in assignment.py.
+row_blocks.py says how ranks share the rows and why sums do not depend on it, nearest.py how the
+nearest centroid is found, centroids.py which rank holds which centroids, and assignment.py how all
+rows get their labels in the end.
 
 Source: MCL, section 3. ``spherical`` assigns by cosine; ``euclidean``, by squared distance,
 is what the authors' released code does (with scikit-learn's mini-batches; here all rows take part).
@@ -28,7 +28,7 @@ from mclclip.parallel.row_blocks import Algorithm, Floats, Mask, Rows, Survey
 
 log = logging.getLogger("mclclip")
 
-_SAMPLE, _START = 1, 2  # what a random generator is for
+_SAMPLE, _START = 1, 2  # words of the seeds of the sample, and of each start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class KMeans(Found):
 
 @dataclass(frozen=True)
 class _Rule:
-    """When iteration ends, and whether clusters may stay empty for the lack of distinct rows."""
+    """When iteration ends, and whether clusters may stay empty where distinct rows are lacking."""
 
     max_iterations: int
     tolerance: float
@@ -136,7 +136,7 @@ def _starts(
     init_samples: int,
     initial: Tensor | None,
 ) -> Iterator[Tensor]:
-    """The centroids held here that each start begins with."""
+    """Yields the first centroids of each start: those of them that this rank holds."""
     rows, num_clusters = holder.rows, holder.num_clusters
     by_distance = is_plus_plus(init, num_clusters)
     if initial is not None:
@@ -155,7 +155,7 @@ def _starts(
 
 
 def each_pass(found: Found, context: Context) -> Iterator[Tensor]:
-    """The centroids [p, D] in order, a part at a time, on every rank; all ranks have to ask."""
+    """Yields all centroids in order, in parts [p, D], on every rank. All ranks have to call it."""
     for some in passes(found.num_clusters):
         part = torch.zeros((len(some), found.centroids.shape[1]))
         if some.start in found.held:
@@ -171,10 +171,12 @@ def each_pass(found: Found, context: Context) -> Iterator[Tensor]:
 def _lloyd(
     holder: WholeCentroids, survey: Survey, start: Tensor, rule: _Rule, restart: int
 ) -> KMeans:
-    """Assign and update until inertia settles; the centroids are those of the last assignment."""
+    """Assigns rows and updates centroids until inertia settles. The centroids it returns are those
+    of the last assignment.
+    """
     centroids = start
     history: list[float] = []
-    stuck = False  # no row is left to restart an empty cluster
+    stuck = False  # whether no row is left to restart an empty cluster at
     while True:
         sums, own_counts = holder.sums(centroids, survey.unit)
         counts = holder.everywhere(own_counts)
@@ -203,7 +205,11 @@ def _lloyd(
 def _inertia(
     holder: WholeCentroids, survey: Survey, centroids: Tensor, sums: Tensor, counts: Tensor
 ) -> float:
-    """sum |x|^2 - 2 c.s + n |c|^2 in float64; half of it if spherical (unit x, c: 1 - cosine)."""
+    """The inertia of the assignment that gave ``sums`` s and ``counts`` n, in float64.
+
+    It is the sum of |x|^2 - 2 c.s + n |c|^2; half of that if spherical, as for unit vectors half of
+    the squared distance is 1 - cosine.
+    """
     own = torch.zeros(len(centroids), dtype=torch.float64, device=centroids.device)
     for some in holder.passes():
         wide, total = centroids[some].double(), sums[some].double() / survey.unit
@@ -239,8 +245,9 @@ def _restart(
     empty: Tensor,
     keep_empty: bool,
 ) -> int:
-    """Moves empty clusters: to the farthest row of the largest cluster, then to that of the next
-    largest, and so on; clusters whose rows are all equal give none. Returns how many have moved.
+    """Moves the first empty cluster to the farthest row of the largest cluster, the second to that
+    of the next largest, and so on, leaving out clusters whose rows are all equal. Returns how many
+    have moved. Raises ValueError where none can move, unless ``keep_empty``.
     """
     spread, farthest = unpack(holder.everywhere(holder.farthest(centroids)))
     by_size = np.argsort(-counts.numpy(), kind="stable")
@@ -263,7 +270,7 @@ def _restart(
 
 
 def too_many(num_clusters: int, limit: str) -> str:
-    """The line that says there are too few rows."""
+    """The error message for more clusters than rows."""
     return (
         f"num_clusters is {num_clusters:,}, but there are {limit}: "
         "set cluster.num_clusters to at most that (and at least 1)"

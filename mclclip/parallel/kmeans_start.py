@@ -1,4 +1,4 @@
-"""Where k-means starts: rows drawn by greedy k-means++, or any rows."""
+"""The first centroids of k-means: rows drawn by greedy k-means++, or at random."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def is_plus_plus(init: Init, num_clusters: int) -> bool:
 
 
 def plus_plus(rows: Rows, sample: Tensor, num_clusters: int, rng: np.random.Generator) -> Tensor:
-    """Greedy k-means++: draws rows by their squared distance to the centroids so far, and takes of
-    2 + ln K draws the one that lowers the sum of these distances most (as scikit-learn does).
+    """K rows of ``sample`` [S, D], drawn by greedy k-means++, as centroids [K, D].
 
-    Where the sample has fewer distinct rows than clusters, rows repeat: Lloyd then finds clusters
-    empty, and restarts them or says that there are no more distinct rows.
+    Rows are drawn with a probability proportional to their squared distance to the nearest centroid
+    so far. Of 2 + ln K draws it takes the one that lowers the sum of these distances most, as
+    scikit-learn does. Where the sample has fewer distinct rows than clusters, rows repeat; then
+    ``kmeans.fit`` finds empty clusters, and restarts them or raises a ValueError.
     """
     cut = (sample[i : i + ROWS_PER_BLOCK] for i in range(0, len(sample), ROWS_PER_BLOCK))
     parts = [(part, part.square().sum(dim=1, keepdim=True)) for part in cut]
@@ -45,20 +46,19 @@ def plus_plus(rows: Rows, sample: Tensor, num_clusters: int, rng: np.random.Gene
         nearest = lowered[:, best]
         cumulative = np.cumsum(nearest)
         at = rng.random(2 + int(np.log(num_clusters))) * cumulative[-1]
-        # A total of zero draws the last row again.
+        # Where all distances are zero, this draws the last row again.
         drawn = np.searchsorted(cumulative, at, "right").clip(max=len(sample) - 1)
 
 
 def _squared_distances(centroids: Tensor, part: tuple[Tensor, Tensor]) -> Tensor:
-    """float64 [n, C] on the CPU: of rows [n, D] to all centroids [C, D]; zero for the same row.
-
-    ``part``: the rows and their squared lengths [n, 1].
+    """float64 [n, C] on the CPU: distances of rows [n, D] to all centroids [C, D], where ``part``
+    is the rows and their squared lengths [n, 1]. Equal vectors have distance zero.
     """
     rows, lengths = part
     squares = lengths + centroids.square().sum(dim=1)
     from_products = squares - 2.0 * (rows @ centroids.T)
     distances = from_products.double().cpu()
-    near = torch.nonzero(from_products <= 1e-4 * squares)  # where products lost their digits
+    near = torch.nonzero(from_products <= 1e-4 * squares)  # subtraction cancelled the digits
     row, centroid = near[:, 0], near[:, 1]
     distances[row.cpu(), centroid.cpu()] = squared_distance(centroids[centroid], rows[row])
     return distances

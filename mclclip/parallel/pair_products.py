@@ -1,4 +1,4 @@
-"""Products of chosen pairs of rows, by one loop in C++ that copies no row."""
+"""Scalar products of chosen pairs of rows, by one loop in C++ that copies no row."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 def pair_products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> Tensor:
-    """[P]: at p from starts[i] to starts[i + 1], the product of left[i] and right[ids[p]].
+    """[P]: the products of rows of ``left`` [n, D] with the rows ``ids`` [P] of ``right`` [m, D].
 
-    On a CPU each depends on its two rows alone.
+    The ids that belong to left[i] are those from ``starts[i]`` to ``starts[i + 1]`` (``starts``
+    [n + 1]). On a CPU each product depends on its two rows alone.
     """
     values, size = left.new_zeros(len(ids)), (len(left), len(right))
     wanted = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
@@ -20,6 +21,7 @@ def pair_products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> T
 
 
 with warnings.catch_warnings():
-    # torch says once per process that its sparse tensors may change: now, and not in a user's log.
+    # torch warns once per process that its sparse tensors may change. It does so here, where the
+    # warning is filtered, and not in a user's log.
     warnings.simplefilter("ignore")
     torch.zeros(1, 1).to_sparse_csr()

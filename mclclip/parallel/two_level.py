@@ -1,11 +1,12 @@
 """k-means in two levels, for a million clusters and more: split, cluster, merge.
 
 All rows are clustered into a few groups; K is shared out over the groups in proportion to their
-rows; each group is clustered by itself; and all centroids together are what rows are assigned to.
-While centroids move, a row is compared with those of its group alone: with sqrt(K) groups an
-iteration of both levels costs 2 / sqrt(K) of a flat one. (UNICOM clusters LAION so.)
+rows; each group is clustered by itself; and in the end rows are assigned to the nearest of all
+centroids. During the iterations a row is compared with the centroids of its group alone: with
+sqrt(K) groups an iteration of both levels costs 2 / sqrt(K) of a flat one. UNICOM clusters LAION
+this way.
 
-A group is clustered by one rank, which reads the group's rows into its memory.
+One rank clusters a whole group, and reads the group's rows into its memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mclclip.parallel.row_blocks import (
 
 log = logging.getLogger("mclclip")
 
-_SPLIT, _GROUP = 3, 4  # what a seed is for
+_SPLIT, _GROUP = 3, 4  # words of the seeds of the first and of the second level
 
 
 def fit(
@@ -53,7 +54,7 @@ def fit(
     arithmetic: Arithmetic = CHOSEN,
     **options: Any,
 ) -> kmeans.Found:
-    """The centroids, in the order of their groups.
+    """Clusters the rows of ``blocks`` into K in two levels; centroids are in the order of groups.
 
     ``num_splits`` groups (None: about the square root of K) are made of all rows, and each of its
     own rows, by ``kmeans.fit`` with ``options``; ``seed``, ``valid``, ``context``, ``sharded`` and
@@ -96,17 +97,17 @@ def fit(
 
 
 def share_out(num_clusters: int, sizes: Integers) -> Integers:
-    """int64 [G]: clusters of groups of ``sizes`` rows, in proportion to these, K in all.
+    """int64 [G]: how many clusters each group of ``sizes`` [G] rows gets; their sum is K.
 
-    Every group that has rows gets at least one, none more than its rows; what is left goes to the
-    largest remainders, to the first of equals. K must lie between the number of groups that have
-    rows and that of all rows.
+    Shares are proportional to the sizes. Every group that has rows gets at least one cluster, and
+    no group gets more than its rows; the rest goes to the largest remainders, to the first of
+    equals. K must lie between the number of groups that have rows and the number of all rows.
     """
     exact = num_clusters * sizes / sizes.sum()
     shares: Integers = np.maximum(np.floor(exact).astype(np.int64), np.minimum(sizes, 1))
     while (missing := num_clusters - int(shares.sum())) != 0:
         step = 1 if missing > 0 else -1
-        # Whoever is farthest from its exact share, which is no more than its rows.
+        # The groups farthest from their exact shares, which never exceed their rows.
         room = shares > (0 if step > 0 else 1)
         order = np.argsort(-step * (exact - shares), kind="stable")
         shares[order[room[order]][: abs(missing)]] += step
@@ -114,7 +115,9 @@ def share_out(num_clusters: int, sizes: Integers) -> Integers:
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Which items each rank takes: the costly first, always to the rank with the least so far."""
+    """The items of each rank: costly items are dealt first, each to the rank with the least cost
+    so far.
+    """
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda number: -costs[number]):
@@ -132,7 +135,7 @@ def _split(
     common: dict[str, Any],
     options: dict[str, Any],
 ) -> list[Integers]:
-    """The ascending row numbers of each group of the first level."""
+    """Clusters all rows into groups; returns the ascending row numbers of each group."""
     found = kmeans.fit(blocks, splits, seed=[*words, _SPLIT], **common, **options)
     labels = np.empty(num_rows, dtype=np.int32)
     for some, near in assign_blocks(blocks, found.centroids, held=found.held, **common):
@@ -150,7 +153,9 @@ def _cluster_groups(
     options: dict[str, Any],
     sharded: bool | None,
 ) -> tuple[Tensor, range, int]:
-    """The centroids that this rank holds, in the order of groups, their ids, and the iterations."""
+    """Clusters each group on one rank. Returns the centroids that this rank holds, in the order of
+    groups, their ids, and the largest number of iterations.
+    """
     context = rows.context
     costs = [len(ids) * int(share) for ids, share in zip(groups, shares, strict=True)]
     own = deal(costs, context.world_size)[context.rank]
@@ -179,7 +184,9 @@ def _cluster_groups(
 
 
 def _exchange(rows: Rows, found: dict[int, kmeans.KMeans], shares: Integers, held: range) -> Tensor:
-    """The centroids ``held`` here; every group's pass by, one after the other."""
+    """Sends the centroids of one group after the other to all ranks, and returns those with the ids
+    ``held``, which this rank keeps.
+    """
     own = torch.empty((len(held), rows.dim))
     first = 0
     for group, share in enumerate(shares.tolist()):
