@@ -326,7 +326,7 @@ def _mmap(folder: Path) -> str:
 
 
 def _clock(folder: Path) -> Finding:
-    """The lock's heartbeat compares the server's time of a file with this machine's clock."""
+    """How far the server's time of a file is from this machine's clock."""
     (folder / "now").write_text("now")
     skew_s = (folder / "now").stat().st_mtime - time.time()
     text = f"times of files are {skew_s:+.2f} s from this machine's clock"

@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def _end_workers() -> None:
     in its own way has all the time that it needs, as without this function.
     """
     workers = [child for child in multiprocessing.active_children() if child.daemon]
-    if workers:
+    if workers and threading.current_thread() is threading.main_thread():
         # torch's handler would raise an error for a loader worker that was killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in workers:

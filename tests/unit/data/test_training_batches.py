@@ -378,8 +378,10 @@ def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("persistent", ["persistent", "passing"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "persistent"),
+    [("fork", "passing"), ("spawn", "passing"), ("spawn", "persistent"), ("forkserver", "passing")],
+)
 def test_a_program_that_stops_reading_ends(
     index: SampleIndex, tmp_path: Path, method: str, persistent: str, how: str
 ) -> None:
