@@ -63,3 +63,12 @@ soak: $(INSTALLED)
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# On a machine with a GPU (tests/gpu/README.md); GPU adds options: make gpu GPU='--only k-means'.
+.PHONY: gpu gpu-bench
+
+gpu: $(INSTALLED)
+	$(BIN)/python -m tests.gpu $(GPU)
+
+gpu-bench: $(INSTALLED)
+	$(BIN)/python -m tests.gpu.bench $(GPU)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from tests.gpu import running
@@ -51,6 +52,15 @@ def ready(options: argparse.Namespace) -> int | None:
     return None
 
 
+def jobs_of(catalogue: str, words: Sequence[str]) -> list[Job]:
+    """The entries of a catalogue whose names hold one of the words (all, where there is none)."""
+    return [
+        Job(catalogue, name, entry.limit_s)
+        for name, entry in import_module(catalogue).entries().items()
+        if not words or any(word in name for word in words)
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the checks; returns the exit code."""
     found = parser("Checks on one GPU what nothing else can show; under ten minutes.")
@@ -60,13 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = found.parse_args(arguments)
     if not options.list and (code := ready(options)) is not None:
         return code
-    from tests.gpu.all_checks import ENTRIES
-
-    jobs = [
-        Job("checks", name, check.limit_s)
-        for name, check in ENTRIES.items()
-        if all(word in name for word in options.only)
-    ]
+    jobs = jobs_of("tests.gpu.all_checks", options.only)
     if options.list:
         print("\n".join(job.name for job in jobs))
         return 0

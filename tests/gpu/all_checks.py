@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from tests.gpu import checks, clusters, heads, runs, training
+import os
+from pathlib import Path
+from typing import Any
 
-MODULES = (heads, clusters, training, runs)
-ENTRIES = checks.CHECKS
+
+def entries() -> dict[str, Any]:
+    """Every check by its name."""
+    from tests.gpu import checks, clusters, heads, runs, training
+
+    assert clusters and heads and runs and training  # importing them has registered theirs
+    return checks.CHECKS
+
+
+def run(name: str, device: str, folder: Path) -> Any:
+    """Makes one check on ``device`` (cuda or cpu)."""
+    if device == "cpu":  # read when Triton is first imported
+        os.environ["TRITON_INTERPRET"] = "1"
+    from mclclip.parallel.process_group import pick_device
+    from tests.gpu.checks import Where
+
+    return entries()[name].work(Where(pick_device(device), folder))

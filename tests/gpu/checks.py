@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.gpu.verdicts import Skip
+
+__all__ = ["CHECKS", "Check", "Skip", "Where", "check", "close", "random", "same_bits", "unit"]
+
 DEVICE = "MCLCLIP_GPU_DEVICE"
 """Environment variable: the device of all checks and figures (``auto``: the GPU)."""
-
-
-class Skip(Exception):
-    """The check cannot be made here; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def planted(
 # --- the nearest ---
 
 
-@check("nearest centroids: every path in float32", "float32", limit_s=150.0)
 @check("nearest centroids: every path in bfloat16", "bfloat16", limit_s=150.0)
+@check("nearest centroids: every path in float32", "float32", limit_s=150.0)
 def search(where: Where, products: str) -> str:
     """Every arithmetic against a brute force in float64; numbers of centroids on both sides of each
     size at which the search goes another way."""

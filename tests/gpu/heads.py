@@ -231,9 +231,9 @@ def _on(where: Where) -> Callable[..., Any]:
     return call
 
 
-@check("Triton kernels: the definition, fp32", "fp32", limit_s=180.0)
-@check("Triton kernels: the definition, bf16", "bf16", limit_s=180.0)
 @check("Triton kernels: the definition, fp16", "fp16", limit_s=180.0)
+@check("Triton kernels: the definition, bf16", "bf16", limit_s=180.0)
+@check("Triton kernels: the definition, fp32", "fp32", limit_s=180.0)
 def kernels_alone(where: Where, precision: str) -> str:
     """Row sums and pulls against float64 of the rounded inputs: ragged edges, pairs left out."""
     _need_triton(where)
@@ -253,9 +253,9 @@ def kernels_alone(where: Where, precision: str) -> str:
     return f"{len(sizes)} sizes"
 
 
-@check("Triton kernels: the loss, fp32", "fp32", 2e-5)
-@check("Triton kernels: the loss, bf16", "bf16", 2e-2)
 @check("Triton kernels: the loss, fp16", "fp16", 5e-3)
+@check("Triton kernels: the loss, bf16", "bf16", 2e-2)
+@check("Triton kernels: the loss, fp32", "fp32", 2e-5)
 def kernels_in_the_loss(where: Where, precision: str, tolerance: float) -> str:
     """Loss and gradients with the fused kernels against plain torch on the same device."""
     _need_triton(where)

@@ -32,7 +32,7 @@ Verdict = Literal["ok", "skip", "FAIL"]
 
 @dataclass(frozen=True)
 class Job:
-    """A check or a figure, by its catalogue and name; ended after ``limit_s``."""
+    """A check or a figure, by its catalogue (a module) and name; ended after ``limit_s``."""
 
     catalogue: str
     name: str
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended; ``found`` is what it returned."""
+    """How a job ended; ``found`` is what it returned, or had in partial.json when it failed."""
 
     job: Job
     verdict: Verdict
@@ -116,7 +116,8 @@ class _Running:
         self.folder = out / words
         self.folder.mkdir(parents=True, exist_ok=True)
         self.result, self.log = self.folder / "result.json", out / f"{words}.log"
-        self.result.unlink(missing_ok=True)
+        for left in (self.result, self.folder / "partial.json"):  # of a run before
+            left.unlink(missing_ok=True)
         self.begun = time.monotonic()
         self.deadline = min(self.begun + job.limit_s, deadline)
         self.late = False
@@ -158,6 +159,9 @@ class _Running:
         found: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(self.result.read_text())
+        rows = found.get("found")
+        with contextlib.suppress(OSError, ValueError):
+            rows = rows or json.loads((self.folder / "partial.json").read_text())
         if self.late:
             verdict, note = "FAIL", f"not done after {seconds:.0f} s"
         elif found and self.process.returncode == 0:
@@ -168,15 +172,9 @@ class _Running:
             verdict, note = "FAIL", f"{found.get('note') or 'its process ended'} {ended}"
         if verdict == "FAIL":
             note = f"{note} (log: {self.log})"
-        return Outcome(self.job, verdict, seconds, note, found.get("found"))  # type: ignore[arg-type]
+        return Outcome(self.job, verdict, seconds, note, rows)  # type: ignore[arg-type]
 
     def end_leftovers(self) -> None:
         """Ends what the process has left behind in its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-
-def one_line(text: str, most: int = 160) -> str:
-    """Text without line breaks, cut to so many characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 3] + "..."

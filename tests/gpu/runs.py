@@ -177,9 +177,9 @@ cli.main(sys.argv[2:])
 """
 
 
-@check("kill -9 and resume, fp32", "fp32", limit_s=240.0)
-@check("kill -9 and resume, bf16", "bf16", limit_s=240.0)
 @check("kill -9 and resume, fp16, in the background", "fp16", "asynchronous", limit_s=240.0)
+@check("kill -9 and resume, bf16", "bf16", limit_s=240.0)
+@check("kill -9 and resume, fp32", "fp32", limit_s=240.0)
 def killed(where: Where, precision: str, saving: str = "") -> str:
     """Weights, moments and losses are those of an undisturbed training, bit for bit."""
     options = [
