@@ -35,6 +35,7 @@ REGIMES: tuple[Regime, ...] = get_args(Regime)
 
 # Columns of the table of regimes: results.jsonl's names of the models whose average it shows.
 _STEPS = ("stage_1", "soup_uniform", "concat_stage_norm")
+_JOINED = ("concat_stage_norm", "control_ungrouped_concat_stage_norm")
 _COMPARED = ("stage_0", *_STEPS, *(f"control_ungrouped_{name}" for name in _STEPS))
 
 
@@ -205,8 +206,9 @@ def regime_table(runs: Mapping[Regime, Sequence[Sequence[Result]]]) -> str:
             for rows in of_seeds
         ]
         values = [[one[model] for one in found if model in one] for model in _COMPARED]
-        pairs = zip(values[3], values[6], strict=False)
-        values.append([grouped - ungrouped for grouped, ungrouped in pairs])
+        grouped, ungrouped = _JOINED
+        both = [one for one in found if grouped in one and ungrouped in one]
+        values.append([one[grouped] - one[ungrouped] for one in both])
         lines.append(_row(regime, [_cell(column) for column in values]))
     return "\n".join(lines) + "\n"
 

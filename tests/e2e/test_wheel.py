@@ -200,7 +200,7 @@ def test_doctor_and_help_run(installed: Installed) -> None:
 @pytest.mark.slow
 def test_the_demo_and_then_its_export_and_eval_again(installed: Installed) -> None:
     """Export and eval are verbs of their own: their results are removed and made again."""
-    table = installed.succeed("demo", "--short", "--out", "demo")
+    table = installed.succeed("demo", "--short", "--out", "demo", "--seeds", "0")
     assert re.search(r"^\| concat_raw \| \d+\.\d \|", table, re.MULTILINE)
     run = installed.where / "demo" / "seed_0"
     before, rows = tiny.digests(run / "exports"), results.read(run / "results.jsonl")
