@@ -4,7 +4,8 @@
 #   make demo    the whole method on built-in data, with its controls
 #   make test    the tests, without the slow ones
 #   make lint    ruff and mypy
-#   make bench   figures with their units (minutes)
+#   make bench   figures with their units (an hour; BENCH=--short: minutes, to see that they run)
+#   make peers   the environment of open_clip_train, which benchmarks compare with
 #   make slow    one short instance of the slow tests
 #   make soak    the slow tests at full count (hours)
 #   make clean   removes .venv and caches; runs/ is yours and stays
@@ -12,18 +13,23 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench slow soak clean
+.PHONY: help setup demo test lint bench peers slow soak clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := .venv-peers
+PEERS_INSTALLED := $(PEERS)/.installed
 # The first of these that runs and is new enough (a pyenv shim may be there and not run).
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$python && break; done)
-# The constraints pin a torch that is found without CUDA where pip has one.
+# The constraints pin a torch that is found without CUDA where pip has one. TORCH replaces that pin, in
+# an environment of its own: make test VENV=.venv-312 PYTHON=python3.12 TORCH='torch==2.11.0 ...'
+TORCH ?=
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --constraint constraints.txt
+INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
 # Two test processes of one thread each; DEMO, TEST and BENCH add options: make test TEST='-k plan'.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BENCHMARKS := $(basename $(notdir $(wildcard tests/benchmarks/bench_*.py)))
@@ -37,7 +43,10 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3 of 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once)"
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@$(INSTALL) --editable '.[dev]'
+ifneq ($(TORCH),)
+	@grep -vE '^(torch|torchvision|setuptools)==' constraints.txt >$(CONSTRAINTS)
+endif
+	@$(INSTALL) $(TORCH) --editable '.[dev]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -51,7 +60,19 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED)
+# Its own packages, and by way of a .pth file those of .venv.
+peers: $(PEERS_INSTALLED)
+
+$(PEERS_INSTALLED): $(INSTALLED) tests/benchmarks/peers.txt
+	@echo "setting up $(PEERS) (once)"
+	@$(BIN)/python -m venv --clear $(PEERS)
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+		--requirement tests/benchmarks/peers.txt
+	@purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$purelib" >"$$($(PEERS)/bin/python -c "$$purelib")/venv.pth"
+	@touch $@
+
+bench: $(INSTALLED) $(PEERS_INSTALLED)
 	for name in $(BENCHMARKS); do echo "=== $$name"; $(BIN)/python -m tests.benchmarks.$$name $(BENCH); done
 
 slow: $(INSTALLED)
@@ -61,7 +82,7 @@ soak: $(INSTALLED)
 	MCLCLIP_SOAK=1 $(PYTEST) -m slow --durations 0 $(TEST)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # On a machine with a GPU (tests/gpu/README.md); GPU adds options: make gpu GPU='--only k-means'.

@@ -213,17 +213,19 @@ def time_reading(title: str, options: dict[str, Any], size: int, rounds: int) ->
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Times, then deviations."""
-    rounds = timing.parser(__doc__).parse_args(arguments).rounds
+    options = timing.parse(timing.parser(__doc__), arguments)
+    rounds = options.rounds
     torch.set_num_threads(1)
     recipe = yaml.safe_load(UCM_RECIPE.read_text())
     ucm = recipe["model"]["name"]
-    time_steps("ViT-B-32", "ViT-B-32", 8, rounds)
+    if not options.short:
+        time_steps("ViT-B-32", "ViT-B-32", 8, rounds)
     time_steps("UCM recipe's model", ucm, 64, rounds)
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         data, title = tiny.make_data(root / "rendered"), "rendered pictures"
         pictures = data
-        if timing.SHARED_DATA.is_dir():
+        if timing.SHARED_DATA.is_dir() and not options.short:
             pictures, title = root / "photographs", "aerial photographs"
             photographs(pictures)
         shipped = {key: recipe["train"][key] for key in ("global_batch", "lr", "lock")}
@@ -236,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             Setting("UCM model, lr 1e-3, logit scale from 100", ucm, pictures, harsh, 100.0),
         )
         rows: list[list[object]] = []
-        for number, setting in enumerate(settings):
+        for number, setting in enumerate(settings[:1] if options.short else settings):
             rows += deviations(setting, root / str(number))
         time_reading(title, prepare(root / "reading", settings[2]), 64, rounds)
     columns = ["training", "compared", "loss, first to last", "step 1", "largest", "median"]

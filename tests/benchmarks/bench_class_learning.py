@@ -21,7 +21,6 @@ Caltech-101 come from the shared data; where they are absent, rendered shapes st
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -60,8 +59,8 @@ from tests.benchmarks.class_learning import (
     purity,
 )
 
-PER_CLASS_QUICK = {"cifar10": (40, 20, 40), "caltech101": (3, 2, 0), "rendered": (40, 20, 40)}
-QUICK = ("clusters=20", "steps=15", "batch=64")
+PER_CLASS_SHORT = {"cifar10": (40, 20, 40), "caltech101": (3, 2, 0), "rendered": (40, 20, 40)}
+SHORT = ("clusters=20", "steps=15", "batch=64")
 PER_CLASS = {"cifar10": (500, 400, 1500), "caltech101": (10, 5, 0), "rendered": (300, 100, 300)}
 
 
@@ -187,21 +186,21 @@ def data_sets(wanted: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """All data sets and seeds, or a choice of them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = timing.parser(__doc__)
     parser.add_argument(
         "--data", nargs="+", choices=list(MAKERS), default=["cifar10", "caltech101"]
     )
-    parser.add_argument("--rounds", type=int, default=3, help="number of seeds (default: 3)")
+    parser.set_defaults(rounds=3)  # seeds
     parser.add_argument("--seeds", nargs="+", type=int, help="these instead of 0, 1, ...")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="goes on there (default: a folder of this call)")
     parser.add_argument("--per-class", nargs=3, type=int, metavar=("TRAIN", "TEST", "TEACHER"))
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of Setting")
-    parser.add_argument("--quick", action="store_true", help="one seed, few images and steps")
-    options = parser.parse_args(arguments)
+    short = {"data": ["cifar10"], "variants": ["single_label", "mlcd, l = 8"]}
+    options = timing.parse(parser, arguments, **short)
     seeds = options.seeds or list(range(options.rounds))
-    if options.quick:
-        seeds, options.set = seeds[:1], [*QUICK, *options.set]
+    if options.short:
+        options.set = [*SHORT, *options.set]
     torch.set_num_threads(1)
     logging.getLogger("mclclip").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Unused augmentation cfg items")  # they are used
@@ -209,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         out = options.out or Path(scratch)
         for name in data_sets(options.data):
             how = with_values(SETTINGS[name], options.set)
-            per_class = options.per_class or (PER_CLASS_QUICK if options.quick else PER_CLASS)[name]
+            per_class = options.per_class or (PER_CLASS_SHORT if options.short else PER_CLASS)[name]
             if how.teacher_steps and not per_class[2]:
                 print(f"{name}: left out, as no images are left for a teacher")
                 continue

@@ -6,7 +6,6 @@ are moved a little, exported, joined by ``save_concat``, loaded by ``load_model`
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -143,10 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Both shapes, or one."""
     parser = timing.parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), help="one shape only")
-    options: argparse.Namespace = parser.parse_args(arguments)
+    options = timing.parse(parser, arguments, shape="ViT-B-32")
     torch.set_num_threads(1)
     if options.shape in (None, "ViT-B-32"):
-        measure("ViT-B-32", (2, 3, 4), 4, options.rounds)
+        counts, batch = ((2,), 1) if options.short else ((2, 3, 4), 4)
+        measure("ViT-B-32", counts, batch, options.rounds)
     if options.shape in (None, "ViT-L-14"):
         measure("ViT-L-14", (4,), 1, options.rounds)
 

@@ -12,7 +12,6 @@ is the peak of a step above parameters, their gradients and the optimizer's stat
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -232,7 +231,7 @@ def extrapolate(found: Mapping[Setting, timing.Timings], names: Sequence[str]) -
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """About ten minutes; ``--classes 10000 --batches 1024 --memory 0 0`` takes seconds."""
+    """About ten minutes."""
     parser = timing.parser(__doc__)
     parser.add_argument("--classes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1_024, 4_096])
@@ -244,7 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--skip", nargs="+", default=[], metavar="HEAD", help=f'"{SEPARATE}"')
     parser.add_argument("--memory", type=int, nargs=2, default=[1_000_000, 4_096])
-    options: argparse.Namespace = parser.parse_args(arguments)
+    small = {"classes": [10_000], "batches": [256], "seconds": 2.0, "memory": [10_000, 256]}
+    options = timing.parse(parser, arguments, **small)
     names = [n for n in (SINGLE, MLCD, "MLC", SEPARATE) if n not in options.skip]
     torch.set_num_threads(1)
     sizes = (options.dim, options.labels, options.rate, options.device)

@@ -11,7 +11,6 @@ Then the memory of one iteration at a million clusters: whole in one process, sh
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -200,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--clusters", type=int, nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--no-memory", action="store_true", help="skip the million clusters")
-    options: argparse.Namespace = parser.parse_args(arguments)
+    options = timing.parse(parser, arguments, dim=32, clusters=[10], no_memory=True)
     torch.set_num_threads(1)
     pool = RankPool()
     try:

@@ -8,7 +8,6 @@ the features' gradients.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -107,12 +106,12 @@ def measure(size: int, dim: int, tiles: Sequence[int], rounds: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Small to full size; ``--sizes 256 1024`` alone takes seconds."""
+    """Small to full size."""
     parser = timing.parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="SAMPLES")
     parser.add_argument("--tiles", type=int, nargs="+", default=[InfoNCE().tile])
     parser.add_argument("--dim", type=int, default=DIM)
-    options: argparse.Namespace = parser.parse_args(arguments)
+    options = timing.parse(parser, arguments, sizes=[256])
     torch.set_num_threads(1)
     for size in options.sizes:
         measure(size, options.dim, options.tiles, options.rounds)

@@ -9,7 +9,6 @@ at one batch. Gradients are compared with the plain step's.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,13 +58,14 @@ def measure(name: str, size: int, micro_batch: int | None, num_threads: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Minutes; ``--model ViT-S-32-alt --global-batch 64 --micro 8 16`` is quick."""
+    """Minutes."""
     parser = timing.parser(__doc__)
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--global-batch", type=int, default=256)
     parser.add_argument("--micro", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--threads", type=int, default=2)
-    options: argparse.Namespace = parser.parse_args(arguments)
+    small = {"model": "ViT-S-32-alt", "global_batch": 16, "micro": [4, 8]}
+    options = timing.parse(parser, arguments, **small)
     size = options.global_batch
     run = partial(memory.in_fresh_process, measure, options.model)
     plain = {n: run(n, None, options.threads) for n in [*options.micro, size]}

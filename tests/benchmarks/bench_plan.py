@@ -9,7 +9,6 @@ memory, and is measured at the smaller size.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -162,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mapped", type=int, default=400_000_000, help="0: leave it out")
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--mapped-batch", type=int, default=32_768)
-    options: argparse.Namespace = parser.parse_args(arguments)
+    options = timing.parse(parser, arguments, samples=200_000, mapped=1_000_000)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         small, large = Path(temporary) / "small", Path(temporary) / "large"

@@ -1,14 +1,19 @@
 """How fast samples are read: TarDataset's random access beside webdataset's sequential reading.
 
 Both decode the same files with the same open_clip training transform and tokenizer in this
-process; then both fetch bytes only, from warm and from dropped file caches. Real photographs are
-measured where the small real data sets are present.
+process; then both fetch bytes only, from warm and from dropped file caches. Then a whole loader
+with one worker stands beside that of open_clip's own training code, each in a process of its own,
+on one core (``make peers`` makes the environment that it needs). Real photographs are measured
+where the small real data sets are present.
 """
 
 from __future__ import annotations
 
 import csv
+import json
+import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +37,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import Sample, TarDataset
 from mclclip.data.training_batches import TrainingBatches
 from mclclip.parallel.process_group import SINGLE
-from tests.benchmarks import timing
+from tests.benchmarks import peers, timing
 
 BATCH = 32
 MAX_PIXELS = 100_000_000
@@ -51,6 +56,7 @@ class Reading:
         self.tokenizer = open_clip.get_tokenizer("ViT-B-32")
         self.dataset = TarDataset(self.index, self.transform, self.tokenizer, MAX_PIXELS)
         self.batches = self._training_batches()
+        self.image_size, self.index_folder = image_size, Path(config.run_dir) / "index"
         self.ids = np.random.default_rng(0).permutation(len(self.index))[: self.size].tolist()
 
     def _training_batches(self) -> TrainingBatches:
@@ -123,6 +129,21 @@ class Reading:
         read()
         return timing.Spent(time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
+    def epoch(self, whose: str, interpreter: str) -> timing.Spent:
+        """One epoch of a loader with one worker, ``ours`` or ``open_clip``'s, on one core."""
+        given = {
+            "index": str(self.index_folder),
+            "shards": self.shards,
+            "image_size": self.image_size,
+            "batch": BATCH,
+            "samples": self.size,
+        }
+        words = ["-m", "tests.benchmarks.loader_epoch", whose, json.dumps(given)]
+        done = peers.run(interpreter, words)
+        if done.returncode:
+            raise RuntimeError(f"the loader of {whose} failed:\n{done.stderr[-2000:]}")
+        return timing.Spent(json.loads(done.stdout.splitlines()[-1]), math.nan)
+
     def megabytes(self) -> float:
         """Of all images read."""
         return float(self.index.image_size[self.ids].sum()) / 1e6
@@ -134,6 +155,7 @@ def report(title: str, reading: Reading, rounds: int, cold: bool) -> None:
     title += f"{1000 * reading.megabytes() / reading.size:.1f} kB per image"
     report_decoded(title, reading, rounds)
     report_bytes(title, reading, rounds, cold)
+    report_loaders(title, reading, rounds)
 
 
 def report_decoded(title: str, reading: Reading, rounds: int) -> None:
@@ -175,10 +197,34 @@ def report_bytes(title: str, reading: Reading, rounds: int, cold: bool) -> None:
     )
 
 
-def rendered(folder: Path) -> list[Path]:
+def report_loaders(title: str, reading: Reading, rounds: int) -> None:
+    """Our loader beside open_clip's, or alone where open_clip_train cannot run."""
+    interpreter = peers.python(reads_shards=True)
+    variants: dict[str, Callable[[], object]] = {
+        "mclclip": lambda: reading.epoch("ours", sys.executable)
+    }
+    if interpreter is not None:
+        variants["open_clip"] = lambda: reading.epoch("open_clip", interpreter)
+    reference = list(variants)[-1]
+    timings = timing.interleave(variants, rounds, warm_ups=0)
+    rows = []
+    for name in variants:
+        low, high = timings.spread(name, reference)
+        ratio = f"{timings.ratio(name, reference):.3f} ({low:.3f} to {high:.3f})"
+        rows.append([name, timing.number(reading.size / timings.wall_s(name)), ratio])
+    timing.print_table(
+        f"{title}; an epoch of the training loader, one worker, one core",
+        ["loader", "samples/s", "time, ratio (quartiles)"],
+        rows,
+    )
+    if interpreter is None:
+        print(f"\n{peers.MISSING}")
+
+
+def rendered(folder: Path, num_samples: int) -> list[Path]:
     """Shards of the built-in pictures, 32 px."""
     make_dataset.run(
-        "patterns", folder, num_samples=1024, num_pairs=1, samples_per_shard=128, seed=0
+        "patterns", folder, num_samples=num_samples, num_pairs=1, samples_per_shard=128, seed=0
     )
     return sorted((folder / "shards").glob("*.tar"))
 
@@ -206,12 +252,16 @@ def _images(source: Path, row: dict[str, str]) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rendered shards, then real ones where they are."""
-    rounds = timing.parser(__doc__).parse_args(arguments).rounds
+    options = timing.parse(timing.parser(__doc__), arguments)
+    rounds = options.rounds
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        reading = Reading(rendered(folder / "rendered"), 32, folder / "rendered_run")
+        shards = rendered(folder / "rendered", 256 if options.short else 1024)
+        reading = Reading(shards, 32, folder / "rendered_run")
         report("rendered pictures, 32 px", reading, rounds, cold=True)
+        if options.short:
+            return
         if not timing.SHARED_DATA.is_dir():
             print(f"\nno real data at {timing.SHARED_DATA}: set MCLCLIP_SHARED_DATA")
             return

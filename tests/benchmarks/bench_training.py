@@ -4,18 +4,15 @@ Random weights, pictures and captions, so that only the step counts: forward, co
 backward, AdamW, on one device (the GPU where there is one). open_clip runs ``open_clip_train.main``
 on its synthetic data and reports its own time per batch, of which its loader's share is shown; ours
 is timed around ``Engine.update`` with the device waited for. Each runs in a process of its own, in
-turn; memory is what torch has allocated on the GPU at most, or the process's resident set.
+turn, open_clip's in the environment that ``make peers`` makes; memory is what torch has allocated
+on the GPU at most, or the process's resident set.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,7 +28,7 @@ from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import Context, pick_device
 from mclclip.trainer import Trainee
-from tests.benchmarks import memory, synthetic, timing
+from tests.benchmarks import memory, peers, synthetic, timing
 
 WARM_UP = 2  # steps that are not counted
 THEIRS = """
@@ -99,7 +96,7 @@ def ours(setting: Setting) -> Measured:
     return Measured(statistics.median(spent[WARM_UP:]), peak / 2**30)
 
 
-def theirs(setting: Setting) -> Measured:
+def theirs(setting: Setting, interpreter: str) -> Measured:
     """open_clip's entry point in a process of its own."""
     total = (WARM_UP + setting.steps) * setting.batch
     options = {
@@ -124,13 +121,8 @@ def theirs(setting: Setting) -> Measured:
         words += ["--lock-image", f"--lock-image-unlocked-groups={setting.image_blocks + 1}"]
     words += ["--torchcompile"] if setting.compiled else []
     with tempfile.TemporaryDirectory() as logs:
-        done = subprocess.run(
-            [sys.executable, "-c", THEIRS, str(setting.threads), *words, f"--logs={logs}"],
-            capture_output=True,
-            text=True,
-            cwd=timing.ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": str(setting.threads)},
-        )
+        words = ["-c", THEIRS, str(setting.threads), *words, f"--logs={logs}"]
+        done = peers.run(interpreter, words, setting.threads)
     rates = [float(rate) for rate in re.findall(r", ([\d.e+-]+)/s, ", done.stderr + done.stdout)]
     if done.returncode or len(rates) <= WARM_UP:
         raise RuntimeError(f"open_clip_train gave no figures:\n{done.stderr[-2000:]}")
@@ -141,24 +133,30 @@ def theirs(setting: Setting) -> Measured:
 
 
 def measure(setting: Setting, rounds: int) -> list[list[str]]:
-    """Rows of the two at one setting, measured in turn."""
-    pairs = [(memory.in_fresh_process(ours, setting), theirs(setting)) for _ in range(rounds)]
+    """Rows of the two at one setting, measured in turn; ours alone where the other cannot run."""
+    interpreter = peers.python(reads_shards=False)
+    found: dict[str, list[Measured]] = {"mclclip": [], "open_clip": []}
+    for _ in range(rounds):
+        found["mclclip"].append(memory.in_fresh_process(ours, setting))
+        if interpreter is not None:
+            found["open_clip"].append(theirs(setting, interpreter))
     blocks = f"{setting.image_blocks} blocks" + (", compiled" if setting.compiled else "")
-    ratio = statistics.median(mine.step_s / other.step_s for mine, other in pairs)
-    rows = []
-    for name, number in (("mclclip", 0), ("open_clip", 1)):
-        step_s = statistics.median(pair[number].step_s for pair in pairs)
-        rows.append(
-            [
-                f"{setting.model}, {blocks}",
-                name,
-                timing.number(setting.batch / step_s),
-                f"{ratio:.2f}" if number == 0 else "1",
-                timing.number(max(pair[number].peak_gib for pair in pairs)),
-                timing.number(max(pair[number].data_s for pair in pairs)) if number else "",
-            ]
-        )
-    return rows
+    pairs = list(zip(*found.values(), strict=False))
+    ratios = {"open_clip": "1", "mclclip": ""}
+    if pairs:
+        ratios["mclclip"] = f"{statistics.median(a.step_s / b.step_s for a, b in pairs):.2f}"
+    return [
+        [
+            f"{setting.model}, {blocks}",
+            name,
+            timing.number(setting.batch / statistics.median(item.step_s for item in measured)),
+            ratios[name],
+            timing.number(max(item.peak_gib for item in measured)),
+            timing.number(max(item.data_s for item in measured)) if name == "open_clip" else "",
+        ]
+        for name, measured in found.items()
+        if measured
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -175,7 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile", nargs="+", default=compiled, choices=["off", "on"])
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--threads", type=int, default=1)
-    options: argparse.Namespace = parser.parse_args(arguments)
+    small = {"models": ["ViT-S-32-alt"], "batch": 4, "steps": 2, "blocks": ["6"]}
+    options = timing.parse(parser, arguments, **small, compile=["off"])
     rows = []
     for model in options.models:
         for blocks in options.blocks:
@@ -196,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         headers,
         rows,
     )
+    if peers.python(reads_shards=False) is None:
+        print(f"\n{peers.MISSING}")
 
 
 if __name__ == "__main__":

@@ -160,5 +160,15 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     found = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    found.add_argument("--rounds", type=int, default=ROUNDS, help="timed rounds (default: 7)")
+    found.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
+    found.add_argument("--short", action="store_true", help="the smallest sizes, once: it runs")
     return found
+
+
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **short: object
+) -> argparse.Namespace:
+    """The options; under ``--short`` one round, and ``short`` for what is not given."""
+    if parser.parse_args(arguments).short:
+        parser.set_defaults(rounds=1, **short)
+    return parser.parse_args(arguments)

@@ -1,0 +1,93 @@
+"""One epoch of a data loader with one worker, in a process of its own: ours, or open_clip's.
+
+``python -m tests.benchmarks.loader_epoch ours|open_clip JSON`` prints the seconds of one epoch as
+its last line. Both loaders decode the same files with open_clip's training transform and its
+tokenizer, and hand over batches. An epoch goes before it, so that neither starting the worker nor a
+cold file cache is in the figure; the process and its worker share one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import numpy as np
+import open_clip
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+
+MAX_PIXELS = 100_000_000
+
+
+def ours(given: dict[str, Any], transform: Any, tokenizer: Any) -> Iterable[Any]:
+    """``TrainingBatches`` as training reads them."""
+    from mclclip.data.pseudo_labels import GroupedIndex
+    from mclclip.data.sample_index import SampleIndex
+    from mclclip.data.training_batches import TrainingBatches
+
+    index = SampleIndex.open(Path(given["index"]))
+    batches = TrainingBatches(
+        index=index,
+        grouped=GroupedIndex.build(np.zeros(len(index), np.int64), ()),
+        transform=transform,
+        tokenizer=tokenizer,
+        global_batch=given["batch"],
+        policy="backoff",
+        order="proportional",
+        seed=0,
+        stage=0,
+        max_image_pixels=MAX_PIXELS,
+    )
+    steps = range(given["samples"] // given["batch"])
+    return torch.utils.data.DataLoader(
+        batches, batch_size=None, sampler=steps, num_workers=1, persistent_workers=True
+    )
+
+
+def open_clips(given: dict[str, Any], transform: Any, tokenizer: Any) -> Iterable[Any]:
+    """The loader of ``open_clip_train``'s ``--dataset-type webdataset``."""
+    from open_clip_train.data import get_wds_dataset
+
+    options = argparse.Namespace(
+        train_data="::".join(given["shards"]),
+        train_data_upsampling_factors=None,
+        train_num_samples=given["samples"],
+        dataset_resampled=False,
+        batch_size=given["batch"],
+        workers=1,
+        world_size=1,
+        seed=0,
+    )
+    found: Iterable[Any] = get_wds_dataset(options, transform, True, tokenizer=tokenizer).dataloader
+    return found
+
+
+def main(whose: str, text: str) -> None:
+    """Reads two epochs and prints the seconds of the second."""
+    given = json.loads(text)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    transform = image_transform_v2(PreprocessCfg(size=given["image_size"]), is_train=True)
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    loader = {"ours": ours, "open_clip": open_clips}[whose](given, transform, tokenizer)
+    for _ in range(2):
+        before = time.perf_counter()
+        count = sum(1 for _ in loader)
+        seconds = time.perf_counter() - before
+    wanted = given["samples"] // given["batch"]
+    if count != wanted:
+        raise RuntimeError(f"the loader gave {count} batches: wanted {wanted}")
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
