@@ -76,7 +76,10 @@ def _table_rows(path: Path) -> list[tuple[str, str]]:
         rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
         if missing := [n for n in ("filepath", "label") if n not in (rows.fieldnames or [])]:
             raise ValueError(f"{path} has the columns {rows.fieldnames}, missing {missing}")
-        return [(row["filepath"], row["label"].strip()) for row in rows]
+        found = [(row["filepath"], (row["label"] or "").strip()) for row in rows]
+    if empty := [number for number, row in enumerate(found, 2) if not all(row)]:
+        raise ValueError(f"line {empty[0]} of {path} has no filepath or no label: complete it")
+    return found
 
 
 def read_split(root: Path) -> tuple[LabelledImages, LabelledImages]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -145,8 +146,11 @@ def _joined(labels: Sequence[str], names: Sequence[str], source: str) -> dict[st
                 f"{max(numbers)}; give a file with a line 'LABEL<TAB>name' for each class"
             )
         return {label: names[number] for label, number in zip(labels, numbers, strict=True)}
-    worded = {_words(name): name for name in names}
-    return {label: worded[_words(label)] for label in labels if _words(label) in worded}
+    exact, counts = set(names), Counter(map(_words, names))
+    worded = {_words(name): name for name in names if counts[_words(name)] == 1}
+    worded |= {label: label for label in labels if label in exact}
+    found = {label: worded.get(label, worded.get(_words(label))) for label in labels}
+    return {label: name for label, name in found.items() if name is not None}
 
 
 def _words(text: str) -> str:

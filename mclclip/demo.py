@@ -56,7 +56,8 @@ SHORT_SAMPLES, SHORT_PAIRS = 1_200, 20
 
 
 def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "trained") -> Config:
-    """The recipe with the paths, the seed and the regime of one demo run; ``overrides`` win."""
+    """The recipe with the paths and the seed of one demo run. ``overrides`` win over both, and what
+    makes the regime wins over them."""
     frozen = ["train.lock.text=false"]
     own = {
         "trained": [],
@@ -69,7 +70,7 @@ def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "t
         f"data.sources.patterns.shards={out / f'data_{seed}' / 'shards' / '*.tar'}",
         f"eval.suite.pairs.path={out / f'data_{seed}' / 'pairs'}",
     ]
-    return config.load(recipe(), [*paths, *own[regime], *overrides])
+    return config.load(recipe(), [*paths, *overrides, *own[regime]])
 
 
 def _folder(out: Path, regime: Regime) -> Path:

@@ -37,10 +37,11 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
     controlled = [_training(config, index, found, stage, "mcl") for stage in stages]
     trainings += controlled
     for variant in config.controls:
-        for of in controlled:
-            control = _training(config, index, found, of["stage"], variant)
-            of_mcl = {name: of[name] for name in ("steps", "samples_seen")}
-            trainings.append(control | of_mcl | {"exact": control["exact"] and of["exact"]})
+        for training in controlled:
+            control = _training(config, index, found, training["stage"], variant)
+            total = {name: training[name] for name in ("steps", "samples_seen")}
+            exact = control["exact"] and training["exact"]
+            trainings.append(control | total | {"exact": exact})
     return {"samples": found, "trainings": trainings}
 
 

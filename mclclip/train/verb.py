@@ -7,6 +7,7 @@ training is made of, whether it fits the data, and where it goes on.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -115,17 +116,19 @@ def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact
 
 
 def _controlled_steps(job: Job) -> int | None:
-    """Steps of the training that this one is a control of; None for MCL's own trainings.
+    """Steps of the training that this one is a control of; None for MCL's own trainings, and where
+    the options give the number.
 
     An epoch over other groups can have another number of steps (policies drop and wrap), so the
     number comes from the groups that the controlled training draws from.
     """
     options = job.options
-    if job.layout.variant == "mcl":
+    if job.layout.variant == "mcl" or options.steps is not None:
         return None
-    if options.steps is not None:
-        return options.steps
-    controlled = StageGroups(Layout.of(job.config).train(job.stage) / "grouped_index")
+    layout = Layout.of(job.config)
+    # Raises where the controlled training was made of other options or labels than there are now.
+    mcl = replace(job, layout=layout, directory=layout.train(job.stage))
+    controlled = _prepare(mcl, "mcl", force=False, write=False)[1]
     if not controlled.written:
         raise RuntimeError(
             f"a control takes as many steps as the training it controls, and {controlled.directory}"

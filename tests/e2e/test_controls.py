@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import artifacts, cluster, embed, export, index, plan, train
+from mclclip import artifacts, cluster, config, embed, export, index, plan, train
 from mclclip.config import Config
 from mclclip.data.coverage import coverage_report
 from mclclip.data.sample_index import SampleIndex
@@ -112,3 +112,13 @@ def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor
         rows = zip(batch.sample_id.tolist(), batch.image, batch.text, strict=True)
         found.update({sample: (image, text) for sample, image, text in rows})
     return found
+
+
+def test_a_control_of_another_training_is_refused(labels: Path, tmp_path: Path) -> None:
+    """Its number of steps would be that of labels or options that are no more."""
+    options = labelled(labels, tmp_path / "run", "drop")
+    train.run(options, SINGLE, stage=1)
+    longer = config.from_tree(config.to_tree(options), ["train.epochs=3"])
+    with pytest.raises(ValueError, match=r"train.epochs was 2.*, now 3"):
+        train.run(longer, SINGLE, stage=1, variant="ungrouped")
+    assert not Layout.of(options, "ungrouped").train(1).exists()

@@ -288,3 +288,10 @@ def test_the_recipe_for_locked_image_tuning_names_imagenets_classes(
     prompts.check_suite({"imagenet": benchmark})
     assert prompts.find_names(sorted(CLASSES), benchmark.options["classes"], imagenet) == CLASSES
     assert len(prompts.find_templates(benchmark.options["templates"], imagenet)) == 80
+
+
+def test_names_of_equal_words_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text('["c++", "c#", "c", "Objective C"]')
+    labels = ["c", "c#", "c++", "objective_c"]
+    found = prompts.find_names(labels, "names.json", tmp_path)
+    assert found == {"c": "c", "c#": "c#", "c++": "c++", "objective_c": "Objective C"}
