@@ -189,7 +189,7 @@ class _Runs:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("name", ["weights.bin", "weights.pt", "weights.pth"])
+@pytest.mark.parametrize("name", ["weights.bin", "weights.pt"])
 def test_code_in_pickled_weights_never_runs(
     stranger: Stranger, vit: ClipModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
