@@ -27,7 +27,17 @@ QUOTED = sorted({" ".join(text.split()) for text in re.findall(r"`([^`]+)`", PRO
 FOLDERS = ["", "mclclip", "mclclip/objectives", "eval", "tests", "tests/unit", "tests/distributed"]
 TOOLS = {"ruff", "mypy", "pip", "python"}
 # What stands for itself: parts of names, a scheme, what is made, an example of a value.
-WORDS = {"num_", "_id", "_s", "_bytes", "_per_s", "pipe:", ".venv", '{"loss": ..., parts}'}
+WORDS = {
+    "num_",
+    "_id",
+    "_s",
+    "_bytes",
+    "_per_s",
+    "pipe:",
+    ".venv",
+    ".venv-peers",
+    '{"loss": ..., parts}',
+}
 
 
 @cache
@@ -56,8 +66,8 @@ def names_in(tree: ast.AST) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.arg):
             names.add(node.arg)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
     return names
 
 
@@ -120,9 +130,9 @@ def is_there(text: str) -> bool:
 
 
 def is_mark(name: str) -> bool:
-    """A mark of tests, or the environment variable of the soak."""
+    """A mark of tests, a variable of make, or the environment variable of the soak."""
     settings = (ROOT / "setup.cfg").read_text() + (ROOT / "Makefile").read_text()
-    return re.search(rf"^\s+{name}[:=]", settings, re.MULTILINE) is not None
+    return re.search(rf"^\s*{name}\s*[:?]?=|^\s+{name}:", settings, re.MULTILINE) is not None
 
 
 def test_all_that_it_names_is_there() -> None:
