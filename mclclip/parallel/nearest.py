@@ -222,8 +222,12 @@ def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
 
 def half_squares(centroids: Tensor) -> Tensor:
     """[k]: |c|^2 / 2 of centroids [k, D]. A centroid's does not depend on its neighbours."""
-    parts = torch.split(centroids, ROWS_PER_PASS)
-    return torch.cat([part.square().sum(dim=1) / 2.0 for part in parts])
+    halves = [centroids.new_zeros(0)]
+    for part in torch.split(centroids, ROWS_PER_PASS):
+        # All parts have one shape, from which the order of a sum follows on a GPU.
+        padded = torch.nn.functional.pad(part, (0, 0, 0, ROWS_PER_PASS - len(part)))
+        halves.append(padded.square().sum(dim=1)[: len(part)] / 2.0)
+    return torch.cat(halves)
 
 
 def _padded(num_centroids: int) -> int:
