@@ -63,7 +63,9 @@ def run(
     return out
 
 
-def _samples(count: int, seed: int, rates: Mapping[str, float]) -> Iterator[PackedSample]:
+def _samples(
+    count: int, seed: int, rates: Mapping[str, float] = patterns.MENTION_RATES
+) -> Iterator[PackedSample]:
     numbered = enumerate(patterns.patterns(count, seed, rates))
     for number, pattern in runlog.progress(numbered, total=count, description="render"):
         yield PackedSample(

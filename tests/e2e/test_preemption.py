@@ -74,7 +74,7 @@ class SignalBeforeJoining:
 
         threading.Timer(1.0, Signal(signal.SIGTERM)).start()
         if int(os.environ["RANK"]) == self.late:
-            setattr(process_group, "init", lambda *_: sleep())  # noqa: B010
+            setattr(process_group, "init", lambda *_, **__: sleep())  # noqa: B010
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,9 @@ def test_only_one_file_imports_open_clip() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_sizes(path: Path) -> None:
-    """No file over 350 lines, no function over 60: what outgrows this has two jobs."""
+    """No file over 500 lines, no function over 60: what outgrows this has two jobs."""
     text = (PACKAGE / path).read_text()
-    assert text.count("\n") <= 350, f"{path} has {text.count(chr(10))} lines"
+    assert text.count("\n") <= 500, f"{path} has {text.count(chr(10))} lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
