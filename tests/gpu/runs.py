@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mclclip import checkpoint, cluster, demo, doctor, embed, export, index, pipeline
-from mclclip.config import Config
+from mclclip.config import Config, dump
 from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import build_groups
@@ -189,25 +190,22 @@ def killed(where: Where, precision: str, saving: str = "") -> str:
         "data.num_workers=1",
         "deterministic=true",
     ]
-    _config(where, "any", where.device)  # makes the data
+    config = _config(where, "undisturbed", where.device, *options)
+    index.run(config, Context())
+    shutil.copytree(where.folder / "undisturbed", where.folder / "killed")
     found = []
-    for name, kills in (("undisturbed", (0,)), ("killed", (4, 1, 0))):
-        run_dir = where.folder / name
-        path = where.folder / f"{name}.yaml"
-        tiny.write_config(
-            path, run_dir, where.folder / "data", f"device={where.device.type}", *options
-        )
-        for verb in ("index",):
-            _mclclip(where, 0, verb, "--config", str(path))
+    for name, kills in (("undisturbed", [0]), ("killed", [4, 1, 0])):
+        path, run_dir = where.folder / f"{name}.yaml", where.folder / name
+        path.write_text(dump(_config(where, name, where.device, *options)))
         for count in kills:
-            _mclclip(where, count, "train", "--stage", "0", "--config", str(path))
+            _mclclip(count, "train", "--stage", "0", "--config", str(path))
         found.append(_left(run_dir))
     for name, value in found[0].items():
         assert found[1][name] == value, f"{name} differ"
     return "killed after updates 4 and 5"
 
 
-def _mclclip(where: Where, kill_after: int, *arguments: str) -> None:
+def _mclclip(kill_after: int, *arguments: str) -> None:
     """The command line in a process that kills itself after so many updates (0: never)."""
     done = subprocess.run(
         [sys.executable, "-c", _KILLED, str(kill_after), *arguments],
