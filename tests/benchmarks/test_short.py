@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from tests import tiny
 from tests.benchmarks import peers
 
 NAMES = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
+SOAK = os.environ.get("MCLCLIP_SOAK") == "1"  # else one that stands alone, one with a peer
 WITH_PEERS = {"bench_reading", "bench_training"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if SOAK else ["bench_plan", "bench_reading"])
 def test_it_prints_tables_with_figures(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"tests.benchmarks.{name}", "--short"],
