@@ -33,6 +33,7 @@ from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.parallel.engines import Engine
 from mclclip.parallel.process_group import SINGLE
+from mclclip.trainer import Trainee
 from tests import tiny
 from tests.benchmarks import timing
 from tests.benchmarks.bench_reading import photographs
@@ -69,7 +70,7 @@ def batches_of(model: ClipModel, size: int) -> tuple[Batch, Batch]:
 
 def engine_of(model: ClipModel) -> Engine:
     """The product's training step around a model."""
-    trainee = train.Trainee(model, InfoNCE())
+    trainee = Trainee(model, InfoNCE())
     optimizer = build_optimizer(trainee, weight_decay=0.2, betas=(0.9, 0.98), eps=1e-6)
     return Engine(trainee, optimizer, SINGLE)
 

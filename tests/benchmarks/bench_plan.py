@@ -161,7 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mapped", type=int, default=400_000_000, help="0: leave it out")
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--mapped-batch", type=int, default=32_768)
-    options = timing.parse(parser, arguments, samples=200_000, mapped=1_000_000)
+    options = timing.parse(
+        parser, arguments, samples=200_000, mapped=1_000_000, batch=256, mapped_batch=1024
+    )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         small, large = Path(temporary) / "small", Path(temporary) / "large"
