@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import running
-from tests.gpu.__main__ import jobs_of, parser, ready
+from tests.gpu.__main__ import jobs_of, limit_s, parser, ready
 from tests.gpu.running import Outcome
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = found.parse_args(arguments)
     if not options.list and (code := ready(options)) is not None:
         return code
-    jobs = jobs_of("tests.gpu.figures", options.only)
+    jobs = jobs_of("tests.gpu.figures", options)
     if options.list:
         print("\n".join(job.name for job in jobs))
         return 0
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine, begun, outcomes = running.machine(device), time.monotonic(), []
     print(f"{machine}\n\n{_line('figure', 'value', 'unit', 'time', '')}")
     print(_line("-" * 74, "-" * 10, "-" * 17, "-" * 6, "-" * 20), flush=True)
-    for outcome in running.run(jobs, device, out, at_once=1, limit_s=options.limit_s):
+    for outcome in running.run(jobs, device, out, at_once=1, limit_s=limit_s(options)):
         outcomes.append(outcome)
         print("\n".join(_lines(outcome)), flush=True)
     path = options.json or out / "figures.json"

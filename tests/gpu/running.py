@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,10 +115,9 @@ class _Running:
         self.job = job
         words = "".join(c if c.isalnum() else "_" for c in job.name)
         self.folder = out / words
-        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a run before
+        self.folder.mkdir(parents=True)
         self.result, self.log = self.folder / "result.json", out / f"{words}.log"
-        for left in (self.result, self.folder / "partial.json"):  # of a run before
-            left.unlink(missing_ok=True)
         self.begun = time.monotonic()
         self.deadline = min(self.begun + job.limit_s, deadline)
         self.late = False

@@ -34,7 +34,7 @@ def test_a_check_holds_on_the_cpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_checks_hold_on_the_cpu(capfd: pytest.CaptureFixture[str]) -> None:
     """Each in a process of its own, as on a GPU; minutes."""
-    assert checks_main.main(["--device", "cpu", "--jobs", "2", "--limit-s", "3000"]) == 0
+    assert checks_main.main(["--device", "cpu", "--jobs", "2"]) == 0
     assert " 0 failed" in capfd.readouterr().out
 
 
@@ -107,7 +107,7 @@ def test_figures_have_a_table_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs = [Job("tests.gpu.faults", name, 60.0) for name in ("figure", "crashes")]
-    monkeypatch.setattr(bench, "jobs_of", lambda catalogue, words: jobs)
+    monkeypatch.setattr(bench, "jobs_of", lambda catalogue, options: jobs)
     path = tmp_path / "figures.json"
     assert bench.main(["--device", "cpu", "--out", str(tmp_path), "--json", str(path)]) == 1
     shown = capsys.readouterr().out
