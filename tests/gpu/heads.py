@@ -326,7 +326,7 @@ def not_tf32(where: Where) -> str:
     left, right = unit(512, 768), unit(512, 768, seed=1)
     got = left.to(where.device) @ right.to(where.device).T
     images, kernel = random(8, 3, 64, 64), random(32, 3, 16, 16, seed=1)
-    error = close("product", got, left.double() @ right.double().T, 2e-6)
+    error = close("product", got, left.double() @ right.double().T, 5e-6)
     wanted = functional.conv2d(images.double(), kernel.double(), stride=16)
     got = functional.conv2d(images.to(where.device), kernel.to(where.device), stride=16)
-    return f"off by {max(error, close('convolution', got, wanted, 2e-6)):.1g}"
+    return f"off by {max(error, close('convolution', got, wanted, 5e-6)):.1g}"

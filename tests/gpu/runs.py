@@ -96,7 +96,7 @@ def pinned(where: Where) -> str:
 
 @check("towers: features are those of the CPU", limit_s=150.0)
 def towers(where: Where) -> str:
-    """Images and texts in fp32 to 2e-5, in bf16 to 2e-2, of a ViT and a ResNet of open_clip."""
+    """Images and texts in fp32 to 1e-4, in bf16 to 5e-2, of a ViT and a ResNet of open_clip."""
     names = ["ViT-B-32", "RN50"] if where.on_gpu else [tiny.MODEL]
     worst = {"fp32": 0.0, "bf16": 0.0}
     for name in names:
@@ -108,7 +108,7 @@ def towers(where: Where) -> str:
         with torch.inference_mode():
             wanted = model.encode_image(images, True), model.encode_text(tokens, True)
             model.to(where.device)
-            for precision, tolerance in (("fp32", 2e-5), ("bf16", 2e-2)):
+            for precision, tolerance in (("fp32", 1e-4), ("bf16", 5e-2)):
                 half = precision == "bf16"
                 with torch.autocast(where.device.type, dtype=torch.bfloat16, enabled=half):
                     image = model.encode_image(images.to(where.device), True)
@@ -121,7 +121,7 @@ def towers(where: Where) -> str:
 
 @check("embed, cluster, eval: what the CPU gives", limit_s=200.0)
 def verbs(where: Where) -> str:
-    """Embeddings to 2e-5 (bf16: 2e-2), the same pseudo labels up to ties, the same figures up to
+    """Embeddings to 2e-5 (bf16: 2e-2), the same pseudo labels but for 3 %, the same figures up to
     one answer."""
     found: dict[str, dict[str, Any]] = {}
     for name, device, precision in (
@@ -159,7 +159,7 @@ def verbs(where: Where) -> str:
             for what in ("images", "texts")
         )
     differ = np.mean(found["fp32"]["labels"] != found["cpu"]["labels"])
-    assert differ <= 0.01, f"{100 * differ:.1f} % of the pseudo labels differ"
+    assert differ <= 0.03, f"{100 * differ:.1f} % of the pseudo labels differ"
     for metric, value in found["cpu"]["rows"].items():
         got = found["fp32"]["rows"][metric]
         assert abs(got - value) <= 50.0, f"{metric}: {got}, on the CPU {value}"  # one of two pairs
