@@ -255,8 +255,14 @@ def _options(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(label for label, _ in pairs)
+        if twice := [label for label, count in counts.items() if count > 1]:
+            raise ValueError(f"{path} names the class {twice[0]!r} twice")
+        return dict(pairs)
+
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
 

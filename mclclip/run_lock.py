@@ -211,7 +211,6 @@ class RunLock:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        if self._read() != self._record:  # taken over meanwhile, or removed by hand
-            return
         with self._guard():
-            self.path.unlink(missing_ok=True)
+            if self._read() == self._record:  # neither taken over meanwhile nor removed by hand
+                self.path.unlink(missing_ok=True)

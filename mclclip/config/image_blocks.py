@@ -37,25 +37,25 @@ def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
     """``layers`` of the image tower: blocks of a transformer, or those of each ResNet layer."""
     config = _read(name) if isinstance(name, str) else name
     config = config.get("model_cfg", config) if isinstance(config, Mapping) else {}
-    vision = config.get("vision_cfg")
+    vision = config.get("vision_cfg") if isinstance(config, Mapping) else None
     if not isinstance(vision, Mapping) or vision.get("timm_model_name"):
         return None
     layers = vision.get("layers", 12)  # open_clip's default
-    whole = all(isinstance(n, int) for n in (layers if isinstance(layers, list) else [layers]))
+    whole = all(type(n) is int for n in (layers if isinstance(layers, list) else [layers]))
     return layers if whole else None
 
 
 def _read(name: str) -> Any:
     """The JSON configuration of a model by name, file or directory; None where there is none."""
     path = Path(name.removeprefix("local-dir:"))
-    if path.is_dir():
-        path = path / "open_clip_config.json"
-    elif path.suffix != ".json":
-        package = find_spec("open_clip")
-        folders = package.submodule_search_locations if package else None
-        path = Path(next(iter(folders or []), "")) / "model_configs"
-        path = path / f"{name.replace('/', '-')}.json"
     try:
+        if path.is_dir():
+            path = path / "open_clip_config.json"
+        elif path.suffix != ".json":
+            package = find_spec("open_clip")
+            folders = package.submodule_search_locations if package else None
+            path = Path(next(iter(folders or []), "")) / "model_configs"
+            path = path / f"{name.replace('/', '-')}.json"
         return json.loads(path.read_text())
-    except (OSError, ValueError):  # the loader of models says what is wrong with it
+    except (OSError, ValueError, RecursionError):  # the loader of models says what is wrong with it
         return None

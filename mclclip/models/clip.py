@@ -153,7 +153,7 @@ def _find(
         config = weights.read_model_config(name)
         return config, _weights_file(pretrained, str(name)) if pretrained else None, None
     label = str(name).removeprefix("local-dir:")
-    if str(name).startswith("local-dir:") or Path(label).is_dir():
+    if str(name).startswith("local-dir:") or os.path.isdir(label):
         _refuse_pretrained(str(name), pretrained)
         config = weights.read_config(Path(label))
         file = weights.find_weights(Path(label)) if load_weights else None
@@ -161,6 +161,10 @@ def _find(
     if label.startswith("hf-hub:"):
         _refuse_pretrained(label, pretrained)
         return _find_on_hub(label)
+    if not os.path.exists(label) and (label.startswith((".", "/", "~")) or label.count("/") > 1):
+        raise FileNotFoundError(
+            f"no model at {label}: give an exported directory or a model's name"
+        )
     label = label.replace("/", "-")
     if (model_cfg := open_clip.get_model_config(label)) is None:
         near = difflib.get_close_matches(label, open_clip.list_models(), n=3, cutoff=0.0)

@@ -84,6 +84,7 @@ class ConcatEncoder(nn.Module):
         self.logit_scale = stages[0].logit_scale().item()
         self.tokenizer = stages[0].tokenizer
         self.preprocess_val = stages[0].preprocess_val
+        self.eval()
 
     @property
     def device(self) -> torch.device:
@@ -206,8 +207,6 @@ def load_model(
         if pretrained:
             raise ValueError(f"pretrained is {pretrained!r}, but {path} brings its own weights")
         return load_concat(path).to(device)
-    if str(name).startswith((".", "/", "~")) and not path.exists():
-        raise FileNotFoundError(f"no model at {path}: give an exported directory or a model's name")
     return SingleEncoder(load_clip(name, pretrained)).to(device)
 
 

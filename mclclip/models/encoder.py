@@ -56,6 +56,7 @@ class SingleEncoder(nn.Module):
         self.logit_scale = model.logit_scale().item()
         self.tokenizer = model.tokenizer
         self.preprocess_val = model.preprocess_val
+        self.eval()
 
     @property
     def device(self) -> torch.device:

@@ -200,7 +200,9 @@ class Rows:
         """Rows [n, D] as float32 on the device, scaled to unit length if spherical."""
         rows = self.to_device(x)
         if self.algorithm == "spherical":
-            rows /= torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
+            lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
+            # Too long for float32: an infinite length would make zeros of the row, unnoticed.
+            rows /= lengths.masked_fill_(torch.isinf(lengths), torch.nan)
         return rows
 
     def ids(self, number: int) -> Integers:
@@ -290,12 +292,13 @@ class Rows:
         count = int(self.total(torch.tensor(here)))
         if count:
             raise ValueError(
-                f"{count:,} of {self.num_valid:,} rows hold NaN or infinite values: wanted finite "
-                "embeddings; check the encoder and run 'mclclip embed' again"
+                f"{count:,} of {self.num_valid:,} rows hold NaN or infinite values, or are too "
+                "long for float32 to hold squared distances: wanted finite embeddings; check the "
+                "encoder and run 'mclclip embed' again"
             )
 
     def survey(self) -> Survey:
-        """Looks at all rows once. Raises ValueError on all ranks for NaN and infinite rows."""
+        """Looks at all rows once. Raises ValueError on all ranks for rows that are not finite."""
 
         def look(number: int) -> tuple[int, float, float]:
             bad, largest, squares = 0, 0.0, 0.0
@@ -323,8 +326,11 @@ def tiles(rows: Tensor, rows_per_tile: int) -> Sequence[Tensor]:
 
 
 def num_not_finite(rows: Tensor) -> int:
-    """How many rows [n, D] hold a NaN or an infinite value."""
-    return int((~torch.isfinite(rows).all(dim=1)).sum())
+    """How many rows [n, D] hold a NaN or an infinite value, or are too long.
+
+    Twice the length squared has to stay finite in float32: no two rows are farther apart.
+    """
+    return int((~torch.isfinite(4.0 * rows.square().sum(dim=1))).sum())
 
 
 def add_rows(sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor, unit: float) -> None:

@@ -71,6 +71,9 @@ def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
         (99, "no-such-model"),
         (99, {}),
         (99, {"vision_cfg": {"layers": "many"}}),
+        (1, {"vision_cfg": {"layers": True}}),
+        (99, {"model_cfg": [1]}),
+        (99, "a" * 5000),
     ],
 )
 def test_what_is_not_known_here_is_left_to_the_loader(number: Any, name: Any) -> None:

@@ -181,6 +181,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("a\nb\na\tc\n")
     with pytest.raises(ValueError, match="names the class 'a' twice"):
         prompts.find_names(["a"], "names.txt", tmp_path)
+    (tmp_path / "names.json").write_text('{"a": "x", "b": "y", "a": "z"}')
+    with pytest.raises(ValueError, match="names.json names the class 'a' twice"):
+        prompts.find_names(["a"], "names.json", tmp_path)
 
 
 # --- templates ---------------------------------------------------------------------------------

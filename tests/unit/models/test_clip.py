@@ -180,6 +180,12 @@ def test_user_mistakes(name: Any, pretrained: str | None, message: str) -> None:
         load_clip(name, pretrained)
 
 
+@pytest.mark.parametrize("name", ["/no/such/model", "./model", "runs/mcl/export"])
+def test_a_path_without_a_model_is_not_taken_for_a_name(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"no model at {name}: give an exported directory"):
+        load_clip(name)
+
+
 def test_unknown_field_of_a_config() -> None:
     config = json.loads(TINY.read_text())
     config["vision_cfg"]["colour"] = 1

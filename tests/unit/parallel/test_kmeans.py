@@ -247,6 +247,20 @@ def test_rows_that_are_not_finite(algorithm: Any) -> None:
         assign(cut_blocks([rows], BLOCK), centroids, algorithm=algorithm)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_too_long_for_float32(algorithm: Any) -> None:
+    """Their values are finite, their squares are not; a distance would be infinite."""
+    rows = noise(300)
+    rows[[7, 299]] *= np.float32(1e20)
+    with pytest.raises(ValueError, match="2 of 300 rows .* too long for float32"):
+        kmeans.fit(cut_blocks([rows], BLOCK), 3, algorithm=algorithm)
+    with pytest.raises(ValueError, match="2 of 300 rows .* too long for float32"):
+        assign(cut_blocks([rows], BLOCK), torch.eye(16)[:3], algorithm=algorithm)
+    rows[[7, 299]] *= np.float32(1e-4)
+    found = kmeans.fit(cut_blocks([rows], BLOCK), 3, algorithm=algorithm)
+    assert np.isfinite(found.inertia) and found.inertia > 0.0
+
+
 def test_shapes_that_do_not_fit() -> None:
     rows = noise(30)
     with pytest.raises(ValueError, match="blocks of float32 .*8.*wanted float rows"):
