@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode_image
 from mclclip.models.encoder import Encoder
-from mclclip.parallel.collectives import gather, together
-from mclclip.parallel.process_group import SINGLE, Context, start_loader_worker
-from mclclip.runlog import progress
+from mclclip.ranks.collectives import gather, together
+from mclclip.ranks.process_group import SINGLE, Context, start_loader_worker
+from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 

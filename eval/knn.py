@@ -18,7 +18,7 @@ from mclclip.eval.features import Extractor, Features
 from mclclip.eval.labelled_features import Feature, accuracy_figures, extract
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.results import Figure
-from mclclip.parallel.collectives import gather_objects, together
+from mclclip.ranks.collectives import gather_objects, together
 
 Weights = Literal["majority", "similarity"]
 TEMPERATURE = 0.07

@@ -11,14 +11,14 @@ from typing import Any, Literal, cast
 
 from PIL import Image
 
-from mclclip.artifacts import digest_file
 from mclclip.eval.features import Extractor, Features
 from mclclip.eval.labelled_folders import read_split
 from mclclip.eval.metrics import BoolArray, IntArray, mean_per_class, stratified_interval
 from mclclip.eval.results import Figure, proportion
+from mclclip.files import digest_file
 from mclclip.models.encoder import Encoder
-from mclclip.parallel.collectives import gather_objects, together
-from mclclip.parallel.process_group import Context
+from mclclip.ranks.collectives import gather_objects, together
+from mclclip.ranks.process_group import Context
 
 log = logging.getLogger("mclclip")
 

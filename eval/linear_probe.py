@@ -20,7 +20,7 @@ from mclclip.eval.features import Extractor, Features
 from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_figures, extract
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.results import Figure
-from mclclip.parallel.collectives import gather_objects, on_main, together
+from mclclip.ranks.collectives import gather_objects, on_main, together
 
 log = logging.getLogger("mclclip")
 

@@ -19,7 +19,7 @@ import numpy as np
 from mclclip.eval.features import Extractor
 from mclclip.eval.metrics import PairOutcomes, mean_per_class, pair_outcomes, stratified_interval
 from mclclip.eval.results import Figure, proportion
-from mclclip.parallel.collectives import together
+from mclclip.ranks.collectives import together
 
 COLUMNS = ("Question ID", "Type", "Statement")
 IMAGE_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mclclip.artifacts import write_bytes
 from mclclip.eval.metrics import wilson_interval
+from mclclip.files import write_bytes
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from mclclip.eval.features import Extractor, Features
 from mclclip.eval.metrics import IntArray, hits_at, ranks_with_ties
 from mclclip.eval.results import Figure, proportion
-from mclclip.parallel.collectives import gather_objects, together
+from mclclip.ranks.collectives import gather_objects, together
 
 KS = (1, 5, 10)
 CHUNK_BYTES = 128 * 2**20

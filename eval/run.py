@@ -19,16 +19,16 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from mclclip.artifacts import digest_file, digest_json
 from mclclip.config import BenchmarkConfig, Config
 from mclclip.eval import knn, linear_probe, mmvp, prompts, results, retrieval, zeroshot
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
-from mclclip.layout import Layout
+from mclclip.files import digest_file, digest_json
 from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder
-from mclclip.parallel.collectives import on_main, together
-from mclclip.parallel.process_group import SINGLE, Context
+from mclclip.ranks.collectives import on_main, together
+from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 

@@ -20,7 +20,7 @@ from mclclip.eval.metrics import hits_at
 from mclclip.eval.prompts import find_names, find_templates, labels_of
 from mclclip.eval.results import Figure, proportion
 from mclclip.eval.retrieval import rank_queries
-from mclclip.parallel.collectives import together
+from mclclip.ranks.collectives import together
 
 log = logging.getLogger("mclclip")
 

@@ -15,7 +15,7 @@ from mclclip import __version__, process
 
 if TYPE_CHECKING:
     from mclclip.config import Config
-    from mclclip.parallel.process_group import Context
+    from mclclip.ranks.process_group import Context
 
 _Verb = Callable[["Config", "Context", argparse.Namespace], object]
 
@@ -306,7 +306,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _call(args: argparse.Namespace) -> int:
-    from mclclip import runlog
+    from mclclip.run import runlog
 
     runlog.setup(int(os.environ.get("RANK", "0")))
     if hasattr(args, "standalone"):

@@ -16,18 +16,20 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from mclclip import artifacts
-from mclclip.artifacts import Artifact, Manifest, digest_array
+from mclclip.clustering import kmeans, two_level
+from mclclip.clustering.assignment import Block, Tally, assign_blocks
+from mclclip.clustering.rows import NpyBlocks
 from mclclip.config import Config, to_tree
 from mclclip.data import pseudo_labels
 from mclclip.data.mean_features import MeanBlocks
 from mclclip.data.npy_files import open_npy, save_npy, write_npy_parts
 from mclclip.data.sample_index import SampleIndex
-from mclclip.layout import Layout
-from mclclip.parallel import collectives, kmeans, two_level
-from mclclip.parallel.assignment import Block, Tally, assign_blocks
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import NpyBlocks
+from mclclip.files import digest_array
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact, Manifest
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 

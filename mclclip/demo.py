@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from mclclip import artifacts, config, make_dataset, pipeline
+from mclclip import config, files, make_dataset, pipeline
 from mclclip.config import Config, recipes
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
-from mclclip.layout import Layout
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, save_export
-from mclclip.parallel import process_group
-from mclclip.parallel.process_group import Context
-from mclclip.run_lock import RunLock
+from mclclip.ranks import process_group
+from mclclip.ranks.process_group import Context
+from mclclip.run.layout import Layout
+from mclclip.run.lock import RunLock
 
 log = logging.getLogger("mclclip")
 
@@ -111,11 +111,11 @@ def run(
     for regime in regimes:
         runs[regime] = [_run(out, seed, regime, overrides, render) for seed in seeds]
         table = seed_table(runs[regime])
-        artifacts.write_bytes(_folder(out, regime) / "table.md", table.encode())
+        files.write_bytes(_folder(out, regime) / "table.md", table.encode())
         tables.append(table if len(regimes) == 1 else f"text tower {regime}:\n\n{table}")
     if len(regimes) > 1:
         tables.append(regime_table(runs))
-        artifacts.write_bytes(out / "regimes.md", tables[-1].encode())
+        files.write_bytes(out / "regimes.md", tables[-1].encode())
     text = "\n".join(tables)
     print(text)
     return text

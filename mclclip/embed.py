@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from mclclip import artifacts, runlog
-from mclclip.artifacts import Artifact
+from mclclip import files
 from mclclip.config import Config
 from mclclip.data.bad_samples import BadSamples
 from mclclip.data.npy_files import save_npy
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.tar_dataset import BadSample, Sample, TarDataset
-from mclclip.layout import Layout
 from mclclip.models.clip import ClipModel, load_clip
-from mclclip.parallel import collectives
-from mclclip.parallel.process_group import Context, start_loader_worker
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context, start_loader_worker
+from mclclip.run import artifacts, runlog
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -133,9 +134,9 @@ def _one_shard(
     if not rows.exists():
         values, bad = embed_shard(config, context, index, model, index.shards[number])
         # The list first: the rows mark the shard as done.
-        artifacts.write_json(bad_list, {str(i): reason for i, reason in bad.items()})
+        files.write_json(bad_list, {str(i): reason for i, reason in bad.items()})
         save_npy(rows, values.astype(config.embed.dtype))
-    return {int(i): reason for i, reason in artifacts.read_json(bad_list).items()}
+    return {int(i): reason for i, reason in files.read_json(bad_list).items()}
 
 
 def _encode(config: Config, context: Context, encode: Callable[[], Tensor]) -> np.ndarray:

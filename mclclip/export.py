@@ -18,18 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip import artifacts, checkpoint
-from mclclip.artifacts import Artifact
+from mclclip import checkpoint, files
 from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import Sample, TarDataset
-from mclclip.layout import Layout
 from mclclip.models import concat, soup, weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
 from mclclip.models.lora import add_lora, merge_lora
-from mclclip.parallel import collectives
-from mclclip.parallel.finiteness import not_finite
-from mclclip.parallel.process_group import Context
+from mclclip.ranks import collectives
+from mclclip.ranks.finiteness import not_finite
+from mclclip.ranks.process_group import Context
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -95,13 +96,13 @@ def _given(config: Config) -> dict[str, Any]:
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if path.is_dir():  # content counts, not where it lies
-            fields["name"] = artifacts.digest_file(weights.find_weights(path))
+            fields["name"] = files.digest_file(weights.find_weights(path))
         elif path.is_file():
-            fields["name"] = artifacts.digest_json(artifacts.read_json(path))
+            fields["name"] = files.digest_json(files.read_json(path))
     if model.pretrained is None:
         fields["seed"] = config.seed  # the weights are random, unless a directory brings them
     elif Path(model.pretrained).is_file():
-        fields["pretrained"] = artifacts.digest_file(Path(model.pretrained))
+        fields["pretrained"] = files.digest_file(Path(model.pretrained))
     return fields
 
 
@@ -238,20 +239,20 @@ def _written(
     if artifact.finished:
         log.info("%s is finished: skipped", directory)
         return directory
-    artifacts.remove_leftovers(directory)
+    files.remove_leftovers(directory)
     counts = write(directory)
-    files = sorted(path for path in directory.glob("*.safetensors"))
-    _refuse_not_finite(directory, files)
-    digests = {path.name: artifacts.digest_file(path) for path in files}
-    config = artifacts.read_json(directory / weights.CONFIG)
-    artifact.finish(counts, content_digest=artifacts.digest_json([config, digests]))
+    written = sorted(path for path in directory.glob("*.safetensors"))
+    _refuse_not_finite(directory, written)
+    digests = {path.name: files.digest_file(path) for path in written}
+    config = files.read_json(directory / weights.CONFIG)
+    artifact.finish(counts, content_digest=files.digest_json([config, digests]))
     log.info("wrote %s", directory)
     return directory
 
 
-def _refuse_not_finite(directory: Path, files: list[Path]) -> None:
+def _refuse_not_finite(directory: Path, written: list[Path]) -> None:
     """RuntimeError, and nothing is left there, where weights just written are not finite."""
-    tensors = {name: t for path in files for name, t in weights.read_tensors(path).items()}
+    tensors = {name: t for path in written for name, t in weights.read_tensors(path).items()}
     found = not_finite(tensors)
     if found:
         shutil.rmtree(directory)

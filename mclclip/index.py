@@ -22,15 +22,6 @@ import numpy as np
 import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
-from mclclip.artifacts import (
-    MANIFEST,
-    Artifact,
-    Manifest,
-    is_finished,
-    move_aside,
-    read_manifest,
-    remove_leftovers,
-)
 from mclclip.config import Config, SourceConfig
 from mclclip.data.sample_index import (
     KIND,
@@ -48,11 +39,13 @@ from mclclip.data.shard_scan import (
     caption_field,
     scan_shard,
 )
-from mclclip.layout import Layout
-from mclclip.parallel import collectives
-from mclclip.parallel.parent_death import start_pool_worker
-from mclclip.parallel.process_group import Context
-from mclclip.runlog import progress
+from mclclip.files import move_aside, remove_leftovers
+from mclclip.ranks import collectives
+from mclclip.ranks.parent_death import start_pool_worker
+from mclclip.ranks.process_group import Context
+from mclclip.run.artifacts import MANIFEST, Artifact, Manifest, is_finished, read_manifest
+from mclclip.run.layout import Layout
+from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from mclclip.artifacts import INTENT, MANIFEST, Artifact, Manifest, digest_file
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, Findings, split_member_name
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.runlog import progress
+from mclclip.files import digest_file
+from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, Manifest
+from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 KIND = "shards"

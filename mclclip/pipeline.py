@@ -12,16 +12,16 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from mclclip import artifacts, cluster, embed, export, index, train
+from mclclip import cluster, embed, export, files, index, train
 from mclclip import config as configuration
 from mclclip.config import Config
 from mclclip.data.step_counts import check_ranks, check_samples
 from mclclip.eval import run as evaluation
-from mclclip.layout import Layout
 from mclclip.models.clip import architecture
-from mclclip.parallel import collectives
-from mclclip.parallel.class_kernels import kernels_of
-from mclclip.parallel.process_group import Context
+from mclclip.objectives.class_centers.kernels import kernels_of
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -39,12 +39,12 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     recorded = run_dir / "config.yaml"
     before = recorded.read_bytes() if context.is_main and recorded.exists() else None
     text = configuration.dump(config).encode()
-    collectives.on_main(lambda: artifacts.write_bytes(recorded, text))
+    collectives.on_main(lambda: files.write_bytes(recorded, text))
     try:
         _steps(config, context, force)
     except (ValueError, FileNotFoundError):
         if context.is_main and before is not None:  # refused: the run is still what it was
-            artifacts.write_bytes(recorded, before)
+            files.write_bytes(recorded, before)
         raise
     return run_dir
 

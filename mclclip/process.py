@@ -15,13 +15,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from mclclip import failures
-from mclclip.parallel import signals
-from mclclip.parallel.signals import EXIT_PREEMPTED, Preempted
+from mclclip.ranks import signals
+from mclclip.ranks.signals import EXIT_PREEMPTED, Preempted
+from mclclip.run import failures
 
 if TYPE_CHECKING:
     from mclclip.config import Config
-    from mclclip.parallel.process_group import Context
+    from mclclip.ranks.process_group import Context
 
 _RECORDED = "_mclclip_recorded"  # set on an error whose end is in the record
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -31,7 +31,7 @@ def start() -> None:
     """What comes before the seconds that importing torch takes."""
     signals.install_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from mclclip.parallel.parent_death import die_with_parent
+        from mclclip.ranks.parent_death import die_with_parent
 
         die_with_parent()
 
@@ -77,7 +77,7 @@ def record_mistake(message: str) -> None:
 def _record_early(error: BaseException, code: int) -> None:
     """For the launcher: what ended before a run began, such as a mistake in the configuration."""
     if os.environ.get("MCLCLIP_STATE_FILE"):
-        from mclclip import run_state
+        from mclclip.run import run_state
 
         state = "preempted" if code == EXIT_PREEMPTED else "failed"
         again = code == EXIT_PREEMPTED
@@ -99,17 +99,17 @@ def _is_lost_peer(error: BaseException) -> bool:
     """Whether another rank is gone; that rank, or its launcher, says why."""
     if "torch" not in sys.modules:
         return False
-    from mclclip.parallel.peer_watch import is_lost_peer
+    from mclclip.ranks.peer_watch import is_lost_peer
 
     return is_lost_peer(error)
 
 
 def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
     """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends."""
-    from mclclip import artifacts
-    from mclclip.layout import Layout
-    from mclclip.parallel import collectives, process_group
-    from mclclip.run_lock import RunLock
+    from mclclip import files
+    from mclclip.ranks import collectives, process_group
+    from mclclip.run.layout import Layout
+    from mclclip.run.lock import RunLock
 
     context = process_group.init(config.device, deterministic=config.deterministic)
     layout = Layout.of(config)
@@ -118,8 +118,8 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
         collectives.together(lock.__enter__)
         try:
             if context.is_main:  # temporary files of killed writers: the lock says none is at work
-                artifacts.remove_leftovers(layout.run_dir)
-                artifacts.remove_leftovers(layout.index)
+                files.remove_leftovers(layout.run_dir)
+                files.remove_leftovers(layout.index)
             _recorded(config, verb, context, work)
         finally:
             lock.__exit__(None, None, None)
@@ -132,8 +132,8 @@ def _recorded(
     """Calls ``work`` between the records of its start and of its end."""
     from pathlib import Path
 
-    from mclclip import run_state
-    from mclclip.parallel.peer_watch import PeerWatch
+    from mclclip.ranks.peer_watch import PeerWatch
+    from mclclip.run import run_state
 
     def record(state: str, code: int, reason: str, requeue: bool = False) -> None:
         # Any rank may be the one that fails; of all else the first one speaks.
@@ -170,7 +170,7 @@ def _leave(code: int) -> None:
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
         code = EXIT_OK
     if "torch" in sys.modules:
-        from mclclip.parallel import process_group
+        from mclclip.ranks import process_group
 
         process_group.leave(code, close_group=finished)
     logging.shutdown()

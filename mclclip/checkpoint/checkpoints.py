@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mclclip import artifacts
+from mclclip import files
 from mclclip.checkpoint import step_files, storage
 from mclclip.checkpoint.mirror import POLL_S, Mirror
 from mclclip.checkpoint.resumption import Resumption, Stateful
 from mclclip.checkpoint.step_files import Entries, path_of, temporary_of
 from mclclip.checkpoint.storage import State
-from mclclip.parallel import collectives, peer_watch
-from mclclip.parallel.finiteness import NotFinite, not_finite
-from mclclip.parallel.side_group import SideGroup
+from mclclip.ranks import collectives, peer_watch
+from mclclip.ranks.finiteness import NotFinite, not_finite
+from mclclip.ranks.side_group import SideGroup
 
 log = logging.getLogger("mclclip")
 
@@ -138,7 +138,7 @@ class Checkpoints:
         try:
             if rank == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                artifacts.remove_leftovers(self.directory)
+                files.remove_leftovers(self.directory)
                 temporary_of(self.directory, step).mkdir()
             part = storage.own_part(state, rank, collectives.world_size())
             spoiled = not_finite(part)

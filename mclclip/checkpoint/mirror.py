@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from mclclip import artifacts
+from mclclip import files
 from mclclip.checkpoint.step_files import (
     STATE,
     parse_steps,
@@ -151,7 +151,7 @@ class Mirror:
         temporary.mkdir(parents=True)
         for source in fs.ls(f"{root}/{final.name}", detail=False):
             fs.get_file(source, str(temporary / source.rsplit("/", 1)[-1]))
-        artifacts.fsync_directory(temporary)
+        files.fsync_directory(temporary)
         temporary.rename(final)
 
     # --- what is there -------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from mclclip import artifacts
+from mclclip import files
 from mclclip.checkpoint import step_files, storage
 from mclclip.checkpoint.mirror import POLL_S, Mirror
 from mclclip.checkpoint.step_files import Damaged, Entries, path_of
 from mclclip.checkpoint.storage import State
-from mclclip.parallel import collectives
+from mclclip.ranks import collectives
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
@@ -58,7 +58,7 @@ class Resumption:
 
     def _clear(self) -> None:
         if self.directory.exists():
-            artifacts.remove_leftovers(self.directory)
+            files.remove_leftovers(self.directory)
 
     def _newest_intact(self) -> int | None:
         """The newest step without visible damage, here or else in the mirror."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mclclip import __version__, artifacts
+from mclclip import __version__, files
 
 log = logging.getLogger("mclclip")
 
@@ -84,7 +84,7 @@ def read_entries(path: Path, step: int) -> Entries:
     wrote it.
     """
     try:
-        state = artifacts.read_json(path / STATE)
+        state = files.read_json(path / STATE)
         if not isinstance(state, dict) or state["step"] != step:
             raise Damaged(f"its {STATE} is not of step {step}")
         schema = int(state.get("schema_version", 1))
@@ -143,12 +143,12 @@ def publish(directory: Path, step: int, entries: Entries, world_size: int) -> No
         "package_version": __version__,
         "files": {name: asdict(entries[name]) for name in sorted(entries)},
     }
-    artifacts.write_json(temporary / STATE, state)
-    artifacts.fsync_directory(temporary)
+    files.write_json(temporary / STATE, state)
+    files.fsync_directory(temporary)
     if final.exists():  # the same step of an earlier start
         remove(final, f".{final.name}.replaced.tmp")
     os.rename(temporary, final)
-    artifacts.fsync_directory(Path(directory))
+    files.fsync_directory(Path(directory))
 
 
 def superfluous(saved: Iterable[int], newest: int, keep: int, keep_every: int | None) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from mclclip.data.sample_index import SampleIndex
-from mclclip.parallel import collectives
+from mclclip.ranks import collectives
 
 log = logging.getLogger("mclclip")
 

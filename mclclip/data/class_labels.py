@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mclclip import artifacts
 from mclclip.data.npy_files import open_npy
 from mclclip.data.sample_index import SampleIndex
+from mclclip.run import artifacts
 
 
 class ClassLabels:

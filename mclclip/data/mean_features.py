@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.parallel.row_blocks import ROWS_PER_BLOCK, BlockLayout, Floats, NpyBlocks
+from mclclip.clustering.rows import ROWS_PER_BLOCK, BlockLayout, Floats, NpyBlocks
 
 
 class MeanBlocks(NpyBlocks):

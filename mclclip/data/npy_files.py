@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.artifacts import whole_file
+from mclclip.files import whole_file
 
 
 def open_npy(path: Path, verb: str) -> np.ndarray:

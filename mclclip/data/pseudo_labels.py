@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.artifacts import digest_array, digest_json, read_json, write_json
 from mclclip.data.npy_files import open_npy, save_npy
+from mclclip.files import digest_array, digest_json, read_json, write_json
 
 Integers = npt.NDArray[np.int64]
 LabelMode = Literal["prefix", "last"]

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mclclip.artifacts import digest_keys, read_json, read_manifest, whole_file, write_json
 from mclclip.data.shard_scan import (
     MAX_EXAMPLES,
     RANGES,
@@ -28,6 +27,8 @@ from mclclip.data.shard_scan import (
     parse_captions,
     scan_shard,
 )
+from mclclip.files import digest_keys, read_json, whole_file, write_json
+from mclclip.run.artifacts import read_manifest
 
 __all__ = ["SampleIndex", "Shard", "join_rows", "parse_captions", "scan_shard"]
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mclclip import artifacts
+from mclclip import files
 from mclclip.data.coverage import check_coverage
 from mclclip.data.group_tree import Policy
 from mclclip.data.npy_files import open_npy
 from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
+from mclclip.run import artifacts
 
 
 def read_pseudo_labels(
@@ -76,9 +77,9 @@ class StageGroups:
         """Saves the grouped index and the ids that were left out of it."""
         grouped.save(self.directory)
         # Last: marks the grouped index as whole.
-        artifacts.write_json(self.directory / "known_bad.json", [int(i) for i in bad_ids])
+        files.write_json(self.directory / "known_bad.json", [int(i) for i in bad_ids])
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """The grouped index (memory-mapped) and the ids that were left out of it."""
-        known_bad = artifacts.read_json(self.directory / "known_bad.json")
+        known_bad = files.read_json(self.directory / "known_bad.json")
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

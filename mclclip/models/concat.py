@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from mclclip import artifacts
+from mclclip import files
 from mclclip.models import towers, weights
 from mclclip.models.clip import load_clip
 from mclclip.models.clip_model import ClipModel, unit
@@ -139,8 +139,8 @@ def save_concat(
     if not stages:
         raise ValueError("there is no stage to join: give at least one exported model")
     config = weights.common_config(stages)
-    files = [weights.find_weights(stage) for stage in stages]
-    tensors = [weights.read_tensors(file) for file in files]
+    paths = [weights.find_weights(stage) for stage in stages]
+    tensors = [weights.read_tensors(file) for file in paths]
     if any(found.keys() != tensors[0].keys() for found in tensors):
         raise ValueError("the stages hold different tensors: join stages of one architecture only")
     shared = {n for n in tensors[0] if weights.same_bits(*(found[n] for found in tensors))}
@@ -160,8 +160,8 @@ def save_concat(
         "num_blocks": layout.num_blocks,
         "shared_text": text <= shared,
         "stages": [
-            {"name": name, "embed_dim": dim, "digest": artifacts.digest_file(file)}
-            for name, file in zip(names, files, strict=True)
+            {"name": name, "embed_dim": dim, "digest": files.digest_file(file)}
+            for name, file in zip(names, paths, strict=True)
         ],
         "embed_dim": dim * len(stages),
         "num_parameters": {
@@ -172,7 +172,7 @@ def save_concat(
     weights.copy_tokenizer(stages[0], directory)
     weights.write_tensors(Path(directory) / CONCAT_WEIGHTS, joined)
     weights.write_config(directory, config)
-    artifacts.write_json(Path(directory) / weights.CONCAT, record)
+    files.write_json(Path(directory) / weights.CONCAT, record)
     return record
 
 
@@ -212,7 +212,7 @@ def load_model(
 
 def load_concat(directory: Path) -> ConcatEncoder:
     """Loads what `save_concat` wrote; equal tensors of the stages share their memory."""
-    record = artifacts.read_json(Path(directory) / weights.CONCAT)
+    record = files.read_json(Path(directory) / weights.CONCAT)
     if record.get("schema_version") != _SCHEMA_VERSION:
         raise ValueError(
             f"{directory} has concat schema {record.get('schema_version')}, this mclclip reads "

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mclclip import artifacts
+from mclclip import files
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"
@@ -41,7 +41,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{directory} has no {CONFIG}, so it is no exported model: give the directory that "
             "'mclclip export' wrote"
         )
-    config = artifacts.read_json(path)
+    config = files.read_json(path)
     if not isinstance(config, dict) or "model_cfg" not in config:
         raise ValueError(f"{path} has no 'model_cfg', got {type(config).__name__}: export it again")
     return config
@@ -49,7 +49,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Writes the configuration of an open_clip directory (atomically)."""
-    artifacts.write_json(Path(directory) / CONFIG, config)
+    files.write_json(Path(directory) / CONFIG, config)
 
 
 def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     else:
         if not Path(source).is_file():
             raise FileNotFoundError(f"no model config at {source}")
-        config, where = artifacts.read_json(Path(source)), str(source)
+        config, where = files.read_json(Path(source)), str(source)
     model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
     missing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in model_cfg]
     if missing:
@@ -77,7 +77,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copies a Hugging Face tokenizer's data beside a model; CLIP's own tokenizer has no file."""
     for path in sorted(Path(source).glob("*")):
         if path.name.startswith(TOKENIZER_FILES) and path.suffix in _TOKENIZER_DATA:
-            artifacts.write_bytes(Path(directory) / path.name, path.read_bytes())
+            files.write_bytes(Path(directory) / path.name, path.read_bytes())
 
 
 def find_weights(directory: Path) -> Path:
@@ -112,7 +112,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     # safetensors writes for the owner alone; readable as far as the folder's own files are.
     temporary.chmod(_default_mode())
     os.replace(temporary, path)
-    artifacts.fsync_directory(path.parent)
+    files.fsync_directory(path.parent)
 
 
 def _default_mode() -> int:
@@ -149,7 +149,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def base_digest(directory: Path) -> str:
     """Returns which base an exported model descends from; one without a record is its own base."""
     recorded: str | None = read_config(directory).get("base_digest")
-    return recorded or artifacts.digest_file(find_weights(directory))
+    return recorded or files.digest_file(find_weights(directory))
 
 
 def common_config(directories: Sequence[Path]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mclclip.objectives.row_losses import Pairs, row_losses
-from mclclip.parallel import collectives
+from mclclip.ranks import collectives
 
 
 class InfoNCE(nn.Module):

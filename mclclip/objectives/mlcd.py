@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.parallel.class_kernels import Kernels
-from mclclip.parallel.class_sums import Sums, class_sums
-from mclclip.parallel.margins import Margin
-from mclclip.parallel.process_group import Context
+from mclclip.objectives.class_centers.kernels import Kernels
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
+from mclclip.objectives.class_centers.sums import Sums, class_sums
 from mclclip.randomness import mix, permute
+from mclclip.ranks.process_group import Context
 
 Kind = Literal["mlcd", "mlc", "single_label"]
 _SATURATED = 0.01  # of the largest pull

@@ -11,16 +11,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.config import Config, TrainConfig
 from mclclip.data.training_batches import Batch
+from mclclip.engines import gradient_cache
+from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory
 from mclclip.models.clip import ClipModel
 from mclclip.models.optimizer import build_optimizer, is_elementwise
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.row_losses import Pairs, row_losses
-from mclclip.parallel import gradient_cache
-from mclclip.parallel.engine_memory import Sizes, per_rank
 from mclclip.plan import head
 from mclclip.plan.machine import GIB, Machine
-from mclclip.trainer import Trainee, prepare_model
+from mclclip.train.loop import Trainee, prepare_model
 
 _HALF = ("bf16", "fp16")
 # What a rank holds, in the order of the table, as it is called there.

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from mclclip import artifacts
 from mclclip.config import Config, TrainConfig
 from mclclip.data.coverage import Coverage, coverage_report
 from mclclip.data.pseudo_labels import GroupedIndex, label_space
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import StageGroups, read_pseudo_labels
 from mclclip.data.step_counts import check_samples, steps_per_epoch, total_steps
-from mclclip.layout import Layout
 from mclclip.plan import groups as plan_groups
+from mclclip.run import artifacts
+from mclclip.run.layout import Layout
 
 Range = tuple[int, int]
 

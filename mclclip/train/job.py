@@ -9,9 +9,9 @@ from pathlib import Path
 from mclclip.config import Config, ModelConfig, TrainConfig
 from mclclip.data.class_labels import ClassLabels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.layout import Layout
-from mclclip.parallel.process_group import Context
-from mclclip.profiling import PeakMemory
+from mclclip.ranks.process_group import Context
+from mclclip.run.layout import Layout
+from mclclip.run.profiling import PeakMemory
 
 
 @dataclass

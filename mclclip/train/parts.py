@@ -16,23 +16,23 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.tar_dataset import TextFeatures
 from mclclip.data.training_batches import Batch, TrainingBatches
-from mclclip.layout import Layout
+from mclclip.engines.build import build_engine
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
+from mclclip.objectives.class_centers.kernels import kernels_of
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import HeadOptimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, build_class_center_loss
-from mclclip.parallel.build_engine import build_engine
-from mclclip.parallel.class_centers import HeadOptimizer
-from mclclip.parallel.class_kernels import kernels_of
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.margins import Margin
-from mclclip.parallel.process_group import Context, process_start, start_loader_worker
-from mclclip.parallel.step_boundary import StepBoundary
-from mclclip.profiling import StepProfiler
 from mclclip.randomness import mix
-from mclclip.recorder import Recorder
+from mclclip.ranks.process_group import Context, process_start, start_loader_worker
+from mclclip.ranks.step_boundary import StepBoundary
+from mclclip.run.layout import Layout
+from mclclip.run.profiling import StepProfiler
+from mclclip.run.recorder import Recorder
 from mclclip.train.job import Job
-from mclclip.trainer import Trainee, Trainer, prepare_model
+from mclclip.train.loop import Trainee, Trainer, prepare_model
 
 
 def engine_of(job: Job, model: ClipModel, objective: InfoNCE | ClassCenterLoss) -> Engine:

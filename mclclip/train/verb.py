@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mclclip import artifacts
-from mclclip.artifacts import Artifact
 from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, to_tree
 from mclclip.data.coverage import coverage_report
@@ -28,12 +26,14 @@ from mclclip.data.stage_groups import (
     read_pseudo_labels,
 )
 from mclclip.data.step_counts import check_ranks, total_steps
-from mclclip.layout import Layout
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel
-from mclclip.parallel import collectives
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context
-from mclclip.profiling import PeakMemory
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
+from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
 from mclclip.train.job import Job
 

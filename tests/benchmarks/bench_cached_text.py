@@ -27,13 +27,13 @@ from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import TextFeatures
 from mclclip.data.training_batches import Batch, TrainingBatches
-from mclclip.layout import Layout
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip, save_export
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import SINGLE
-from mclclip.trainer import Trainee
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.layout import Layout
+from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.benchmarks import timing
 from tests.benchmarks.bench_reading import photographs

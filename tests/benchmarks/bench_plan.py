@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mclclip.artifacts import write_json
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.group_tree import Policy
 from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.files import write_json
 from tests.benchmarks import timing
 
 Integers = npt.NDArray[np.int64]

@@ -36,7 +36,7 @@ from mclclip.data.pseudo_labels import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import Sample, TarDataset
 from mclclip.data.training_batches import TrainingBatches
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
 from tests.benchmarks import peers, timing
 
 BATCH = 32

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from mclclip.checkpoint import Checkpoints
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
-from mclclip.parallel import collectives
-from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.parallel.margins import Margin
-from mclclip.parallel.process_group import Context
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
 from tests.slow_heads import SlowLazyAdamW, dense_loss
 
 Ranks = Callable[..., list[Any]]

@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mclclip.engines import zero as deepspeed_engine
+from mclclip.engines.build import build_engine
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.parallel import collectives, deepspeed_engine
-from mclclip.parallel.build_engine import build_engine
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context
-from mclclip.trainer import Trainee
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed import test_engines
 from tests.distributed.test_engines import assert_close, batch_of, make_engine, run, train, whole

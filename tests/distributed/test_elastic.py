@@ -20,10 +20,10 @@ import torch
 
 from mclclip import config, index, train
 from mclclip.data.training_batches import Batch
-from mclclip.parallel import collectives
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.signals import Preempted
+from mclclip.engines.engine import Engine
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.ranks.signals import Preempted
 from tests import tiny
 from tests.distributed.test_deepspeed import zero
 

@@ -11,14 +11,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mclclip.data.training_batches import Batch
+from mclclip.engines import gradient_cache
+from mclclip.engines.build import build_engine
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.parallel import collectives, gradient_cache
-from mclclip.parallel.build_engine import build_engine
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context
-from mclclip.trainer import Trainee
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.train.loop import Trainee
 from tests import tiny
 
 Ranks = Callable[..., list[Any]]

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from mclclip.data.training_batches import Batch
+from mclclip.engines.build import build_engine
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
-from mclclip.parallel import collectives
-from mclclip.parallel.build_engine import build_engine
-from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context
-from mclclip.trainer import Trainee, prepare_model
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.train.loop import Trainee, prepare_model
 from tests import tiny
 from tests.distributed.test_engines import assert_close, whole
 

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from mclclip import cluster as verb
+from mclclip.clustering import assignment, centroids, kmeans, two_level
+from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
+from mclclip.clustering.assignment import Tally, assign, assign_blocks
+from mclclip.clustering.rows import NpyBlocks
 from mclclip.config import from_tree
 from mclclip.data import npy_files
-from mclclip.parallel import assignment, centroids, collectives, kmeans, two_level
-from mclclip.parallel.arithmetic import CHOSEN, Arithmetic
-from mclclip.parallel.assignment import Tally, assign, assign_blocks
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import NpyBlocks
-from tests.unit.parallel.test_assignment import LIMIT_MIB, growth_mib
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from tests.unit.clustering.test_assignment import LIMIT_MIB, growth_mib
 from tests.unit.test_cluster import BAD, contents, make_run
 from tests.unit.test_cluster import SIZES as SAMPLES
 

@@ -33,7 +33,7 @@ if moment == "importing":
 
 import torch
 from mclclip import process
-from mclclip.parallel import collectives, process_group
+from mclclip.ranks import collectives, process_group
 
 if moment == "joining":
     process.start()

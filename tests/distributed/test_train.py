@@ -13,8 +13,8 @@ import torch
 
 from mclclip import checkpoint, config, index, train
 from mclclip.config import Config
-from mclclip.parallel import collectives
-from mclclip.parallel.process_group import Context
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
 from tests import tiny
 
 Ranks = Callable[..., list[Any]]

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import artifacts, cluster, config, embed, export, index, plan, train
+from mclclip import cluster, config, embed, export, index, plan, train
 from mclclip.config import Config
 from mclclip.data.coverage import coverage_report
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import StageGroups
-from mclclip.layout import Layout
-from mclclip.parallel.process_group import SINGLE
 from mclclip.plan import Machine
-from mclclip.profiling import PeakMemory
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run import artifacts
+from mclclip.run.layout import Layout
+from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
 from mclclip.train.job import Job
 from tests import tiny

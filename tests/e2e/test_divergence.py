@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip import artifacts, checkpoint
+from mclclip import checkpoint
+from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Finished, Shell
 
@@ -33,7 +34,7 @@ class Spoil:
 
     def __call__(self) -> None:
         from mclclip.checkpoint import storage
-        from mclclip.parallel.engines import Engine
+        from mclclip.engines.engine import Engine
 
         original, write = Engine.update, storage.write
 

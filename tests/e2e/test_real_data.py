@@ -21,11 +21,11 @@ import pytest
 import torch
 
 import mclclip
-from mclclip import artifacts
 from mclclip.data.decode import decode_image
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.tar_dataset import TarDataset
 from mclclip.eval import results
+from mclclip.run import artifacts
 from tests import tiny
 
 pytestmark = pytest.mark.real_data

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mclclip.clustering import kmeans, two_level
+from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
+from mclclip.clustering.assignment import Assignment, assign
+from mclclip.clustering.nearest import Search, half_squares
+from mclclip.clustering.rows import Algorithm, cut_blocks
 from mclclip.eval import knn
-from mclclip.parallel import kmeans, two_level
-from mclclip.parallel.arithmetic import Arithmetic, sums_in_float32
-from mclclip.parallel.assignment import Assignment, assign
-from mclclip.parallel.nearest import Search, half_squares
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import Algorithm, cut_blocks
+from mclclip.ranks.process_group import Context
 from tests.gpu.checks import Where, check, close, random, same_bits, unit
 from tests.nearest_checks import check_nearest, every_arithmetic
 

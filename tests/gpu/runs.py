@@ -21,9 +21,9 @@ from mclclip.data.stage_groups import build_groups
 from mclclip.data.training_batches import Batch, TrainingBatches
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.layout import Layout
 from mclclip.models.clip import load_clip
-from mclclip.parallel.process_group import Context, start_loader_worker
+from mclclip.ranks.process_group import Context, start_loader_worker
+from mclclip.run.layout import Layout
 from tests import tiny
 from tests.gpu.checks import Skip, Where, check, close, same_bits
 
@@ -238,7 +238,7 @@ def _left(run_dir: Path) -> dict[str, Any]:
 @check("a whole run with class centers, profiled", limit_s=200.0)
 def class_centers_run(where: Where) -> str:
     """Cluster, train MLCD in bf16 with the kernels the device has, export, evaluate."""
-    from mclclip.parallel import class_kernels
+    from mclclip.objectives.class_centers import kernels as class_kernels
 
     usable = where.on_gpu and class_kernels.available(where.device)
     kernel = "triton" if usable else "plain"

@@ -16,20 +16,21 @@ from torch.distributed.tensor import DTensor
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.data.training_batches import Batch
+from mclclip.engines import gradient_cache
+from mclclip.engines.engine import Engine
+from mclclip.engines.fsdp import FsdpEngine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.lora import add_lora
 from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss
-from mclclip.parallel import gradient_cache, process_group
-from mclclip.parallel.class_centers import ShardedClassCenters, normal_rows
-from mclclip.parallel.collectives import _GatherWithGrad
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.fsdp_engine import FsdpEngine
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.side_group import SideGroup
-from mclclip.parallel.step_boundary import StepBoundary
-from mclclip.trainer import Trainee
+from mclclip.ranks import process_group
+from mclclip.ranks.collectives import _GatherWithGrad
+from mclclip.ranks.process_group import Context
+from mclclip.ranks.side_group import SideGroup
+from mclclip.ranks.step_boundary import StepBoundary
+from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.gpu.checks import Skip, Where, check, close, make_repeatable, same_bits
 
@@ -95,7 +96,7 @@ def make_engine(
         return FsdpEngine(trainee, make, Context(device=device), blocks=blocks, **options)
     if find_spec("deepspeed") is None:
         raise Skip("deepspeed is not installed")
-    from mclclip.parallel.deepspeed_engine import DeepspeedEngine
+    from mclclip.engines.zero import DeepspeedEngine
 
     stage = int(name.removeprefix("zero "))
     return DeepspeedEngine(trainee, make, Context(device=device), zero_stage=stage, **options)

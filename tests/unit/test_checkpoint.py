@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from mclclip import checkpoint
 from mclclip.checkpoint import Checkpoints, step_files, storage
 from mclclip.checkpoint.mirror import Mirror
-from mclclip.parallel.finiteness import NotFinite
+from mclclip.ranks.finiteness import NotFinite
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -210,7 +210,7 @@ def test_steps_are_numbers_and_other_names_are_not_steps(tmp_path: Path) -> None
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mclclip import artifacts
+from mclclip.run import artifacts
 from mclclip.checkpoint import Checkpoints, step_files, storage
 from tests.unit.test_checkpoint import Source
 

@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, cli, config, demo, failures, process
-from mclclip.parallel import signals
-from mclclip.run_lock import RunLock
+from mclclip import __version__, cli, config, demo, process
+from mclclip.ranks import signals
+from mclclip.run import failures
+from mclclip.run.lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_CODES = (
@@ -251,7 +252,7 @@ def test_a_verb_may_give_its_own_code(main: Any, monkeypatch: pytest.MonkeyPatch
 def test_a_run_directory_in_use_is_2(
     main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("mclclip.run_lock.RunLock", functools.partial(RunLock, wait_s=0.0))
+    monkeypatch.setattr("mclclip.run.lock.RunLock", functools.partial(RunLock, wait_s=0.0))
     with RunLock(tmp_path / "run"):
         shown = main("index", f"run_dir={tmp_path / 'run'}", "device=cpu")
     assert shown.code == 2 and shown.err.count("\n") == 1
@@ -293,7 +294,7 @@ def test_overrides_reach_the_verb(
 def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks fail together; the others wait, so that the line is not printed many times."""
     waited: list[float] = []
-    monkeypatch.setattr("mclclip.failures.time.sleep", waited.append)
+    monkeypatch.setattr("mclclip.run.failures.time.sleep", waited.append)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert main("config", "run_dir=x", "a=1").code == 2

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_mutual_info_score
 
-from mclclip import artifacts, cluster, index
-from mclclip.artifacts import Artifact, digest_array, read_manifest
+from mclclip import cluster, index
+from mclclip.clustering import assignment
 from mclclip.config import Config, from_tree
 from mclclip.data import npy_files
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.stage_groups import read_pseudo_labels
-from mclclip.layout import Layout
-from mclclip.parallel import assignment
-from mclclip.parallel.process_group import SINGLE, Context
+from mclclip.files import digest_array
+from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact, read_manifest
+from mclclip.run.layout import Layout
 
 SIZES = (40, 25, 35)  # samples per shard
 BAD = (3, 77)
@@ -424,7 +426,7 @@ def test_a_part_that_cannot_be_made_is_not_told_later(
     def never(work: Any) -> None:
         raise AssertionError("another exchange was begun")
 
-    monkeypatch.setattr("mclclip.parallel.collectives.together", never)
+    monkeypatch.setattr("mclclip.ranks.collectives.together", never)
     with pytest.raises(OSError, match="no such block"):
         cluster._on_main_of_all(parts(), lambda every: sum(every), Context(0 if is_main else 1, 2))
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mclclip import config, index
-from mclclip.artifacts import read_manifest
 from mclclip.data.sample_index import KIND, SampleIndex
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
 
 
 def make_shard(path: Path, *keys: str, captions: str = "txt") -> Path:

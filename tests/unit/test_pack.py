@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mclclip import config, index
-from mclclip.artifacts import Manifest, read_manifest
 from mclclip.pack import KIND, pack
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import Manifest, read_manifest
 
 Rows = list[list[str]]
 

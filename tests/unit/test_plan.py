@@ -15,9 +15,9 @@ import pytest
 
 from mclclip import config, plan
 from mclclip.config import Config
-from mclclip.layout import Layout
-from mclclip.parallel.process_group import SINGLE
 from mclclip.plan import Machine, disk
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.layout import Layout
 from tests import tiny
 
 RECIPES = sorted((tiny.ROOT / "launch" / "recipes").glob("*.yaml"))
@@ -211,7 +211,8 @@ def test_large_models_answer_in_seconds() -> None:
 
 def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     """Index, labels and begun trainings are read; what was trained is what was planned."""
-    from mclclip import artifacts, cluster, embed, export, index, train
+    from mclclip import cluster, embed, export, index, train
+    from mclclip.run import artifacts
 
     data = tiny.make_data(tmp_path / "data")
     options = tiny.make_config(

@@ -356,7 +356,7 @@ def test_findings_count_all_and_keep_a_few_examples() -> None:
 _POOL = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from mclclip.parallel.parent_death import die_with_parent
+from mclclip.ranks.parent_death import die_with_parent
 if __name__ == "__main__":
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=die_with_parent)

@@ -330,7 +330,7 @@ PROGRAM = """
 import sys
 from torch.utils.data import DataLoader
 from mclclip.data.sample_index import SampleIndex
-from mclclip.parallel.process_group import start_loader_worker
+from mclclip.ranks.process_group import start_loader_worker
 from tests.unit.data.test_training_batches import make
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from mclclip import config as configuration
 from mclclip.config import BenchmarkConfig
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from mclclip.eval import run as evaluation
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, architecture, load_clip, save_export
 from mclclip.models.concat import load_model, save_concat
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
 from tests.unit.models.conftest import CONFIGS
 
 pytest.importorskip("transformers")

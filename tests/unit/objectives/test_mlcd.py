@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mclclip.objectives.class_centers.kernels import Kernels
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw, build_class_center_loss
-from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters
-from mclclip.parallel.class_kernels import Kernels
-from mclclip.parallel.margins import Margin
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
 from tests.slow_heads import dense_loss
 
 K, D, B, L = 40, 6, 10, 3
