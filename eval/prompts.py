@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from mclclip.config import BenchmarkConfig
 from mclclip.eval.labelled_folders import folder_labels, readable, table_labels
 
 IMAGENET = "imagenet1k"
@@ -232,7 +231,15 @@ def check(
     find_templates(templates, root)
 
 
-def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+class Benchmark(Protocol):
+    """What is checked of a benchmark's options (``config.BenchmarkConfig``)."""
+
+    kind: Any
+    path: str
+    options: dict[str, Any]
+
+
+def check_suite(benchmarks: Mapping[str, Benchmark]) -> None:
     """``check`` of all zero-shot benchmarks whose folders are there.
 
     Errors begin with the benchmark's name. Unknown options and wrong types are left to
@@ -249,7 +256,7 @@ def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
             raise ValueError(f"benchmark {name!r}: {error}") from None
 
 
-def _options(benchmark: BenchmarkConfig) -> dict[str, Any]:
+def _options(benchmark: Benchmark) -> dict[str, Any]:
     types: dict[str, Any] = {"labels": str, "classes": str, "templates": str | list}
     return {o: v for o, v in benchmark.options.items() if o in types and isinstance(v, types[o])}
 

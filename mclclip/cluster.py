@@ -17,12 +17,11 @@ import numpy as np
 from torch import Tensor
 
 from mclclip.clustering import kmeans, two_level
+from mclclip.clustering.ami import ami
 from mclclip.clustering.assignment import Block, Tally, assign_blocks
-from mclclip.clustering.rows import NpyBlocks
 from mclclip.config import Config, to_tree
-from mclclip.data import pseudo_labels
-from mclclip.data.mean_features import MeanBlocks
-from mclclip.data.npy_files import open_npy, save_npy, write_npy_parts
+from mclclip.data.arrays import MeanBlocks, NpyBlocks, open_npy, save_npy, write_npy_parts
+from mclclip.data.labels import combine_stages, group_statistics, size_statistics
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array
 from mclclip.ranks import collectives
@@ -277,12 +276,12 @@ def _report(
     sizes = tally.counts.numpy()
     if empty := int((sizes == 0).sum()):
         log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))
-    ami = {}
+    agreement = {}
     for earlier in range(stage):
         before, manifest = _read_cluster_labels(layout, earlier, index)
         if len(sizes) * manifest.config["num_clusters"] <= _AMI_UP_TO:
-            ami[f"stage_{earlier}"] = pseudo_labels.ami(before, labels[:, 0])
-    statistics = pseudo_labels.size_statistics(sizes)
+            agreement[f"stage_{earlier}"] = ami(before, labels[:, 0])
+    statistics = size_statistics(sizes)
     log.info(
         "stage %d: %d clusters of %s to %s samples (median %s), inertia %.6g after %d iterations%s",
         stage,
@@ -290,7 +289,7 @@ def _report(
         *(f"{statistics[name]:,.0f}" for name in ("smallest", "largest", "median")),
         tally.inertia,
         found.iterations,
-        "".join(f", AMI with {name} {value:.2f}" for name, value in ami.items()),
+        "".join(f", AMI with {name} {value:.2f}" for name, value in agreement.items()),
     )
     return {
         "samples": len(index),
@@ -301,7 +300,7 @@ def _report(
         "empty_clusters": empty,
         "sizes": statistics,
         "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,
-        "ami": ami,
+        "ami": agreement,
     }
 
 
@@ -331,11 +330,11 @@ def _write_pseudo_labels(
     if artifact.finished:
         log.info("%s is finished: skipped", artifact.directory)
         return
-    labels, radices = pseudo_labels.combine_stages(
+    labels, radices = combine_stages(
         [labels for labels, _ in stages],
         [manifest.config["num_clusters"] for _, manifest in stages],
         config.cluster.label_mode,
     )
     save_npy(artifact.directory / "pseudo_labels.npy", labels[:, None])
-    counts = {"samples": len(index)} | pseudo_labels.group_statistics(labels, radices)
+    counts = {"samples": len(index)} | group_statistics(labels, radices)
     artifact.finish(counts, dtype="int64", content_digest=digest_array(labels))

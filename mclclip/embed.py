@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader
 
 from mclclip import files
 from mclclip.config import Config
-from mclclip.data.bad_samples import BadSamples
-from mclclip.data.npy_files import save_npy
+from mclclip.data.arrays import save_npy
 from mclclip.data.sample_index import SampleIndex, Shard
-from mclclip.data.tar_dataset import BadSample, Sample, TarDataset
+from mclclip.data.samples import BadSample, BadSamples, Sample, TarDataset
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context, start_loader_worker

@@ -21,7 +21,7 @@ from torch import Tensor
 from mclclip import checkpoint, files
 from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.tar_dataset import Sample, TarDataset
+from mclclip.data.samples import Sample, TarDataset
 from mclclip.models import concat, soup, weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
 from mclclip.models.lora import add_lora, merge_lora

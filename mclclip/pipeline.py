@@ -15,7 +15,7 @@ from pathlib import Path
 from mclclip import cluster, embed, export, files, index, train
 from mclclip import config as configuration
 from mclclip.config import Config
-from mclclip.data.step_counts import check_ranks, check_samples
+from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.eval import run as evaluation
 from mclclip.models.clip import architecture
 from mclclip.objectives.class_centers.kernels import kernels_of

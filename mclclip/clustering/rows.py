@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,85 +28,16 @@ from mclclip.clustering.arithmetic import (
     choose_threads,
     sums_in_float32,
 )
+from mclclip.data.arrays import BlockLayout, Floats, NpyBlocks
 from mclclip.ranks.collectives import all_reduce_max, all_reduce_sum, gather
 from mclclip.ranks.process_group import Context, num_threads
 
-Floats = npt.NDArray[np.floating[Any]]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Algorithm = Literal["spherical", "euclidean"]
-BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]
 T = TypeVar("T")
 R = TypeVar("R")
-
-ROWS_PER_BLOCK = 4096
 _ROWS_PER_LOOK = 1024  # that ``survey`` adds up at once: on every device, as last bits depend on it
-
-
-def cut_blocks(arrays: Sequence[Floats], rows_per_block: int = ROWS_PER_BLOCK) -> list[Floats]:
-    """Views of at most ``rows_per_block`` rows, in order, never across two arrays."""
-    return [
-        array[first : first + rows_per_block]
-        for array in arrays
-        for first in range(0, len(array), rows_per_block)
-    ]
-
-
-class NpyBlocks(Sequence[Floats]):
-    """The blocks of .npy files of rows [n, D], memory-mapped when they are read.
-
-    Not before: every mapping holds a file handle, and there may be more shards than handles.
-    """
-
-    def __init__(self, paths: Sequence[Path], rows_per_block: int = ROWS_PER_BLOCK) -> None:
-        files = [(path, _map(path)) for path in paths]
-        self.num_rows = [len(rows) for _, rows in files]
-        self._cuts = [
-            (number, slice(first, min(first + rows_per_block, num_rows)))
-            for number, num_rows in enumerate(self.num_rows)
-            for first in range(0, num_rows, rows_per_block)
-        ]
-        self._paths = list(paths)
-        self._file_layouts: list[BlockLayout] = [(rows.shape[1:], rows.dtype) for _, rows in files]
-
-    def layouts(self) -> list[BlockLayout]:
-        """Shape and type of each block, without reading it."""
-        return [
-            ((cut.stop - cut.start, *self._file_layouts[file][0]), self._file_layouts[file][1])
-            for file, cut in self._cuts
-        ]
-
-    def row_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of a row in each file that has rows."""
-        return [
-            layout[0]
-            for layout, rows in zip(self._file_layouts, self.num_rows, strict=True)
-            if rows
-        ]
-
-    def __len__(self) -> int:
-        return len(self._cuts)
-
-    @overload
-    def __getitem__(self, number: int) -> Floats: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Floats]: ...
-    def __getitem__(self, number: int | slice) -> Floats | list[Floats]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        return self.read(*self._cuts[number])
-
-    def read(self, file: int, cut: slice) -> Floats:
-        """A block: rows of the file with this number."""
-        return _map(self._paths[file])[cut]
-
-
-def _map(path: Path) -> Floats:
-    try:
-        rows: Floats = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:  # an OSError names its file
-        raise RuntimeError(f"{path} is damaged ({error}): make it again with --force") from error
-    return rows
 
 
 @dataclass(frozen=True)

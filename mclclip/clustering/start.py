@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mclclip.clustering.nearest import squared_distance
-from mclclip.clustering.rows import ROWS_PER_BLOCK, Rows
+from mclclip.clustering.rows import Rows
+from mclclip.data.arrays import ROWS_PER_BLOCK
 
 Init = Literal["auto", "plus_plus", "random"]
 PLUS_PLUS_UP_TO = 1000  # clusters, for ``auto``: the cost grows with their square

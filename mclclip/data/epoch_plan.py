@@ -11,7 +11,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from mclclip.data.group_tree import (
+from mclclip.data.groups import (
+    GroupedIndex,
     Integers,
     Level,
     Policy,
@@ -19,7 +20,7 @@ from mclclip.data.group_tree import (
     num_scheduled,
     require_steps,
 )
-from mclclip.data.pseudo_labels import GroupedIndex, truncate
+from mclclip.data.labels import truncate
 from mclclip.randomness import mix, permute
 
 Order = Literal["round_robin", "proportional"]
@@ -30,7 +31,7 @@ class EpochPlan:
     """The global batches of one epoch (MCL, Algorithm 1 and section 3).
 
     global_batch  samples per step over all ranks
-    policy        what becomes of samples that fill no batch of their own group (see group_tree)
+    policy        what becomes of samples that fill no batch of their own group (see groups)
     order         round_robin (the paper: groups in turn, exhausted ones skipped) or proportional
                   (steps shuffled, so that a group comes up in proportion to its batches)
     seed, stage, epoch  the key of all randomness
@@ -139,3 +140,56 @@ class EpochPlan:
     def _shuffle(self, level: Level, node: Integers, position: Integers) -> Integers:
         key = mix(*self._key, _SAMPLES, level.prefix_length, level.labels[node])
         return permute(position, level.sizes[node], key)
+
+
+def total_steps(steps: int | None, epochs: float, steps_per_epoch: int) -> int:
+    """Steps of a training: as given, or of ``epochs`` whole plans."""
+    return steps or max(1, round(epochs * steps_per_epoch))
+
+
+def check_ranks(name: str, global_batch: int, num_ranks: int) -> None:
+    """Raises ValueError, with the numbers that would do, where ranks cannot share a batch.
+
+    ``name`` is the training's option, ``base`` or ``train``.
+    """
+    if global_batch % num_ranks:
+        near = range(1, max(2 * num_ranks, 128) + 1)
+        fits = [number for number in near if global_batch % number == 0]
+        raise ValueError(
+            f"{name}.global_batch={global_batch} cannot be cut over {num_ranks} ranks: use one of "
+            f"{fits} ranks, or a multiple of {num_ranks} as {name}.global_batch"
+        )
+
+
+def check_samples(
+    name: str, global_batch: int, policy: Policy, num_clusters: int, num_samples: int
+) -> None:
+    """Raises ValueError where a batch, or the clusters, need more samples than there are."""
+    if policy != "wrap" and global_batch > num_samples:
+        raise ValueError(
+            f"{name}.global_batch={global_batch:,} is more than the index's {num_samples:,} "
+            f"samples: lower it, or set {name}.plan.policy=wrap"
+        )
+    if num_clusters > num_samples:
+        raise ValueError(
+            f"cluster.num_clusters={num_clusters:,} is more than the index's {num_samples:,} "
+            "samples: lower it"
+        )
+
+
+def steps_per_epoch(
+    num_samples: int, global_batch: int, policy: Policy, max_groups: int = 1
+) -> tuple[int, int]:
+    """Fewest and most steps of an epoch over ``num_samples`` in 1 to ``max_groups`` groups.
+
+    Under ``backoff`` and ``mask`` leftovers are pooled until fewer than a batch are left, so that
+    both are equal (see ``groups``).
+    """
+    whole = num_samples // global_batch
+    groups = min(max_groups, num_samples)
+    lost = groups * (global_batch - 1)  # at most so many do not fill a batch of their groups
+    if policy == "drop":
+        return max(0, -(-(num_samples - lost) // global_batch)), whole
+    if policy == "wrap":
+        return -(-num_samples // global_batch), (num_samples + lost) // global_batch
+    return whole, whole

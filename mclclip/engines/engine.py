@@ -12,9 +12,9 @@ the engine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,36 @@ from torch.nn.parallel import DistributedDataParallel
 from mclclip.engines import gradient_cache
 from mclclip.engines.batch_norm import synchronize_batch_norms
 from mclclip.engines.moving_average import MovingAverage
-from mclclip.objectives.class_centers.rows import ShardedClassCenters
 from mclclip.ranks.process_group import Context
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class OutsideParameters(Protocol):
+    """Parameters that are trained with a module but lie outside of what engines wrap.
+
+    Their gradients are not averaged over the ranks, and they have an optimizer of their own.
+    Sharded class centers are an example.
+    """
+
+    def begin(self, step: int, loss_scale: float = 1.0) -> None:
+        """Prepares a step, whose loss will be multiplied by ``loss_scale`` before the backward."""
+
+    def zero_grad(self) -> None:
+        """Forgets the gradient."""
+
+    def grad_square(self) -> Tensor:
+        """The sum of squares of the gradient over all ranks, float64, 0-dimensional."""
+
+    def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
+        """One optimizer step along ``factor`` times the gradient at the learning rate ``lr``."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resumed training needs, by names that no other part uses."""
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes what ``state_dict`` gave, filled with other values, among other entries."""
 
 
 class Engine:
@@ -44,7 +69,7 @@ class Engine:
     clip_grad_norm  largest norm of the gradient (None: no clipping)
     micro_batch     samples per rank and forward; bigger batches are computed by gradient caching
     ema_decay       keeps a moving average of the trained parameters (None: none)
-    head            class centers, which no engine wraps: their gradients are never averaged
+    outside         parameters that the engine trains too but does not wrap
 
     Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate.
     """
@@ -59,9 +84,9 @@ class Engine:
         clip_grad_norm: float | None = None,
         micro_batch: int | None = None,
         ema_decay: float | None = None,
-        head: ShardedClassCenters | None = None,
+        outside: Sequence[OutsideParameters] = (),
     ) -> None:
-        self.module, self.context, self.head = module, context, head
+        self.module, self.context, self.outside = module, context, tuple(outside)
         # Told when a phase of an update has ended: "forward", "backward", "optimizer".
         self.phase_ended: Callable[[str], None] = _unwatched
         self.clip_grad_norm, self.micro_batch = clip_grad_norm, micro_batch
@@ -107,7 +132,7 @@ class Engine:
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        norm = self.with_head(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = self.with_outside(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if self.clip_grad_norm is not None:
             factor = self.clip_factor(norm)
             for gradient in gradients:
@@ -178,8 +203,8 @@ class Engine:
             return
         if self.micro_batch is not None:
             batch = batch.rows(0, self.micro_batch)
-        if self.head is not None:
-            self.head.begin(batch.step)
+        for part in self.outside:
+            part.begin(batch.step)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         devices = [self.context.device] if self.context.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -199,10 +224,10 @@ class Engine:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.zero_grad()
         cached = self.micro_batch is not None and len(batch) > self.micro_batch
-        if self.head is not None:
-            self.head.zero_grad()
+        for part in self.outside:
+            part.zero_grad()
             # Gradient caching scales what it pulls back, not the loss of the features.
-            self.head.begin(batch.step, 1.0 if cached else self.scaler.get_scale())
+            part.begin(batch.step, 1.0 if cached else self.scaler.get_scale())
         if cached:
             assert self.micro_batch is not None
             parts = gradient_cache.backward(self, batch, self.micro_batch)
@@ -212,8 +237,9 @@ class Engine:
             self.backward(parts["loss"])
         self.phase_ended("backward")
         norm = self.step()
-        if self.head is not None and (not self.leaves_out or bool(torch.isfinite(norm))):
-            self.head.step(lr, self.clip_factor(norm))
+        if self.outside and (not self.leaves_out or bool(torch.isfinite(norm))):
+            for part in self.outside:
+                part.step(lr, self.clip_factor(norm))
         if self.average is not None:
             self.average.update()
         self.phase_ended("optimizer")
@@ -221,11 +247,14 @@ class Engine:
             parts["loss_scale"] = torch.tensor(self.scaler.get_scale())
         return {name: value.detach() for name, value in parts.items()} | {"grad_norm": norm}
 
-    def with_head(self, norm: Tensor) -> Tensor:
+    def with_outside(self, norm: Tensor) -> Tensor:
         """The norm of the whole gradient, of which ``norm`` is that of the module's."""
-        if self.head is None:
+        if not self.outside:
             return norm
-        return (norm.double().square() + self.head.grad_square()).sqrt().to(norm.dtype)
+        square = norm.double().square()
+        for part in self.outside:
+            square = square + part.grad_square()
+        return square.sqrt().to(norm.dtype)
 
     def clip_factor(self, norm: Tensor) -> Tensor | float:
         """What gradients of this total norm are multiplied by."""
@@ -234,9 +263,11 @@ class Engine:
         return (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def _extra_state(self) -> dict[str, Tensor]:
-        """What the module and its optimizer do not hold: the class centers, the moving average
+        """What the module and its optimizer do not hold: parameters outside, the moving average
         and the loss scale."""
-        state: dict[str, Tensor] = {} if self.head is None else self.head.state_dict()
+        state: dict[str, Tensor] = {}
+        for part in self.outside:
+            state |= part.state_dict()
         if self.average is not None:
             state |= {f"ema.{name}": value for name, value in self.average.tensors.items()}
         if self.scaler.is_enabled():
@@ -246,8 +277,8 @@ class Engine:
         return state
 
     def _load_extra_state(self, state: dict[str, Tensor]) -> None:
-        if self.head is not None:
-            self.head.load_state_dict(state)
+        for part in self.outside:
+            part.load_state_dict(state)
         if self.average is not None:
             self.average.load(_part(state, "ema"))
         if self.scaler.is_enabled():

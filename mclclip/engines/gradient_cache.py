@@ -10,17 +10,16 @@ micro-batch's activations exist at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-if TYPE_CHECKING:
-    from mclclip.engines.engine import Engine
+from mclclip.ranks.process_group import Context
 
 
 @dataclass
@@ -46,6 +45,21 @@ class Cacheable(Protocol):
         """This rank's share of the objective."""
 
 
+class Runner(Protocol):
+    """What is used of an engine: how it runs forward and backward, and when it reduces."""
+
+    module: nn.Module
+    context: Context
+    run: Callable[..., Any]
+    phase_ended: Callable[[str], None]
+
+    def reducing(self, last: bool) -> AbstractContextManager[Any]:
+        """Around one of several backwards of a step: only the last reduces over the ranks."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of ``loss``."""
+
+
 def check(module: nn.Module) -> None:
     """Raises ValueError where micro-batches would change the result."""
     for child in module.modules():
@@ -56,7 +70,7 @@ def check(module: nn.Module) -> None:
             )
 
 
-def backward(engine: Engine, batch: Any, micro_batch: int) -> dict[str, Tensor]:
+def backward(engine: Runner, batch: Any, micro_batch: int) -> dict[str, Tensor]:
     """Adds the gradient of the global batch's loss to ``engine``'s; returns the loss and parts."""
     module: Any = engine.module
     starts = range(0, len(batch), micro_batch)
@@ -83,7 +97,7 @@ def backward(engine: Engine, batch: Any, micro_batch: int) -> dict[str, Tensor]:
     return parts
 
 
-def _first_pass(engine: Engine, pieces: list[Any]) -> tuple[list[_State], dict[str, Tensor]]:
+def _first_pass(engine: Runner, pieces: list[Any]) -> tuple[list[_State], dict[str, Tensor]]:
     """The random state before each micro-batch, and the features of the whole local batch."""
     states, found = [], []
     for piece in pieces:

@@ -87,25 +87,25 @@ class DeepspeedEngine(Engine):
         engine, optimizer, _, _ = deepspeed.initialize(
             model=self.module, optimizer=self._inner, config=config, dist_init_required=False
         )
-        if self.head is not None:
-            self._count_head(optimizer)
+        if self.outside:
+            self._count_outside(optimizer)
         weakref.finalize(self, _release, engine, self.module).atexit = False
         return optimizer, engine
 
-    def _count_head(self, optimizer: Any) -> None:
-        """Makes the class centers' gradient a part of the norm by which ZeRO clips."""
+    def _count_outside(self, optimizer: Any) -> None:
+        """Makes the gradients of parameters outside a part of the norm by which ZeRO clips."""
         name = "_get_norm_groups" if self.zero_stage == 3 else "scaled_global_norm"
         inner = getattr(optimizer, name)
 
-        def with_head(*arguments: Any, **options: Any) -> Any:
+        def with_outside(*arguments: Any, **options: Any) -> Any:
             found = inner(*arguments, **options)
             scale = self.scaler.get_scale()  # ZeRO's gradients are still multiplied by it
             if self.zero_stage == 3:  # one group more
-                whole = self.with_head(torch.zeros_like(found[0])) * scale
+                whole = self.with_outside(torch.zeros_like(found[0])) * scale
                 return [*found, whole]
-            return self.with_head(found / scale) * scale
+            return self.with_outside(found / scale) * scale
 
-        setattr(optimizer, name, with_head)
+        setattr(optimizer, name, with_outside)
 
     @property
     def leaves_out(self) -> bool:

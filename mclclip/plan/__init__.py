@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from mclclip.config import Config
-from mclclip.data.step_counts import check_ranks
+from mclclip.data.epoch_plan import check_ranks
 from mclclip.plan import disk, memory, steps, table
 from mclclip.plan.machine import GIB, Machine
 

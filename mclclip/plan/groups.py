@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from mclclip.data.coverage import Coverage, coverage_report
-from mclclip.data.group_tree import Policy
-from mclclip.data.pseudo_labels import GroupedIndex, label_space
+from mclclip.data.groups import GroupedIndex, Policy
+from mclclip.data.labels import label_space
 
 # Where there are no labels, plans are shown for both: the coverage depends on the sizes of the
 # groups, and MCL's Fig. 7 says that they are long-tailed without giving numbers.

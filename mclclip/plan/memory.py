@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.config import Config, TrainConfig
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory

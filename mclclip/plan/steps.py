@@ -8,10 +8,10 @@ import numpy as np
 
 from mclclip.config import Config, TrainConfig
 from mclclip.data.coverage import Coverage, coverage_report
-from mclclip.data.pseudo_labels import GroupedIndex, label_space
+from mclclip.data.epoch_plan import check_samples, steps_per_epoch, total_steps
+from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.labels import label_space, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import StageGroups, read_pseudo_labels
-from mclclip.data.step_counts import check_samples, steps_per_epoch, total_steps
 from mclclip.plan import groups as plan_groups
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout

@@ -36,7 +36,7 @@ _WATCHED = 3  # first steps whose memory is measured by phase, besides those tha
 
 
 class _Read(Protocol):
-    """What the recorder looks at in a batch (data.training_batches.Batch)."""
+    """What the recorder looks at in a batch (data.batches.Batch)."""
 
     group_size: int
     replaced: dict[int, str]

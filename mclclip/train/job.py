@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mclclip.config import Config, ModelConfig, TrainConfig
-from mclclip.data.class_labels import ClassLabels
+from mclclip.data.labels import ClassLabels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import Context
 from mclclip.run.layout import Layout

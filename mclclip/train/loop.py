@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.engines.gradient_cache import Pullback
 from mclclip.models.clip import ClipModel

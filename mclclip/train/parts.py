@@ -11,11 +11,10 @@ from torch.utils.data import DataLoader
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
-from mclclip.data.bad_samples import BadSamples
+from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.pseudo_labels import GroupedIndex
-from mclclip.data.tar_dataset import TextFeatures
-from mclclip.data.training_batches import Batch, TrainingBatches
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.engines.build import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip
@@ -54,7 +53,7 @@ def engine_of(job: Job, model: ClipModel, objective: InfoNCE | ClassCenterLoss) 
         clip_grad_norm=options.clip_grad_norm,
         micro_batch=how.micro_batch,
         ema_decay=options.ema_decay,
-        head=objective.centers if isinstance(objective, ClassCenterLoss) else None,
+        outside=[objective.centers] if isinstance(objective, ClassCenterLoss) else [],
     )
 
 

@@ -15,17 +15,11 @@ import numpy as np
 
 from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, to_tree
-from mclclip.data.coverage import coverage_report
-from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.coverage import build_groups, coverage_report
+from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
+from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import (
-    StageGroups,
-    build_groups,
-    permute_labels,
-    read_pseudo_labels,
-)
-from mclclip.data.step_counts import check_ranks, total_steps
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel
 from mclclip.ranks import collectives

@@ -23,10 +23,10 @@ import yaml
 
 from mclclip import cluster, embed, export, index, train
 from mclclip.config import from_tree
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.tar_dataset import TextFeatures
-from mclclip.data.training_batches import Batch, TrainingBatches
+from mclclip.data.samples import TextFeatures
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip, save_export
 from mclclip.models.optimizer import build_optimizer

@@ -24,7 +24,8 @@ import torch
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import hold
-from mclclip.clustering.rows import NpyBlocks, Rows, cut_blocks
+from mclclip.clustering.rows import Rows
+from mclclip.data.arrays import NpyBlocks, cut_blocks
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing

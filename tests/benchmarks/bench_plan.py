@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.group_tree import Policy
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.groups import GroupedIndex, Policy
 from mclclip.files import write_json
 from tests.benchmarks import timing
 

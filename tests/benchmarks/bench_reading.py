@@ -32,10 +32,10 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from mclclip import index, make_dataset, pack
 from mclclip.config import from_tree
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.batches import TrainingBatches
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.tar_dataset import Sample, TarDataset
-from mclclip.data.training_batches import TrainingBatches
+from mclclip.data.samples import Sample, TarDataset
 from mclclip.ranks.process_group import SINGLE
 from tests.benchmarks import peers, timing
 

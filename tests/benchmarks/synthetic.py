@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 
 
 def batch(size: int, image_size: int | tuple[int, int]) -> Batch:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from mclclip import config, index, train
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context

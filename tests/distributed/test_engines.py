@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.build import build_engine
 from mclclip.engines.engine import Engine

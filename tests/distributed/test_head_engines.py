@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 from mclclip.engines.build import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
@@ -57,7 +57,7 @@ def make_engine(name: str, precision: str, **options: Any) -> Engine:
         context,
         blocks=model.blocks(),
         precision=precision,
-        head=centers,
+        outside=[centers],
         **options,
     )
     if engine.scaler.is_enabled():  # a scale at which no step overflows

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mclclip import checkpoint, files, make_dataset
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run import artifacts

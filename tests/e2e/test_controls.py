@@ -12,8 +12,8 @@ from torch import Tensor
 from mclclip import cluster, config, embed, export, index, plan, train
 from mclclip.config import Config
 from mclclip.data.coverage import coverage_report
+from mclclip.data.groups import StageGroups
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import StageGroups
 from mclclip.plan import Machine
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts

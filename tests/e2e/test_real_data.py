@@ -23,7 +23,7 @@ import torch
 import mclclip
 from mclclip.data.decode import decode_image
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.tar_dataset import TarDataset
+from mclclip.data.samples import TarDataset
 from mclclip.eval import results
 from mclclip.run import artifacts
 from tests import tiny

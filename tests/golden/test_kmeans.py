@@ -10,7 +10,7 @@ from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.assignment import assign
-from mclclip.clustering.rows import cut_blocks
+from mclclip.data.arrays import cut_blocks
 
 NUM_CLUSTERS, DIM, UPDATES = 12, 24, 15
 

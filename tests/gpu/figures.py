@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
-from mclclip.clustering.rows import cut_blocks
+from mclclip.data.arrays import cut_blocks
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from mclclip import checkpoint, cluster, demo, doctor, embed, export, index, pipeline
 from mclclip.config import Config, dump
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.coverage import build_groups
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import build_groups
-from mclclip.data.training_batches import Batch, TrainingBatches
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.models.clip import load_clip

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.engine import Engine
 from mclclip.engines.fsdp import FsdpEngine

@@ -17,9 +17,9 @@ from sklearn.metrics import adjusted_mutual_info_score
 from mclclip import cluster, index
 from mclclip.clustering import assignment
 from mclclip.config import Config, from_tree
-from mclclip.data import npy_files
+from mclclip.data import arrays
+from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import read_pseudo_labels
 from mclclip.files import digest_array
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
@@ -209,7 +209,7 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     whole = {path.name for path in Layout.of(calm).clusters(0).glob("*.npy")}
     # At the end of each file, and at each of the three blocks of labels.
     places: list[tuple[Any, str, int]] = [(cluster, "write_npy_parts", n) for n in range(3)]
-    places += [(npy_files, "whole_file", n) for n in range(3)]
+    places += [(arrays, "whole_file", n) for n in range(3)]
     places += [(assignment, "_of_block", n) for n in range(3)]
     places += [(cluster, "save_npy", 0), (cluster, "digest_array", 0), (cluster, "digest_array", 1)]
     for module, name, number in places:

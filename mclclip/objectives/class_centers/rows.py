@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.sharded_rows import ShardedRows
 
 Rule = Literal["two_path", "exclude_positives", "partial_fc"]
 InitialRows = Callable[[int, int], Tensor]
@@ -79,7 +78,8 @@ class ShardedClassCenters:
             raise ValueError(f"num_classes is {num_classes}: wanted at least 1")
         self.num_classes, self.dim, self.context = num_classes, dim, context
         self.rule, self.optimizer = rule, optimizer or HeadOptimizer()
-        self.start, self.stop = shard_of(num_classes, context.rank, context.world_size)
+        self._shards = ShardedRows(num_classes, context)
+        self.start, self.stop = self._shards.start, self._shards.stop
         rows = collectives.together(lambda: initial(self.start, self.stop))  # may read a file
         if tuple(rows.shape) != (self.stop - self.start, dim):
             raise ValueError(
@@ -92,9 +92,6 @@ class ShardedClassCenters:
         self.steps = torch.zeros(len(rows), dtype=torch.int32, device=context.device)
         self._draw, self._drawn = draw, np.arange(num_classes)
         self.loss_scale = 1.0
-        self._mesh = None
-        if context.world_size > 1:
-            self._mesh = init_device_mesh(context.device.type, (context.world_size,))
         self.touched: Tensor | None = None
         self.grad: Tensor | None = None
 
@@ -184,32 +181,12 @@ class ShardedClassCenters:
 
     def state_dict(self) -> dict[str, Tensor]:
         """``class_centers.NAME``: rows, moments and step counts, as shards of one tensor each."""
-        return {f"class_centers.{name}": self._shared(getattr(self, name)) for name in _STATE}
+        return {f"class_centers.{name}": self._shards.whole(getattr(self, name)) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes what ``state_dict`` gave, filled with other values."""
         for name in _STATE:
-            value = state[f"class_centers.{name}"]
-            local = value.to_local() if isinstance(value, DTensor) else value
-            getattr(self, name).copy_(local)
-
-    def _shared(self, local: Tensor) -> Tensor:
-        if self.context.world_size == 1:
-            return local
-        shape = torch.Size((self.num_classes, *local.shape[1:]))
-        stride = (self.dim, 1) if local.ndim == 2 else (1,)
-        options: Any = {"run_check": False, "shape": shape, "stride": stride}
-        return DTensor.from_local(local, self._mesh, [Shard(0)], **options)
-
-
-def shard_of(num_classes: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First class of a rank, and the one after its last, in DTensor's layout.
-
-    Every rank but the last ones has ceil(num_classes / world_size) rows. (Other row splits come
-    back wrong from a DTensor, without an error.)
-    """
-    rows = -(-num_classes // world_size)
-    return min(rank * rows, num_classes), min((rank + 1) * rows, num_classes)
+            getattr(self, name).copy_(self._shards.local(state[f"class_centers.{name}"]))
 
 
 def normal_rows(dim: int, seed: int, deviation: float = 0.01) -> InitialRows:

@@ -10,7 +10,7 @@ import torch
 from mclclip.clustering import arithmetic, kmeans, two_level
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.assignment import assign
-from mclclip.clustering.rows import cut_blocks
+from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import num_threads
 from tests.nearest_checks import ROUNDINGS
 from tests.unit.clustering.test_kmeans import ALGORITHMS, noise

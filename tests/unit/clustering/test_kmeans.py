@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.assignment import assign
-from mclclip.clustering.rows import NpyBlocks, cut_blocks
+from mclclip.data.arrays import NpyBlocks, cut_blocks
 from mclclip.ranks.process_group import num_threads
 
 ALGORITHMS = ("spherical", "euclidean")

@@ -10,7 +10,7 @@ from torch import Tensor
 from mclclip.clustering import kmeans
 from mclclip.clustering import start as kmeans_start
 from mclclip.clustering.centroids import held_by, passes
-from mclclip.clustering.rows import cut_blocks
+from mclclip.data.arrays import cut_blocks
 from tests.unit.clustering.test_kmeans import ALGORITHMS, BLOCK, noise, unit
 
 

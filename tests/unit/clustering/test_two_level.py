@@ -11,7 +11,7 @@ from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.clustering import kmeans, two_level
 from mclclip.clustering.assignment import Assignment, Tally, assign, assign_blocks
-from mclclip.clustering.rows import cut_blocks
+from mclclip.data.arrays import cut_blocks
 
 ALGORITHMS = ("spherical", "euclidean")
 

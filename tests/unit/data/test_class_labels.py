@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip.data.class_labels import ClassLabels
+from mclclip.data.labels import ClassLabels
 from mclclip.run.artifacts import Artifact
 
 LABELS = np.array([[3, 1, 2], [0, 4, 1], [2, 0, 3], [-1, -1, -1]], dtype=np.int32)

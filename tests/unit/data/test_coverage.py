@@ -9,8 +9,7 @@ import pytest
 
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.group_tree import Policy
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.groups import GroupedIndex, Policy
 
 GROUPED = GroupedIndex.build(np.repeat([0, 1, 2, 3], [500, 130, 61, 9]), (2, 2))
 

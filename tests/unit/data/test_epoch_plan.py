@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from mclclip.data import epoch_plan
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.pseudo_labels import GroupedIndex, truncate
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import truncate
 from mclclip.randomness import mix, permute
 
 stable = settings(max_examples=35, deadline=None, derandomize=True, database=None)

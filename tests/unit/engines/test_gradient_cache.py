@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip

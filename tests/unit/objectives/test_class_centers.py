@@ -11,9 +11,9 @@ from mclclip.objectives.class_centers.rows import (
     HeadOptimizer,
     ShardedClassCenters,
     normal_rows,
-    shard_of,
 )
 from mclclip.ranks.process_group import Context
+from mclclip.ranks.sharded_rows import shard_of
 from tests.slow_heads import SlowLazyAdamW
 
 K, D, LR = 20, 5, 0.1

@@ -67,16 +67,16 @@ def test_who_hears_nothing_waits_before_it_names_another(watch: PeerWatch) -> No
 
 def test_the_rank_behind_is_waited_for(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
-    watch._reports[1] = ("5 6 tar_dataset.py:80", NOW)
+    watch._reports[1] = ("5 6 samples.py:80", NOW)
     problem = watch._problem(NOW)
-    assert problem == ("rank 1 (host h1, process 1) is waited for (rank 1 at tar_dataset.py:80)")
+    assert problem == ("rank 1 (host h1, process 1) is waited for (rank 1 at samples.py:80)")
 
 
 def test_who_is_behind_lets_the_others_speak_first(
     watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
-    watch._reports[0] = ("5 6 tar_dataset.py:80", NOW)
+    watch._reports[0] = ("5 6 samples.py:80", NOW)
     assert watch._problem(NOW) is None
     later = NOW + 3 * watch.period_s
     watch._reports = {rank: (report, later) for rank, (report, _) in watch._reports.items()}

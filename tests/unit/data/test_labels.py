@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.data.pseudo_labels import (
-    GroupedIndex,
-    ami,
+from mclclip.clustering.ami import ami
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import (
     combine_stages,
     compact,
     group_statistics,

@@ -18,16 +18,9 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard, write_tables
+from mclclip.data.samples import BadSample, RawSample, Sample, ShardReader, TarDataset, TextFeatures
 from mclclip.data.shard_scan import Findings
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.data.tar_dataset import (
-    BadSample,
-    RawSample,
-    Sample,
-    ShardReader,
-    TarDataset,
-    TextFeatures,
-)
 
 LIMIT = 1_000_000
 NUM_SAMPLES, PER_SHARD = 23, 5

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.rows import NpyBlocks
-from mclclip.data.mean_features import MeanBlocks
+from mclclip.data.arrays import MeanBlocks, NpyBlocks
 
 SIZES = (7, 0, 5)
 CAPTIONS = np.array([1, 2, 0, 1, 3, 0, 1, 0, 0, 1, 2, 1])

@@ -18,13 +18,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from mclclip.data.batches import Batch, TrainingBatches, keyed_rng
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.pseudo_labels import GroupedIndex, truncate
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import truncate
 from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard, write_tables
+from mclclip.data.samples import TextFeatures
 from mclclip.data.shard_scan import Findings
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.data.tar_dataset import TextFeatures
-from mclclip.data.training_batches import Batch, TrainingBatches, keyed_rng
 
 NUM_SAMPLES, RADICES = 240, (3, 2)
 LABELS = np.sort(np.random.default_rng(5).integers(0, 6, NUM_SAMPLES))[
@@ -331,7 +332,7 @@ import sys
 from torch.utils.data import DataLoader
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import start_loader_worker
-from tests.unit.data.test_training_batches import make
+from tests.unit.data.test_batches import make
 
 if __name__ == "__main__":
     directory, digest, method, persistent, how = sys.argv[1:]

@@ -32,19 +32,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mclclip.data.class_labels import ClassLabels
 from mclclip.data.epoch_plan import EpochPlan, Order
-from mclclip.data.group_tree import Policy
-from mclclip.data.pseudo_labels import GroupedIndex, truncate
+from mclclip.data.groups import GroupedIndex, Policy
+from mclclip.data.labels import ClassLabels, truncate
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.tar_dataset import (
-    BadSample,
-    Sample,
-    TarDataset,
-    TextFeatures,
-    Tokenizer,
-    Transform,
-)
+from mclclip.data.samples import BadSample, Sample, TarDataset, TextFeatures, Tokenizer, Transform
 from mclclip.randomness import mix
 
 # Purposes of the randomness, part of its key.

@@ -1,4 +1,4 @@
-"""Pseudo labels: combine the cluster labels of all stages, shorten, count, compare, group by them.
+"""Labels of samples: pseudo labels, which group them, and classes, which they are positive for.
 
 A pseudo label is a mixed-radix number whose digits are the cluster labels of stages 0, 1, ...; its
 prefix of length L is what the first L stages say. -1 marks a sample outside every plan
@@ -8,22 +8,20 @@ prefix of length L is what the first L stages say. -1 marks a sample outside eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.data.npy_files import open_npy, save_npy
-from mclclip.files import digest_array, digest_json, read_json, write_json
+from mclclip.data.arrays import open_npy
+from mclclip.data.sample_index import SampleIndex
+from mclclip.run import artifacts
 
 Integers = npt.NDArray[np.int64]
 LabelMode = Literal["prefix", "last"]
 _Value = TypeVar("_Value", bound=np.generic)
-_ARRAYS = ("sample_ids", "group_starts", "group_labels")
 _MAX_LABEL = int(np.iinfo(np.int64).max)
 
 
@@ -170,25 +168,6 @@ def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) ->
     }
 
 
-def ami(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> float:
-    """Adjusted mutual information of two labellings [N], 1 for equal up to renaming, near 0 for
-    independent ones (scikit-learn, arithmetic mean; MCL, Table 11).
-
-    Rows that are -1 in either are left out. Raises ValueError where lengths differ or no row is
-    left.
-    """
-    # Imported here: scikit-learn takes a second, and every loader worker imports this module.
-    from sklearn.metrics import adjusted_mutual_info_score
-
-    a, b = np.asarray(a), np.asarray(b)
-    if a.shape != b.shape:
-        raise ValueError(f"ami: the labellings have shapes {a.shape} and {b.shape}: wanted one")
-    both = (a >= 0) & (b >= 0)
-    if not both.any():
-        raise ValueError(f"ami: none of the {len(a):,} samples has a label in both labellings")
-    return float(adjusted_mutual_info_score(a[both], b[both]))
-
-
 def join_by_key(
     keys_from: Sequence[str], values: npt.NDArray[_Value], keys_to: Sequence[str]
 ) -> npt.NDArray[_Value]:
@@ -215,93 +194,100 @@ def join_by_key(
     return values[order]
 
 
-@dataclass(frozen=True, eq=False)
-class GroupedIndex:
-    """Sample ids by group. Pickles as its path when it was opened from one.
+def read_pseudo_labels(
+    directory: Path, index: SampleIndex
+) -> tuple[np.ndarray, tuple[int, ...], str]:
+    """Pseudo labels int64 [N] in index order, their radices, and their digest.
 
-    sample_ids    int64 [M], sorted by pseudo label, ties by id
-    group_starts  int64 [G + 1], group g is sample_ids[group_starts[g] : group_starts[g + 1]]
-    group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
-    radices       clusters per stage of the label; () for one group (no labels)
+    Raises RuntimeError where they were made from another index.
+    """
+    manifest = artifacts.read_manifest(directory, "pseudo_labels")
+    labels = open_npy(directory / "pseudo_labels.npy", "cluster").reshape(-1)
+    if len(labels) != len(index) or manifest.inputs["index"] != index.digest:
+        raise RuntimeError(
+            f"pseudo_labels has {len(labels):,} rows, the index has {len(index):,} (or other "
+            f"keys): run 'mclclip cluster' again after 'mclclip index'"
+        )
+    return labels, tuple(manifest.counts["radices"]), manifest.digest
+
+
+def permute_labels(labels: np.ndarray, seed: int, stage: int) -> np.ndarray:
+    """The labels of all labelled samples in random order: group sizes stay, meaning goes."""
+    permuted = labels.copy()
+    labelled = np.flatnonzero(labels >= 0)
+    permuted[labelled] = np.random.default_rng([seed, stage, 1]).permutation(labels[labelled])
+    return permuted
+
+
+class ClassLabels:
+    """The first ``labels_per_sample`` clusters of each sample, nearest first, from ``clusters/``.
+
+    With ``threshold`` only those of at least this similarity, and the nearest in any case. Arrays
+    are memory-mapped. Raises RuntimeError where the clusters are those of another index or their
+    files do not fit each other, ValueError where fewer clusters per sample are stored.
     """
 
-    sample_ids: Integers
-    group_starts: Integers
-    group_labels: Integers
-    radices: tuple[int, ...]
-    directory: Path | None = None
-
-    @classmethod
-    def build(cls, labels: npt.NDArray[np.integer], radices: tuple[int, ...]) -> GroupedIndex:
-        """From the pseudo labels int64 [N] of all samples of the index; -1 is left out.
-
-        Raises ValueError for labels beyond the radices.
-        """
-        radices = tuple(int(radix) for radix in radices)
-        checked = check_labels(labels, label_space(radices), "pseudo labels")
-        inside = np.flatnonzero(checked >= 0)
-        inside = inside[np.argsort(checked[inside], kind="stable")]
-        group_labels, starts = np.unique(checked[inside], return_index=True)
-        group_starts = np.append(starts, len(inside)).astype(np.int64)
-        return cls(inside.astype(np.int64), group_starts, group_labels, radices)
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.group_labels)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.sample_ids)
-
-    @cached_property
-    def digest(self) -> str:
-        """Digest of the contents; read from disk when the index was opened from there."""
-        if self.directory is not None:
-            return str(_read_header(self.directory)["digest"])
-        return digest_json([self.radices, *(digest_array(getattr(self, a)) for a in _ARRAYS)])
-
-    def group_range(self, label: int, prefix_length: int) -> tuple[int, int]:
-        """Where the samples whose label has this prefix lie: [start, stop) of sample_ids."""
-        width = label_space(self.radices[prefix_length:])
-        first, last = np.searchsorted(self.group_labels, [label * width, (label + 1) * width])
-        return int(self.group_starts[first]), int(self.group_starts[last])
-
-    def save(self, directory: str | Path) -> None:
-        """Writes three .npy files, then grouped_index.json, without which none of them counts."""
-        directory = Path(directory)
-        header = {"radices": list(self.radices), "digest": self.digest}
-        counts = {"num_samples": self.num_samples, "num_groups": self.num_groups}
-        (directory / "grouped_index.json").unlink(missing_ok=True)
-        for name in _ARRAYS:
-            save_npy(directory / f"{name}.npy", getattr(self, name))
-        write_json(directory / "grouped_index.json", header | counts)
-
-    @classmethod
-    def open(cls, directory: str | Path) -> GroupedIndex:
-        """Memory-mapped, read only. FileNotFoundError where there is no finished index,
-        RuntimeError where its files do not fit each other."""
-        directory = Path(directory)
-        header = _read_header(directory)
-        ids, starts, labels = (open_npy(directory / f"{name}.npy", "train") for name in _ARRAYS)
-        got = (len(ids), len(labels), len(starts))
-        wanted = (header["num_samples"], header["num_groups"], header["num_groups"] + 1)
-        if got != wanted:
+    def __init__(
+        self,
+        directory: Path,
+        index: SampleIndex,
+        labels_per_sample: int,
+        threshold: float | None = None,
+    ) -> None:
+        manifest = artifacts.read_manifest(directory, "clusters")
+        self.directory, self.digest = Path(directory), manifest.digest
+        self.labels_per_sample, self.threshold = labels_per_sample, threshold
+        self.num_classes = int(manifest.config["num_clusters"])
+        self._map()
+        if manifest.inputs["index"] != index.digest:
             raise RuntimeError(
-                f"grouped index {directory}: its arrays have {got} rows, its header says {wanted}: "
-                "remove the directory and run 'mclclip train' again"
+                f"clusters at {directory} are those of another index: run 'mclclip cluster' again "
+                "after 'mclclip index'"
             )
-        return cls(ids, np.asarray(starts), np.asarray(labels), tuple(header["radices"]), directory)
+        stored = manifest.config["labels_per_sample"]
+        for array in (self._labels, self._similarities):
+            self._check(array.shape == (len(index), stored), f"rows of {list(array.shape)}")
+        found = self.centroids()
+        self._check(len(found) == self.num_classes, f"{len(found):,} centroids")
+        if stored < labels_per_sample:
+            raise ValueError(
+                f"clusters at {directory} have {stored} labels per sample, wanted "
+                f"{labels_per_sample}: raise cluster.labels_per_sample and run 'mclclip cluster "
+                "--force' again"
+            )
 
-    def __reduce__(self) -> tuple[Callable[..., GroupedIndex], tuple[Any, ...]]:
-        if self.directory is not None:  # loader workers map the files instead of copying them
-            return GroupedIndex.open, (self.directory,)
-        arrays = (self.sample_ids, self.group_starts, self.group_labels)
-        return GroupedIndex, (*arrays, self.radices)
+    def centroids(self) -> npt.NDArray[np.float32]:
+        """[K, D], memory-mapped."""
+        return self._open("centroids")
 
+    def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """int64 [n, l]: the classes of these samples; -1 where there is none."""
+        labels = self._labels[sample_ids, : self.labels_per_sample].astype(np.int64)
+        most = labels.max(initial=-1)
+        self._check(most < self.num_classes, f"a label {most:,}")
+        if self.threshold is not None:
+            near = self._similarities[sample_ids, : self.labels_per_sample] >= self.threshold
+            near[:, 0] = True
+            labels[~near] = -1
+        return labels
 
-def _read_header(directory: Path) -> dict[str, Any]:
-    path = directory / "grouped_index.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} not found: no finished grouped index in that directory")
-    header: dict[str, Any] = read_json(path)
-    return header
+    def _check(self, fits: bool, found: str) -> None:
+        if not fits:
+            raise RuntimeError(
+                f"clusters at {self.directory} hold {found}, and their manifest tells of "
+                f"{self.num_classes:,} clusters: run 'mclclip cluster --force' to make them again"
+            )
+
+    def _open(self, name: str) -> np.ndarray:
+        return open_npy(self.directory / f"{name}.npy", "cluster")
+
+    def _map(self) -> None:
+        self._labels, self._similarities = self._open("cluster_labels"), self._open("similarities")
+
+    # A mapping would travel to a loader worker by its content.
+    def __getstate__(self) -> dict[str, object]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_labels", "_similarities")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._map()

@@ -8,10 +8,11 @@ missing shard, an I/O error) is raised, for it says nothing about the sample.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +26,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
+from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode_image
-
-# Before anything imports torchvision: loader workers unpickle transforms right after this module.
-from mclclip.data.npy_files import open_npy
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import parse_captions
+from mclclip.ranks import collectives
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
+log = logging.getLogger("mclclip")
 
 
 @dataclass(frozen=True)
@@ -344,3 +345,32 @@ class TarDataset(Dataset["Sample | BadSample"]):
         if not 0 <= sample_id < len(self.index):
             raise IndexError(f"sample_id {sample_id}, the index has 0..{len(self.index) - 1}")
         return sample_id
+
+
+class BadSamples:
+    """The undecodable samples of an index, as one verb comes to know them."""
+
+    def __init__(self, index: SampleIndex, max_bad_fraction: float) -> None:
+        self.index = index
+        self.max_bad_fraction = max_bad_fraction
+        self.known = {int(sample_id) for sample_id in index.bad_ids()}
+
+    def share(self, found: Mapping[int, str]) -> int:
+        """Joins what each rank found (sample_id -> reason) and returns how many are known.
+
+        A collective: every rank calls it. New ones are written beside the index by rank 0 and
+        named in the log. Raises ValueError on all ranks together where the known ones exceed
+        ``max_bad_fraction`` of the index.
+        """
+        everywhere = {
+            i: r for part in collectives.gather_objects(dict(found)) for i, r in part.items()
+        }
+        new = {i: reason for i, reason in everywhere.items() if i not in self.known}
+        self.known |= new.keys()
+        if new and collectives.rank() == 0:
+            self.index.add_bad(new)
+            keys = self.index.keys(np.asarray(sorted(new)[:5]))
+            reasons = [f"{key} ({new[i]})" for i, key in zip(sorted(new)[:5], keys, strict=True)]
+            log.warning("%d sample(s) cannot be decoded: %s", len(new), ", ".join(reasons))
+        self.index.check_bad_fraction(len(self.known), self.max_bad_fraction)
+        return len(self.known)

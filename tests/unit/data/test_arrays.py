@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip.data.npy_files import save_npy, write_npy_parts
+from mclclip.data.arrays import save_npy, write_npy_parts
 
 
 @pytest.mark.parametrize("dtype", (np.int32, np.float16, np.float32))

@@ -1,0 +1,53 @@
+"""Rows of a table that are shared out over the ranks, as DTensor cuts them.
+
+Checkpoints then hold one tensor, which any other number of ranks can read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mclclip.ranks.process_group import Context
+
+
+class ShardedRows:
+    """Which of ``num_rows`` rows this rank holds: those from ``start`` to ``stop``.
+
+    Every rank but the last ones has ceil(num_rows / world_size) rows; the last ranks may have fewer
+    or none. (Other splits come back wrong from a DTensor, without an error.) To be made by all
+    ranks together.
+    """
+
+    def __init__(self, num_rows: int, context: Context) -> None:
+        self.num_rows = num_rows
+        self.start, self.stop = shard_of(num_rows, context.rank, context.world_size)
+        self._mesh = choose_mesh(context) if context.world_size > 1 else None
+
+    def whole(self, local: Tensor) -> Tensor:
+        """This rank's rows [stop - start, ...], contiguous, as a part of the tensor of all rows."""
+        if self._mesh is None:
+            return local
+        shape = torch.Size((self.num_rows, *local.shape[1:]))
+        options: Any = {"run_check": False, "shape": shape, "stride": local.stride()}
+        return DTensor.from_local(local, self._mesh, [Shard(0)], **options)
+
+    @staticmethod
+    def local(value: Tensor) -> Tensor:
+        """This rank's rows of a tensor that ``whole`` gave."""
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+def choose_mesh(context: Context) -> DeviceMesh:
+    """All ranks in a row, with the collectives of their kind of device."""
+    return init_device_mesh(context.device.type, (context.world_size,))
+
+
+def shard_of(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
+    """First row of a rank, and the one after its last."""
+    rows = -(-num_rows // world_size)
+    return min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)
