@@ -280,7 +280,7 @@ def test_the_released_recipe_differs_where_it_says() -> None:
 def test_mlcd_recipes_are_the_papers(name: str, trained: str, epochs: int) -> None:
     """Section 4.1, Tables 6, 8 and 9, A.2; activation and augmentation are CLIP's."""
     options = config.load(FOLDER / f"{name}.yaml")
-    train, centers = options.train, options.train.class_centers
+    train, centers = options.train, options.train.objective
     assert options.trained_model is not None and centers is not None
     assert options.trained_model.name == f"{trained}-quickgelu"
     assert options.trained_model.pretrained is None and not options.trained_model.augmentation
