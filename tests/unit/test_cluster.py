@@ -348,7 +348,7 @@ def test_two_levels(tmp_path: Path) -> None:
 
 def test_a_training_without_groups_gets_no_pseudo_labels(tmp_path: Path) -> None:
     tree = make_run(tmp_path / "run", tmp_path / "shards")
-    config = from_tree(tree, ["train.objective={kind: mlcd, labels_per_sample: 1}"])
+    config = from_tree(tree, ["train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 1}"])
     assert config.train.objective.reads.clusters == 1
     cluster.run(config, SINGLE, stage=0)
     assert not Layout.of(config).pseudo_labels(1).exists()
