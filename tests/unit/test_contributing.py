@@ -34,6 +34,7 @@ WORDS = {
     "_s",
     "_bytes",
     "_per_s",
+    "choose_",
     "pipe:",
     ".venv",
     ".venv-peers",
@@ -115,7 +116,7 @@ def is_path(text: str) -> bool:
 
 def is_there(text: str) -> bool:
     """Whether what stands between backticks can be found."""
-    if text in WORDS or text in TOOLS:
+    if text in WORDS or text in TOOLS or text in architecture.ROOMS:
         return True
     if text.startswith("import "):
         return importlib.util.find_spec(text.split()[1]) is not None
