@@ -150,9 +150,14 @@ class TrainConfig:
         return None if isinstance(self.objective, InfoNceConfig) else self.objective
 
     @property
+    def reads_captions(self) -> bool:
+        """Whether the objective compares images with captions."""
+        return self.class_centers is None
+
+    @property
     def reads_text_embeddings(self) -> bool:
         """Whether captions come as embeddings from disk (in stages after stage 0)."""
-        return self.class_centers is None and self.cached_text and not self.lock.text
+        return self.reads_captions and self.cached_text and not self.lock.text
 
     def model_arguments(self) -> dict[str, Any]:
         """What trainer.prepare_model takes beside the model and the seed."""

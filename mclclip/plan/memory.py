@@ -74,7 +74,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "loss": centers["parts"]["step"]
             if centers
             else _loss_bytes(trainee, options, model.embed_dim, local, machine.ranks),
-            "batch": memory.size_bytes(_tensors(batch)),
+            "batch": memory.size_bytes(batch.tensors()),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
         return {
@@ -174,9 +174,9 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     dtype = torch.float64 if options.precision == "float64" else torch.float32
     context = int(getattr(model.tokenizer, "context_length", 77))
     centers = options.class_centers
-    tokens = not cached_text and centers is None
+    tokens = not cached_text and options.reads_captions
     return Batch(
-        image=torch.empty(local, 3, height, width, dtype=dtype),
+        views=[torch.empty(local, 3, height, width, dtype=dtype)],
         labels=torch.zeros(local, centers.labels_per_sample if centers else 1, dtype=torch.int64),
         sample_id=torch.zeros(local, dtype=torch.int64),
         step=0,
@@ -186,16 +186,12 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     )
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [value for value in vars(batch).values() if isinstance(value, Tensor)]
-
-
 def _existing(trainee: Trainee, batch: Batch) -> list[Tensor]:
     """All that is there before a micro-batch runs, gradients too, which are allocated here."""
     for parameter in trainee.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     gradients = [p.grad for p in trainee.parameters() if p.grad is not None]
-    return [*trainee.parameters(), *trainee.buffers(), *gradients, *_tensors(batch)]
+    return [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
 
 
 def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:

@@ -75,9 +75,9 @@ class Trainee(nn.Module):
         self, batch: Batch, only_features: bool = False, pullback: Pullback | None = None
     ) -> dict[str, Tensor]:
         """This rank's batch -> {"loss": ..., parts}; or its features; or the pulled-back loss."""
-        with self._autocast(batch.image.device):
+        with self._autocast(batch.views[0].device):
             features: dict[str, Tensor] = self.model(
-                image=batch.image, text=batch.text, text_features=batch.text_features
+                image=batch.views[0], text=batch.text, text_features=batch.text_features
             )
         if only_features:
             return features

@@ -172,7 +172,8 @@ def loader_of(
         index=job.index,
         grouped=grouped,
         transform=model.preprocess_train,
-        tokenizer=model.tokenizer if text is None and job.class_labels is None else None,
+        reads_captions=options.reads_captions,
+        tokenizer=model.tokenizer,
         text_features=text,
         global_batch=options.global_batch,
         policy=options.plan.policy,
@@ -200,7 +201,7 @@ def loader_of(
 def _to(batch: Batch, options: TrainConfig, context: Context) -> Batch:
     batch = batch.to(context.device)
     if options.precision == "float64":
-        batch.image = batch.image.double()
+        batch.views = [view.double() for view in batch.views]
         if batch.text_features is not None:
             batch.text_features = batch.text_features.double()
     return batch
