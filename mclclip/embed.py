@@ -165,7 +165,7 @@ def _embed_images(
         # Zeros stand in for bad samples: the batch keeps its shape, so the others keep their bits.
         images = torch.zeros(len(samples), 3, height, width)
         if good.any():
-            images[good] = torch.stack([s.image for s in samples if isinstance(s, Sample)])
+            images[good] = torch.stack([s.views[0] for s in samples if isinstance(s, Sample)])
         encode = partial(_image_features, model, images.to(context.device), pooled)
         features = _encode(config, context, encode)
         features[~good.numpy()] = 0.0
@@ -190,7 +190,7 @@ def _image_batches(
     dataset = TarDataset(
         index,
         transform=model.preprocess_val,
-        tokenizer=None,
+        reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
     )
@@ -215,7 +215,7 @@ def _embed_texts(
     dataset = TarDataset(
         index,
         transform=None,
-        tokenizer=None,
+        reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
     )

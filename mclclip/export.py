@@ -215,13 +215,13 @@ def _images(config: Config, index: SampleIndex, model: ClipModel) -> Iterator[Te
     dataset = TarDataset(
         index,
         transform=model.preprocess_val,
-        tokenizer=None,
+        reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
     )
     for start in range(0, len(ids), config.embed.batch_size):
         samples = dataset.__getitems__(ids[start : start + config.embed.batch_size])
-        good = [sample.image for sample in samples if isinstance(sample, Sample)]
+        good = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
         if good:
             yield torch.stack(good)
 

@@ -49,19 +49,19 @@ _AUGMENTATION, _CAPTION, _REPLACEMENT = (
 class Batch:
     """One rank's columns of one global batch; b = global_batch / world_size.
 
-    image          [b, 3, H, W], transformed
-    text           int64 [b, context], or None (no captions, or text_features instead)
+    views          one or more [b, 3, H, W]: the images, transformed once for each view
+    text           int64 [b, context], or None (captions are not read, or text_features instead)
     text_features  float32 [b, D] text embeddings from disk, or None
     labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
                    mask compares
     classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None
     sample_id      int64 [b]
     step           global step of the stage
-    group_size     samples that a row is compared with over all ranks (`EpochPlan.group_size`)
+    group_size     samples that a row is compared with over all ranks (`PlannedBatch.group_size`)
     replaced       {sample_id that could not be used in this rank's columns: reason}
     """
 
-    image: Tensor
+    views: list[Tensor]
     labels: Tensor
     sample_id: Tensor
     step: int
@@ -86,10 +86,15 @@ class Batch:
         """The same batch on ``device`` (non_blocking needs pinned memory to be asynchronous)."""
         return self._each_tensor(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the batch, each view among them."""
+        return [*self.views, *(v for v in vars(self).values() if isinstance(v, Tensor))]
+
     def _each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        return Batch(**(values | {name: change(tensor) for name, tensor in tensors.items()}))
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
+        return Batch(**(values | changed | {"views": [change(view) for view in self.views]}))
 
 
 @contextmanager
@@ -115,8 +120,9 @@ class TrainingBatches(Dataset[Batch]):
     ``num_workers``; step = epoch * steps_per_epoch + step within the epoch, without an end.
     Resuming is another ``start``, another world size another slice of the same global batches.
 
-    index, transform, tokenizer, text_features, max_image_pixels, max_open_files
+    index, transform, reads_captions, tokenizer, text_features, max_image_pixels, max_open_files
                   see `TarDataset`; the transform is the training transform
+    num_views     how many times each image is transformed, each time with other random draws
     grouped       the stage's grouped index, made for this index
     global_batch  samples per step over all ranks
     policy, order, seed, stage   see `EpochPlan`; seed also keys augmentation and captions
@@ -124,9 +130,12 @@ class TrainingBatches(Dataset[Batch]):
     class_labels  gives the classes of samples; without them there are none
     bad_ids       samples known to be unusable: never tried as a replacement
 
-    A sample's augmentation is keyed by (seed, stage, epoch, sample_id), as is which of its captions
-    is drawn. Replacement of undecodable samples: see the head of this module.
-    Raises ValueError where world_size does not divide global_batch or rank is outside the world.
+    A sample's augmentation is keyed by (seed, stage, epoch, sample_id) and in views after the first
+    by the number of the view; which of its captions is drawn, by the same four.
+    Replacement of undecodable samples: see the head of this module. Where captions are read, a
+    sample without one counts as undecodable.
+    Raises ValueError where world_size does not divide global_batch, rank is outside the world,
+    num_views is below 1, or captions are read and there is nothing to read them with.
     """
 
     def __init__(
@@ -135,8 +144,10 @@ class TrainingBatches(Dataset[Batch]):
         index: SampleIndex,
         grouped: GroupedIndex,
         transform: Transform,
-        tokenizer: Tokenizer | None,
+        reads_captions: bool,
+        tokenizer: Tokenizer | None = None,
         text_features: TextFeatures | None = None,
+        num_views: int = 1,
         global_batch: int,
         policy: Policy,
         order: Order,
@@ -156,32 +167,31 @@ class TrainingBatches(Dataset[Batch]):
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, wanted 0 <= rank < world_size = {world_size}")
+        if num_views < 1:
+            raise ValueError(f"num_views is {num_views}: wanted at least 1")
         self.dataset = TarDataset(
-            index, transform, tokenizer, max_image_pixels, max_open_files, text_features
+            index,
+            transform,
+            reads_captions=reads_captions,
+            tokenizer=tokenizer,
+            text_features=text_features,
+            max_image_pixels=max_image_pixels,
+            max_open_files=max_open_files,
         )
+        self.num_views = num_views
         self.grouped, self._class_labels = grouped, class_labels
         self.global_batch = global_batch
         self.local_batch = global_batch // world_size
         self.rank = rank
-        self._policy, self._order, self._seed, self._stage = policy, order, seed, stage
+        self._seed, self._stage = seed, stage
         self._bad_ids = frozenset(int(sample_id) for sample_id in bad_ids)
         self._plan = EpochPlan(grouped, global_batch, policy, order, seed, stage, epoch=0)
-        self._plan_epoch = 0
         self.steps_per_epoch = self._plan.steps_per_epoch
 
     def plan(self, epoch: int) -> EpochPlan:
         """The plan of an epoch; the last one asked for is kept."""
-        if epoch != self._plan_epoch:
-            self._plan = EpochPlan(
-                self.grouped,
-                self.global_batch,
-                self._policy,
-                self._order,
-                self._seed,
-                self._stage,
-                epoch,
-            )
-            self._plan_epoch = epoch
+        if epoch != self._plan.epoch:
+            self._plan = self._plan.of_epoch(epoch)
         return self._plan
 
     def __getitem__(self, step: int) -> Batch:
@@ -192,33 +202,31 @@ class TrainingBatches(Dataset[Batch]):
         if step < 0:
             raise IndexError(f"step is {step}, wanted at least 0")
         epoch, epoch_step = divmod(step, self.steps_per_epoch)
-        plan = self.plan(epoch)
-        planned = plan.batch(epoch_step)
-        in_batch = frozenset(planned.tolist())
+        planned = self.plan(epoch).batch(epoch_step)
+        in_batch = frozenset(planned.ids.tolist())
         first = self.rank * self.local_batch
         mine = slice(first, first + self.local_batch)
-        labels = plan.labels_at(epoch_step)[mine].copy()
-        prefix_length = plan.prefix_length(epoch_step)
+        labels = planned.labels[mine].copy()
         samples: list[Sample] = []
         replaced: dict[int, str] = {}
-        for row, sample in enumerate(self._samples(planned[mine], epoch)):
+        for row, sample in enumerate(self._samples(planned.ids[mine], epoch)):
             if isinstance(sample, BadSample):
                 replaced[sample.sample_id] = sample.reason
                 positions = self._candidates(
-                    sample.sample_id, first + row, int(labels[row]), prefix_length, epoch
+                    sample.sample_id, first + row, int(labels[row]), planned.prefix_length, epoch
                 )
                 sample, position = self._replacement(sample, positions, in_batch, epoch)
-                labels[row] = self._label_at(position, prefix_length)
+                labels[row] = self._label_at(position, planned.prefix_length)
             samples.append(sample)
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
         classes = self._class_labels
         return Batch(
-            image=torch.stack([sample.image for sample in samples]),
+            views=[torch.stack(view) for view in zip(*(s.views for s in samples), strict=True)],
             labels=torch.from_numpy(labels[:, None]),
             classes=None if classes is None else torch.from_numpy(classes[sample_id]),
             sample_id=torch.from_numpy(sample_id),
             step=step,
-            group_size=plan.group_size(epoch_step),
+            group_size=planned.group_size,
             text=_stack([sample.text for sample in samples]),
             text_features=_stack([sample.text_features for sample in samples]),
             replaced=replaced,
@@ -234,10 +242,22 @@ class TrainingBatches(Dataset[Batch]):
         return (keys % np.maximum(num_captions, 1).astype(np.uint64)).astype(np.int64)
 
     def _keys(
-        self, purpose: int, epoch: int, sample_ids: npt.NDArray[np.int64] | Sequence[int]
+        self,
+        purpose: int,
+        epoch: int,
+        sample_ids: npt.NDArray[np.int64] | Sequence[int],
+        *further: int,
     ) -> npt.NDArray[np.uint64]:
         ids = np.asarray(sample_ids, dtype=np.int64)
-        return np.asarray(mix(self._seed, self._stage, epoch, purpose, ids), dtype=np.uint64)
+        words = mix(self._seed, self._stage, epoch, purpose, ids, *further)
+        return np.asarray(words, dtype=np.uint64)
+
+    def _view_keys(
+        self, epoch: int, sample_ids: npt.NDArray[np.int64] | Sequence[int]
+    ) -> npt.NDArray[np.uint64]:
+        """[n, num_views] keys of the augmentation; the first view's key does not name the view."""
+        views = [[], *([view] for view in range(1, self.num_views))]
+        return np.stack([self._keys(_AUGMENTATION, epoch, sample_ids, *v) for v in views], axis=1)
 
     def _samples(
         self, sample_ids: npt.NDArray[np.int64] | Sequence[int], epoch: int
@@ -245,10 +265,10 @@ class TrainingBatches(Dataset[Batch]):
         """Read, augmented and with a caption, whatever else is asked for with them."""
         raws = self.dataset.read_many(sample_ids)
         numbers = self.caption_numbers(sample_ids, epoch).tolist()
-        keys = self._keys(_AUGMENTATION, epoch, sample_ids).tolist()
+        keys = self._view_keys(epoch, sample_ids).tolist()
         return [
-            self.dataset.prepare(raw, number, context=keyed_rng(key))
-            for raw, number, key in zip(raws, numbers, keys, strict=True)
+            self.dataset.prepare(raw, number, contexts=[keyed_rng(key) for key in of_sample])
+            for raw, number, of_sample in zip(raws, numbers, keys, strict=True)
         ]
 
     def _replacement(

@@ -48,7 +48,8 @@ class BadSample:
 
 @dataclass(frozen=True)
 class RawSample:
-    """The members of a sample as they lie in the shard; ``text`` is the .txt or .json member."""
+    """The members of a sample as they lie in the shard; ``text`` is the .txt or .json member (empty
+    where it is not read, or where there is none)."""
 
     sample_id: int
     image: bytes
@@ -57,10 +58,10 @@ class RawSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """image [3, H, W]; text int64 [context] or None; text_features float32 [D] or None."""
+    """views: [3, H, W] each; text int64 [context] or None; text_features float32 [D] or None."""
 
     sample_id: int
-    image: Tensor
+    views: list[Tensor]
     caption_number: int
     text: Tensor | None = None
     text_features: Tensor | None = None
@@ -213,27 +214,34 @@ class TarDataset(Dataset["Sample | BadSample"]):
     """Random access to the samples of an index; item i is sample_id i.
 
     ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
-    validation transform). Text is tokenized with ``tokenizer`` (a list of captions -> int64
-    [n, context]) or looked up in ``text_features``; with neither, samples carry an image alone and
-    caption members are not read. With text_features the tokenizer is not used. ``transform`` may be
-    None where only `captions` and `read_many` are wanted.
+    validation transform). It may be None where only `captions` and `read_many` are wanted.
+    ``reads_captions`` says whether samples carry text: False gives images alone, and caption
+    members are not read. With True it is tokenized with ``tokenizer`` (a list of captions -> int64
+    [n, context]) or looked up in ``text_features``, which goes first; a sample without a caption is
+    then a `BadSample`.
 
-    Through `__getitem__` and `__getitems__` a sample comes with its first caption.
+    Through `__getitem__` and `__getitems__` a sample comes with one view and its first caption.
+    Raises ValueError where captions are to be read and there is nothing to read them with.
     """
 
     def __init__(
         self,
         index: SampleIndex | str | os.PathLike[str],
         transform: Transform | None,
-        tokenizer: Tokenizer | None,
+        *,
+        reads_captions: bool,
+        tokenizer: Tokenizer | None = None,
+        text_features: TextFeatures | None = None,
         max_image_pixels: int,
         max_open_files: int = 64,
-        text_features: TextFeatures | None = None,
     ) -> None:
+        if reads_captions and tokenizer is None and text_features is None:
+            raise ValueError("reads_captions is True: wanted a tokenizer or text_features as well")
         self.index = index if isinstance(index, SampleIndex) else SampleIndex.open(Path(index))
         self.transform = transform
-        self.tokenizer = tokenizer
-        self.text_features = text_features
+        self.reads_captions = reads_captions
+        self.tokenizer = tokenizer if reads_captions and text_features is None else None
+        self.text_features = text_features if reads_captions else None
         self.max_image_pixels = max_image_pixels
         self.reader = ShardReader([shard.path for shard in self.index.shards], max_open_files)
 
@@ -248,18 +256,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
         that is bad, see `BadSample`."""
         return [self.prepare(raw) for raw in self.read_many(sample_ids)]
 
-    @property
-    def reads_captions(self) -> bool:
-        """Whether preparing a sample needs its caption member."""
-        return self.tokenizer is not None and self.text_features is None
-
-    @property
-    def has_text(self) -> bool:
-        """Whether samples carry text or text_features."""
-        return self.tokenizer is not None or self.text_features is not None
-
     def read_many(self, sample_ids: Sequence[int] | Integers) -> list[RawSample | BadSample]:
-        """The undecoded members, in the order asked; ``text`` is empty unless `reads_captions`.
+        """The undecoded members, in the order asked; ``text`` is empty unless it is tokenized.
 
         A member that ends beyond its shard gives BadSample "truncated".
         Raises IndexError for a sample_id outside the index.
@@ -271,11 +269,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
         return [found[k] for k in range(len(ids))]
 
     def captions(self, sample_id: int) -> list[str]:
-        """All captions of a sample, at least one, read from its shard.
+        """All captions of a sample, read from its shard; none for a sample without captions.
 
         Raises RuntimeError where the shard does not hold what was indexed.
         """
-        data = self._text_member(self._checked(sample_id))
+        if not self._has_caption(self._checked(sample_id)):
+            return []
+        data = self._text_member(sample_id)
         captions = [] if data is None else self._parse(sample_id, data)
         if len(captions) != int(self.index.num_captions[sample_id]):
             raise RuntimeError(
@@ -289,12 +289,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
         self,
         raw: RawSample | BadSample,
         caption_number: int = 0,
-        context: AbstractContextManager[object] | None = None,
+        contexts: Sequence[AbstractContextManager[object]] = (nullcontext(),),
     ) -> Sample | BadSample:
-        """Decode, transform and tokenize; transform and tokenizer run inside ``context`` (where
-        the caller settles the random state). A BadSample passes through.
+        """Decodes once, transforms once per view, and tokenizes.
 
-        Raises RuntimeError for a data set without a transform.
+        ``contexts`` has one entry per view. A view is transformed inside its entry, where the
+        caller settles the random state; the tokenizer runs inside the first, after the transform.
+        A BadSample passes through. Raises RuntimeError for a data set without a transform.
         """
         if isinstance(raw, BadSample):
             return raw
@@ -305,8 +306,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
         except DecodeError as error:
             return BadSample(raw.sample_id, error.reason)
         text = text_features = None
-        with context if context is not None else nullcontext():
-            pixels = self.transform(image)
+        with contexts[0]:
+            views = [self.transform(image)]
             if self.text_features is not None:
                 text_features = self.text_features.get(raw.sample_id, caption_number)
             elif self.tokenizer is not None:
@@ -314,14 +315,22 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 if caption_number >= len(captions):
                     return BadSample(raw.sample_id, "no_caption")
                 text = self.tokenizer([captions[caption_number]])[0]
-        return Sample(raw.sample_id, pixels, caption_number, text, text_features)
+        for context in contexts[1:]:
+            with context:
+                views.append(self.transform(image))
+        return Sample(raw.sample_id, views, caption_number, text, text_features)
 
     def _read(self, sample_id: int) -> RawSample | BadSample:
+        if self.reads_captions and not self._has_caption(sample_id):
+            return BadSample(sample_id, "no_caption")
         image = self._member(sample_id, self.index.image_offset, self.index.image_size)
-        text = self._text_member(sample_id) if self.reads_captions else b""
+        text = self._text_member(sample_id) if self.tokenizer is not None else b""
         if image is None or text is None:
             return BadSample(sample_id, "truncated")
         return RawSample(sample_id, image, text)
+
+    def _has_caption(self, sample_id: int) -> bool:
+        return bool(self.index.num_captions[sample_id])
 
     def _text_member(self, sample_id: int) -> bytes | None:
         return self._member(sample_id, self.index.text_offset, self.index.text_size)

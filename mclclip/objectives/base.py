@@ -137,7 +137,7 @@ class Cost:
 class Batch(Protocol):
     """What an objective sees of a batch (``data.batches.Batch``)."""
 
-    image: Tensor
+    views: list[Tensor]
     labels: Tensor
     sample_id: Tensor
     classes: Tensor | None
@@ -162,12 +162,17 @@ class Objective(nn.Module):
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """What is compared: the model's features of this rank's batch, by name.
 
-        Those with a first axis belong to the samples, others to the whole batch. An objective may
-        change what the model sees here, differentiably, or add features of a copy of the model.
+        ``image_features`` are those of the first view, ``image_features_1`` of the second, and so
+        on. Features with a first axis belong to the samples, others to the whole batch. An
+        objective may change what the model sees here, differentiably, or add features of a copy of
+        the model.
         """
+        first, *others = batch.views
         found: dict[str, Tensor] = model(
-            image=batch.image, text=batch.text, text_features=batch.text_features
+            image=first, text=batch.text, text_features=batch.text_features
         )
+        for number, view in enumerate(others, 1):
+            found[f"image_features_{number}"] = model(image=view)["image_features"]
         return found
 
     def begin(self, step: int, total: int) -> None:

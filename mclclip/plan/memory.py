@@ -71,7 +71,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "activations": activations,
             "objective": sum(cost.lasting.values()),
             "loss": cost.step,
-            "batch": memory.size_bytes(_tensors(batch)),
+            "batch": memory.size_bytes(batch.tensors()),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
         return {
@@ -167,10 +167,11 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     height, width = (size, size) if isinstance(size, int) else size
     dtype = _dtype(options)
     context = int(getattr(model.tokenizer, "context_length", 77))
-    reads = options.objective.reads
-    tokens = reads.captions and not cached_text
+    objective = options.objective
+    reads, tokens = objective.reads, objective.reads.captions and not cached_text
+    image = [torch.empty(local, 3, height, width, dtype=dtype) for _ in range(objective.num_views)]
     return Batch(
-        image=torch.empty(local, 3, height, width, dtype=dtype),
+        views=image,
         labels=torch.zeros(local, 1, dtype=torch.int64),
         classes=torch.zeros(local, reads.clusters, dtype=torch.int64) if reads.clusters else None,
         sample_id=torch.zeros(local, dtype=torch.int64),
@@ -181,16 +182,12 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     )
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [value for value in vars(batch).values() if isinstance(value, Tensor)]
-
-
 def _existing(trainee: Trainee, batch: Batch) -> list[Tensor]:
     """All that is there before a micro-batch runs, gradients too, which are allocated here."""
     for parameter in trainee.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     gradients = [p.grad for p in trainee.parameters() if p.grad is not None]
-    return [*trainee.parameters(), *trainee.buffers(), *gradients, *_tensors(batch)]
+    return [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
 
 
 def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:

@@ -76,7 +76,7 @@ class Trainee(nn.Module):
         self, batch: Batch, only_features: bool = False, pullback: Pullback | None = None
     ) -> dict[str, Tensor]:
         """This rank's batch -> {"loss": ..., parts}; or its features; or the pulled-back loss."""
-        with self._autocast(batch.image.device):
+        with self._autocast(batch.views[0].device):
             features = self.objective.features(self.model, batch)
         if only_features:
             return features

@@ -170,7 +170,9 @@ def loader_of(
         index=job.index,
         grouped=grouped,
         transform=model.preprocess_train,
-        tokenizer=model.tokenizer if reads.captions and text is None else None,
+        num_views=options.objective.num_views,
+        reads_captions=reads.captions,
+        tokenizer=model.tokenizer,
         text_features=text,
         global_batch=options.global_batch,
         policy=options.plan.policy,
@@ -198,7 +200,7 @@ def loader_of(
 def _to(batch: Batch, options: TrainConfig, context: Context) -> Batch:
     batch = batch.to(context.device)
     if options.precision == "float64":
-        batch.image = batch.image.double()
+        batch.views = [view.double() for view in batch.views]
         if batch.text_features is not None:
             batch.text_features = batch.text_features.double()
     return batch

@@ -73,7 +73,7 @@ def batch_of(step: int, dtype: torch.dtype) -> Batch:
     labels[labels[:, 0] == labels[:, 1], 1] = -1
     local = GLOBAL_BATCH // collectives.world_size()
     batch = Batch(
-        image=image.to(dtype),
+        views=[image.to(dtype)],
         labels=torch.zeros(GLOBAL_BATCH, 1, dtype=torch.int64),
         classes=labels,
         sample_id=torch.arange(GLOBAL_BATCH),

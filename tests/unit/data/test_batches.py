@@ -98,6 +98,7 @@ def make(index: SampleIndex, **changes: Any) -> TrainingBatches:
         index=index,
         grouped=GroupedIndex.build(LABELS, RADICES),
         transform=augment,
+        reads_captions=True,
         tokenizer=tokenize,
         global_batch=16,
         policy="backoff",
@@ -114,6 +115,8 @@ def assert_equal(left: Batch, right: Batch) -> None:
         a, b = getattr(left, item.name), getattr(right, item.name)
         if isinstance(a, torch.Tensor):
             assert a.dtype == b.dtype and torch.equal(a, b), item.name
+        elif item.name == "views":
+            assert all(map(torch.equal, a, b)) and len(a) == len(b), item.name
         else:
             assert a == b, item.name
 
@@ -172,7 +175,7 @@ def test_augmentation_depends_on_sample_epoch_stage_and_seed_alone(index: Sample
         found = {}
         for step in range(epoch, epoch + batches.steps_per_epoch):
             batch = batches[step]
-            for sample_id, image in zip(batch.sample_id.tolist(), batch.image, strict=True):
+            for sample_id, image in zip(batch.sample_id.tolist(), batch.views[0], strict=True):
                 found[sample_id] = float(image[0, 0, 0]) - sample_id % 256
         return found
 
@@ -189,7 +192,7 @@ def test_augmentation_depends_on_sample_epoch_stage_and_seed_alone(index: Sample
     second = {}
     for step in range(batches.steps_per_epoch, 2 * batches.steps_per_epoch):
         batch = batches[step]
-        for sample_id, image in zip(batch.sample_id.tolist(), batch.image, strict=True):
+        for sample_id, image in zip(batch.sample_id.tolist(), batch.views[0], strict=True):
             second[sample_id] = float(image[0, 0, 0]) - sample_id % 256
     assert all(second[i] != base[i] for i in second.keys() & base.keys())
 
@@ -205,13 +208,14 @@ def test_a_batch_is_what_the_plan_says(index: SampleIndex, policy: Any, order: A
         epoch, epoch_step = divmod(step, batches.steps_per_epoch)
         plan = EpochPlan(batches.grouped, 16, policy, order, 3, 1, epoch)
         batch = batches[step]
-        ids = plan.batch(epoch_step)
+        planned = plan.batch(epoch_step)
+        ids = planned.ids
         assert batch.sample_id.tolist() == ids.tolist() and batch.step == step and len(batch) == 16
         assert batch.sample_id.dtype == batch.labels.dtype == torch.int64
-        wanted = truncate(LABELS[ids], RADICES, plan.prefix_length(epoch_step))
+        wanted = truncate(LABELS[ids], RADICES, planned.prefix_length)
         assert batch.labels.shape == (16, 1) and batch.labels[:, 0].tolist() == wanted.tolist()
-        assert batch.group_size == plan.group_size(epoch_step)
-        assert batch.image[:, 0, 0, 0].tolist() == ids.tolist()
+        assert batch.group_size == planned.group_size
+        assert batch.views[0][:, 0, 0, 0].tolist() == ids.tolist()
         assert batch.text is not None and batch.text_features is None and batch.replaced == {}
         numbers = batches.caption_numbers(ids, epoch).tolist()
         for row, sample_id, number in zip(batch.text, ids.tolist(), numbers, strict=True):
@@ -239,7 +243,7 @@ def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_pa
         rows = [(i, k) for i in ids for k in range(int(index.num_captions[i]))]
         np.save(tmp_path / "text" / f"{number:05d}.npy", np.array(rows, dtype=np.float16))
     features = TextFeatures(tmp_path / "text", index)
-    cached, live = make(index, tokenizer=None, text_features=features), make(index)
+    cached, live = make(index, text_features=features), make(index)
     for step in steps_of(live):
         with_features, with_text = cached[step], live[step]
         assert with_features.text is None and with_features.text_features is not None
@@ -249,12 +253,12 @@ def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_pa
             with_features.text_features.long().tolist(), with_text.text, strict=True
         ):
             assert text_of(row) == f"{sample_id} caption {number}"
-        assert torch.equal(with_features.image, with_text.image)
+        assert torch.equal(with_features.views[0], with_text.views[0])
 
 
 def test_images_alone_and_no_labels(index: SampleIndex) -> None:
     grouped = GroupedIndex.build(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
-    batch = make(index, tokenizer=None, grouped=grouped)[0]
+    batch = make(index, reads_captions=False, grouped=grouped)[0]
     assert batch.text is None and batch.text_features is None
     assert batch.labels.tolist() == [[0]] * 16
 
@@ -268,7 +272,7 @@ def joined(parts: list[Batch]) -> Batch:
     for part in parts:
         replaced |= part.replaced
     return Batch(
-        image=torch.cat([part.image for part in parts]),
+        views=[torch.cat(views) for views in zip(*(part.views for part in parts), strict=True)],
         labels=torch.cat([part.labels for part in parts]),
         sample_id=torch.cat([part.sample_id for part in parts]),
         step=parts[0].step,
@@ -392,7 +396,11 @@ def test_a_program_that_stops_reading_ends(
 def test_moving_a_batch(index: SampleIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make(index)[0]
     moved = batch.to("meta")
-    assert moved.image.is_meta and moved.labels.is_meta and moved.sample_id.is_meta
+    assert (
+        all(view.is_meta for view in moved.views)
+        and moved.labels.is_meta
+        and moved.sample_id.is_meta
+    )
     assert moved.text is not None and moved.text.is_meta and moved.text_features is None
     assert (moved.step, moved.group_size, moved.replaced) == (0, batch.group_size, {})
     pinned: list[int] = []
@@ -417,14 +425,14 @@ def check_replacements(batches: TrainingBatches, num_epochs: int) -> tuple[int, 
     for step in steps_of(batches, num_epochs):
         epoch, epoch_step = divmod(step, batches.steps_per_epoch)
         plan = batches.plan(epoch)
-        planned, batch = plan.batch(epoch_step).tolist(), batches[step]
-        prefix_length = plan.prefix_length(epoch_step)
+        planned, batch = plan.batch(epoch_step).ids.tolist(), batches[step]
+        prefix_length = plan.batch(epoch_step).prefix_length
         got = batch.sample_id.tolist()
         assert len(set(got)) == size and not BAD & set(got)
         assert batch.replaced == {i: "unidentified" for i in planned if i in BAD}
         labels = truncate(LABELS[got], RADICES, prefix_length)
         assert batch.labels[:, 0].tolist() == labels.tolist()
-        assert batch.image[:, 0, 0, 0].tolist() == got
+        assert batch.views[0][:, 0, 0, 0].tolist() == got
         for column, (before, after) in enumerate(zip(planned, got, strict=True)):
             if before not in BAD:
                 assert after == before
@@ -459,11 +467,11 @@ def test_replacements_follow_the_rule(
 
 
 def test_replacements_are_spread_and_change_with_the_epoch(bad_index: SampleIndex) -> None:
-    batches = make(bad_index, global_batch=4, transform=plain, tokenizer=None)
+    batches = make(bad_index, global_batch=4, transform=plain, reads_captions=False)
     by_sample: dict[int, set[int]] = {}
     for step in steps_of(batches, 12):
         epoch, epoch_step = divmod(step, batches.steps_per_epoch)
-        planned = batches.plan(epoch).batch(epoch_step).tolist()
+        planned = batches.plan(epoch).batch(epoch_step).ids.tolist()
         for before, after in zip(planned, batches[step].sample_id.tolist(), strict=True):
             if before in BAD:
                 by_sample.setdefault(before, set()).add(after)

@@ -73,7 +73,7 @@ def tokenize(texts: list[str]) -> torch.Tensor:
 
 def colour(sample: Sample | BadSample) -> int:
     assert isinstance(sample, Sample)
-    return int(sample.image[0, 0, 0])
+    return int(sample.views[0][0, 0, 0])
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_one_sample_and_the_whole_length(tmp_path: Path) -> None:
     assert len(dataset) == NUM_SAMPLES
     sample = dataset[7]
     assert isinstance(sample, Sample)
-    assert sample.image.shape == (3, 4, 6)
+    assert sample.views[0].shape == (3, 4, 6)
     assert sample.caption_number == 0 and sample.text is not None and sample.text_features is None
     assert torch.equal(sample.text, tokenize(["caption 0 of 7"])[0])
     for outside in (-1, NUM_SAMPLES):
@@ -207,7 +207,7 @@ def test_pixels_equal_open_clips_own_transform(tmp_path: Path) -> None:
     for number, data in enumerate(images):
         sample = dataset[number]
         assert isinstance(sample, Sample)
-        assert torch.equal(sample.image, transform(Image.open(io.BytesIO(data))))
+        assert torch.equal(sample.views[0], transform(Image.open(io.BytesIO(data))))
 
 
 # --- file handles ------------------------------------------------------------------------------
