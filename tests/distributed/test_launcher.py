@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.matrix import kept
+
 NUM_RANKS = 2
 WORKER = """
 import os, sys, time
@@ -34,7 +36,6 @@ if moment == "importing":
 import torch
 from mclclip import process
 from mclclip.ranks import collectives, process_group
-from tests.matrix import kept
 
 if moment == "joining":
     process.start()

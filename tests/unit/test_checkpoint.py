@@ -25,6 +25,7 @@ from mclclip import checkpoint
 from mclclip.checkpoint import Checkpoints, step_files, storage
 from mclclip.checkpoint.mirror import Mirror
 from mclclip.ranks.finiteness import NotFinite
+from tests.matrix import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -213,7 +214,6 @@ from pathlib import Path
 from mclclip.run import artifacts
 from mclclip.checkpoint import Checkpoints, step_files, storage
 from tests.unit.test_checkpoint import Source
-from tests.matrix import kept
 
 def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
