@@ -73,7 +73,7 @@ def batch_of(step: int, dtype: torch.dtype) -> Batch:
     labels[labels[:, 0] == labels[:, 1], 1] = -1
     local = GLOBAL_BATCH // collectives.world_size()
     batch = Batch(
-        image=image.to(dtype),
+        views=[image.to(dtype)],
         labels=labels,
         sample_id=torch.arange(GLOBAL_BATCH),
         step=step,
@@ -140,7 +140,7 @@ def run_one_bad(name: str, options: dict[str, Any]) -> tuple[dict[str, Any], ...
         if step == 0:
             engine.settle(batch)
         if step == 1 and collectives.rank() == 0:
-            batch.image[0] = float("inf")
+            batch.views[0][0] = float("inf")
         engine.update(batch, lr=1e-3)
         states.append(whole(engine.state_dict()))
     return tuple(states)

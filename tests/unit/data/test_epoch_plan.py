@@ -423,7 +423,9 @@ def test_one_group_is_an_ordinary_epoch_shuffle() -> None:
         plan = EpochPlan(grouped, 10, "backoff", "round_robin", 0, 1, 0)
         seen = np.concatenate([plan.batch(step).ids for step in range(10)])
         assert len(np.unique(seen)) == 100 and not np.array_equal(seen, np.sort(seen))
-        first = [EpochPlan(grouped, 10, "drop", "round_robin", 0, 1, e).batch(0).ids for e in range(90)]
+        first = [
+            EpochPlan(grouped, 10, "drop", "round_robin", 0, 1, e).batch(0).ids for e in range(90)
+        ]
         assert len(np.unique(first)) == 103  # any sample may come first
 
 
