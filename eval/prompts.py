@@ -234,9 +234,12 @@ def check(
 class Benchmark(Protocol):
     """What is checked of a benchmark's options (``config.BenchmarkConfig``)."""
 
-    kind: Any
-    path: str
-    options: dict[str, Any]
+    @property
+    def kind(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
 
 
 def check_suite(benchmarks: Mapping[str, Benchmark]) -> None:

@@ -68,14 +68,9 @@ def run(
         _save_centroids(artifact.directory / "centroids.npy", found, context)
         tally = _save_nearest(artifact.directory, config, blocks, found, common)
         collectives.on_main(lambda: _finish(artifact, layout, stage, index, found, tally))
-    if variant == "mcl" and _needs_groups(config):
+    if variant == "mcl" and config.train.objective.reads.groups:
         collectives.on_main(lambda: _write_pseudo_labels(config, layout, stage + 1, index, force))
     return artifact.directory
-
-
-def _needs_groups(config: Config) -> bool:
-    """Whether the training draws its batches from groups of samples with one pseudo label."""
-    return config.train.class_centers is None
 
 
 def _open(

@@ -10,6 +10,7 @@ Every step skips what is finished, so the same command resumes a run that was ki
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from mclclip import cluster, embed, export, files, index, train
@@ -18,7 +19,6 @@ from mclclip.config import Config
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.eval import run as evaluation
 from mclclip.models.clip import architecture
-from mclclip.objectives.class_centers.kernels import kernels_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.layout import Layout
@@ -71,33 +71,27 @@ def _check(config: Config, context: Context) -> None:
         check_ranks(name, options.global_batch, context.world_size)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
-    _check_centers(config, context)
+    _check_objectives(config, context)
     evaluation.check(config.eval.suite)
     evaluation.check_files(config.eval.suite)
 
 
-def _check_centers(config: Config, context: Context) -> None:
-    """What class centers want of the device, and of an encoder with a start of its own."""
-    centers, own = config.train.class_centers, config.trained_model
-    if centers is None:
-        return
-    kernels_of(centers.kernel, context.device, config.train.precision)
-    if own is None:
-        return
-    given, trained = architecture(config.model.name), architecture(own.name)
-    if centers.centers == "centroids" and given["embed_dim"] != trained["embed_dim"]:
-        raise ValueError(
-            f"centroids of {given['embed_dim']} dimensions cannot start the class centers of "
-            f"trained_model, whose features have {trained['embed_dim']}: set "
-            "train.objective.centers=normal"
-        )
-    if given != trained and (config.export.concat or config.export.soup):
-        raise ValueError(
-            "trained_model has another architecture than model, and only stages of one "
-            "architecture can be joined: set export.concat=[] and export.soup=false"
-        )
+def _check_objectives(config: Config, context: Context) -> None:
+    """What the objectives want of the device, and of an encoder with a start of its own."""
+    own, widths = config.trained_model, None
+    if own is not None:
+        given, trained = architecture(config.model.name), architecture(own.name)
+        widths = given["embed_dim"], trained["embed_dim"]
+        if given != trained and (config.export.concat or config.export.soup):
+            raise ValueError(
+                "trained_model has another architecture than model, and only stages of one "
+                "architecture can be joined: set export.concat=[] and export.soup=false"
+            )
+    for options in config.trainings.values():
+        facts = replace(config.facts(options), device=context.device, widths=widths)
+        options.objective.check(facts)
     with_text = [n for n, b in config.eval.suite.items() if b.kind in _READ_TEXT]
-    if with_text and own.pretrained is None:
+    if with_text and own is not None and own.pretrained is None:
         log.warning(
             "%s compare images with texts, but no stage trains the text tower of trained_model: "
             "its figures will be those of chance (launch/recipes/lit.yaml trains one)",

@@ -1,6 +1,5 @@
 """Every option as a dataclass: load from YAML, override by ``key.path=value``, check, dump."""
 
-from mclclip.config.objective import ClassCentersConfig, InfoNceConfig
 from mclclip.config.options import (
     BenchmarkConfig,
     ClusterConfig,
@@ -25,7 +24,6 @@ from mclclip.config.training import (
 __all__ = [
     "BenchmarkConfig",
     "CheckpointConfig",
-    "ClassCentersConfig",
     "ClusterConfig",
     "Config",
     "DataConfig",
@@ -33,7 +31,6 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "ExportConfig",
-    "InfoNceConfig",
     "LockConfig",
     "LoraConfig",
     "ModelConfig",

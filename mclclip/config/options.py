@@ -9,8 +9,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.config.image_blocks import check_image_blocks
-from mclclip.config.objective import STRICT, ClassCentersConfig
 from mclclip.config.training import TrainConfig
+from mclclip.objectives.base import Facts
+from mclclip.options import STRICT
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -197,7 +198,8 @@ class Config:
     model: ModelConfig = ModelConfig()
     trained_model: ModelConfig | None = None
     """Encoder that stages s >= 1 train from its own start, such as random weights (null: the base
-    model); only for objectives with class centers."""
+    model); only for objectives that may start from another encoder, such as those with class
+    centers."""
     base: TrainConfig | None = None
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
     embed: EmbedConfig = EmbedConfig()
@@ -217,41 +219,37 @@ class Config:
     def __post_init__(self) -> None:
         if len(set(self.controls)) != len(self.controls):
             raise ValueError(f"controls names one twice: {self.controls}")
-        if self.base is not None and self.base.class_centers is not None:
+        objective = self.train.objective
+        if self.base is not None and self.base.objective.reads.clusters:
             raise ValueError(
                 f"base.objective.kind={self.base.objective.kind} needs the clusters of a stage "
                 "before: set it in train.objective"
             )
-        centers = self.train.class_centers
-        if centers is None and self.trained_model is not None:
+        if self.trained_model is not None and not objective.starts_anew:
             raise ValueError(
-                "trained_model is for train.objective with class centers (mlcd, mlc, single_label):"
-                " with info_nce every stage starts from the base model"
+                "trained_model is for a train.objective that may start from an encoder of its own "
+                f"(mlcd, mlc, single_label): with {objective.kind} every stage starts from the "
+                "base model"
             )
-        if centers is not None:
-            self._check_class_centers(centers)
+        if other := [name for name in self.controls if name not in objective.controls]:
+            raise ValueError(
+                f"controls={other} say nothing of train.objective.kind={objective.kind}, which has "
+                f"{', '.join(objective.controls) or 'none'}: leave them out"
+            )
+        for options in filter(None, (self.base, self.train)):
+            options.objective.check(self.facts(options))
         for name, options in self.trainings.items():
             model = (self.trained_model if name == "train" else None) or self.model
             check_image_blocks(f"{name}.lock.image_blocks", options.lock.image_blocks, model.name)
 
-    def _check_class_centers(self, centers: ClassCentersConfig) -> None:
-        if self.controls:
-            raise ValueError(
-                f"controls={self.controls} are those of train.objective.kind=info_nce, not of "
-                f"{centers.kind}: leave them out"
-            )
-        if centers.labels_per_sample > self.cluster.labels_per_sample:
-            raise ValueError(
-                f"train.objective.labels_per_sample={centers.labels_per_sample} is more than "
-                f"cluster.labels_per_sample={self.cluster.labels_per_sample}, what is stored: "
-                "raise the latter"
-            )
-        classes, rate = self.cluster.fewest, centers.sample_rate
-        if rate > 0.0 and round(rate * classes) == 0:
-            raise ValueError(
-                f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
-                f"least {1 / classes:.2g}"
-            )
+    def facts(self, options: TrainConfig) -> Facts:
+        """What an objective may ask of this run before it begins."""
+        return Facts(
+            num_clusters=self.cluster.fewest,
+            stored=self.cluster.labels_per_sample,
+            precision=options.precision,
+            engine=options.engine.name,
+        )
 
     @property
     def trainings(self) -> dict[str, TrainConfig]:

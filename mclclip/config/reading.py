@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mclclip.config import recipes
 from mclclip.config.options import Config
-from mclclip.config.training import TrainConfig
+from mclclip.objectives.base import ObjectiveOptions, options_class
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
@@ -45,7 +45,7 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     try:
         return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
-        raise ValueError(_message(error)) from None
+        raise ValueError(_message(error, tree)) from None
 
 
 def to_tree(config: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ _UNION_MEMBERS = ("int", "str", "constrained-int", "constrained-float")
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
-def _message(error: ValidationError) -> str:
+def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     """The first problem as one line: dotted path, what it got, what was wanted."""
     problems = error.errors()
     unknown = [item for item in problems if item["type"] in _UNKNOWN]
@@ -99,7 +99,7 @@ def _message(error: ValidationError) -> str:
     problem = unknown[0] if unknown else max(problems, key=lambda item: len(item["loc"]))
     path = [str(part) for part in problem["loc"]]
     if problem["type"] in _UNKNOWN:
-        valid = _fields_at(path[:-1])
+        valid = _fields_at(path[:-1], tree)
         near = difflib.get_close_matches(path[-1], valid, n=1, cutoff=0.0)
         hint = f": did you mean {near[0]!r}?" if near else ""
         name = ".".join(_options_in(path))
@@ -118,33 +118,23 @@ def _message(error: ValidationError) -> str:
 
 
 def _options_in(path: list[str]) -> list[str]:
-    """The path without what pydantic adds to it: the tried members of a union, as in
-    "image_blocks.int", and the kind of an objective."""
-    return [
-        part
-        for before, part in zip(["", *path], path, strict=False)
-        if part not in _UNION_MEMBERS
-        and "[" not in part
-        and not (before == "objective" and part in _kinds())
-    ]
+    """The path without the tried members of a union, which pydantic adds, as in
+    "image_blocks.int"."""
+    return [part for part in path if part not in _UNION_MEMBERS and "[" not in part]
 
 
-def _kinds() -> set[str]:
-    members = _dataclasses_in(typing.get_type_hints(TrainConfig)["objective"])
-    return {kind for m in members for kind in typing.get_args(typing.get_type_hints(m)["kind"])}
-
-
-def _fields_at(path: list[str]) -> list[str]:
-    """Names of the options valid below a path of pydantic's."""
+def _fields_at(path: list[str], tree: Any) -> list[str]:
+    """Names of the options valid below a path of pydantic's; ``tree`` tells the objectives."""
     found: list[Any] = [Config]
     for part in path:
-        hints = [typing.get_type_hints(member) for member in found]
+        tree = tree[int(part)] if isinstance(tree, list) and part.isdigit() else tree
+        tree = tree.get(part) if isinstance(tree, dict) else tree
+        hints = [typing.get_type_hints(member, include_extras=False) for member in found]
         below = [hint[part] for hint in hints if part in hint]
         if below:
             found = _dataclasses_in(below[0])
-        else:  # the kind of an objective, or the name of an entry of a mapping
-            tagged = [part in typing.get_args(hint.get("kind")) for hint in hints]
-            found = [m for m, own in zip(found, tagged, strict=True) if own] or found
+        if ObjectiveOptions in found and isinstance(tree, dict):
+            found = [options_class(str(tree.get("kind")))]
     return [item.name for item in dataclasses.fields(found[0])]
 
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip.config.objective import STRICT, ClassCentersConfig, InfoNceConfig, Objective
+from mclclip.objectives.base import AnyObjective, parse
+from mclclip.options import STRICT
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -100,7 +101,7 @@ class TrainConfig:
     """Passes over the plan; ignored where ``steps`` is set."""
     steps: PositiveInt | None = None
     """Optimizer steps in all."""
-    objective: Objective = InfoNceConfig()
+    objective: AnyObjective = field(default_factory=lambda: parse({"kind": "info_nce"}))
     """What is minimised, by its ``kind``."""
     plan: PlanConfig = PlanConfig()
     lock: LockConfig = LockConfig()
@@ -139,29 +140,16 @@ class TrainConfig:
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
 
-    def __post_init__(self) -> None:
-        centers = self.class_centers
-        if centers is not None and centers.kernel == "triton" and self.precision == "float64":
-            raise ValueError("objective.kernel=triton has no float64: set kernel=plain")
-
-    @property
-    def class_centers(self) -> ClassCentersConfig | None:
-        """The options of an objective with class centers, which reads no captions."""
-        return None if isinstance(self.objective, InfoNceConfig) else self.objective
-
-    @property
-    def reads_captions(self) -> bool:
-        """Whether the objective compares images with captions."""
-        return self.class_centers is None
-
     @property
     def reads_text_embeddings(self) -> bool:
         """Whether captions come as embeddings from disk (in stages after stage 0)."""
-        return self.reads_captions and self.cached_text and not self.lock.text
+        return self.objective.reads.captions and self.cached_text and not self.lock.text
 
     def model_arguments(self) -> dict[str, Any]:
         """What trainer.prepare_model takes beside the model and the seed."""
-        unused = {} if self.class_centers is None else {"text": False, "logit_scale": False}
+        reads = self.objective.reads
+        unused = {} if reads.captions else {"text": False}
+        unused |= {} if reads.logit_scale else {"logit_scale": False}
         return {
             "lock": asdict(self.lock) | unused,
             "lora": None if self.lora is None else asdict(self.lora),

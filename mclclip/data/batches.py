@@ -52,8 +52,9 @@ class Batch:
     views          one or more [b, 3, H, W]: the images, transformed once for each view
     text           int64 [b, context], or None (captions are not read, or text_features instead)
     text_features  float32 [b, D] text embeddings from disk, or None
-    labels         int64 [b, 1], truncated at the step's prefix length: what the Eq. 3 mask
-                   compares; or [b, l], the classes that a sample is positive for (-1: none)
+    labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
+                   mask compares
+    classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None
     sample_id      int64 [b]
     step           global step of the stage
     group_size     samples that a row is compared with over all ranks (`PlannedBatch.group_size`)
@@ -67,6 +68,7 @@ class Batch:
     group_size: int
     text: Tensor | None = None
     text_features: Tensor | None = None
+    classes: Tensor | None = None
     replaced: dict[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -125,7 +127,7 @@ class TrainingBatches(Dataset[Batch]):
     global_batch  samples per step over all ranks
     policy, order, seed, stage   see `EpochPlan`; seed also keys augmentation and captions
     rank, world_size   this process takes columns [rank * b, (rank + 1) * b), b = global_batch / W
-    class_labels  gives the labels of samples instead of the groups
+    class_labels  gives the classes of samples; without them there are none
     bad_ids       samples known to be unusable: never tried as a replacement
 
     A sample's augmentation is keyed by (seed, stage, epoch, sample_id) and in views after the first
@@ -217,10 +219,11 @@ class TrainingBatches(Dataset[Batch]):
                 labels[row] = self._label_at(position, planned.prefix_length)
             samples.append(sample)
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
-        groups, classes = labels[:, None], self._class_labels
+        classes = self._class_labels
         return Batch(
             views=[torch.stack(view) for view in zip(*(s.views for s in samples), strict=True)],
-            labels=torch.from_numpy(groups if classes is None else classes[sample_id]),
+            labels=torch.from_numpy(labels[:, None]),
+            classes=None if classes is None else torch.from_numpy(classes[sample_id]),
             sample_id=torch.from_numpy(sample_id),
             step=step,
             group_size=planned.group_size,

@@ -16,9 +16,8 @@ from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory
 from mclclip.models.clip import ClipModel
 from mclclip.models.optimizer import build_optimizer, is_elementwise
-from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.row_losses import Pairs, row_losses
-from mclclip.plan import head
+from mclclip.objectives import base as objectives
+from mclclip.objectives.base import Objective
 from mclclip.plan.machine import GIB, Machine
 from mclclip.train.loop import Trainee, prepare_model
 
@@ -29,7 +28,7 @@ PARTS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "ema": "moving average",
-    "head": "class centers",
+    "objective": "class centers",
     "engine": "engine's buffers",
     "activations": "activations",
     "loss": "features, loss",
@@ -50,12 +49,12 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     gpu = config.device != "cpu"
     trained = config.trained_model if name == "train" else None
     model = memory.load_shapes((trained or config.model).name)
-    centers = _head(config, options, model.embed_dim, machine)
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
         cached_text = name == "train" and options.reads_text_embeddings
-        trainee = Trainee(model, InfoNCE(), options.precision)
+        trainee = Trainee(model, Objective(), options.precision)
+        cost = _cost(config, options, model.embed_dim, local, machine)
         batch = _batch(model, options, local, cached_text)
         sizes = _sizes(model, options)
         existing = _existing(trainee, batch)
@@ -70,10 +69,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             caching=micro < local,
         ) | {
             "activations": activations,
-            "head": _head_bytes(centers),
-            "loss": centers["parts"]["step"]
-            if centers
-            else _loss_bytes(trainee, options, model.embed_dim, local, machine.ranks),
+            "objective": sum(cost.lasting.values()),
+            "loss": cost.step,
             "batch": memory.size_bytes(batch.tensors()),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
@@ -89,11 +86,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "parts": parts,
             "sum": sum(parts.values()),
             "host": _host_bytes(config, parts["batch"]),
-            "head": centers,
-            "checkpoint": sizes.parameters
-            + sizes.moments
-            + sizes.average
-            + (centers["checkpoint"] if centers else 0),
+            "objective": dict(cost.details),
+            "checkpoint": sizes.parameters + sizes.moments + sizes.average + cost.checkpoint,
             "export": sizes.parameters,
             "trained": sizes.trained,
             "notes": _notes(model, name, options, machine, sizes),
@@ -123,7 +117,7 @@ def _remedy(
         if not how.grad_checkpointing:
             ways.append(f"{name}.engine.grad_checkpointing=true")
         return f"set {' or '.join(ways)}, or use more GPUs"
-    if most == "head":
+    if most == "objective":
         return "use more GPUs, which share the class centers, or lower cluster.num_clusters"
     if most in ("loss", "batch", "context"):
         return f"lower {name}.global_batch, or use more GPUs"
@@ -171,13 +165,15 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     """A rank's batch, without values."""
     size = model.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    dtype = torch.float64 if options.precision == "float64" else torch.float32
+    dtype = _dtype(options)
     context = int(getattr(model.tokenizer, "context_length", 77))
-    centers = options.class_centers
-    tokens = not cached_text and options.reads_captions
+    objective = options.objective
+    reads, tokens = objective.reads, objective.reads.captions and not cached_text
+    image = [torch.empty(local, 3, height, width, dtype=dtype) for _ in range(objective.num_views)]
     return Batch(
-        views=[torch.empty(local, 3, height, width, dtype=dtype)],
-        labels=torch.zeros(local, centers.labels_per_sample if centers else 1, dtype=torch.int64),
+        views=image,
+        labels=torch.zeros(local, 1, dtype=torch.int64),
+        classes=torch.zeros(local, reads.clusters, dtype=torch.int64) if reads.clusters else None,
         sample_id=torch.zeros(local, dtype=torch.int64),
         step=0,
         group_size=options.global_batch,
@@ -205,46 +201,28 @@ def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
     return run
 
 
-def _loss_bytes(
-    trainee: Trainee, options: TrainConfig, embed_dim: int, local: int, ranks: int
-) -> int:
-    """What the objective holds between the features and their gradients, both directions."""
-    dtype = torch.float64 if options.precision == "float64" else torch.float32
-    tile: Any = trainee.objective.tile
-
-    def run() -> None:
-        losses = []
-        for _ in range(2):
-            rows = torch.empty(local, embed_dim, dtype=dtype, requires_grad=True)
-            columns = torch.empty(local * ranks, embed_dim, dtype=dtype, requires_grad=True)
-            own, every = (torch.zeros(len(x), dtype=torch.int64) for x in (rows, columns))
-            pairs = Pairs(own, own, every, every, first=0)
-            losses.append(row_losses(rows * 1.0, columns, pairs, tile)[0].mean())
-        torch.autograd.backward(torch.stack(losses).sum())
-
-    # The parts of a gather are there for a moment beside what they are joined to.
-    gathered = local * ranks * embed_dim * dtype.itemsize if ranks > 1 else 0
-    return memory.peak_bytes(run) + gathered
-
-
 # --- sizes -------------------------------------------------------------------------------------
 
 
-def _head(
-    config: Config, options: TrainConfig, dim: int, machine: Machine
-) -> dict[str, Any] | None:
-    """What class centers cost, as many as the largest of the stages has."""
-    if options.class_centers is None:
-        return None
+def _cost(
+    config: Config, options: TrainConfig, dim: int, local: int, machine: Machine
+) -> objectives.Cost:
+    """What the objective takes, with as many classes as the largest of the stages has."""
     stages = range(max(config.num_stages, 1))
-    largest = max(config.cluster.clusters_of(stage) for stage in stages)
-    return head.measure(options, dim, largest, machine.ranks)
+    return options.objective.cost(
+        objectives.Sizes(
+            local_batch=local,
+            num_ranks=machine.ranks,
+            dim=dim,
+            num_classes=max(config.cluster.clusters_of(stage) for stage in stages),
+            dtype=_dtype(options),
+            peak_bytes=memory.peak_bytes,
+        )
+    )
 
 
-def _head_bytes(centers: dict[str, Any] | None) -> int:
-    """What lasts over a step."""
-    parts = centers["parts"] if centers else {}
-    return sum(size for part, size in parts.items() if part != "step")
+def _dtype(options: TrainConfig) -> torch.dtype:
+    return torch.float64 if options.precision == "float64" else torch.float32
 
 
 def _sizes(model: ClipModel, options: TrainConfig) -> Sizes:

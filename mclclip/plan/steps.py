@@ -107,7 +107,7 @@ def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
 
 def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
     """Clusters of each stage that a training's labels are made of; () for one group."""
-    if variant == "ungrouped" or config.train.class_centers is not None:
+    if variant == "ungrouped" or not config.train.objective.reads.groups:
         return ()
     radices = tuple(config.cluster.clusters_of(earlier) for earlier in range(stage))
     return radices[-1:] if config.cluster.label_mode == "last" else radices

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mclclip.objectives.class_centers.cost import (
+    MEMORY_BYTES_PER_S,
+    NETWORK_BYTES_PER_S,
+    PRODUCTS_PER_S,
+)
 from mclclip.plan import groups
-from mclclip.plan.head import MEMORY_BYTES_PER_S, NETWORK_BYTES_PER_S, PRODUCTS_PER_S
 from mclclip.plan.machine import GIB
 from mclclip.plan.memory import PARTS
 
@@ -17,7 +21,7 @@ def text(plan: dict[str, Any]) -> str:
     if any(training["coverage"] for training in plan["trainings"]):
         blocks.append(_coverage(plan))
     blocks += [_batches(plan), _parameters(plan), _memory(plan)]
-    heads = [kind["head"] for kind in plan["memory"].values() if kind["head"]]
+    heads = [kind["objective"] for kind in plan["memory"].values() if kind["objective"]]
     blocks += [_class_centers(head) for head in heads]
     return "\n\n".join("\n".join(block) for block in (*blocks, _disk(plan)))
 

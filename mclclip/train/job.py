@@ -39,9 +39,9 @@ class Job:
 
     @property
     def method(self) -> str:
-        """What log lines call it: the objective with class centers, or MCL and its controls."""
-        centers = self.options.class_centers
-        return self.layout.variant if centers is None else centers.kind
+        """What log lines call it: MCL and its controls by the variant, others by the objective."""
+        objective = self.options.objective
+        return self.layout.variant if objective.reads.groups else objective.kind
 
     @property
     def uses_cached_text(self) -> bool:
@@ -49,9 +49,9 @@ class Job:
 
     @cached_property
     def class_labels(self) -> ClassLabels | None:
-        """For objectives with class centers: which clusters of the stage before are whose."""
-        how = self.options.class_centers
-        if how is None:
+        """Which clusters of the stage before are whose, for objectives that read them."""
+        reads = self.options.objective.reads
+        if not reads.clusters:
             return None
         directory = self.layout.clusters(self.stage - 1)
-        return ClassLabels(directory, self.index, how.labels_per_sample, how.threshold)
+        return ClassLabels(directory, self.index, reads.clusters, reads.threshold)

@@ -20,6 +20,7 @@ from mclclip.engines.engine import Engine
 from mclclip.engines.gradient_cache import Pullback
 from mclclip.models.clip import ClipModel
 from mclclip.models.lora import add_lora
+from mclclip.objectives.base import Objective
 from mclclip.ranks import peer_watch, signals
 from mclclip.ranks.finiteness import NotFinite
 from mclclip.ranks.process_group import seed_everything
@@ -65,7 +66,7 @@ class Trainee(nn.Module):
     ``bf16`` and ``fp16`` are autocast around the model.
     """
 
-    def __init__(self, model: ClipModel, objective: nn.Module, precision: str = "fp32") -> None:
+    def __init__(self, model: ClipModel, objective: Objective, precision: str = "fp32") -> None:
         super().__init__()
         self.model = model
         self.objective = objective
@@ -76,9 +77,7 @@ class Trainee(nn.Module):
     ) -> dict[str, Tensor]:
         """This rank's batch -> {"loss": ..., parts}; or its features; or the pulled-back loss."""
         with self._autocast(batch.views[0].device):
-            features: dict[str, Tensor] = self.model(
-                image=batch.views[0], text=batch.text, text_features=batch.text_features
-            )
+            features = self.objective.features(self.model, batch)
         if only_features:
             return features
         if pullback is None:
@@ -93,11 +92,9 @@ class Trainee(nn.Module):
     def loss(self, features: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Features of the local batch -> {"loss": ..., parts}."""
         parts: dict[str, Tensor] = self.objective(
-            **features, labels=batch.labels, sample_id=batch.sample_id
+            **features, labels=batch.labels, sample_id=batch.sample_id, classes=batch.classes
         )
-        # Without captions nothing is multiplied by it.
-        scale = {"logit_scale": features["logit_scale"]} if "text_features" in features else {}
-        return parts | scale
+        return parts
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         dtype = _HALF.get(self.precision)
@@ -109,6 +106,7 @@ class Trainee(nn.Module):
 class Trainer:
     """Steps ``start`` to ``total`` of one training.
 
+    trainee         model and objective, which the engine runs
     learning_rate   step -> learning rate
     prepare         moves a batch to the device, in the training's number format
     seed_words      words that, with the step and the rank, seed dropout
@@ -118,6 +116,7 @@ class Trainer:
 
     def __init__(
         self,
+        trainee: Trainee,
         engine: Engine,
         checkpoints: Checkpoints,
         recorder: Recorder,
@@ -129,7 +128,7 @@ class Trainer:
         checkpoint_every: int,
         profiler: StepProfiler,
     ) -> None:
-        self.engine, self.checkpoints = engine, checkpoints
+        self.trainee, self.engine, self.checkpoints = trainee, engine, checkpoints
         self.recorder, self.boundary = recorder, boundary
         self.learning_rate, self.prepare, self.seed_words = learning_rate, prepare, seed_words
         self.checkpoint_every, self.profiler = checkpoint_every, profiler
@@ -171,7 +170,9 @@ class Trainer:
             batch = self.prepare(batch)
             seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
             self.recorder.peaks.restart()
+            self.trainee.objective.begin(batch.step, total)
             parts = self.engine.update(batch, lr)
+            self.trainee.objective.stepped(self.trainee.model)
         peer_watch.note()
         done = batch.step + 1
         self.recorder.take(done, parts, lr)

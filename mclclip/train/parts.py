@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from mclclip.checkpoint import Checkpoints
@@ -19,11 +18,7 @@ from mclclip.engines.build import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
-from mclclip.objectives.class_centers.kernels import kernels_of
-from mclclip.objectives.class_centers.margins import Margin
-from mclclip.objectives.class_centers.rows import HeadOptimizer
-from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.mlcd import ClassCenterLoss, build_class_center_loss
+from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
 from mclclip.ranks.process_group import Context, process_start, start_loader_worker
 from mclclip.ranks.step_boundary import StepBoundary
@@ -34,18 +29,23 @@ from mclclip.train.job import Job
 from mclclip.train.loop import Trainee, Trainer, prepare_model
 
 
-def engine_of(job: Job, model: ClipModel, objective: InfoNCE | ClassCenterLoss) -> Engine:
+def trainee_of(job: Job, model: ClipModel, objective: Objective) -> Trainee:
+    """Model and objective as one module, on the device."""
+    trainee = Trainee(model, objective, job.options.precision).to(job.context.device)
+    if job.options.engine.compile == "step":
+        trainee.compile()
+    return trainee
+
+
+def engine_of(job: Job, trainee: Trainee) -> Engine:
     """The engine around model and objective, with the optimizer the options name."""
     options, how = job.options, job.options.engine
-    trainee = Trainee(model, objective, options.precision).to(job.context.device)
-    if how.compile == "step":
-        trainee.compile()
     return build_engine(
         how.name,
         trainee,
         partial(build_optimizer, **options.optimizer_arguments()),
         job.context,
-        blocks=model.blocks(),
+        blocks=trainee.model.blocks(),
         shard_ranks=how.shard_ranks,
         zero_stage=how.zero_stage,
         elementwise=is_elementwise(options.optimizer),
@@ -53,37 +53,34 @@ def engine_of(job: Job, model: ClipModel, objective: InfoNCE | ClassCenterLoss) 
         clip_grad_norm=options.clip_grad_norm,
         micro_batch=how.micro_batch,
         ema_decay=options.ema_decay,
-        outside=[objective.centers] if isinstance(objective, ClassCenterLoss) else [],
+        outside=trainee.objective.outside(),
     )
 
 
-def objective_of(job: Job, model: ClipModel) -> InfoNCE | ClassCenterLoss:
-    """What is minimised, with new class centers where it has some."""
-    how, labels = job.options.class_centers, job.class_labels
-    if how is None or labels is None:
-        return InfoNCE()
-    centroids = labels.centroids()
-    return build_class_center_loss(
-        len(centroids),
-        model.embed_dim,
-        centroids if how.centers == "centroids" else None,
-        kind=how.kind,
-        context=job.context,
-        seed=int(mix(job.seed, job.stage) >> np.uint64(33)),
-        scale=how.scale,
-        margin=Margin(how.margin, how.margin_size, how.margin_gradient),
-        sample_rate=how.sample_rate,
-        rule=how.negatives,
-        optimizer=HeadOptimizer(
-            how.lr_scale, how.weight_decay, job.options.betas, job.options.eps, how.lazy
-        ),
-        kernels=kernels_of(how.kernel, job.context.device, job.options.precision),
-        dtype=torch.float64 if job.options.precision == "float64" else torch.float32,
+def objective_of(job: Job, model: ClipModel) -> Objective:
+    """What is minimised, as its options build it."""
+    options = job.options
+    return options.objective.build(
+        Setting(
+            model=model,
+            context=job.context,
+            seed=int(mix(job.seed, job.stage) >> np.uint64(33)),
+            precision=options.precision,
+            betas=options.betas,
+            eps=options.eps,
+            classes=job.class_labels,
+        )
     )
 
 
 def trainer_of(
-    job: Job, engine: Engine, checkpoints: Checkpoints, plan: EpochPlan, start: int, total: int
+    job: Job,
+    trainee: Trainee,
+    engine: Engine,
+    checkpoints: Checkpoints,
+    plan: EpochPlan,
+    start: int,
+    total: int,
 ) -> Trainer:
     options, context = job.options, job.context
     recorder = Recorder(
@@ -102,6 +99,7 @@ def trainer_of(
     )
     limit = job.config.wall_time_s
     return Trainer(
+        trainee,
         engine,
         checkpoints,
         recorder,
@@ -166,13 +164,14 @@ def loader_of(
     job: Job, grouped: GroupedIndex, known_bad: np.ndarray, model: ClipModel, steps: range
 ) -> DataLoader[Batch]:
     """This rank's batches of ``steps``, in order."""
-    options, data = job.options, job.config.data
+    options, data, reads = job.options, job.config.data, job.options.objective.reads
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.uses_cached_text else None
     batches = TrainingBatches(
         index=job.index,
         grouped=grouped,
         transform=model.preprocess_train,
-        reads_captions=options.reads_captions,
+        num_views=options.objective.num_views,
+        reads_captions=reads.captions,
         tokenizer=model.tokenizer,
         text_features=text,
         global_batch=options.global_batch,

@@ -20,8 +20,6 @@ from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
 from mclclip.data.groups import GroupedIndex, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.engines.engine import Engine
-from mclclip.models.clip import ClipModel
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
@@ -30,6 +28,7 @@ from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
 from mclclip.train.job import Job
+from mclclip.train.loop import Trainee
 
 log = logging.getLogger("mclclip")
 
@@ -53,10 +52,10 @@ def run(
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if variant != "mcl" and options.class_centers is not None:
+    if variant != "mcl" and variant not in options.objective.controls:
         raise ValueError(
-            f"--variant {variant} is a control of train.objective.kind=info_nce, not of "
-            f"{options.objective.kind}: leave it out"
+            f"--variant {variant} says nothing of train.objective.kind={options.objective.kind}, "
+            f"which has {', '.join(options.objective.controls) or 'no controls'}: leave it out"
         )
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
@@ -69,8 +68,8 @@ def run(
     model = parts.build_model(config, layout, stage, options, context)
     objective = parts.objective_of(job, model)
     artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
-    engine = parts.engine_of(job, model, objective)
-    steps = _train(job, model, engine, artifact.identity, *groups.read())
+    trainee = parts.trainee_of(job, model, objective)
+    steps = _train(job, trainee, artifact.identity, *groups.read())
     if context.is_main:
         artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
     collectives.barrier()
@@ -145,27 +144,27 @@ def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[s
         inputs["text_embeddings"] = text.digest
     if job.class_labels is not None:
         inputs["clusters"] = job.class_labels.digest
-    elif variant != "ungrouped":
+    if job.options.objective.reads.groups and variant != "ungrouped":
         directory = job.layout.pseudo_labels(job.stage)
         labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, job.index)
-    if variant == "random_groups":
+    if radices and variant == "random_groups":
         labels = permute_labels(labels, job.seed, job.stage)
     return labels, radices, inputs
 
 
 def _train(
     job: Job,
-    model: ClipModel,
-    engine: Engine,
+    trainee: Trainee,
     identity: str,
     grouped: GroupedIndex,
     known_bad: np.ndarray,
 ) -> int:
-    """Trains ``model`` in ``engine``; returns the number of steps of the whole training.
+    """Trains model and objective; returns the number of steps of the whole training.
 
     ``identity`` is the digest of all that the weights depend on.
     """
     options, context, how = job.options, job.context, job.options.plan
+    engine = parts.engine_of(job, trainee)
     plan = EpochPlan(
         grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
     )
@@ -186,7 +185,7 @@ def _train(
         context.world_size,
     )  # fmt: skip
     if start < total:
-        trainer = parts.trainer_of(job, engine, checkpoints, plan, start, total)
-        loader = parts.loader_of(job, grouped, known_bad, model, range(start, total))
+        trainer = parts.trainer_of(job, trainee, engine, checkpoints, plan, start, total)
+        loader = parts.loader_of(job, grouped, known_bad, trainee.model, range(start, total))
         trainer.run(loader, start, total, f"stage {job.stage}")
     return total

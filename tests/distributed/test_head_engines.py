@@ -74,7 +74,8 @@ def batch_of(step: int, dtype: torch.dtype) -> Batch:
     local = GLOBAL_BATCH // collectives.world_size()
     batch = Batch(
         views=[image.to(dtype)],
-        labels=labels,
+        labels=torch.zeros(GLOBAL_BATCH, 1, dtype=torch.int64),
+        classes=labels,
         sample_id=torch.arange(GLOBAL_BATCH),
         step=step,
         group_size=GLOBAL_BATCH,

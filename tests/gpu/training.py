@@ -197,7 +197,7 @@ def scaled_head(where: Where) -> str:
         model = tiny_clip(device)
         model.lock("all", True, True, text=False, logit_scale=False)
         loss = ClassCenterLoss(centers, "mlcd", scale=16.0)
-        options = {"head": centers, "clip_grad_norm": 0.5}
+        options = {"outside": [centers], "clip_grad_norm": 0.5}
         engine = make_engine("plain", device, precision, model=model, objective=loss, **options)
         if engine.scaler.is_enabled():
             engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": scale})

@@ -136,9 +136,9 @@ def test_no_verb_is_a_usage_error() -> None:
 # --- exit codes --------------------------------------------------------------------------------
 
 
-def test_the_exit_codes_are_in_the_help_and_in_the_readme() -> None:
+def test_the_exit_codes_are_in_the_help_and_in_the_documentation() -> None:
     shown = " ".join(cli.build_parser().format_help().split())
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "launch" / "README.md").read_text()
     for code in EXIT_CODES:
         assert re.search(rf"\b{code} [a-z]", shown.split("Exit codes:")[1]), code
         assert re.search(rf"^\| *`?{code}`? *\|", readme, re.MULTILINE), f"no row for {code}"

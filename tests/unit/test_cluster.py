@@ -346,11 +346,10 @@ def test_two_levels(tmp_path: Path) -> None:
         cluster.run(change(tree, method="flat"), SINGLE, stage=0)
 
 
-def test_a_training_without_groups_gets_no_pseudo_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards"))
-    monkeypatch.setattr(cluster, "_needs_groups", lambda config: False)
+def test_a_training_without_groups_gets_no_pseudo_labels(tmp_path: Path) -> None:
+    tree = make_run(tmp_path / "run", tmp_path / "shards")
+    config = from_tree(tree, ["train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 1}"])
+    assert config.train.objective.reads.clusters == 1
     cluster.run(config, SINGLE, stage=0)
     assert not Layout.of(config).pseudo_labels(1).exists()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from mclclip import config, plan
-from mclclip.plan import head
+from mclclip.objectives.base import Sizes
 from mclclip.plan.machine import Machine
 from tests import tiny
 
@@ -15,8 +16,9 @@ LAION = tiny.ROOT / "launch/recipes/mlcd_laion_vitl14.yaml"
 
 
 def measured(dim: int = 512, ranks: int = 80, *overrides: str) -> dict[str, Any]:
-    options = config.load(LAION, overrides)
-    return head.measure(options.train, dim, 1_000_000, ranks)
+    train = config.load(LAION, overrides).train
+    sizes = Sizes(train.global_batch // ranks, ranks, dim, 1_000_000, torch.float32, lambda _: 0)
+    return dict(train.objective.cost(sizes).details)
 
 
 def test_the_papers_run_on_80_gpus() -> None:
@@ -67,7 +69,7 @@ def test_the_plan_counts_the_head(capsys: pytest.CaptureFixture[str]) -> None:
     made = plan.make(options, Machine(10, 8), 400_000_000)
     kind = made["memory"]["train"]
     parts = measured(768)["parts"]
-    assert kind["parts"]["head"] == parts["rows"] + parts["moments"] + parts["gradient"]
+    assert kind["parts"]["objective"] == parts["rows"] + parts["moments"] + parts["gradient"]
     assert kind["parts"]["loss"] == parts["step"]
     assert kind["checkpoint"] > measured(768)["checkpoint"]
     assert kind["counts"]["text"]["trainable"] == 0  # what captions would need is not trained

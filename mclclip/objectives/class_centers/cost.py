@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mclclip.config import ClassCentersConfig, TrainConfig
+from mclclip.objectives.class_centers.rows import Rule
 
 # What the expected time assumes of a GPU: an A100's fp32 products at two thirds of their peak, its
 # memory, and a network of 200 Gbit/s per GPU. Others scale with their own figures.
@@ -18,18 +18,23 @@ _FLOAT, _DOUBLE, _INT = 4, 8, 4
 _TILE = 8192
 
 
-def measure(options: TrainConfig, dim: int, num_classes: int, ranks: int) -> dict[str, Any]:
-    """Sizes in bytes, counts and seconds of one rank's share of a step."""
-    how = options.class_centers
-    assert how is not None
-    batch, labels = options.global_batch, how.labels_per_sample
-    if how.kind == "single_label":
-        labels = 1
+def measure(
+    batch: int,
+    dim: int,
+    num_classes: int,
+    ranks: int,
+    *,
+    labels_per_sample: int,
+    sample_rate: float,
+    rule: Rule,
+) -> dict[str, Any]:
+    """Sizes in bytes, counts and seconds of one rank's share of a step over ``batch`` samples."""
+    labels = labels_per_sample
     rows = math.ceil(num_classes / ranks)
     positives = math.ceil(batch * labels / ranks)
     # Of k classes, B rows with l different ones each leave k (1 - l / k)^B out.
     distinct = num_classes * -math.expm1(batch * math.log1p(-min(labels / num_classes, 0.999999)))
-    negatives, touched = _taking_part(how, rows, distinct / ranks)
+    negatives, touched = _taking_part(rule, sample_rate, rows, distinct / ranks)
     features = batch * dim * _FLOAT
     tile = min(_TILE, batch) * min(_TILE, max(negatives, 1)) * _FLOAT
     collectives = {
@@ -65,14 +70,14 @@ def measure(options: TrainConfig, dim: int, num_classes: int, ranks: int) -> dic
     }
 
 
-def _taking_part(how: ClassCentersConfig, rows: int, distinct: float) -> tuple[int, int]:
+def _taking_part(rule: Rule, sample_rate: float, rows: int, distinct: float) -> tuple[int, int]:
     """(negatives, touched classes) of a rank with ``rows`` classes, ``distinct`` of them positive,
     by the rules of ShardedClassCenters."""
-    drawn = rows * how.sample_rate
-    if how.negatives == "partial_fc":
+    drawn = rows * sample_rate
+    if rule == "partial_fc":
         most = min(rows, math.ceil(max(drawn, distinct)))
         return most, most
-    union = drawn + distinct * (1.0 - how.sample_rate)
-    if how.negatives == "exclude_positives":
-        drawn -= distinct * how.sample_rate
+    union = drawn + distinct * (1.0 - sample_rate)
+    if rule == "exclude_positives":
+        drawn -= distinct * sample_rate
     return math.ceil(drawn), min(rows, math.ceil(union))
