@@ -204,13 +204,23 @@ def check_ranks(name: str, global_batch: int, num_ranks: int) -> None:
 
 
 def check_samples(
-    name: str, global_batch: int, policy: Policy, num_clusters: int, num_samples: int
+    name: str,
+    global_batch: int,
+    policy: Policy,
+    num_clusters: int,
+    num_samples: int,
+    without_caption: int = 0,
 ) -> None:
-    """Raises ValueError where a batch, or the clusters, need more samples than there are."""
-    if policy != "wrap" and global_batch > num_samples:
+    """Raises ValueError where a batch, or the clusters, need more samples than there are.
+
+    ``without_caption``: samples that are clustered, but left out of this training's batches.
+    """
+    usable = num_samples - without_caption
+    if policy != "wrap" and global_batch > usable:
         raise ValueError(
-            f"{name}.global_batch={global_batch:,} is more than the index's {num_samples:,} "
-            f"samples: lower it, or set {name}.plan.policy=wrap"
+            f"{name}.global_batch={global_batch:,} is more than the index's {usable:,} samples"
+            f"{' with a caption' if without_caption else ''}: lower it, or set "
+            f"{name}.plan.policy=wrap"
         )
     if num_clusters > num_samples:
         raise ValueError(
