@@ -31,6 +31,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact
 from mclclip.run.layout import Layout
+from mclclip.train.loop import MODEL
 
 log = logging.getLogger("mclclip")
 
@@ -148,14 +149,12 @@ def _fill(model: ClipModel, train_directory: Path, options: TrainConfig, ema: bo
 
 
 def _model_part(state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """The open_clip model's tensors of a checkpoint, wherever in the trained module it sits."""
-    prefixes = [n.removesuffix("logit_scale") for n in state if n.endswith("clip.logit_scale")]
-    if len(prefixes) != 1:
-        raise RuntimeError(
-            f"the checkpoint in {directory} holds {len(prefixes)} CLIP models, expected 1"
-        )
-    prefix = prefixes[0]
-    return {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+    """The open_clip model's tensors of a checkpoint, without those of the objective."""
+    prefix = f"{MODEL}.clip."
+    found = {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+    if not found:
+        raise RuntimeError(f"the checkpoint in {directory} holds no CLIP model")
+    return found
 
 
 # --- all stages ------------------------------------------------------------------------------

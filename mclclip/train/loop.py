@@ -33,6 +33,7 @@ from mclclip.run.recorder import Recorder
 log = logging.getLogger("mclclip")
 
 MIRROR_S = 60.0  # for the mirror when the run must leave; the next start goes on with it
+MODEL = "model"  # what a trainee calls the model, and so the checkpoint
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

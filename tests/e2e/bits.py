@@ -26,7 +26,8 @@ CLOCK = ("_s", "_per_s", "_gib", "wait", "time", "rate", "gpu", "mfu")
 CENTERS = ("cluster.num_clusters=12", "cluster.labels_per_sample=3", "num_stages=1")
 KINDS: dict[str, tuple[str, ...]] = {
     "mcl": ("controls=[ungrouped,random_groups]",),
-    "mcl_cached_text": ("train.lock.text=false", "train.plan.policy=drop", "train.epochs=2"),
+    "mcl_cached_text": ("train.lock.text=false", "train.plan.policy=wrap", "train.steps=null",
+                        "train.epochs=1"),
     "mcl_cached_gradients": ("train.engine.micro_batch=5", "train.ema_decay=0.9"),
     "mcl_fsdp": ("train.engine.name=fsdp", "train.engine.grad_checkpointing=true"),
     "mcl_lora": ("train.lora.rank=2", "train.lock.image_blocks=1", "cluster.feature=mean"),

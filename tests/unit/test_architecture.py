@@ -138,6 +138,18 @@ def test_only_ranks_engines_and_checkpoint_talk_to_torch_distributed(path: Path)
     assert path.parts[0] in ("ranks", "engines") or not distributed
 
 
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_nobody_asks_for_the_type_of_an_objective(path: Path) -> None:
+    """What a method needs is declared by its options; a kind is only shown."""
+    if room_of(module_of(path)) in ("objectives", "objectives/class_centers", "config"):
+        return
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            assert "bjective" not in ast.unparse(node), f"{path}:{node.lineno}"
+        if isinstance(node, ast.Compare):
+            assert "objective.kind" not in ast.unparse(node), f"{path}:{node.lineno}"
+
+
 def test_only_one_file_imports_open_clip() -> None:
     importers = {str(p) for p in MODULES if any(m.startswith("open_clip") for m in imports(p))}
     assert importers <= {"models/clip.py", "doctor.py"}
