@@ -187,7 +187,7 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--images", type=Path, required=True, help="folder the paths start from")
     verb.add_argument("--out", type=Path, required=True, help="folder for the shards")
     verb.add_argument("--path-column", default="filepath")
-    verb.add_argument("--caption-column", default="title")
+    verb.add_argument("--caption-column", help="default: title, or no captions without that column")
     verb.add_argument("--samples-per-shard", type=int, default=10_000)
     verb.add_argument("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
     verb.add_argument("--key-prefix", default="", help="put before the running number of a key")

@@ -256,6 +256,8 @@ def _finish(
 ) -> None:
     labels = open_npy(artifact.directory / "cluster_labels.npy", "cluster")
     counts = _report(layout, stage, index, found, tally, labels)
+    if artifact.config["feature"] == "mean":  # those are clustered by image alone
+        counts["without_caption"] = int((index.num_captions == 0).sum())
     artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
 
 

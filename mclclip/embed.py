@@ -46,7 +46,8 @@ def run(
 
     ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
     With ``text`` (default: at stage 0 where training will use them) the captions are embedded by
-    stage 0's text tower too, one row per (sample, caption number).
+    stage 0's text tower too, one row per (sample, caption number); samples without a caption have
+    none. Raises ValueError for text where no sample has a caption.
     """
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
@@ -55,6 +56,9 @@ def run(
         text = stage == 0 and config.needs_text_embeddings
     jobs = [(images, "embeddings", _embed_images)]
     if text:
+        without = len(index.without_caption("embed with text"))
+        if without:
+            log.info("embed: %d of %d samples have no caption to embed", without, len(index))
         jobs.append((layout.text_embeddings, "text_embeddings", _embed_texts))
     for directory, kind, embed_shard in jobs:
         artifact = collectives.on_main(
@@ -116,6 +120,11 @@ def _embed(
     found = collectives.together(work, "embed")
     num_bad = BadSamples(index, config.data.max_bad_fraction).share(found)
     counts = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
+    if artifact.kind == "text_embeddings":
+        counts |= {
+            "captions": int(index.num_captions.sum()),
+            "without_caption": int((index.num_captions == 0).sum()),
+        }
     collectives.on_main(lambda: artifact.finish(counts, dtype=config.embed.dtype))
 
 

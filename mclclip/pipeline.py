@@ -17,6 +17,7 @@ from mclclip import cluster, embed, export, files, index, train
 from mclclip import config as configuration
 from mclclip.config import Config
 from mclclip.data.epoch_plan import check_ranks, check_samples
+from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import run as evaluation
 from mclclip.models.clip import architecture
 from mclclip.ranks import collectives
@@ -50,7 +51,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
 
 
 def _steps(config: Config, context: Context, force: bool) -> None:
-    _check_data(config, len(index.run(config, context, force=force)))
+    _check_data(config, index.run(config, context, force=force))
     _stage_zero(config, context, force)
     for stage in range(1, config.num_stages + 1):
         log.info("--- stage %d of %d", stage, config.num_stages)
@@ -99,11 +100,16 @@ def _check_objectives(config: Config, context: Context) -> None:
         )
 
 
-def _check_data(config: Config, num_samples: int) -> None:
-    """Refuses what the number of samples cannot carry, before hours are spent on stage 0."""
+def _check_data(config: Config, samples: SampleIndex) -> None:
+    """Refuses what the samples, or their captions, cannot carry, before hours go to stage 0."""
+    if config.num_stages and config.cluster.feature == "mean":
+        samples.without_caption("cluster.feature=mean")
     most = max((config.cluster.clusters_of(s) for s in range(config.num_stages)), default=1)
     for name, options in config.trainings.items():
-        check_samples(name, options.global_batch, options.plan.policy, most, num_samples)
+        reads = options.objective.reads.captions
+        without = len(samples.without_caption(options.reader(name))) if reads else 0
+        batch, policy = options.global_batch, options.plan.policy
+        check_samples(name, batch, policy, most, len(samples), without)
 
 
 def _stage_zero(config: Config, context: Context, force: bool) -> None:

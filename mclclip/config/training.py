@@ -140,6 +140,10 @@ class TrainConfig:
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
 
+    def reader(self, name: str) -> str:
+        """What messages call the objective of this training, which is the option ``name``."""
+        return f"{name}.objective.kind={self.objective.kind}"
+
     @property
     def reads_text_embeddings(self) -> bool:
         """Whether captions come as embeddings from disk (in stages after stage 0)."""

@@ -125,13 +125,7 @@ class EpochPlan:
     def _set_epoch(self, seed: int, stage: int, epoch: int) -> None:
         self._key = (seed, stage, epoch)
         self.epoch = epoch
-        tree = self._tree
-        self._leaf_pool = tree.pools[0]
-        self._leaf_order: Integers | None = None
-        if tree.policy == "mask":
-            groups = tree.grouped.num_groups
-            self._leaf_order = permute(np.arange(groups), groups, mix(*self._key, _GROUP_ORDER))
-            self._leaf_pool = _starts(tree.levels[0].leftovers[self._leaf_order])
+        self._mixed: tuple[Integers, Integers] | None = None
 
     def batch(self, step: int) -> PlannedBatch:
         """The global batch of a step of this epoch; ValueError for a step outside of it."""
@@ -167,14 +161,23 @@ class EpochPlan:
             level, below = tree.levels[above], tree.levels[above - 1]
             if tree.policy != "mask":
                 position = self._shuffle(level, nodes, position)
-            pool = tree.pools[above - 1] if above > 1 else self._leaf_pool
+            order, pool = None, tree.pools[above - 1]
+            if tree.policy == "mask":
+                order, pool = self._mixed_leaves()
             position = position + pool[level.first_child[nodes]]
             slot = np.searchsorted(pool, position, side="right") - 1
-            nodes = slot
-            if above == 1 and self._leaf_order is not None:
-                nodes = self._leaf_order[slot]
+            nodes = slot if order is None else order[slot]
             position = position - pool[slot] + below.batches[nodes] * size
         return nodes, self._shuffle(tree.levels[0], nodes, position)
+
+    def _mixed_leaves(self) -> tuple[Integers, Integers]:
+        """Leaves in the order in which "mask" pools their leftovers, and where those start in the
+        pool. Both are drawn anew for every epoch, when its first mixed batch is asked for."""
+        if self._mixed is None:
+            num_groups, key = self._tree.grouped.num_groups, mix(*self._key, _GROUP_ORDER)
+            order = permute(np.arange(num_groups), num_groups, key)
+            self._mixed = order, _starts(self._tree.levels[0].leftovers[order])
+        return self._mixed
 
     def _shuffle(self, level: Level, node: Integers, position: Integers) -> Integers:
         key = mix(*self._key, _SAMPLES, level.prefix_length, level.labels[node])
@@ -201,13 +204,23 @@ def check_ranks(name: str, global_batch: int, num_ranks: int) -> None:
 
 
 def check_samples(
-    name: str, global_batch: int, policy: Policy, num_clusters: int, num_samples: int
+    name: str,
+    global_batch: int,
+    policy: Policy,
+    num_clusters: int,
+    num_samples: int,
+    without_caption: int = 0,
 ) -> None:
-    """Raises ValueError where a batch, or the clusters, need more samples than there are."""
-    if policy != "wrap" and global_batch > num_samples:
+    """Raises ValueError where a batch, or the clusters, need more samples than there are.
+
+    ``without_caption``: samples that are clustered, but left out of this training's batches.
+    """
+    usable = num_samples - without_caption
+    if policy != "wrap" and global_batch > usable:
         raise ValueError(
-            f"{name}.global_batch={global_batch:,} is more than the index's {num_samples:,} "
-            f"samples: lower it, or set {name}.plan.policy=wrap"
+            f"{name}.global_batch={global_batch:,} is more than the index's {usable:,} samples"
+            f"{' with a caption' if without_caption else ''}: lower it, or set "
+            f"{name}.plan.policy=wrap"
         )
     if num_clusters > num_samples:
         raise ValueError(

@@ -20,7 +20,10 @@ Range = tuple[int, int]
 
 
 def count(config: Config, samples: int | None) -> dict[str, Any]:
-    """``samples`` (number, usable, captions, where from) and ``trainings``, in order.
+    """``samples`` and ``trainings``, in order.
+
+    Samples: number, usable (not known as undecodable), captions, without_caption (of the usable),
+    and whether they were counted.
 
     A training: stage, variant, option, steps, steps_per_epoch and groups as [fewest, most] or None,
     whether they are exact, and coverage, what an epoch makes of the groups (``plan.groups``; none
@@ -47,12 +50,14 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
 
 def _samples(index: SampleIndex | None, given: int | None) -> dict[str, Any]:
     if index is None:
-        return {"number": given, "usable": given, "captions": given, "exact": False}
-    bad = len(index.bad_ids())
+        numbers: dict[str, Any] = {"number": given, "usable": given, "captions": given}
+        return numbers | {"without_caption": 0, "exact": False}
+    bad = index.bad_ids()
     return {
         "number": len(index),
-        "usable": len(index) - bad,
+        "usable": len(index) - len(bad),
         "captions": int(index.num_captions.sum()),
+        "without_caption": int((np.delete(index.num_captions, bad) == 0).sum()),
         "exact": True,
     }
 
@@ -63,11 +68,14 @@ def _training(
     name, options = ("base", config.base) if stage == 0 else ("train", config.train)
     assert options is not None
     radices = _radices(config, stage, variant)
-    usable = samples["usable"]
+    left_out = _left_out(index, name, options)
+    known, usable = samples["usable"], samples["usable"]
+    if index is not None:
+        usable = len(index) - len(left_out)
     clusters = max((config.cluster.clusters_of(earlier) for earlier in range(stage)), default=1)
-    _check_samples(clusters, name, options, usable, radices)
+    _check_samples(clusters, name, options, known, usable, radices)
     batch, policy = options.global_batch, options.plan.policy
-    on_disk = _on_disk(config, index, stage, variant, options)
+    on_disk = _on_disk(config, index, stage, variant, options, left_out)
     most = label_space(radices)
     groups, epoch, coverage = (1, most), None, []
     if on_disk is not None:
@@ -97,6 +105,14 @@ def _training(
     }
 
 
+def _left_out(index: SampleIndex | None, name: str, options: TrainConfig) -> np.ndarray:
+    """Ids of the samples that are in no batch of a training; none where there is no index yet."""
+    if index is None:
+        return np.zeros(0, np.int64)
+    bad, reads = index.bad_ids(), options.objective.reads.captions
+    return np.union1d(bad, index.without_caption(options.reader(name))) if reads else bad
+
+
 def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
     """Steps of a training, as ``train`` counts them."""
     if epoch is None and options.steps is None:
@@ -114,13 +130,21 @@ def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
 
 
 def _check_samples(
-    clusters: int, name: str, options: TrainConfig, usable: int | None, radices: tuple[int, ...]
+    clusters: int,
+    name: str,
+    options: TrainConfig,
+    known: int | None,
+    usable: int | None,
+    radices: tuple[int, ...],
 ) -> None:
-    """What the run would refuse once it has its index, or its labels."""
-    if usable is None:
+    """What the run would refuse once it has its index, or its labels.
+
+    ``known`` samples are clustered, and ``usable`` ones of them are trained on.
+    """
+    if known is None or usable is None:
         return
     batch, policy = options.global_batch, options.plan.policy
-    check_samples(name, batch, policy, clusters, usable)
+    check_samples(name, batch, policy, clusters, known, known - usable)
     if policy == "drop" and label_space(radices) * batch > usable:
         raise ValueError(
             f"{label_space(radices):,} possible labels x {name}.global_batch={batch:,} are more "
@@ -130,7 +154,12 @@ def _check_samples(
 
 
 def _on_disk(
-    config: Config, index: SampleIndex | None, stage: int, variant: str, options: TrainConfig
+    config: Config,
+    index: SampleIndex | None,
+    stage: int,
+    variant: str,
+    options: TrainConfig,
+    left_out: np.ndarray,
 ) -> Coverage | None:
     """The coverage of a training that has begun, or whose labels are there."""
     layout = Layout.of(config, variant)
@@ -141,14 +170,13 @@ def _on_disk(
         return None
     else:
         labels, radices = np.zeros(len(index), np.int64), tuple[int, ...]()
-        bad = index.bad_ids()
         if stage > 0 and _radices(config, stage, variant):
             directory = layout.pseudo_labels(stage)
             # Which groups of random labels lose a bad sample depends on the draw.
-            if not artifacts.is_finished(directory) or (variant != "mcl" and len(bad)):
+            if not artifacts.is_finished(directory) or (variant != "mcl" and len(index.bad_ids())):
                 return None
             labels, radices, _ = read_pseudo_labels(directory, index)
             labels = labels.copy()
-        labels[bad] = -1
+        labels[left_out] = -1
         grouped = GroupedIndex.build(labels, radices)
     return coverage_report(grouped, options.global_batch, options.plan.policy)

@@ -34,7 +34,9 @@ def _heading(plan: dict[str, Any]) -> Iterator[str]:
         yield "samples: unknown (no index yet); give --samples N for steps and embeddings"
     elif samples["exact"]:
         outside = samples["number"] - samples["usable"]
-        yield f"samples: {samples['number']:,} in the index, {outside:,} of them undecodable"
+        without = samples["without_caption"]
+        bare = f", {without:,} more have no caption" if without else ""
+        yield f"samples: {samples['number']:,} in the index, {outside:,} of them undecodable{bare}"
     else:
         yield f"samples: {samples['number']:,} as given (no index yet), one caption each"
 

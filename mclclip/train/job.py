@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from mclclip.config import Config, ModelConfig, TrainConfig
 from mclclip.data.labels import ClassLabels
 from mclclip.data.sample_index import SampleIndex
@@ -42,6 +44,16 @@ class Job:
         """What log lines call it: MCL and its controls by the variant, others by the objective."""
         objective = self.options.objective
         return self.layout.variant if objective.reads.groups else objective.kind
+
+    @cached_property
+    def without_caption(self) -> np.ndarray:
+        """Ids of the samples that are left out since captions are read and they have none.
+
+        Raises ValueError where that is all of them.
+        """
+        if not self.options.objective.reads.captions:
+            return np.zeros(0, dtype=np.int64)
+        return self.index.without_caption(self.options.reader("train" if self.stage else "base"))
 
     @property
     def uses_cached_text(self) -> bool:

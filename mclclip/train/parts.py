@@ -172,7 +172,7 @@ def loader_of(
         transform=model.preprocess_train,
         num_views=options.objective.num_views,
         reads_captions=reads.captions,
-        tokenizer=model.tokenizer,
+        tokenizer=model.tokenizer if reads.captions else None,
         text_features=text,
         global_batch=options.global_batch,
         policy=options.plan.policy,

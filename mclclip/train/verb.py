@@ -71,7 +71,10 @@ def run(
     trainee = parts.trainee_of(job, model, objective)
     steps = _train(job, trainee, artifact.identity, *groups.read())
     if context.is_main:
-        artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
+        counts = {"steps": steps, "samples_seen": steps * options.global_batch}
+        if options.objective.reads.captions:
+            counts["without_caption"] = len(job.without_caption)
+        artifact.finish(counts)
     collectives.barrier()
     return job.directory
 
@@ -103,6 +106,11 @@ def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact
     build = partial(build_groups, labels, radices, bad_ids, job.options.global_batch, plan.policy)
     grouped = None if groups.written else build()
     artifact = opened(write=True)
+    if len(job.without_caption):
+        log.info(
+            "stage %d: %d of %d samples have no caption and are left out",
+            job.stage, len(job.without_caption), len(job.index),
+        )  # fmt: skip
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(grouped or build(), bad_ids)
     return artifact, groups
@@ -133,6 +141,18 @@ def _controlled_steps(job: Job) -> int | None:
 
 def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
+    left_out = job.without_caption
+    labels, radices, inputs = _labels_of_all(job, variant)
+    if len(left_out):
+        labels = labels.copy()
+        labels[left_out] = -1
+    if radices and variant == "random_groups":
+        labels = permute_labels(labels, job.seed, job.stage)
+    return labels, radices, inputs
+
+
+def _labels_of_all(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
+    """The same as they are on disk, before samples are left out and labels permuted."""
     inputs = {"index": job.index.digest}
     labels = np.zeros(len(job.index), dtype=np.int64)
     radices: tuple[int, ...] = ()
@@ -147,8 +167,6 @@ def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[s
     if job.options.objective.reads.groups and variant != "ungrouped":
         directory = job.layout.pseudo_labels(job.stage)
         labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, job.index)
-    if radices and variant == "random_groups":
-        labels = permute_labels(labels, job.seed, job.stage)
     return labels, radices, inputs
 
 

@@ -54,7 +54,13 @@ class Reading:
         self.size = len(self.index) // BATCH * BATCH
         self.transform = image_transform_v2(PreprocessCfg(size=image_size), is_train=True)
         self.tokenizer = open_clip.get_tokenizer("ViT-B-32")
-        self.dataset = TarDataset(self.index, self.transform, self.tokenizer, MAX_PIXELS)
+        self.dataset = TarDataset(
+            self.index,
+            self.transform,
+            reads_captions=True,
+            tokenizer=self.tokenizer,
+            max_image_pixels=MAX_PIXELS,
+        )
         self.batches = self._training_batches()
         self.image_size, self.index_folder = image_size, Path(config.run_dir) / "index"
         self.ids = np.random.default_rng(0).permutation(len(self.index))[: self.size].tolist()
@@ -64,6 +70,7 @@ class Reading:
             index=self.index,
             grouped=GroupedIndex.build(np.zeros(len(self.index), np.int64), ()),
             transform=self.transform,
+            reads_captions=True,
             tokenizer=self.tokenizer,
             global_batch=BATCH,
             policy="backoff",

@@ -39,6 +39,7 @@ def ours(given: dict[str, Any], transform: Any, tokenizer: Any) -> Iterable[Any]
         index=index,
         grouped=GroupedIndex.build(np.zeros(len(index), np.int64), ()),
         transform=transform,
+        reads_captions=True,
         tokenizer=tokenizer,
         global_batch=given["batch"],
         policy="backoff",

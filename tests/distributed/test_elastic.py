@@ -49,7 +49,7 @@ def recorded(seen: Seen) -> Iterator[None]:
     def update(engine: Engine, batch: Batch, lr: float) -> Any:
         seen[batch.step] = {
             int(number): hashlib.sha256(image.numpy().tobytes()).hexdigest()
-            for number, image in zip(batch.sample_id, batch.image, strict=True)
+            for number, image in zip(batch.sample_id, batch.views[0], strict=True)
         }
         return original(engine, batch, lr)
 

@@ -56,7 +56,7 @@ def batch_of(step: int, dtype: torch.dtype = torch.float32) -> Batch:
     text = torch.randint(1, 400, (GLOBAL_BATCH, 20), generator=random)
     local = GLOBAL_BATCH // collectives.world_size()
     whole = Batch(
-        image=image.to(dtype),
+        views=[image.to(dtype)],
         text=text,
         labels=torch.arange(GLOBAL_BATCH)[:, None] % 2,
         sample_id=torch.arange(GLOBAL_BATCH),
@@ -193,7 +193,7 @@ def overflow(name: str) -> dict[str, Any]:
     before, scale = whole(engine.state_dict()), engine.scaler.get_scale()
     batch = batch_of(1)
     if collectives.rank() == collectives.world_size() - 1:
-        batch.image[0] = float("inf")
+        batch.views[0][0] = float("inf")
     engine.update(batch, lr=1e-3)
     after = whole(engine.state_dict())
     lowered = engine.scaler.get_scale() / scale

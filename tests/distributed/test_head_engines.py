@@ -142,7 +142,7 @@ def run_one_bad(name: str, options: dict[str, Any]) -> tuple[dict[str, Any], ...
         if step == 0:
             engine.settle(batch)
         if step == 1 and collectives.rank() == 0:
-            batch.image[0] = float("inf")
+            batch.views[0][0] = float("inf")
         engine.update(batch, lr=1e-3)
         states.append(whole(engine.state_dict()))
     return tuple(states)

@@ -110,7 +110,7 @@ def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor
     found = {}
     for batch in loader:
         assert batch.text is not None
-        rows = zip(batch.sample_id.tolist(), batch.image, batch.text, strict=True)
+        rows = zip(batch.sample_id.tolist(), batch.views[0], batch.text, strict=True)
         found.update({sample: (image, text) for sample, image, text in rows})
     return found
 

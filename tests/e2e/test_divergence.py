@@ -46,7 +46,7 @@ class Spoil:
         def update(engine: Any, batch: Any, lr: float) -> Any:
             here = int(os.environ.get("RANK", "0")) == self.rank
             if here and self.first <= batch.step + 1 <= self.last:
-                batch.image[0, 0, 3, 3] = float("nan")
+                batch.views[0][0, 0, 3, 3] = float("nan")
             return original(engine, batch, lr)
 
         setattr(Engine, "update", update)  # noqa: B010

@@ -52,6 +52,7 @@ def _batches(where: Where) -> TrainingBatches:
         index=samples,
         grouped=grouped,
         transform=model.preprocess_train,
+        reads_captions=True,
         tokenizer=model.tokenizer,
         global_batch=24,
         policy="backoff",
@@ -78,14 +79,13 @@ def pinned(where: Where) -> str:
         pin_memory=where.on_gpu,
     )
     for got, want in zip(loader, wanted, strict=True):
-        for name in ("image", "text", "labels", "sample_id"):
-            tensor = getattr(got, name)
-            assert tensor.is_pinned() == where.on_gpu, f"{name} is not pinned"
-            moved = getattr(got.to(where.device, non_blocking=True), name)
+        moved = got.to(where.device, non_blocking=True)
+        for tensor, there, read in zip(got.tensors(), moved.tensors(), want.tensors(), strict=True):
+            assert tensor.is_pinned() == where.on_gpu, f"{list(tensor.shape)} is not pinned"
             busy = torch.ones(256, 256, device=where.device)
             for _ in range(5):
                 busy = busy @ busy * 1e-3
-            same_bits(name, moved, getattr(want, name))
+            same_bits(f"batch {got.step}", there, read)
     if not where.on_gpu:
         raise Skip("the CPU has no pinned memory; batches of workers are equal")
     return f"{len(steps)} batches"

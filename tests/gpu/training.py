@@ -45,7 +45,7 @@ def batch_of(step: int, device: torch.device, image_size: int = 32, context: int
     """Pictures and captions of a step: the same on every device."""
     generator = torch.Generator().manual_seed(step)
     return Batch(
-        image=torch.randn(BATCH, 3, image_size, image_size, generator=generator),
+        views=[torch.randn(BATCH, 3, image_size, image_size, generator=generator)],
         text=torch.randint(1, 400, (BATCH, context), generator=generator),
         labels=torch.arange(BATCH)[:, None] % 2,
         sample_id=torch.arange(BATCH),

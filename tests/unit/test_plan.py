@@ -15,6 +15,7 @@ import pytest
 
 from mclclip import config, plan
 from mclclip.config import Config
+from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.plan import Machine, disk
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
@@ -245,6 +246,43 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
         for step in checkpoints.glob("step_*")
     ]
     assert max(each) == pytest.approx(found["disk"]["trainings"][0]["each"], rel=0.1)
+
+
+def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: Path) -> None:
+    """60 images, every third without a caption; of these one is broken, and one of the others."""
+    from mclclip import index
+    from mclclip.run.artifacts import Artifact
+
+    captions = [[] if number % 3 == 0 else ["a caption"] for number in range(60)]
+    packed = [PackedSample(f"{n:04d}", b"image", "jpg", texts) for n, texts in enumerate(captions)]
+    write_shards(packed, tmp_path / "data/shards", 25)
+    overrides = ("base=null", "num_stages=1", "train.steps=null", "train.epochs=1",
+                 "train.global_batch=4", "controls=[random_groups]")  # fmt: skip
+    options = tiny.make_config(tmp_path / "run", tmp_path / "data", *overrides)
+    samples = index.run(options, SINGLE)
+    samples.add_bad({0: "truncated", 1: "truncated"})
+    counted = plan.steps.count(options, None)
+    assert counted["samples"] == {
+        "number": 60, "usable": 58, "captions": 40, "without_caption": 19, "exact": True
+    }  # fmt: skip
+    assert [t["steps_per_epoch"] for t in counted["trainings"]] == [(9, 9)] * 2  # of 39 samples
+    labels = (np.arange(60) > 50).astype(np.int64)  # 33 usable ones of 0, 6 of 1
+    directory = Layout.of(options).pseudo_labels(1)
+    artifact = Artifact.open(directory, kind="pseudo_labels", config={},
+                             inputs={"index": samples.digest})  # fmt: skip
+    np.save(directory / "pseudo_labels.npy", labels[:, None])
+    artifact.finish({"radices": [3]})
+    dropping = tiny.make_config(tmp_path / "run", tmp_path / "data", *overrides,
+                                "train.plan.policy=drop")  # fmt: skip
+    (training, _) = plan.steps.count(dropping, None)["trainings"]
+    assert training["exact"] and training["steps_per_epoch"] == (33 // 4 + 6 // 4,) * 2
+    mlcd = "train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 0.5}"
+    without = tiny.make_config(tmp_path / "run", tmp_path / "data", *overrides[:-1], mlcd)
+    (training,) = plan.steps.count(without, None)["trainings"]
+    assert training["steps_per_epoch"] == (58 // 4,) * 2
+    machine = {"run_dir": "run", "nodes": 1, "gpus_per_node": 1, "ranks": 1}
+    _, heading = plan.table._heading(machine | counted)
+    assert heading == "samples: 60 in the index, 2 of them undecodable, 19 more have no caption"
 
 
 def test_labels_of_many_samples_are_counted() -> None:

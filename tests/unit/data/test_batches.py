@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,14 @@ def png(number: int) -> bytes:
     return stream.getvalue()
 
 
-def make_index(directory: Path, bad: set[int]) -> SampleIndex:
+def make_index(directory: Path, bad: set[int], bare: Container[int] = ()) -> SampleIndex:
+    """240 samples of one to four captions; ``bad`` ones are no images, ``bare`` have no caption."""
     samples = [
         PackedSample(
             f"{number:05d}",
             b"broken" if number in bad else png(number),
             "png",
-            [f"{number} caption {k}" for k in range(1 + number % 4)],
+            [f"{number} caption {k}" for k in range(1 + number % 4) if number not in bare],
         )
         for number in range(NUM_SAMPLES)
     ]

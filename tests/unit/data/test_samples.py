@@ -9,7 +9,10 @@ import os
 import pickle
 import tarfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from mclclip.data import samples as samples_module
+from mclclip.data.decode import decode_image
 from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard, write_tables
 from mclclip.data.samples import BadSample, RawSample, Sample, ShardReader, TarDataset, TextFeatures
 from mclclip.data.shard_scan import Findings
@@ -71,6 +76,10 @@ def tokenize(texts: list[str]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
+IMAGES: dict[str, Any] = dict(reads_captions=False, tokenizer=tokenize, max_image_pixels=LIMIT)
+TEXTS: dict[str, Any] = IMAGES | {"reads_captions": True}
+
+
 def colour(sample: Sample | BadSample) -> int:
     assert isinstance(sample, Sample)
     return int(sample.views[0][0, 0, 0])
@@ -82,7 +91,7 @@ def colour(sample: Sample | BadSample) -> int:
 def test_samples_come_in_the_order_asked_and_are_read_in_the_order_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = TarDataset(make_index(tmp_path), to_tensor, tokenize, LIMIT)
+    dataset = TarDataset(make_index(tmp_path), to_tensor, **TEXTS)
     places: list[tuple[int, int]] = []
     read = dataset.reader.read
 
@@ -100,7 +109,7 @@ def test_samples_come_in_the_order_asked_and_are_read_in_the_order_of_the_disk(
 
 
 def test_one_sample_and_the_whole_length(tmp_path: Path) -> None:
-    dataset = TarDataset(make_index(tmp_path), to_tensor, tokenize, LIMIT)
+    dataset = TarDataset(make_index(tmp_path), to_tensor, **TEXTS)
     assert len(dataset) == NUM_SAMPLES
     sample = dataset[7]
     assert isinstance(sample, Sample)
@@ -113,12 +122,45 @@ def test_one_sample_and_the_whole_length(tmp_path: Path) -> None:
 
 
 def test_image_alone_reads_no_captions(tmp_path: Path) -> None:
-    dataset = TarDataset(make_index(tmp_path), to_tensor, None, LIMIT)
+    dataset = TarDataset(make_index(tmp_path), to_tensor, **IMAGES)
     raw = dataset.read_many([4])[0]
     assert isinstance(raw, RawSample) and raw.image == png(4) and raw.text == b""
     sample = dataset[4]
     assert isinstance(sample, Sample) and sample.text is None and sample.text_features is None
-    assert not dataset.has_text and not dataset.reads_captions
+    with pytest.raises(ValueError, match="reads_captions is True: wanted a tokenizer or text_feat"):
+        TarDataset(dataset.index, to_tensor, reads_captions=True, max_image_pixels=LIMIT)
+
+
+def test_an_image_is_decoded_once_for_all_its_views(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = TarDataset(make_index(tmp_path, {2: b"x"}), to_tensor, **TEXTS)
+    decoded, inside, seen = [], [""], []
+
+    def decode(data: bytes, max_image_pixels: int) -> Image.Image:
+        decoded.append(data)
+        return decode_image(data, max_image_pixels)
+
+    @contextmanager
+    def named(name: str) -> Iterator[None]:
+        inside.append(name)
+        yield
+        inside.pop()
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        seen.append(f"view {inside[-1]}")
+        return to_tensor(image) + len(seen)
+
+    def tokenizer(texts: list[str]) -> torch.Tensor:
+        seen.append(f"text {inside[-1]}")
+        return tokenize(texts)
+
+    monkeypatch.setattr(samples_module, "decode_image", decode)
+    dataset.transform, dataset.tokenizer = transform, tokenizer
+    good, bad = (dataset.prepare(raw, 0, [*map(named, "abc")]) for raw in dataset.read_many([4, 2]))
+    assert isinstance(good, Sample) and bad == BadSample(2, "unidentified")
+    assert decoded == [png(4), b"x"] and seen == ["view a", "text a", "view b", "view c"]
+    assert [int(view[0, 0, 0]) for view in good.views] == [5, 7, 8]
 
 
 def test_captions_from_json_list_json_string_and_txt(tmp_path: Path) -> None:
@@ -128,7 +170,7 @@ def test_captions_from_json_list_json_string_and_txt(tmp_path: Path) -> None:
         ("txt", captions_of(8)[:1]),
     ):
         dataset = TarDataset(
-            make_index(tmp_path / captions.replace(":", "_"), captions=captions), None, None, LIMIT
+            make_index(tmp_path / captions.replace(":", "_"), captions=captions), None, **IMAGES
         )
         assert dataset.captions(8) == wanted
     with pytest.raises(RuntimeError, match="no transform"):
@@ -142,7 +184,7 @@ def test_damaged_utf8_is_replaced_and_captions_are_stripped(tmp_path: Path) -> N
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    dataset = TarDataset(build_index(tmp_path / "index", [path], "txt"), None, None, LIMIT)
+    dataset = TarDataset(build_index(tmp_path / "index", [path], "txt"), None, **IMAGES)
     assert dataset.captions(0) == ["caf\ufffd"]
 
 
@@ -150,12 +192,12 @@ def test_bad_samples_are_returned_with_their_reason(tmp_path: Path) -> None:
     stream = io.BytesIO()
     Image.effect_noise((64, 64), 50).save(stream, "JPEG")
     bad = {2: b"no image at all", 5: stream.getvalue()[:-500], 9: png(9)}
-    dataset = TarDataset(make_index(tmp_path, bad), to_tensor, tokenize, LIMIT)
+    dataset = TarDataset(make_index(tmp_path, bad), to_tensor, **TEXTS)
     samples = dataset.__getitems__([1, 2, 5, 9])
     assert samples[1] == BadSample(2, "unidentified")
     assert samples[2] == BadSample(5, "truncated")
     assert colour(samples[0]) == 1 and colour(samples[3]) == 9
-    tight = TarDataset(dataset.index, to_tensor, None, max_image_pixels=6 * 4 - 1)
+    tight = TarDataset(dataset.index, to_tensor, **IMAGES | {"max_image_pixels": 6 * 4 - 1})
     assert tight[1] == BadSample(1, "bomb")
 
 
@@ -164,7 +206,7 @@ def test_a_shard_cut_short_after_indexing(tmp_path: Path) -> None:
     last = index.shards[-1]
     victim = last.start
     os.truncate(last.path, int(index.image_offset[victim]) + 10)
-    dataset = TarDataset(index, to_tensor, tokenize, LIMIT)
+    dataset = TarDataset(index, to_tensor, **TEXTS)
     samples = dataset.__getitems__([victim, 0, victim + 1])
     assert samples[0] == BadSample(victim, "truncated")
     assert samples[2] == BadSample(victim + 1, "truncated")
@@ -178,7 +220,7 @@ def test_captions_overwritten_after_indexing_make_a_bad_sample(tmp_path: Path) -
     with open(index.shards[0].path, "r+b") as file:
         file.seek(int(index.text_offset[1]))
         file.write(b"]" * int(index.text_size[1]))
-    dataset = TarDataset(index, to_tensor, tokenize, LIMIT)
+    dataset = TarDataset(index, to_tensor, **TEXTS)
     assert dataset[1] == BadSample(1, "no_caption")
     with pytest.raises(RuntimeError, match="00001 has 0 readable captions, the index says 2"):
         dataset.captions(1)
@@ -187,7 +229,7 @@ def test_captions_overwritten_after_indexing_make_a_bad_sample(tmp_path: Path) -
 def test_a_missing_shard_is_an_error_not_a_bad_sample(tmp_path: Path) -> None:
     index = make_index(tmp_path)
     os.unlink(index.shards[1].path)
-    dataset = TarDataset(index, to_tensor, tokenize, LIMIT)
+    dataset = TarDataset(index, to_tensor, **TEXTS)
     assert colour(dataset[0]) == 0
     with pytest.raises(FileNotFoundError, match="00001.tar is in the index but not on disk"):
         dataset[PER_SHARD]
@@ -203,7 +245,7 @@ def test_pixels_equal_open_clips_own_transform(tmp_path: Path) -> None:
         stream = io.BytesIO()
         Image.fromarray(noise).convert(mode).save(stream, "JPEG")
         images.append(stream.getvalue())
-    dataset = TarDataset(make_index(tmp_path, dict(enumerate(images))), transform, None, LIMIT)
+    dataset = TarDataset(make_index(tmp_path, dict(enumerate(images))), transform, **IMAGES)
     for number, data in enumerate(images):
         sample = dataset[number]
         assert isinstance(sample, Sample)
@@ -221,7 +263,7 @@ def open_tars() -> int:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_open_files_are_bounded_and_closed(tmp_path: Path) -> None:
     index = make_index(tmp_path)
-    dataset = TarDataset(index, to_tensor, None, LIMIT, max_open_files=2)
+    dataset = TarDataset(index, to_tensor, **IMAGES, max_open_files=2)
     before = open_tars()
     for _ in range(3):
         for sample_id in range(0, NUM_SAMPLES, PER_SHARD):
@@ -255,7 +297,7 @@ def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
 
 
 def test_pickling_leaves_the_handles_behind(tmp_path: Path) -> None:
-    dataset = TarDataset(make_index(tmp_path), to_tensor, tokenize, LIMIT, max_open_files=3)
+    dataset = TarDataset(make_index(tmp_path), to_tensor, **TEXTS, max_open_files=3)
     assert colour(dataset[3]) == 3
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy.reader.num_open_files == 0
@@ -263,7 +305,7 @@ def test_pickling_leaves_the_handles_behind(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_reads_with_handles_of_its_own(tmp_path: Path) -> None:
-    reader = TarDataset(make_index(tmp_path), to_tensor, None, LIMIT).reader
+    reader = TarDataset(make_index(tmp_path), to_tensor, **IMAGES).reader
     wanted = reader.read(0, 0, 512)
     with reader._lock:  # as another thread might hold it at the moment of the fork
         pid = os.fork()
@@ -296,7 +338,7 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_loader_workers_see_the_same_samples(tmp_path: Path, start_method: str) -> None:
-    dataset = TarDataset(make_index(tmp_path, {2: b"x"}), to_tensor, tokenize, LIMIT)
+    dataset = TarDataset(make_index(tmp_path, {2: b"x"}), to_tensor, **TEXTS)
     assert colour(dataset[0]) == 0  # open a handle before the workers start
     batches = [[4, 2, 20], [0, 11]]
     loader = DataLoader(
@@ -346,9 +388,9 @@ def test_samples_carry_text_features_instead_of_text(tmp_path: Path) -> None:
     index = make_index(tmp_path)
     write_text_features(tmp_path / "text", index, "float16")
     features = TextFeatures(tmp_path / "text", index)
-    dataset = TarDataset(index, to_tensor, tokenize, LIMIT, text_features=features)
+    dataset = TarDataset(index, to_tensor, **TEXTS, text_features=features)
     raw = dataset.read_many([8])[0]
-    assert isinstance(raw, RawSample) and raw.text == b"" and dataset.has_text
+    assert isinstance(raw, RawSample) and raw.text == b""
     sample = dataset.prepare(raw, caption_number=2)
     assert isinstance(sample, Sample) and sample.text is None and sample.caption_number == 2
     assert sample.text_features is not None and sample.text_features.tolist() == [8, 2]
@@ -371,6 +413,6 @@ def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_json_member_is_read_whole(tmp_path: Path) -> None:
     index = make_index(tmp_path)
-    raw = TarDataset(index, None, tokenize, LIMIT).read_many([8])[0]
+    raw = TarDataset(index, None, **TEXTS).read_many([8])[0]
     assert isinstance(raw, RawSample)
     assert json.loads(raw.text)["captions"] == captions_of(8)

@@ -24,7 +24,7 @@ GLOBAL_BATCH = 256
 def batch() -> Batch:
     random = torch.Generator().manual_seed(0)
     return Batch(
-        image=torch.randn(GLOBAL_BATCH, 3, 32, 32, generator=random),
+        views=[torch.randn(GLOBAL_BATCH, 3, 32, 32, generator=random)],
         text=torch.randint(1, 400, (GLOBAL_BATCH, 20), generator=random),
         labels=torch.arange(GLOBAL_BATCH)[:, None] % 3,
         sample_id=torch.arange(GLOBAL_BATCH) // 2,  # every sample twice: masked
