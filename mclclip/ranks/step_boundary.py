@@ -12,13 +12,12 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mclclip.ranks import signals
-from mclclip.ranks.process_group import TIMEOUT, Context
+from mclclip.ranks import collectives, signals
+from mclclip.ranks.process_group import Context
 
 log = logging.getLogger("mclclip")
 
@@ -55,9 +54,7 @@ class StepBoundary:
         self.poll_s, self.deadline = poll_s, deadline
         self._looked = float("-inf")
         self._save, self._stop = False, False
-        self._group: Any = None
-        if context.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._group = collectives.side_group()
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def decide(self) -> Decision:
