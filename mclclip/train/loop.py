@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.data.batches import Batch
-from mclclip.engines.engine import Engine
+from mclclip.engines.engine import HALF, Engine
 from mclclip.engines.gradient_cache import Pullback
 from mclclip.models.clip import ClipModel
 from mclclip.models.lora import add_lora
@@ -33,7 +33,6 @@ from mclclip.run.recorder import Recorder
 log = logging.getLogger("mclclip")
 
 MIRROR_S = 60.0  # for the mirror when the run must leave; the next start goes on with it
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_model(
@@ -97,7 +96,7 @@ class Trainee(nn.Module):
         return parts
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        dtype = _HALF.get(self.precision)
+        dtype = HALF.get(self.precision)
         if dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=dtype)

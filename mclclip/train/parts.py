@@ -14,7 +14,7 @@ from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.samples import BadSamples, TextFeatures
-from mclclip.engines.build import build_engine
+from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate

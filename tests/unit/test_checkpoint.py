@@ -375,7 +375,7 @@ def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner: Any = {
         "data": (storage.state_dict_saver, "save"),
         "checksums": (step_files, "describe"),
-        "list": (step_files.artifacts, "write_json"),
+        "list": (step_files.files, "write_json"),
         "rename": (step_files.os, "rename"),
         "folder": (Path, "mkdir"),
     }[where]
