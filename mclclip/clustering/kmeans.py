@@ -118,15 +118,9 @@ def fit(
     rule = _Rule(max_iterations, tolerance, keep_empty)
     with rows.torch_settings():
         survey = rows.survey()
-        best: KMeans | None = None
-        for number, start in enumerate(
-            _starts(holder, words, restarts, init, init_samples, initial)
-        ):
-            found = _lloyd(holder, survey, start, rule, number)
-            if best is None or found.inertia < best.inertia:
-                best = found
-    assert best is not None
-    return best
+        starts = _starts(holder, words, restarts, init, init_samples, initial)
+        every = (_lloyd(holder, survey, start, rule, number) for number, start in enumerate(starts))
+        return min(every, key=lambda found: found.inertia)
 
 
 def _starts(

@@ -70,12 +70,8 @@ def fit(
             f"num_splits is {splits:,}, but there are {num_clusters:,} clusters: set "
             "cluster.num_splits to at most that"
         )
-    common: dict[str, Any] = {
-        "algorithm": algorithm,
-        "valid": valid,
-        "context": context,
-        "arithmetic": arithmetic,
-    }
+    common: dict[str, Any] = {"algorithm": algorithm, "valid": valid}
+    common |= {"context": context, "arithmetic": arithmetic}
     groups = _split(blocks, rows.num_rows, splits, words, common, options | {"init": init})
     shares = share_out(num_clusters, np.array([len(ids) for ids in groups]))
     options |= {"init": "plus_plus" if is_plus_plus(init, int(shares.max())) else "random"}

@@ -33,9 +33,7 @@ class _GatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
+        return gather(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
@@ -73,15 +71,11 @@ class _SumWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
+        return all_reduce_sum(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        grad = grad_outputs[0].clone()
-        dist.all_reduce(grad)
-        return grad
+        return all_reduce_sum(grad_outputs[0])
 
 
 def all_reduce_with_grad(x: Tensor) -> Tensor:

@@ -22,11 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mclclip.ranks import collectives, signals
 from mclclip.ranks.process_group import Context
@@ -43,10 +39,7 @@ _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connec
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another process is gone (see ``LostPeer``)."""
-    if isinstance(error, LostPeer):
-        return True
-    kinds = [getattr(dist, name, None) for name in ("DistBackendError", "DistNetworkError")]
-    if isinstance(error, tuple(kind for kind in kinds if kind is not None)):
+    if isinstance(error, (LostPeer, dist.DistBackendError, dist.DistNetworkError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
 

@@ -59,13 +59,19 @@ class StepBoundary:
 
     def decide(self) -> Decision:
         """What all ranks agreed on when they were asked last; asks for the next time."""
-        decision = self._settle()
+        decision = self.finish()
         self._ask()
         return decision
 
     def finish(self) -> Decision:
         """What was agreed on last; to be called by all ranks after the last step."""
-        return self._settle()
+        if self._pending is None:
+            return Decision()
+        (request, work), self._pending = self._pending, None
+        if work is not None:
+            work.wait()
+        reason, save = request.tolist()
+        return Decision(bool(save), _REASONS[reason])
 
     def _ask(self) -> None:
         self._look()
@@ -75,16 +81,6 @@ class StepBoundary:
         if self._group is not None:
             work = dist.all_reduce(request, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (request, work)
-
-    def _settle(self) -> Decision:
-        if self._pending is None:
-            return Decision()
-        request, work = self._pending
-        self._pending = None
-        if work is not None:
-            work.wait()
-        reason, save = request.tolist()
-        return Decision(bool(save), _REASONS[reason])
 
     def _reason(self) -> int:
         """The strongest reason this rank knows, as its place in the list."""
