@@ -110,7 +110,7 @@ class Rows:
         """The results of ``work`` for each item, in order; threads share out the items."""
         if self.num_threads == 1:
             return [work(item) for item in items]
-        with ThreadPoolExecutor(self.num_threads, None, torch.set_num_threads, (1,)) as pool:
+        with ThreadPoolExecutor(self.num_threads, "", torch.set_num_threads, (1,)) as pool:
             return list(pool.map(work, items))
 
     def runs(self) -> list[list[int]]:

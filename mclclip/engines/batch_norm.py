@@ -41,8 +41,8 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        average = self.momentum is None  # of all batches
-        share = 1.0 / float(self.num_batches_tracked) if average else self.momentum
+        number = float(self.num_batches_tracked)
+        share = 1.0 / number if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,11 +98,10 @@ class Trainee(nn.Module):
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         dtype = HALF.get(self.precision)
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, dtype=dtype)
+        return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
+@dataclass(kw_only=True)
 class Trainer:
     """Steps ``start`` to ``total`` of one training.
 
@@ -113,26 +113,20 @@ class Trainer:
     profiler        records the steps it was told to
     """
 
-    def __init__(
-        self,
-        trainee: Trainee,
-        engine: Engine,
-        checkpoints: Checkpoints,
-        recorder: Recorder,
-        boundary: StepBoundary,
-        *,
-        learning_rate: Callable[[int], float],
-        prepare: Callable[[Batch], Batch],
-        seed_words: tuple[int, ...],
-        checkpoint_every: int,
-        profiler: StepProfiler,
-    ) -> None:
-        self.trainee, self.engine, self.checkpoints = trainee, engine, checkpoints
-        self.recorder, self.boundary = recorder, boundary
-        self.learning_rate, self.prepare, self.seed_words = learning_rate, prepare, seed_words
-        self.checkpoint_every, self.profiler = checkpoint_every, profiler
-        engine.phase_ended = recorder.peaks.ended
-        recorder.watch.leaves_out = engine.leaves_out
+    trainee: Trainee
+    engine: Engine
+    checkpoints: Checkpoints
+    recorder: Recorder
+    boundary: StepBoundary
+    learning_rate: Callable[[int], float]
+    prepare: Callable[[Batch], Batch]
+    seed_words: tuple[int, ...]
+    checkpoint_every: int
+    profiler: StepProfiler
+
+    def __post_init__(self) -> None:
+        self.engine.phase_ended = self.recorder.peaks.ended
+        self.recorder.watch.leaves_out = self.engine.leaves_out
 
     def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> None:
         """Trains on ``batches``, those of the steps ``start`` to ``total`` in order.
