@@ -181,11 +181,7 @@ def _save_centroids(path: Path, found: kmeans.Found, context: Context) -> None:
 
 
 def _save_nearest(
-    directory: Path,
-    config: Config,
-    blocks: NpyBlocks,
-    found: kmeans.Found,
-    common: dict[str, Any],
+    directory: Path, config: Config, blocks: NpyBlocks, found: kmeans.Found, common: dict[str, Any]
 ) -> Tally:
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
     Returns the counts of the clusters and the sum of the distances.

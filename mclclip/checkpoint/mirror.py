@@ -40,13 +40,11 @@ class Mirror:
         self.keep, self.keep_every = keep, keep_every
         self.failures = 0  # rounds that failed
         self.copying: int | None = None  # must not be removed meanwhile
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._round: Future[None] | None = None
 
     def start_round(self) -> None:
         """Copies what is new, in the background, after what is under way."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._round = self._thread.submit(self._guarded_round)
 
     def busy(self, timeout_s: float) -> bool:

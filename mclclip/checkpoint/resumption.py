@@ -102,13 +102,9 @@ class Resumption:
                     f"remove them to start from the beginning"
                 )
         elif collectives.rank() == 0 and (damage or self.fetched):
-            log.warning(
-                "%s: %s, using step %d%s",
-                self.directory,
-                f"damaged: {damage}" if damage else "no checkpoint here",
-                step,
-                f" of the mirror {self.mirror.url}" if self.mirror and self.fetched else "",
-            )
+            found = f"damaged: {damage}" if damage else "no checkpoint here"
+            origin = f" of the mirror {self.mirror.url}" if self.mirror and self.fetched else ""
+            log.warning("%s: %s, using step %d%s", self.directory, found, step, origin)
 
 
 def _inspect(path: Path, step: int) -> tuple[Entries, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.futures import Future
 
 from mclclip.checkpoint import step_files
 from mclclip.checkpoint.step_files import METADATA, Damaged
+from mclclip.ranks.sharded_rows import deal
 
 State = dict[str, Any]
 _COPY_AHEAD_BYTES = 10_000_000  # from the GPU, while the tensor before is written
@@ -52,14 +52,9 @@ def own_part(state: State, rank: int, world_size: int) -> State:
     names and sizes, so each plain tensor is written once.
     """
     plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
-    plain.sort(key=lambda name: (-_size_bytes(state[name]), name))
-    loads = [(0, writer) for writer in range(world_size)]
-    others = set()
-    for name in plain:
-        load, writer = loads[0]
-        heapq.heapreplace(loads, (load + _size_bytes(state[name]), writer))
-        if writer != rank:
-            others.add(name)
+    plain.sort()
+    own = deal([_size_bytes(state[name]) for name in plain], world_size)[rank]
+    others = {*plain} - {plain[number] for number in own}
     return {name: value for name, value in state.items() if name not in others}
 
 

@@ -175,22 +175,17 @@ def _pull_centers(batch: ClassBatch, features: Tensor, cosine: Tensor, weights: 
 
 
 def _pull_negatives(
-    batch: ClassBatch,
-    features: Tensor,
-    log_n: Tensor,
-    grad_n: Tensor,
-    grad: Tensor,
-    grad_centers: Tensor,
+    batch: ClassBatch, features: Tensor, log_n: Tensor, grad_n: Tensor, grad: Tensor, out: Tensor
 ) -> None:
     """Adds the gradients through N: of the features to ``grad``, of the touched class centers to
-    ``grad_centers``."""
+    ``out``."""
     weights = batch.scale * grad_n
     pull = _pull_in_tiles if batch.kernels is None else _pull_fused
     for centers, places, of_centers in pull(batch, features, log_n, weights, grad):
         along = (of_centers * centers).sum(dim=1, keepdim=True)
         of_centers.addcmul_(centers, along, value=-1.0)
         of_centers.mul_(batch.inverse[places, None] / batch.centers.loss_scale)
-        grad_centers.index_add_(0, places, of_centers)  # no place twice: in any order
+        out.index_add_(0, places, of_centers)  # no place twice: in any order
 
 
 def _pull_in_tiles(
