@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mclclip.engines import build_engine
 from mclclip.engines import zero as deepspeed_engine
-from mclclip.engines.build import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer

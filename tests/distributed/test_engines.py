@@ -11,8 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mclclip.data.batches import Batch
-from mclclip.engines import gradient_cache
-from mclclip.engines.build import build_engine
+from mclclip.engines import build_engine, gradient_cache
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mclclip.data.batches import Batch
-from mclclip.engines.build import build_engine
+from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
