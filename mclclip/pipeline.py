@@ -101,7 +101,7 @@ def _check_objectives(config: Config, context: Context) -> None:
 
 def _check_data(config: Config, num_samples: int) -> None:
     """Refuses what the number of samples cannot carry, before hours are spent on stage 0."""
-    most = max((config.cluster.clusters_of(s) for s in range(config.num_stages)), default=1)
+    most = max(config.clusters, default=1)
     for name, options in config.trainings.items():
         check_samples(name, options.global_batch, options.plan.policy, most, num_samples)
 
@@ -126,7 +126,7 @@ def _join(config: Config, context: Context, variant: str, force: bool) -> None:
 
     Nothing happens where stage 0 is all there is.
     """
-    if not config.num_stages:
+    if not config.has_stages:
         return
     joined = export.join(config, context, variant=variant, force=force)
     layout = Layout.of(config, variant)

@@ -35,7 +35,7 @@ class Job:
     @property
     def model(self) -> ModelConfig:
         """The encoder as it is named: stages s >= 1 may start from one of their own."""
-        return (self.config.trained_model if self.stage else None) or self.config.model
+        return self.config.model_of("train" if self.stage else "base")
 
     @property
     def method(self) -> str:
