@@ -265,7 +265,7 @@ def exports_of(config: Config) -> dict[str, Path]:
         first = 0 if variant == "mcl" else 1
         for stage in range(first, config.num_stages + 1):
             found[layout.model_name(f"stage_{stage}")] = layout.export(stage)
-        joined = ("concat_raw", "concat_stage_norm", "soup_uniform") if config.num_stages else ()
+        joined = ("concat_raw", "concat_stage_norm", "soup_uniform") if config.has_stages else ()
         for name in joined:
             found[layout.model_name(name)] = layout.joined(name)
     return {name: path for name, path in found.items() if (path / "open_clip_config.json").exists()}

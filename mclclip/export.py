@@ -161,7 +161,7 @@ def _model_part(state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
 
 
 def _join(config: Config, variant: str, force: bool) -> dict[str, Path]:
-    if not config.num_stages:
+    if not config.has_stages:
         raise ValueError(
             "num_stages=0 leaves stage 0 alone, and joining takes at least two encoders: export it "
             "with 'mclclip export --stage 0', or train stages with num_stages=1 or more"

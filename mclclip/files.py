@@ -6,6 +6,7 @@ temporary name and renamed: it is either the old one or the new one.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -80,6 +81,17 @@ def fsync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def now() -> str:
+    """The time in UTC to the second, as it stands in records."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    path = Path(path).absolute()
+    return next(above for above in (path, *path.parents) if above.exists())
 
 
 def move_aside(directory: Path, name: str | None = None) -> Path:

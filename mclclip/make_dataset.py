@@ -69,13 +69,8 @@ def _samples(
 ) -> Iterator[PackedSample]:
     numbered = enumerate(patterns.patterns(count, seed, rates))
     for number, pattern in runlog.progress(numbered, total=count, description="render"):
-        yield PackedSample(
-            key=f"{number:09d}",
-            image=_jpeg(pattern.image),
-            extension="jpg",
-            captions=[pattern.caption],
-            metadata=dict(pattern.values),
-        )
+        image, about = _jpeg(pattern.image), dict(pattern.values)
+        yield PackedSample(f"{number:09d}", image, "jpg", [pattern.caption], about)
 
 
 def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:

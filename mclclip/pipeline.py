@@ -102,9 +102,9 @@ def _check_objectives(config: Config, context: Context) -> None:
 
 def _check_data(config: Config, samples: SampleIndex) -> None:
     """Refuses what the samples, or their captions, cannot carry, before hours go to stage 0."""
-    if config.num_stages and config.cluster.feature == "mean":
+    if config.has_stages and config.cluster.feature == "mean":
         samples.without_caption("cluster.feature=mean")
-    most = max((config.cluster.clusters_of(s) for s in range(config.num_stages)), default=1)
+    most = max(config.clusters, default=1)
     for name, options in config.trainings.items():
         reads = options.objective.reads.captions
         without = len(samples.without_caption(options.reader(name))) if reads else 0
@@ -132,7 +132,7 @@ def _join(config: Config, context: Context, variant: str, force: bool) -> None:
 
     Nothing happens where stage 0 is all there is.
     """
-    if not config.num_stages:
+    if not config.has_stages:
         return
     joined = export.join(config, context, variant=variant, force=force)
     layout = Layout.of(config, variant)

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mclclip.ranks import signals
@@ -61,12 +62,8 @@ def exit_code(error: BaseException) -> int:
         return EXIT_PREEMPTED
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    for_user = (
-        isinstance(error, Exception)
-        and failures.is_for_the_user(error)
-        and not _is_lost_peer(error)
-    )
-    return EXIT_USER if for_user else EXIT_INTERNAL
+    for_user = isinstance(error, Exception) and failures.is_for_the_user(error)
+    return EXIT_USER if for_user and not _is_lost_peer(error) else EXIT_INTERNAL
 
 
 def record_mistake(message: str) -> None:
@@ -79,9 +76,8 @@ def _record_early(error: BaseException, code: int) -> None:
     if os.environ.get("MCLCLIP_STATE_FILE"):
         from mclclip.run import run_state
 
-        state = "preempted" if code == EXIT_PREEMPTED else "failed"
         again = code == EXIT_PREEMPTED
-        reason = failures.line_of(error)
+        state, reason = "preempted" if again else "failed", failures.line_of(error)
         run_state.write(None, state, verb="", exit_code=code, requeue=again, reason=reason)
 
 
@@ -130,8 +126,6 @@ def _recorded(
     config: Config, verb: str, context: Context, work: Callable[[Context], object]
 ) -> None:
     """Calls ``work`` between the records of its start and of its end."""
-    from pathlib import Path
-
     from mclclip.ranks.peer_watch import PeerWatch
     from mclclip.run import run_state
 
@@ -148,14 +142,12 @@ def _recorded(
     try:
         with PeerWatch(context, config.peer_timeout_s, on_lost):
             work(context)
-    except Preempted as error:
-        signals.ignore()
-        record("preempted", EXIT_PREEMPTED, error.reason, error.requeue)
-        setattr(error, _RECORDED, True)
-        raise
     except BaseException as error:
         signals.ignore()
-        record("failed", exit_code(error), failures.line_of(error), requeue=_is_lost_peer(error))
+        if isinstance(error, Preempted):
+            record("preempted", EXIT_PREEMPTED, error.reason, error.requeue)
+        else:
+            record("failed", exit_code(error), failures.line_of(error), _is_lost_peer(error))
         setattr(error, _RECORDED, True)
         raise
     signals.ignore()

@@ -32,8 +32,7 @@ def run(config: Config, machine: Machine, *, samples: int | None, as_json: bool)
     print(json.dumps(plan, indent=2) if as_json else table.text(plan))
     for name, options in config.trainings.items():
         memory.check(plan["memory"][name], name, options, machine)
-    warning = disk.check(plan["disk"], config, machine)
-    if warning is not None:
+    if warning := disk.check(plan["disk"], config, machine):
         log.warning("%s", warning)
 
 

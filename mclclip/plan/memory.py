@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.config import Config, TrainConfig
@@ -44,48 +45,48 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 
     Raises ValueError where the training would refuse its options.
     """
-    local = options.global_batch // machine.ranks
-    micro = min(options.engine.micro_batch or local, local)
+    local, how = options.global_batch // machine.ranks, options.engine
+    micro = min(how.micro_batch or local, local)
     gpu = config.device != "cpu"
-    trained = config.trained_model if name == "train" else None
-    model = memory.load_shapes((trained or config.model).name)
+    model = memory.load_shapes(config.model_of(name).name)
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
-        cached_text = name == "train" and options.reads_text_embeddings
         trainee = Trainee(model, Objective(), options.precision)
         cost = _cost(config, options, model.embed_dim, local, machine)
-        batch = _batch(model, options, local, cached_text)
+        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         sizes = _sizes(model, options)
         existing = _existing(trainee, batch)
-        activations = memory.peak_bytes(_step(trainee, batch.rows(0, micro)), existing)
         parts = per_rank(
             sizes,
-            options.engine.name,
+            how.name,
             machine.ranks,
-            shard_ranks=options.engine.shard_ranks,
-            zero_stage=options.engine.zero_stage,
+            shard_ranks=how.shard_ranks,
+            zero_stage=how.zero_stage,
             half=options.precision in _HALF,
             caching=micro < local,
         ) | {
-            "activations": activations,
+            "activations": memory.peak_bytes(_step(trainee, batch.rows(0, micro)), existing),
             "objective": sum(cost.lasting.values()),
             "loss": cost.step,
             "batch": memory.size_bytes(batch.tensors()),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
+        workers = config.data.num_workers
+        norm = getattr(model.clip.visual, "ln_post", None)  # None for a ResNet
         return {
             "global_batch": options.global_batch,
             "local_batch": local,
             "micro_batch": micro,
             "micro_batches": -(-local // micro),
-            "engine": options.engine.name if machine.ranks > 1 else "one process",
+            "engine": how.name if machine.ranks > 1 else "one process",
             "counts": _counts(model),
             "embed_dim": model.embed_dim,
-            "width": _width(model),
+            "width": norm and int(norm.normalized_shape[0]),  # of a feature before the projection
             "parts": parts,
             "sum": sum(parts.values()),
-            "host": _host_bytes(config, parts["batch"]),
+            # Two batches per loader worker, and two in pinned memory.
+            "host": parts["batch"] * (2 * workers + 2 if workers else 1),
             "objective": dict(cost.details),
             "checkpoint": sizes.parameters + sizes.moments + sizes.average + cost.checkpoint,
             "export": sizes.parameters,
@@ -131,10 +132,8 @@ def _remedy(
 def _fitting(measured: dict[str, Any], room: float) -> int:
     """The largest power of two whose activations fill at most ``room``; they grow with it."""
     per_sample = measured["parts"]["activations"] / measured["micro_batch"]
-    fits, largest = 1, min(room / per_sample, measured["micro_batch"] / 2)
-    while fits * 2 <= largest:
-        fits *= 2
-    return fits
+    largest = min(room / per_sample, measured["micro_batch"] / 2)
+    return int(2 ** math.floor(math.log2(max(largest, 1))))
 
 
 # --- the training ------------------------------------------------------------------------------
@@ -184,10 +183,15 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
 
 def _existing(trainee: Trainee, batch: Batch) -> list[Tensor]:
     """All that is there before a micro-batch runs, gradients too, which are allocated here."""
-    for parameter in trainee.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    gradients = [p.grad for p in trainee.parameters() if p.grad is not None]
+    gradients = _allocate_gradients(trainee)
     return [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
+
+
+def _allocate_gradients(module: nn.Module) -> list[Tensor]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    return [p.grad for p in trained if p.grad is not None]
 
 
 def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
@@ -208,13 +212,12 @@ def _cost(
     config: Config, options: TrainConfig, dim: int, local: int, machine: Machine
 ) -> objectives.Cost:
     """What the objective takes, with as many classes as the largest of the stages has."""
-    stages = range(max(config.num_stages, 1))
     return options.objective.cost(
         objectives.Sizes(
             local_batch=local,
             num_ranks=machine.ranks,
             dim=dim,
-            num_classes=max(config.cluster.clusters_of(stage) for stage in stages),
+            num_classes=max(config.clusters, default=config.cluster.clusters_of(0)),
             dtype=_dtype(options),
             peak_bytes=memory.peak_bytes,
         )
@@ -242,12 +245,11 @@ def _sizes(model: ClipModel, options: TrainConfig) -> Sizes:
 def _moments(model: ClipModel, options: TrainConfig) -> int:
     """Bytes of the optimizer's state, which its first step makes."""
     optimizer = build_optimizer(model, **options.optimizer_arguments())
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    gradients = _allocate_gradients(model)
     try:
         optimizer.step()
     except memory.NeedsValues:  # ``_notes`` says what is assumed
-        return 2 * memory.size_bytes(p for p in model.parameters() if p.requires_grad)
+        return 2 * memory.size_bytes(gradients)
     state = [value for values in optimizer.state.values() for value in values.values()]
     return memory.size_bytes(value for value in state if isinstance(value, Tensor))
 
@@ -255,10 +257,9 @@ def _moments(model: ClipModel, options: TrainConfig) -> int:
 def _counts(model: ClipModel) -> dict[str, dict[str, int]]:
     """Parameters by tower: trainable and frozen."""
     counts = {tower: {"trainable": 0, "frozen": 0} for tower in ("image", "text", "logit scale")}
+    towers = {"visual": "image", "logit_scale": "logit scale", "logit_bias": "logit scale"}
     for name, parameter in model.clip.named_parameters():
-        tower = "text"
-        if name.startswith(("visual.", "logit_")):
-            tower = "image" if name.startswith("visual.") else "logit scale"
+        tower = towers.get(name.split(".")[0], "text")
         counts[tower]["trainable" if parameter.requires_grad else "frozen"] += parameter.numel()
     return counts
 
@@ -276,15 +277,3 @@ def _notes(
     if machine.ranks > 1 and norms:
         notes.append(f"{name}: batch norms over several ranks keep more than is counted here")
     return notes
-
-
-def _width(model: ClipModel) -> int | None:
-    """Features of an image before the projection; None for a ResNet, which has none."""
-    norm = getattr(model.clip.visual, "ln_post", None)
-    return None if norm is None else int(norm.normalized_shape[0])
-
-
-def _host_bytes(config: Config, batch_bytes: int) -> int:
-    """Main memory of a rank's batches: two per loader worker, and two in pinned memory."""
-    workers = config.data.num_workers
-    return batch_bytes * (2 * workers + 2 if workers else 1)

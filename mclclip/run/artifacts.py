@@ -24,14 +24,12 @@ last, by rename. A directory without a manifest is unfinished work, never a resu
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mclclip import __version__
-from mclclip.files import as_json, digest_json, move_aside, read_json, remove_leftovers, write_json
+from mclclip import __version__, files
 
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
@@ -77,7 +75,7 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
         raise FileNotFoundError(
             f"no finished {kind} at {directory}: run 'mclclip {_WRITTEN_BY.get(kind, kind)}' first"
         )
-    fields = read_json(path)
+    fields = files.read_json(path)
     if not isinstance(fields, dict) or "kind" not in fields:
         raise ValueError(f"{path} is not a manifest: remove {directory} and make it again")
     if fields["kind"] != kind:
@@ -98,6 +96,15 @@ def is_finished(directory: Path) -> bool:
     return (Path(directory) / MANIFEST).exists()
 
 
+def made_of(directory: Path) -> dict[str, Any]:
+    """Kind, config and inputs of an artifact that was begun or finished; empty for none."""
+    for name in (MANIFEST, INTENT):
+        if (Path(directory) / name).exists():
+            found: dict[str, Any] = files.read_json(Path(directory) / name)
+            return {key: found[key] for key in ("kind", "config", "inputs")}
+    return {}
+
+
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     """Nested mappings and lists as one mapping from dotted names to plain values."""
     below: dict[str, Any] = {}
@@ -107,23 +114,17 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
         below = {f"{prefix}[{number}]": item for number, item in enumerate(value)}
     if not below:
         return {prefix: value}
-    flat: dict[str, Any] = {}
-    for name, item in below.items():
-        flat.update(_flatten(name, item))
-    return flat
+    return {key: leaf for name, item in below.items() for key, leaf in _flatten(name, item).items()}
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """The first field in which two nested mappings differ, with both values; None if equal."""
-    flat_old = _flatten("", as_json(old))
-    flat_new = _flatten("", as_json(new))
-    for key in sorted(flat_old.keys() | flat_new.keys()):
-        if key not in flat_old or key not in flat_new:
-            before, now = (repr(f[key]) if key in f else "absent" for f in (flat_old, flat_new))
-            return f"{key} was {before}, now {now}"
+    flat = [_flatten("", files.as_json(fields)) for fields in (old, new)]
+    for key in sorted(flat[0].keys() | flat[1].keys()):
+        before, now = (repr(fields[key]) if key in fields else "absent" for fields in flat)
         # By text too: nan is not equal to itself.
-        if flat_old[key] != flat_new[key] and repr(flat_old[key]) != repr(flat_new[key]):
-            return f"{key} was {flat_old[key]!r}, now {flat_new[key]!r}"
+        if before != now and ("absent" in (before, now) or flat[0][key] != flat[1][key]):
+            return f"{key} was {before}, now {now}"
     return None
 
 
@@ -160,28 +161,25 @@ class Artifact:
         directory = Path(directory)
         artifact = cls(directory, kind, dict(config), dict(inputs))
         identity = artifact._made_of()
-        recorded = next((n for n in (MANIFEST, INTENT) if (directory / n).exists()), None)
-        if recorded is not None:
-            old = read_json(directory / recorded)
-            difference = _difference({name: old[name] for name in identity}, identity)
-            if write and recorded == INTENT:
+        if old := made_of(directory):
+            if write and not is_finished(directory):
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
-                    remove_leftovers(below)
-            if difference is None:
-                if recorded == MANIFEST:
+                    files.remove_leftovers(below)
+            if (difference := _difference(old, identity)) is None:
+                if is_finished(directory):
                     artifact.manifest = read_manifest(directory, kind)
                 return artifact
-            if _holds_work(directory):
-                if not force:
-                    raise ValueError(
-                        f"{directory} was made with other settings: {difference}. Use another run "
-                        f"directory, or --force to move the old one aside and make it again"
-                    )
-                if write:
-                    move_aside(directory)
+            holds_work = _holds_work(directory)
+            if holds_work and not force:
+                raise ValueError(
+                    f"{directory} was made with other settings: {difference}. Use another run "
+                    f"directory, or --force to move the old one aside and make it again"
+                )
+            if holds_work and write:
+                files.move_aside(directory)
         if write:
             directory.mkdir(parents=True, exist_ok=True)
-            write_json(directory / INTENT, identity)
+            files.write_json(directory / INTENT, identity)
         return artifact
 
     def _made_of(self) -> dict[str, Any]:
@@ -190,7 +188,7 @@ class Artifact:
     @property
     def identity(self) -> str:
         """Digest of all that the result depends on."""
-        return digest_json(self._made_of())
+        return files.digest_json(self._made_of())
 
     @property
     def finished(self) -> bool:
@@ -209,22 +207,19 @@ class Artifact:
         ``content_digest`` identifies the content for readers; without one the digest of kind,
         configuration and inputs does (enough where the content is a function of them).
         """
-        identity = {"kind": self.kind, "config": self.config, "inputs": self.inputs}
         self.manifest = Manifest(
-            kind=self.kind,
-            config=self.config,
-            inputs=self.inputs,
+            **self._made_of(),
             counts=dict(counts),
-            digest=content_digest or digest_json(identity),
+            digest=content_digest or self.identity,
             dtype=dtype,
-            finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            finished=files.now(),
         )
-        write_json(self.directory / MANIFEST, dataclasses.asdict(self.manifest))
+        files.write_json(self.directory / MANIFEST, dataclasses.asdict(self.manifest))
         (self.directory / INTENT).unlink(missing_ok=True)
         return self.manifest
 
 
 def _holds_work(directory: Path) -> bool:
     """True where a directory holds any file beside the note that work on it began."""
-    files = (path for path in directory.rglob("*") if not path.is_dir())
-    return any(path != directory / INTENT for path in files)
+    inside = (path for path in directory.rglob("*") if not path.is_dir())
+    return any(path != directory / INTENT for path in inside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import fcntl
 import json
 import logging
@@ -14,11 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from mclclip.files import now
 
 log = logging.getLogger("mclclip")
 _LOOK_S = 0.2  # pause between two looks at a lock that another process holds
+_FIELDS = {"host", "pid", "process_start", "started"}
 _LATE_LOOK_S = 1.0  # what a late look counts for at most
 
 
@@ -38,10 +39,8 @@ def _process_start(pid: int) -> str | None:
 def _answers(pid: int) -> str | None:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:  # it runs, as another user
-        return "running"
+    except OSError as error:  # not permitted: it runs, as another user
+        return "running" if isinstance(error, PermissionError) else None
     return "running"
 
 
@@ -98,13 +97,9 @@ class RunLock:
         try:
             with open(self.path) as file:
                 owner, beat = json.load(file), os.fstat(file.fileno()).st_mtime_ns
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # its owner was killed between open and write
             return None
-        except ValueError:  # its owner was killed between open and write
-            return None
-        whole = isinstance(owner, dict) and {"host", "pid", "process_start", "started"} <= set(
-            owner
-        )
+        whole = isinstance(owner, dict) and _FIELDS <= owner.keys()
         return (owner, beat) if whole else None
 
     def _read(self) -> dict[str, Any] | None:
@@ -152,7 +147,7 @@ class RunLock:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "process_start": _process_start(os.getpid()),
-                "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "started": now(),
             }
             # Not atomic: the guard keeps readers out, and half a record counts as stale.
             self.path.write_text(json.dumps(self._record) + "\n")
@@ -202,12 +197,7 @@ class RunLock:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,9 +32,8 @@ class PeakMemory:
         self.watching = True
         self.by_phase: dict[str, int] = {}
         self._whole = 0
-        self._counter: _Counter = _MainMemory()
-        if device.type == "cuda":
-            self._counter = _DeviceMemory(device)
+        on_gpu = device.type == "cuda"
+        self._counter = _DeviceMemory(device) if on_gpu else _MainMemory()
         self._counter.reset()
 
     def restart(self) -> None:
@@ -65,8 +63,8 @@ class PeakMemory:
         The highest so far, in GiB.
         """
         self._take()
-        by_phase = {f"memory_{name}_gib": self.by_phase.get(name, 0) for name in PHASES}
-        named = {"memory_gib": self._whole, **by_phase}
+        named = {"memory_gib": self._whole}
+        named |= {f"memory_{name}_gib": self.by_phase.get(name, 0) for name in PHASES}
         return {name: round(number / 2**30, 4) for name, number in named.items()}
 
     def _take(self) -> int:
@@ -77,22 +75,10 @@ class PeakMemory:
         return peak
 
 
-class _Counter(ABC):
-    """A high-water mark in bytes that can be set back to what is in use now."""
+class _DeviceMemory:
+    """The high-water mark of torch's allocator on a GPU."""
 
     can_reset = True
-
-    @abstractmethod
-    def peak(self) -> int:
-        """The mark."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Sets it back, if that can be done."""
-
-
-class _DeviceMemory(_Counter):
-    """What torch's allocator holds on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -104,8 +90,10 @@ class _DeviceMemory(_Counter):
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-class _MainMemory(_Counter):
-    """Resident memory of this process."""
+class _MainMemory:
+    """The high-water mark of resident memory, which not every kernel lets us set back."""
+
+    can_reset = True
 
     def peak(self) -> int:
         if not self.can_reset:
@@ -133,12 +121,7 @@ class StepProfiler:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        steps: Sequence[int],
-        total: int,
-        device: torch.device,
-        rank: int = 0,
+        self, directory: Path, steps: Sequence[int], total: int, device: torch.device, rank: int = 0
     ) -> None:
         self.directory, self.device, self.rank = Path(directory), device, rank
         self.steps = frozenset(steps) if rank == 0 else frozenset()

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -45,6 +46,7 @@ class _Read(Protocol):
 R = TypeVar("R", bound=_Read)
 
 
+@dataclass(eq=False)
 class Recorder:
     """Metrics of the steps since the last row, and the samples that had to be replaced.
 
@@ -60,37 +62,35 @@ class Recorder:
     all ranks where the package of a sink is not installed.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        context: Context,
-        *,
-        name: str,
-        global_batch: int,
-        start: int,
-        total: int,
-        steps_per_epoch: int,
-        log_every: int,
-        share_bad: Callable[[Mapping[int, str]], int],
-        track: list[str],
-        config: Mapping[str, Any],
-        peaks: PeakMemory,
-    ) -> None:
-        self.name, self.context, self.global_batch = name, context, global_batch
-        self.start, self.total, self.log_every = start, total, log_every
-        self.steps_per_epoch, self.share_bad, self.peaks = steps_per_epoch, share_bad, peaks
-        self.row = runlog.Meter(global_batch, context.world_size)
-        self.epoch = runlog.Meter(global_batch, context.world_size)
+    directory: Path
+    context: Context
+    _: KW_ONLY
+    name: str
+    global_batch: int
+    start: int
+    total: int
+    steps_per_epoch: int
+    log_every: int
+    share_bad: Callable[[Mapping[int, str]], int]
+    track: list[str]
+    config: Mapping[str, Any]
+    peaks: PeakMemory
+
+    def __post_init__(self) -> None:
+        self.row = runlog.Meter(self.global_batch, self.context.world_size)
+        self.epoch = runlog.Meter(self.global_batch, self.context.world_size)
         self.replaced: dict[int, str] = {}
         self.group_size = 0
         self.loss_sum: Tensor | float = 0.0
         self.watch = StepWatch()
+        self.metrics = collectives.together(self._open_log)
 
-        def open_log() -> runlog.MetricsLog:
-            sinks = runlog.open_sinks(track, directory, config=config, resume_step=start)
-            return runlog.MetricsLog(directory, resume_step=start, sinks=sinks)
-
-        self.metrics = collectives.together(lambda: open_log() if context.is_main else None)
+    def _open_log(self) -> runlog.MetricsLog | None:
+        if not self.context.is_main:
+            return None
+        where, start = self.directory, self.start
+        sinks = runlog.open_sinks(self.track, where, config=self.config, resume_step=start)
+        return runlog.MetricsLog(where, resume_step=start, sinks=sinks)
 
     def reading(self, batches: Iterable[R]) -> Iterator[R]:
         """Yields ``batches``, the steps from ``start`` on, and notes what reading them costs."""
@@ -168,10 +168,9 @@ class Recorder:
         mean = self.loss_sum / steps
         self.loss_sum = 0.0
         row = self._figures(done, self.epoch, {"loss": mean})
-        row |= {"first_step": done - steps, "steps": steps}
         if self.metrics is None:
             return
-        self.metrics.write_epoch(done, row)
+        self.metrics.write_epoch(done, row | {"first_step": done - steps, "steps": steps})
         log.info(
             "%s epoch %d of %d (%d steps): loss %.4f, %.0f samples/s, waiting %.0f %%, "
             "%d bad sample(s), peak memory %.2f GiB, %.1f s",
@@ -189,15 +188,13 @@ class Recorder:
         memory = self.peaks.figures()
         every = self._gather({**parts, **memory, "wait_s": meter.wait_s})
         # The slowest reader holds up all ranks; the fullest one is the first to fail.
-        speed = meter.read(max(every["wait_s"]))
-        peaks = {name: max(every[name]) for name in memory}
         return {
             "epoch": round(done / self.steps_per_epoch, 6),
             "samples_seen": done * self.global_batch,
             **{name: _over_ranks(name, every[name]) for name in parts},
             "bad_samples": num_bad,
-            **speed,
-            **{name: peak for name, peak in peaks.items() if peak},
+            **meter.read(max(every["wait_s"])),
+            **{name: max(every[name]) for name in memory if max(every[name])},
         }
 
     def _gather(self, values: Mapping[str, Tensor | float]) -> dict[str, list[float]]:
@@ -206,8 +203,8 @@ class Recorder:
             torch.as_tensor(value, dtype=torch.float64, device=self.context.device).reshape(())
             for value in values.values()
         ]
-        table = collectives.gather(torch.stack(mine)[None])
-        return dict(zip(values, table.T.tolist(), strict=True))
+        every = collectives.gather(torch.stack(mine)[None])
+        return dict(zip(values, every.T.tolist(), strict=True))
 
 
 def _over_ranks(name: str, values: list[float]) -> float:

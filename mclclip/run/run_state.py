@@ -12,7 +12,6 @@ rank of each node. A failure is written by whichever rank meets it.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 from pathlib import Path
@@ -37,7 +36,7 @@ def write(
         "requeue": requeue,
         "reason": reason,
         "verb": verb,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": files.now(),
     }
     line = (json.dumps(record) + "\n").encode()
     paths = [] if run_dir is None else [Path(run_dir) / RUN_STATE]

@@ -20,6 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from mclclip.files import write_bytes
+from mclclip.run.failures import line_of
+
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
@@ -104,11 +107,10 @@ class TensorboardSink:
     """
 
     def __init__(self, directory: Path, *, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils import tensorboard
 
-        self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call, unused-ignore]
-            str(directory), purge_step=resume_step + 1
-        )
+        writer: Any = tensorboard.SummaryWriter
+        self._writer = writer(str(directory), purge_step=resume_step + 1)
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Writes every number of the row as a scalar; it is on disk afterwards."""
@@ -132,12 +134,9 @@ class WandbSink:
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
+        run_id, where = _run_id(directory), str(directory)
         self._run: Any = wandb.init(
-            project="mclclip",
-            id=_run_id(directory),
-            resume="allow",
-            dir=str(directory),
-            config=dict(config),
+            project="mclclip", id=run_id, resume="allow", dir=where, config=dict(config)
         )
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
@@ -151,12 +150,9 @@ class WandbSink:
 
 def _run_id(directory: Path) -> str:
     """One id per training, kept on disk: a resumed training goes on in the same wandb run."""
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "run_id"
     if not path.exists():
-        temporary = path.with_name(".run_id.tmp")
-        temporary.write_text(secrets.token_hex(4))
-        temporary.replace(path)
+        write_bytes(path, secrets.token_hex(4).encode())
     return path.read_text().strip()
 
 
@@ -180,7 +176,9 @@ def open_sinks(
                 f"track: {name} is not installed: pip install 'mclclip[track]'"
             ) from error
         except Exception as error:  # whatever its package raises
-            log.warning("%s does not start (%s): the training goes on without", name, _line(error))
+            log.warning(
+                "%s does not start (%s): the training goes on without", name, line_of(error)
+            )
     return sinks
 
 
@@ -282,9 +280,4 @@ class MetricsLog:
         except Exception as error:  # a disk, a network, whatever a sink's package raises
             self.lost[name] += 1
             if self.lost[name] == 1:
-                log.warning("%s cannot be written (%s): the training goes on", name, _line(error))
-
-
-def _line(error: Exception) -> str:
-    """The error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+                log.warning("%s cannot be written (%s): the training goes on", name, line_of(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -154,7 +155,7 @@ def test_shares_of_the_papers_setting() -> None:
     Of those backoff makes 338 more batches: 1,000 of 1,338 steps compare at the full label.
     """
     rows = epochs_of(recipe("cc12m_vitl14"))
-    assert list(rows) == [(s, sizes) for s in (1, 2, 3) for sizes in plan.groups.ASSUMED]
+    assert list(rows) == [(s, sizes) for s in (1, 2, 3) for sizes in plan.steps.ASSUMED]
     shares = {key: round(100 * row["full_label_share"], 1) for key, row in rows.items()}
     assert shares == {
         (1, "equal"): 99.4, (2, "equal"): 97.2, (3, "equal"): 74.7,
@@ -174,10 +175,10 @@ def test_shares_of_the_papers_setting() -> None:
 
 def test_assumed_sizes() -> None:
     """Zipf's law in every clustering, and no sample lost to rounding."""
-    grouped = plan.groups._grouped(1100, (2, 3), "long-tailed")
+    grouped = plan.steps._grouped(1100, (2, 3), "long-tailed")
     assert list(np.diff(grouped.group_starts)) == [400, 200, 133, 200, 100, 67]
-    assert plan.groups._grouped(7, (3, 3), "equal").num_groups == 7
-    assert plan.groups.assumed(100, (11, 11), 4, "backoff") == []
+    assert plan.steps._grouped(7, (3, 3), "equal").num_groups == 7
+    assert plan.steps.assumed_epochs(100, (11, 11), 4, "backoff") == []
 
 
 def test_what_has_no_groups_shows_none() -> None:
@@ -191,7 +192,7 @@ def test_what_has_no_groups_shows_none() -> None:
         "stage 1, equal groups",
         "stage 1, long-tailed groups",
     ]
-    assert shown[3:] == list(plan.groups.NOTE)
+    assert shown[3:] == list(plan.steps.NOTE)
 
 
 def test_kept_checkpoints() -> None:
@@ -246,6 +247,16 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
         for step in checkpoints.glob("step_*")
     ]
     assert max(each) == pytest.approx(found["disk"]["trainings"][0]["each"], rel=0.1)
+    # Labels that were remade are counted instead of the groups that the training began with.
+    remade = tiny.make_config(
+        tmp_path / "run", data, "base=null", "num_stages=1", "cluster.num_clusters=2"
+    )
+    cluster.run(remade, SINGLE, stage=0, force=True)
+    (planned,) = plan.steps.count(remade, None)["trainings"]
+    assert planned["exact"] and planned["groups"] == (2, 2)
+    shutil.rmtree(layout.pseudo_labels(1))
+    (planned,) = plan.steps.count(remade, None)["trainings"]
+    assert not planned["exact"] and planned["groups"] == (1, 2)
 
 
 def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: Path) -> None:
