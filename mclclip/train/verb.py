@@ -62,12 +62,12 @@ def run(
     check_ranks("train" if stage else "base", options.global_batch, context.world_size)
     peaks = PeakMemory(context.device)
     job = Job(config, options, context, layout, stage, index, layout.train(stage), peaks)
-    if collectives.on_main(lambda: _prepare(job, variant, force, write=False))[0].finished:
+    if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
     model = parts.build_model(config, layout, stage, options, context)
     objective = parts.objective_of(job, model)
-    artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
+    artifact, groups = collectives.on_main(lambda: _prepare(job, force, write=True))
     trainee = parts.trainee_of(job, model, objective)
     steps = _train(job, trainee, artifact.identity, groups)
     if context.is_main:
@@ -76,12 +76,12 @@ def run(
     return job.directory
 
 
-def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
+def _prepare(job: Job, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
     """Opens the artifact and writes the grouped index; groups that do not fit leave nothing.
 
     With ``write=False`` only looks whether the artifact is finished.
     """
-    labels, radices, inputs = _labels(job, variant)
+    labels, radices, inputs = _labels(job)
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
     config = {
         "stage": job.stage,
@@ -121,7 +121,7 @@ def _controlled_steps(job: Job) -> int | None:
     layout = Layout.of(job.config)
     # Raises where the controlled training was made of other options or labels than there are now.
     mcl = replace(job, layout=layout, directory=layout.train(job.stage))
-    controlled = _prepare(mcl, "mcl", force=False, write=False)[1]
+    controlled = _prepare(mcl, force=False, write=False)[1]
     if not controlled.written:
         raise RuntimeError(
             f"a control takes as many steps as the training it controls, and {controlled.directory}"
@@ -131,9 +131,9 @@ def _controlled_steps(job: Job) -> int | None:
     return total_steps(None, options.epochs, report.steps)
 
 
-def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
+def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
-    inputs = {"index": job.index.digest}
+    inputs, variant = {"index": job.index.digest}, job.layout.variant
     labels = np.zeros(len(job.index), dtype=np.int64)
     radices: tuple[int, ...] = ()
     if job.stage == 0:
