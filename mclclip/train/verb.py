@@ -1,6 +1,6 @@
 """Verb: index + labels -> checkpoints. One loop for every method.
 
-A method is a model and an objective; ``trainer`` has the loop. Here options become objects: what a
+A method is a model and an objective; ``loop`` trains them. Here options become objects: what a
 training is made of, whether it fits the data, and where it goes on.
 """
 
