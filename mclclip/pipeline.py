@@ -52,7 +52,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
 
 def _steps(config: Config, context: Context, force: bool) -> None:
     _check_data(config, index.run(config, context, force=force))
-    _stage_zero(config, context, force)
+    _stage(config, context, 0, "mcl", force)
     for stage in range(1, config.num_stages + 1):
         log.info("--- stage %d of %d", stage, config.num_stages)
         embed.run(config, context, stage=stage - 1, force=force)
@@ -112,16 +112,10 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
         check_samples(name, batch, policy, most, len(samples), without)
 
 
-def _stage_zero(config: Config, context: Context, force: bool) -> None:
-    if config.base is not None:
-        train.run(config, context, stage=0, force=force)
-    path = export.stage(config, context, stage=0, force=force)
-    evaluation.evaluate(config, context, {"stage_0": path})
-
-
 def _stage(config: Config, context: Context, stage: int, variant: str, force: bool) -> None:
-    """Trains, exports and evaluates one stage of MCL or of a control."""
-    train.run(config, context, stage=stage, variant=variant, force=force)
+    """Trains, exports and evaluates one stage of MCL or of a control (stage 0 may be given)."""
+    if stage or config.base is not None:
+        train.run(config, context, stage=stage, variant=variant, force=force)
     path = export.stage(config, context, stage=stage, variant=variant, force=force)
     name = Layout.of(config, variant).model_name(f"stage_{stage}")
     evaluation.evaluate(config, context, {name: path})

@@ -53,13 +53,10 @@ def own_part(state: State, rank: int, world_size: int) -> State:
     """
     plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
     plain.sort()
-    own = deal([_size_bytes(state[name]) for name in plain], world_size)[rank]
+    sizes = [getattr(state[name], "nbytes", 1) for name in plain]
+    own = deal(sizes, world_size)[rank]
     others = {*plain} - {plain[number] for number in own}
     return {name: value for name, value in state.items() if name not in others}
-
-
-def _size_bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 1
 
 
 def staged(state: State) -> State:

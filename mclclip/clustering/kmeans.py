@@ -1,6 +1,6 @@
 """Lloyd's k-means over ranks: centroids, the same for any number of ranks.
 
-row_blocks.py says how ranks share the rows and why sums do not depend on it, nearest.py how the
+rows.py says how ranks share the rows and why sums do not depend on it, nearest.py how the
 nearest centroid is found, centroids.py which rank holds which centroids, and assignment.py how all
 rows get their labels in the end.
 

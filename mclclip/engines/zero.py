@@ -163,7 +163,8 @@ class DeepspeedEngine(Engine):
                 whole = self._moment(parameter, moment).whole(parameter) if flat else value
                 state[f"optimizer.{name}.{moment}"] = torch.as_tensor(whole)
         if fresh:
-            self._forget_moments()
+            self._inner.state.clear()  # the step of ``_first_moments`` was counted
+            self.optimizer._hp_optimizer_states_linked = False
         return state | self._extra_state()
 
     @torch.no_grad()
@@ -208,11 +209,6 @@ class DeepspeedEngine(Engine):
             flat.grad = None
         for group, rate in zip(self._inner.param_groups, rates, strict=True):
             group["lr"] = rate
-
-    def _forget_moments(self) -> None:
-        """Undoes ``_first_moments``, whose step was counted."""
-        self._inner.state.clear()
-        self.optimizer._hp_optimizer_states_linked = False
 
     def _flats(self) -> list[Tensor]:
         """The tensors that ZeRO gives to the optimizer."""

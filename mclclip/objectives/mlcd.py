@@ -20,15 +20,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mclclip.objectives.base import (
-    Cost,
-    Facts,
-    Objective,
-    ObjectiveOptions,
-    Reads,
-    Setting,
-    Sizes,
-)
+from mclclip.objectives.base import Cost, Facts, Objective, ObjectiveOptions, Reads, Setting, Sizes
 from mclclip.objectives.class_centers import cost
 from mclclip.objectives.class_centers.kernels import Kernels, kernels_of
 from mclclip.objectives.class_centers.margins import Margin
@@ -49,7 +41,7 @@ _LARGEST_FP32 = 150.0  # log of the sums that kernels can tell apart from nothin
 class Options(ObjectiveOptions):
     """Images against the centers of the clusters of the stage before; captions are not read."""
 
-    kind: Literal["mlcd", "mlc", "single_label"] = "mlcd"
+    kind: Kind = "mlcd"
     """``mlcd``: positive and negative classes in terms of their own (MLCD, Eq. 5 and 6); ``mlc``:
     coupled (Eq. 4); ``single_label``: softmax over the nearest class (UNICOM, PartialFC)."""
     labels_per_sample: PositiveInt = 8

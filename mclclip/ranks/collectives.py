@@ -129,12 +129,12 @@ def gather_objects(item: T, group: Any = None) -> list[T]:
     return items
 
 
-def broadcast_object(item: T, src: int = 0) -> T:
-    """Rank ``src``'s picklable object on every rank."""
+def broadcast_object(item: T) -> T:
+    """The first rank's picklable object on every rank."""
     if world_size() == 1:
         return item
     box: list[Any] = [item]
-    dist.broadcast_object_list(box, src=src)
+    dist.broadcast_object_list(box)
     result: T = box[0]
     return result
 

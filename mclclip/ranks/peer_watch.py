@@ -137,7 +137,8 @@ class PeerWatch:
                 everybody = len(present) == len(self._reports)
                 reports = store.multi_get([str(rank) for rank in present])
                 for rank, report in zip(present, reports, strict=True):
-                    self._take(rank, report.decode())
+                    if report.decode() != self._reports[rank][0]:
+                        self._reports[rank] = report.decode(), time.monotonic()
                 self._heard = time.monotonic()
         except (RuntimeError, OSError) as error:
             # The other thread ends the process if nothing else does before.
@@ -150,10 +151,6 @@ class PeerWatch:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"mclclip/peers/{start}", store)
-
-    def _take(self, rank: int, report: str) -> None:
-        if report != self._reports[rank][0]:
-            self._reports[rank] = report, time.monotonic()
 
     # --- the thread that looks at clocks -------------------------------------------------------
 

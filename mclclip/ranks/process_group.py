@@ -114,14 +114,10 @@ def init(
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = pick_device(device, local_rank, deterministic=deterministic)
-    _join(
-        # Objects and barriers over gloo: who waits there learns at once of a peer's death.
-        "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size or 1,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    # Objects and barriers over gloo: who waits there learns at once of a peer's death.
+    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _join(backend, init_method=init_method, rank=rank, world_size=world_size or 1, timeout=timeout)
     return Context(rank, world_size or 1, local_rank, where)
 
 

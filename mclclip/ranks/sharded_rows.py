@@ -1,6 +1,6 @@
-"""Rows of a table that are shared out over the ranks, as DTensor cuts them.
+"""Which rank holds what: rows of a table, as DTensor cuts them, and items dealt out by their cost.
 
-Checkpoints then hold one tensor, which any other number of ranks can read.
+Checkpoints then hold one tensor of rows, which any other number of ranks can read.
 """
 
 from __future__ import annotations

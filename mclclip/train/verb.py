@@ -1,6 +1,6 @@
 """Verb: index + labels -> checkpoints. One loop for every method.
 
-A method is a model and an objective; ``trainer`` has the loop. Here options become objects: what a
+A method is a model and an objective; ``loop`` trains them. Here options become objects: what a
 training is made of, whether it fits the data, and where it goes on.
 """
 
@@ -62,12 +62,12 @@ def run(
     check_ranks("train" if stage else "base", options.global_batch, context.world_size)
     peaks = PeakMemory(context.device)
     job = Job(config, options, context, layout, stage, index, layout.train(stage), peaks)
-    if collectives.on_main(lambda: _prepare(job, variant, force, write=False))[0].finished:
+    if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
     model = parts.build_model(config, layout, stage, options, context)
     objective = parts.objective_of(job, model)
-    artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
+    artifact, groups = collectives.on_main(lambda: _prepare(job, force, write=True))
     trainee = parts.trainee_of(job, model, objective)
     steps = _train(job, trainee, artifact.identity, groups)
     if context.is_main:
@@ -79,12 +79,12 @@ def run(
     return job.directory
 
 
-def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
+def _prepare(job: Job, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
     """Opens the artifact and writes the grouped index; groups that do not fit leave nothing.
 
     With ``write=False`` only looks whether the artifact is finished.
     """
-    labels, radices, inputs = _labels(job, variant)
+    labels, radices, inputs = _labels(job)
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
     config = {
         "stage": job.stage,
@@ -129,7 +129,7 @@ def _controlled_steps(job: Job) -> int | None:
     layout = Layout.of(job.config)
     # Raises where the controlled training was made of other options or labels than there are now.
     mcl = replace(job, layout=layout, directory=layout.train(job.stage))
-    controlled = _prepare(mcl, "mcl", force=False, write=False)[1]
+    controlled = _prepare(mcl, force=False, write=False)[1]
     if not controlled.written:
         raise RuntimeError(
             f"a control takes as many steps as the training it controls, and {controlled.directory}"
@@ -139,21 +139,21 @@ def _controlled_steps(job: Job) -> int | None:
     return total_steps(None, options.epochs, report.steps)
 
 
-def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
+def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
     left_out = job.without_caption
-    labels, radices, inputs = _labels_of_all(job, variant)
+    labels, radices, inputs = _labels_of_all(job)
     if len(left_out):
         labels = labels.copy()
         labels[left_out] = -1
-    if radices and variant == "random_groups":
+    if radices and job.layout.variant == "random_groups":
         labels = permute_labels(labels, job.seed, job.stage)
     return labels, radices, inputs
 
 
-def _labels_of_all(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
+def _labels_of_all(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """The same as they are on disk, before samples are left out and labels permuted."""
-    inputs = {"index": job.index.digest}
+    inputs, variant = {"index": job.index.digest}, job.layout.variant
     labels = np.zeros(len(job.index), dtype=np.int64)
     radices: tuple[int, ...] = ()
     if job.stage == 0:
