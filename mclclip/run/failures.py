@@ -18,7 +18,9 @@ def is_for_the_user(error: Exception) -> bool:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if _is_of_loader_worker(error):
             files = re.findall(r'^ *File "(.+)", line', str(error), re.MULTILINE)
-        raised_here = bool(files) and files[-1].startswith(os.path.dirname(os.path.dirname(__file__)))
+        raised_here = bool(files) and files[-1].startswith(
+            os.path.dirname(os.path.dirname(__file__))
+        )
         return raised_here or type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, ValueError | OSError)
 
