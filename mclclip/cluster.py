@@ -17,7 +17,6 @@ import numpy as np
 from torch import Tensor
 
 from mclclip.clustering import kmeans, two_level
-from mclclip.clustering.ami import ami
 from mclclip.clustering.assignment import Block, Tally, assign_blocks
 from mclclip.config import Config, to_tree
 from mclclip.data.arrays import MeanBlocks, NpyBlocks, open_npy, save_npy, write_npy_parts
@@ -182,11 +181,7 @@ def _save_centroids(path: Path, found: kmeans.Found, context: Context) -> None:
 
 
 def _save_nearest(
-    directory: Path,
-    config: Config,
-    blocks: NpyBlocks,
-    found: kmeans.Found,
-    common: dict[str, Any],
+    directory: Path, config: Config, blocks: NpyBlocks, found: kmeans.Found, common: dict[str, Any]
 ) -> Tally:
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
     Returns the counts of the clusters and the sum of the distances.
@@ -254,22 +249,8 @@ def _finish(
     found: kmeans.Found,
     tally: Tally,
 ) -> None:
+    """Writes the manifest: sizes of clusters, inertia, agreement with earlier stages."""
     labels = open_npy(artifact.directory / "cluster_labels.npy", "cluster")
-    counts = _report(layout, stage, index, found, tally, labels)
-    if artifact.config["feature"] == "mean":  # those are clustered by image alone
-        counts["without_caption"] = int((index.num_captions == 0).sum())
-    artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
-
-
-def _report(
-    layout: Layout,
-    stage: int,
-    index: SampleIndex,
-    found: kmeans.Found,
-    tally: Tally,
-    labels: np.ndarray,
-) -> dict[str, Any]:
-    """Counts for the manifest: sizes of clusters, inertia, agreement with earlier stages."""
     sizes = tally.counts.numpy()
     if empty := int((sizes == 0).sum()):
         log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))
@@ -288,7 +269,7 @@ def _report(
         found.iterations,
         "".join(f", AMI with {name} {value:.2f}" for name, value in agreement.items()),
     )
-    return {
+    counts = {
         "samples": len(index),
         "bad_samples": len(index) - int(sizes.sum()),
         "inertia": tally.inertia,
@@ -299,6 +280,28 @@ def _report(
         "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,
         "ami": agreement,
     }
+    if artifact.config["feature"] == "mean":  # those are clustered by image alone
+        counts["without_caption"] = int((index.num_captions == 0).sum())
+    artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
+
+
+def ami(a: np.ndarray, b: np.ndarray) -> float:
+    """Adjusted mutual information of two labellings [N], 1 for equal up to renaming, near 0 for
+    independent ones (scikit-learn, arithmetic mean; MCL, Table 11).
+
+    Rows that are -1 in either are left out. Raises ValueError where lengths differ or no row is
+    left.
+    """
+    # Imported here: scikit-learn takes a second.
+    from sklearn.metrics import adjusted_mutual_info_score
+
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape:
+        raise ValueError(f"ami: the labellings have shapes {a.shape} and {b.shape}: wanted one")
+    both = (a >= 0) & (b >= 0)
+    if not both.any():
+        raise ValueError(f"ami: none of the {len(a):,} samples has a label in both labellings")
+    return float(adjusted_mutual_info_score(a[both], b[both]))
 
 
 def _read_cluster_labels(

@@ -82,11 +82,16 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def move_aside(directory: Path) -> Path:
-    """Renames a directory to ``NAME.old-N`` with the first free N and returns the new path."""
-    number = 1
-    while (aside := directory.with_name(f"{directory.name}.old-{number}")).exists():
+def move_aside(directory: Path, name: str | None = None) -> Path:
+    """Renames a directory to ``NAME.old-N`` with the first free N and returns the new path.
+
+    With ``name`` it becomes the first free one of ``name``, ``name_2``, ``name_3`` ...
+    """
+    number, stem = 1, f"{name}_" if name else f"{directory.name}.old-"
+    aside = directory.with_name(name or f"{stem}1")
+    while aside.exists():
         number += 1
+        aside = directory.with_name(f"{stem}{number}")
     os.rename(directory, aside)
     return aside
 

@@ -68,9 +68,7 @@ def choose_products(device: torch.device, num_centroids: int, forced: Arithmetic
     # On CUDA it stays float32 until `make gpu-bench` has shown on a GPU which of both is faster.
     if device.type != "cpu" or num_centroids < BFLOAT16_FROM:
         return "float32"
-    if not hasattr(torch.cpu, "get_capabilities"):
-        return "float32"
-    capabilities = torch.cpu.get_capabilities()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     fast = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
     return "bfloat16" if fast else "float32"
 

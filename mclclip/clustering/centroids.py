@@ -191,11 +191,9 @@ class ShardedCentroids(WholeCentroids):
         for numbers, blocks in self._rounds():
             best = torch.cat(self.rows.each(search.best, blocks))[:, 0]
             labels = unpack(self.rows.largest(best))[1]
-            sizes = [len(block) for block in blocks]
-            for number, block, some in zip(
-                numbers, blocks, torch.split(labels, sizes), strict=True
-            ):
-                if number % len(self._everyone) == self.rows.context.rank:
+            parts = torch.split(labels, [len(block) for block in blocks])
+            for number, block, some in zip(numbers, blocks, parts, strict=True):
+                if number % self.rows.context.world_size == self.rows.context.rank:
                     self._labels[number] = some
                 here = torch.nonzero(self._here(some)).flatten()
                 for ids in tiles(here, self._rows_per_tile):
@@ -237,10 +235,6 @@ class ShardedCentroids(WholeCentroids):
         """See WholeCentroids; here no two ranks compute the same centroid."""
         return centroids
 
-    @property
-    def _everyone(self) -> range:
-        return range(self.rows.context.world_size)
-
     def _here(self, labels: Tensor) -> Tensor:
         """bool [n]: whether a row's nearest centroid is one of this rank's."""
         return (labels >= self.held.start) & (labels < self.held.stop)
@@ -249,9 +243,9 @@ class ShardedCentroids(WholeCentroids):
         """Yields, round by round, the numbers and rows of one block of every rank, in rank order;
         the last round may have fewer.
         """
-        for first in range(0, len(self.rows.blocks), len(self._everyone)):
-            numbers = list(range(first, min(first + len(self._everyone), len(self.rows.blocks))))
-            own = first + self.rows.context.rank
+        every, world_size = list(range(len(self.rows.blocks))), self.rows.context.world_size
+        for first in every[::world_size]:
+            numbers, own = every[first : first + world_size], first + self.rows.context.rank
             none = torch.zeros((0, self.rows.dim), device=self.rows.context.device)
             shown = self.shown(self.rows.block(own) if own in numbers else none)
             sizes = [len(self.rows.ids(number)) for number in numbers]

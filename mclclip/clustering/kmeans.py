@@ -116,39 +116,30 @@ def fit(
     holder = hold(rows, num_clusters, sharded)
     words = [seed] if isinstance(seed, int) else list(seed)
     rule = _Rule(max_iterations, tolerance, keep_empty)
+    samples = init_samples if is_plus_plus(init, num_clusters) else None
     with rows.torch_settings():
         survey = rows.survey()
-        best: KMeans | None = None
-        for number, start in enumerate(
-            _starts(holder, words, restarts, init, init_samples, initial)
-        ):
-            found = _lloyd(holder, survey, start, rule, number)
-            if best is None or found.inertia < best.inertia:
-                best = found
-    assert best is not None
-    return best
+        starts = _starts(holder, words, restarts, samples)
+        if initial is not None:
+            starts = iter([holder.prepare(initial)])
+        every = (_lloyd(holder, survey, start, rule, number) for number, start in enumerate(starts))
+        return min(every, key=lambda found: found.inertia)
 
 
 def _starts(
-    holder: WholeCentroids,
-    words: Sequence[int],
-    restarts: int,
-    init: Init,
-    init_samples: int,
-    initial: Tensor | None,
+    holder: WholeCentroids, words: Sequence[int], restarts: int, samples: int | None
 ) -> Iterator[Tensor]:
-    """Yields the first centroids of each start: those of them that this rank holds."""
+    """Yields the first centroids of each start: those of them that this rank holds.
+
+    They are drawn by k-means++ from at least ``samples`` rows, or (None) at random.
+    """
     rows, num_clusters = holder.rows, holder.num_clusters
-    by_distance = is_plus_plus(init, num_clusters)
-    if initial is not None:
-        yield holder.prepare(initial)
-        return
-    if by_distance:
+    if samples is not None:
         rng = np.random.default_rng([*words, _SAMPLE])
-        sample = rows.gather(rows.draw(max(init_samples, 256 * num_clusters), rng))
+        sample = rows.gather(rows.draw(max(samples, 256 * num_clusters), rng))
     for number in range(max(1, restarts)):
         rng = np.random.default_rng([*words, number, _START])
-        if by_distance:
+        if samples is not None:
             drawn = plus_plus(rows, sample, num_clusters, rng)
             yield drawn[holder.held.start : holder.held.stop]
         else:
@@ -184,12 +175,12 @@ def _lloyd(
         history.append(_inertia(holder, survey, centroids, sums, own_counts))
         log.debug("k-means: start %d, inertia %.8g", restart, history[-1])
         settled = len(history) > 1 and history[-2] - history[-1] <= rule.tolerance * history[-2]
-        empty = torch.nonzero(counts == 0).flatten()
-        if (settled and (stuck or not len(empty))) or len(history) > rule.max_iterations:
+        any_empty = bool((counts == 0).any())
+        if (settled and (stuck or not any_empty)) or len(history) > rule.max_iterations:
             break
         means = _means(holder, survey, centroids, sums, own_counts)
-        if len(empty):
-            stuck = not _restart(holder, centroids, means, counts, empty, rule.keep_empty)
+        if any_empty:
+            stuck = not _restart(holder, centroids, means, counts, rule.keep_empty)
         centroids = holder.agreed(means)
     return KMeans(
         centroids=centroids.cpu(),
@@ -239,17 +230,13 @@ def _means(
 
 
 def _restart(
-    holder: WholeCentroids,
-    centroids: Tensor,
-    updated: Tensor,
-    counts: Tensor,
-    empty: Tensor,
-    keep_empty: bool,
+    holder: WholeCentroids, centroids: Tensor, updated: Tensor, counts: Tensor, keep_empty: bool
 ) -> int:
     """Moves the first empty cluster to the farthest row of the largest cluster, the second to that
     of the next largest, and so on, leaving out clusters whose rows are all equal. Returns how many
     have moved. Raises ValueError where none can move, unless ``keep_empty``.
     """
+    empty = np.flatnonzero(counts.numpy() == 0)
     spread, farthest = unpack(holder.everywhere(holder.farthest(centroids)))
     by_size = np.argsort(-counts.numpy(), kind="stable")
     donors = by_size[spread.numpy()[by_size] > 0.0][: len(empty)]
@@ -261,7 +248,7 @@ def _restart(
     log.info("k-means: %d of %d empty clusters restart", len(donors), len(empty))
     ids = farthest.numpy()[donors]
     order = np.argsort(ids)
-    places = empty.numpy()[: len(ids)][order] - holder.held.start
+    places = empty[: len(ids)][order] - holder.held.start
     for first in range(0, len(ids), ROWS_PER_PASS):
         some = slice(first, first + ROWS_PER_PASS)
         found = holder.rows.gather(ids[order][some])

@@ -96,7 +96,8 @@ class Search:
         self._constant = self._length = self._shifted = self._lost = 0.0
         if self.half_squares is not None and len(centroids):
             self._constant = float(self.half_squares.max())
-        mean = _mean(centroids)
+        # Any common shift keeps the ranking; that by the mean tightens the error bound.
+        mean = centroids.mean(dim=0)
         for first in range(0, len(centroids), ROWS_PER_PASS):
             self._cast(slice(first, min(first + ROWS_PER_PASS, len(centroids))), mean)
 
@@ -252,11 +253,6 @@ def _top(top: Tensor, more: Tensor) -> Tensor:
     if top.shape[1] == 1:
         return torch.maximum(top, more.amax(dim=1, keepdim=True))
     return torch.cat([top, more], dim=1).topk(top.shape[1], dim=1).values
-
-
-def _mean(centroids: Tensor) -> Tensor:
-    """Mean centroid. Any common shift keeps the ranking; this one tightens the error bound."""
-    return centroids.mean(dim=0) if len(centroids) else centroids.new_zeros(centroids.shape[1])
 
 
 def _longest(rows: Tensor) -> float:

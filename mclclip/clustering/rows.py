@@ -110,7 +110,7 @@ class Rows:
         """The results of ``work`` for each item, in order; threads share out the items."""
         if self.num_threads == 1:
             return [work(item) for item in items]
-        with ThreadPoolExecutor(self.num_threads, initializer=_one_thread) as pool:
+        with ThreadPoolExecutor(self.num_threads, "", torch.set_num_threads, (1,)) as pool:
             return list(pool.map(work, items))
 
     def runs(self) -> list[list[int]]:
@@ -269,10 +269,6 @@ def add_rows(sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor, unit: f
     """
     sums.index_put_((labels,), (rows * unit).long(), accumulate=True)
     counts += torch.bincount(labels, minlength=len(counts))
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def _width(layouts: Sequence[BlockLayout]) -> int:

@@ -11,7 +11,6 @@ One rank clusters a whole group, and reads the group's rows into its memory.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from mclclip.clustering.start import Init, is_plus_plus
 from mclclip.data.arrays import Floats, cut_blocks
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.sharded_rows import deal
 
 log = logging.getLogger("mclclip")
 
@@ -70,24 +70,22 @@ def fit(
             f"num_splits is {splits:,}, but there are {num_clusters:,} clusters: set "
             "cluster.num_splits to at most that"
         )
-    common: dict[str, Any] = {
-        "algorithm": algorithm,
-        "valid": valid,
-        "context": context,
-        "arithmetic": arithmetic,
-    }
-    groups = _split(blocks, rows.num_rows, splits, words, common, options | {"init": init})
+    groups = _split(rows, splits, words, options | {"init": init})
     shares = share_out(num_clusters, np.array([len(ids) for ids in groups]))
     options |= {"init": "plus_plus" if is_plus_plus(init, int(shares.max())) else "random"}
     log.info(
         "k-means: %d groups of up to %d rows, of up to %d clusters each",
-        splits,
-        max(len(ids) for ids in groups),
-        shares.max(),
-    )
-    centroids, held, iterations = _cluster_groups(rows, groups, shares, words, options, sharded)
+        splits, max(len(ids) for ids in groups), shares.max(),
+    )  # fmt: skip
+    found = _cluster_groups(rows, groups, shares, words, options)
+    held = hold(rows, num_clusters, sharded).held
+    centroids = _exchange(rows, found, shares, held)
+    most = torch.tensor(max((result.iterations for result in found.values()), default=0))
     return kmeans.Found(
-        centroids=centroids, held=held, num_clusters=num_clusters, iterations=iterations
+        centroids=centroids,
+        held=held,
+        num_clusters=num_clusters,
+        iterations=int(rows.largest(most)),
     )
 
 
@@ -109,31 +107,13 @@ def share_out(num_clusters: int, sizes: Integers) -> Integers:
     return shares
 
 
-def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The items of each rank: costly items are dealt first, each to the rank with the least cost
-    so far.
-    """
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
-    for item in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        load, rank = heapq.heappop(loads)
-        dealt[rank].append(item)
-        heapq.heappush(loads, (load + costs[item], rank))
-    return dealt
-
-
-def _split(
-    blocks: Sequence[Floats],
-    num_rows: int,
-    splits: int,
-    words: list[int],
-    common: dict[str, Any],
-    options: dict[str, Any],
-) -> list[Integers]:
+def _split(rows: Rows, splits: int, words: list[int], options: dict[str, Any]) -> list[Integers]:
     """Clusters all rows into groups; returns the ascending row numbers of each group."""
-    found = kmeans.fit(blocks, splits, seed=[*words, _SPLIT], **common, **options)
-    labels = np.empty(num_rows, dtype=np.int32)
-    for some, near in assign_blocks(blocks, found.centroids, held=found.held, **common):
+    common: dict[str, Any] = {"algorithm": rows.algorithm, "valid": rows.valid}
+    common |= {"context": rows.context, "arithmetic": rows.arithmetic}
+    found = kmeans.fit(rows.blocks, splits, seed=[*words, _SPLIT], **common, **options)
+    labels = np.empty(rows.num_rows, dtype=np.int32)
+    for some, near in assign_blocks(rows.blocks, found.centroids, held=found.held, **common):
         labels[some] = near.labels[:, 0]
     order = np.argsort(labels, kind="stable")
     bounds = np.searchsorted(labels[order], np.arange(splits + 1))
@@ -141,16 +121,9 @@ def _split(
 
 
 def _cluster_groups(
-    rows: Rows,
-    groups: list[Integers],
-    shares: Integers,
-    words: list[int],
-    options: dict[str, Any],
-    sharded: bool | None,
-) -> tuple[Tensor, range, int]:
-    """Clusters each group on one rank. Returns the centroids that this rank holds, in the order of
-    groups, their ids, and the largest number of iterations.
-    """
+    rows: Rows, groups: list[Integers], shares: Integers, words: list[int], options: dict[str, Any]
+) -> dict[int, kmeans.KMeans]:
+    """Clusters each group on one rank. Returns the groups of this rank, by number."""
     context = rows.context
     costs = [len(ids) * int(share) for ids, share in zip(groups, shares, strict=True)]
     own = deal(costs, context.world_size)[context.rank]
@@ -171,11 +144,7 @@ def _cluster_groups(
     def cluster_own() -> dict[int, kmeans.KMeans]:
         return {group: cluster(group) for group in own if shares[group]}
 
-    found = cluster_own() if context.world_size == 1 else collectives.together(cluster_own)
-    most = max((result.iterations for result in found.values()), default=0)
-    held = hold(rows, int(shares.sum()), sharded).held
-    centroids = _exchange(rows, found, shares, held)
-    return centroids, held, int(rows.largest(torch.tensor(most)))
+    return cluster_own() if context.world_size == 1 else collectives.together(cluster_own)
 
 
 def _exchange(rows: Rows, found: dict[int, kmeans.KMeans], shares: Integers, held: range) -> Tensor:

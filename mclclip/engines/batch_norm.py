@@ -30,11 +30,9 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         variance = collectives.all_reduce_with_grad(squares) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
         scale = torch.rsqrt(variance + self.eps)
-        if self.affine:
-            scale = scale * self.weight
-        output = centred * scale[:, None, None]
-        if self.affine:
-            output = output + self.bias[:, None, None]
+        if not self.affine:
+            return (centred * scale[:, None, None]).to(input.dtype)
+        output = centred * (scale * self.weight)[:, None, None] + self.bias[:, None, None]
         return output.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -43,9 +41,8 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:
-            share = 1.0 / float(self.num_batches_tracked)
+        number = float(self.num_batches_tracked)
+        share = 1.0 / number if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 

@@ -33,6 +33,7 @@ from mclclip.ranks.outside import OutsideParameters
 from mclclip.ranks.process_group import Context
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # formats of ``precision``
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -63,7 +64,7 @@ class Engine:
     ) -> None:
         self.module, self.context, self.outside = module, context, tuple(outside)
         # Told when a phase of an update has ended: "forward", "backward", "optimizer".
-        self.phase_ended: Callable[[str], None] = _unwatched
+        self.phase_ended: Callable[[str], None] = lambda phase: None
         self.clip_grad_norm, self.micro_batch = clip_grad_norm, micro_batch
         if micro_batch is not None:
             gradient_cache.check(module)
@@ -75,7 +76,7 @@ class Engine:
 
     # --- what engines differ in ----------------------------------------------------------------
 
-    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Callable[..., Any]]:
+    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Any]:
         """Wraps the module; returns the optimizer and what runs a forward."""
         optimizer = make_optimizer(self.module)
         if self.context.world_size == 1:
@@ -159,9 +160,8 @@ class Engine:
         )
         for group in self.optimizer.param_groups:
             if (count := group.get("step")) is not None:
-                loaded_count = state["optimizer_step"]
-                is_tensor = isinstance(count, Tensor)
-                group["step"] = loaded_count.to(count) if is_tensor else int(loaded_count)
+                saved = state["optimizer_step"]
+                group["step"] = saved.to(count) if isinstance(count, Tensor) else int(saved)
         self._load_extra_state(state)
 
     # --- what they share -----------------------------------------------------------------------
@@ -257,15 +257,10 @@ class Engine:
         if self.average is not None:
             self.average.load(_part(state, "ema"))
         if self.scaler.is_enabled():
-            values = {
-                "scale": float(state["scaler.scale"]),
-                "_growth_tracker": int(state["scaler.growth_tracker"]),
-            }
-            self.scaler.load_state_dict(self.scaler.state_dict() | values)
-
-
-def _unwatched(phase: str) -> None:
-    """Nobody wants to know when a phase has ended."""
+            values = self.scaler.state_dict()
+            values["scale"] = float(state["scaler.scale"])
+            values["_growth_tracker"] = int(state["scaler.growth_tracker"])
+            self.scaler.load_state_dict(values)
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

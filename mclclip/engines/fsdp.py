@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from mclclip.engines.engine import Engine, MakeOptimizer
+from mclclip.engines.engine import HALF, Engine, MakeOptimizer
 from mclclip.ranks.process_group import Context
-
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from mclclip.ranks.sharded_rows import choose_mesh
 
 
 class FsdpEngine(Engine):
@@ -41,13 +39,11 @@ class FsdpEngine(Engine):
     ) -> None:
         self._blocks = list(blocks)
         self._mesh = _mesh(context, shard_ranks)
-        half = _HALF.get(precision)
-        self._policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-        if half is None:
-            self._policy = MixedPrecisionPolicy()
+        half = HALF.get(precision)
+        self._policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32 if half else None)
         super().__init__(module, make_optimizer, context, precision=precision, **options)
 
-    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Callable[..., Any]]:
+    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Any]:
         for block in self._blocks:
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy)
         fully_shard(self.module, mesh=self._mesh)
@@ -58,14 +54,11 @@ class FsdpEngine(Engine):
             block.reshard()  # type: ignore[operator]
         return make_optimizer(self.module), self.module
 
-    def reducing(self, last: bool) -> AbstractContextManager[Any]:
-        """Only the last of several backwards reduces; until then gradients are kept whole."""
-        return contextlib.nullcontext() if last else self._kept()
-
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def reducing(self, last: bool) -> Iterator[None]:
+        """Only the last of several backwards reduces; until then gradients are kept whole."""
         root: Any = self.module
-        root.set_requires_gradient_sync(False)
+        root.set_requires_gradient_sync(last)
         try:
             yield
         finally:
@@ -74,14 +67,13 @@ class FsdpEngine(Engine):
 
 def _mesh(context: Context, shard_ranks: int | None) -> DeviceMesh:
     """One axis of all ranks, or copies x shards."""
-    world, kind = context.world_size, context.device.type
+    world = context.world_size
     if shard_ranks is None or shard_ranks == world:
-        return init_device_mesh(kind, (world,))
+        return choose_mesh(context)
     if world % shard_ranks:
         raise ValueError(
             f"engine.shard_ranks={shard_ranks} does not divide the {world} ranks: give a divisor, "
             "such as the number of GPUs of a node"
         )
-    return init_device_mesh(
-        kind, (world // shard_ranks, shard_ranks), mesh_dim_names=("copies", "shards")
-    )
+    shape, names = (world // shard_ranks, shard_ranks), ("copies", "shards")
+    return init_device_mesh(context.device.type, shape, mesh_dim_names=names)

@@ -115,10 +115,9 @@ _State = tuple[Tensor, Tensor | None]
 
 def _random_state(device: torch.device) -> _State:
     """States of the CPU's generator and of the device's."""
-    on_device = None
-    if device.type != "cpu":
-        on_device = torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), on_device
+    on_gpu = device.type != "cpu"
+    state = torch.get_device_module(device).get_rng_state(device) if on_gpu else None
+    return torch.get_rng_state(), state
 
 
 @contextmanager

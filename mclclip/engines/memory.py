@@ -39,7 +39,8 @@ def per_rank(
     half      blocks are gathered in half precision (fsdp)
     caching   gradient caching in several micro-batches: fsdp keeps whole gradients until the last
     """
-    whole = _parts(sizes.parameters, sizes.trained, sizes.moments, sizes.average)
+    whole = {"parameters": sizes.parameters, "gradients": sizes.trained}
+    whole |= {"optimizer": sizes.moments, "ema": sizes.average}
     if world_size == 1:
         return whole | {"engine": 0}
     if name == "ddp":  # its buckets are copies of the gradients
@@ -65,12 +66,3 @@ def _zero(sizes: Sizes, whole: dict[str, int], world_size: int, stage: int) -> d
         return parts | {"engine": bucket}
     parts |= {part: whole[part] // world_size for part in ("parameters", "ema")}
     return parts | {"engine": bucket + min(sizes.parameters, _ZERO_3_LIVE * _FP32)}
-
-
-def _parts(parameters: int, gradients: int, optimizer: int, ema: int) -> dict[str, int]:
-    return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "ema": ema,
-    }

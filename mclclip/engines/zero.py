@@ -11,8 +11,8 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mclclip.engines.engine import Engine, MakeOptimizer
-from mclclip.engines.zero_pieces import Piece, is_flat, is_shared, piece_of
+from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 
 BUCKET = 50_000_000  # elements reduced at once; the default's buffer takes 2 GB
@@ -65,7 +65,7 @@ class DeepspeedEngine(Engine):
         self.zero_stage = zero_stage
         super().__init__(module, make_optimizer, context, **options)
 
-    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Callable[..., Any]]:
+    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Any]:
         deepspeed = _join(self.context)
         self._inner = make_optimizer(self.module)
         config = {
@@ -114,7 +114,7 @@ class DeepspeedEngine(Engine):
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
         """Tells ZeRO whether more backwards follow before the step."""
-        self._engine.set_gradient_accumulation_boundary(last)
+        self.run.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def zero_grad(self) -> None:
@@ -129,17 +129,17 @@ class DeepspeedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of ``loss`` (this rank's mean), times the loss scale of fp16."""
-        self._engine.backward(loss)
+        self.run.backward(loss)
 
     def step(self) -> Tensor:
         """Moves the parameters along the reduced gradients; returns their norm before clipping.
 
         ZeRO takes the loss scale out again, and leaves the step out where gradients overflow.
         """
-        self._engine.step()
+        self.run.step()
         if self.scaler.is_enabled():
             self._move_scale(self.optimizer.overflow)
-        return torch.as_tensor(self._engine.get_global_grad_norm(), device=self.context.device)
+        return torch.as_tensor(self.run.get_global_grad_norm(), device=self.context.device)
 
     def local_parameters(self) -> dict[str, Tensor]:
         """What this rank holds of each trained parameter: at stage 3 a flat, padded shard."""
@@ -152,21 +152,16 @@ class DeepspeedEngine(Engine):
         own: dict[str, Any] = self.module.state_dict(keep_vars=True)
         state = {}
         for name, tensor in own.items():
-            state[f"model.{name}"] = (
-                piece_of(tensor.ds_tensor, tensor).whole(tensor)
-                if is_shared(tensor)
-                else tensor.detach()
-            )
+            shared = _is_shared(tensor)
+            state[f"model.{name}"] = _whole(tensor.ds_tensor, tensor) if shared else tensor.detach()
         fresh = not self._inner.state
         if fresh:
             self._first_moments()
         for name, parameter in self._trained().items():
             for moment, value in self._moments().items():
-                state[f"optimizer.{name}.{moment}"] = (
-                    self._moment(parameter, moment).whole(parameter)
-                    if is_flat(value)
-                    else torch.as_tensor(value)
-                )
+                flat = _is_flat(value)
+                whole = self._moment(parameter, moment).whole(parameter) if flat else value
+                state[f"optimizer.{name}.{moment}"] = torch.as_tensor(whole)
         if fresh:
             self._forget_moments()
         return state | self._extra_state()
@@ -179,25 +174,21 @@ class DeepspeedEngine(Engine):
         own: dict[str, Any] = self.module.state_dict(keep_vars=True)
         for name, tensor in own.items():
             value = state[f"model.{name}"]
-            if is_shared(tensor):
-                piece_of(tensor.ds_tensor, tensor).take(value)
+            if _is_shared(tensor):
+                _piece_of(tensor.ds_tensor, tensor).take(value)
             if tensor.numel() == value.numel():  # empty where only the shard is here
                 tensor.copy_(value)
         self.optimizer.refresh_fp32_params()
         for name, parameter in self._trained().items():
             for moment, value in self._moments().items():
                 loaded = state[f"optimizer.{name}.{moment}"]
-                if is_flat(value):
+                if _is_flat(value):
                     self._moment(parameter, moment).take(loaded)
                 else:
                     self._set_count(moment, loaded)
         self._load_extra_state(state)
 
     # --- the optimizer's state -----------------------------------------------------------------
-
-    @property
-    def _engine(self) -> Any:
-        return self.run
 
     def _trained(self) -> dict[str, Any]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -208,13 +199,12 @@ class DeepspeedEngine(Engine):
 
     def _first_moments(self) -> None:
         """Gives the optimizer its initial state, by a step of rate zero along zero gradients."""
-        optimizer: Any = self.optimizer
         rates = [group["lr"] for group in self._inner.param_groups]
         for group in self._inner.param_groups:
             group["lr"] = 0.0
         for number, flat in enumerate(self._flats()):
             flat.grad = torch.zeros_like(flat)
-            optimizer._optimizer_step(number)
+            self.optimizer._optimizer_step(number)
             flat.grad = None
         for group, rate in zip(self._inner.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -226,17 +216,16 @@ class DeepspeedEngine(Engine):
 
     def _flats(self) -> list[Tensor]:
         """The tensors that ZeRO gives to the optimizer."""
-        optimizer: Any = self.optimizer
         if self.zero_stage == 3:
-            return list(optimizer.fp32_partitioned_groups_flat)
-        return list(optimizer.single_partition_of_fp32_groups)
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        return list(self.optimizer.single_partition_of_fp32_groups)
 
     def _moment(self, parameter: Any, moment: str) -> Piece:
         """This rank's piece of a moment of ``parameter``, which may be empty."""
         if self.zero_stage == 3:
             from deepspeed.utils import safe_get_local_optimizer_state
 
-            return piece_of(safe_get_local_optimizer_state(parameter, moment), parameter)
+            return _piece_of(safe_get_local_optimizer_state(parameter, moment), parameter)
         found = parameter._hp_mapping  # None where the parameter lies on other ranks
         if found is None:
             return Piece(0, torch.empty(0, device=parameter.device))
@@ -260,14 +249,14 @@ class DeepspeedEngine(Engine):
         if self.zero_stage == 3 and self.average is not None:
             trained = self._trained()
             for name, shard in self.average.tensors.items():
-                state[f"ema.{name}"] = piece_of(shard, trained[name]).whole(trained[name])
+                state[f"ema.{name}"] = _whole(shard, trained[name])
         return state
 
     def _load_extra_state(self, state: dict[str, Tensor]) -> None:
         if self.zero_stage == 3 and self.average is not None:
             trained = self._trained()
             for name, shard in self.average.tensors.items():
-                piece_of(shard, trained[name]).take(state[f"ema.{name}"])
+                _piece_of(shard, trained[name]).take(state[f"ema.{name}"])
                 state = state | {f"ema.{name}": shard}
         super()._load_extra_state(state)
 
@@ -323,10 +312,53 @@ def _release(engine: Any, module: nn.Module) -> None:
     engine.destroy()
     while module in FWD_MODULE_STACK:  # ZeRO-3 puts its module there for good
         FWD_MODULE_STACK.remove(module)
-    shared = [parameter for parameter in module.parameters() if is_shared(parameter)]
+    shared = [parameter for parameter in module.parameters() if _is_shared(parameter)]
     for parameter in shared:
         parameter.data = parameter.data.new_empty(0)
         vars(parameter).clear()
     if shared:
         optimizer.state.clear()
         vars(optimizer).clear()
+
+
+# --- pieces: what this rank holds of what ZeRO flattens, and the wholes they make --------------
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 has shared this parameter among the ranks."""
+    return hasattr(tensor, "ds_tensor")
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a part of the optimizer's state has a value for every element."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+@dataclass
+class Piece:
+    """This rank's part of a flattened tensor: ``values``, which are live, from ``start`` on."""
+
+    start: int
+    values: Tensor
+
+    def whole(self, parameter: Any) -> Tensor:
+        """All ranks' pieces as one tensor, shaped as ``parameter``, in main memory."""
+        shape = parameter.ds_shape if _is_shared(parameter) else parameter.shape
+        flat = self.values.new_zeros(shape.numel())
+        flat[self.start : self.start + len(self.values)] = self.values
+        return collectives.all_reduce_sum(flat).view(shape).cpu()
+
+    def take(self, whole: Tensor) -> None:
+        """Copies this piece of ``whole`` into it."""
+        self.values.copy_(whole.reshape(-1)[self.start : self.start + len(self.values)])
+
+
+def _piece_of(shard: Tensor, parameter: Any) -> Piece:
+    """ZeRO-3's shard, without what pads the last ones to equal size."""
+    start = len(shard) * collectives.rank()
+    return Piece(start, shard.detach()[: max(0, parameter.ds_numel - start)])
+
+
+def _whole(shard: Tensor, parameter: Any) -> Tensor:
+    """All ranks' shards of ZeRO-3 as one tensor, shaped as ``parameter``, in main memory."""
+    return _piece_of(shard, parameter).whole(parameter)

@@ -138,10 +138,5 @@ def _wide(features: Tensor) -> Tensor:
 
 def _pairs(groups: Tensor, sample_id: Tensor) -> Pairs:
     """[b], [b] of this rank -> its rows among the global batch, for both directions."""
-    return Pairs(
-        groups,
-        sample_id,
-        collectives.gather(groups),
-        collectives.gather(sample_id),
-        first=collectives.rank() * len(groups),
-    )
+    every = collectives.gather(groups), collectives.gather(sample_id)
+    return Pairs(groups, sample_id, *every, first=collectives.rank() * len(groups))

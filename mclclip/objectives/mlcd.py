@@ -37,7 +37,6 @@ from mclclip.objectives.class_centers.sums import Sums, class_sums
 from mclclip.options import STRICT, Cosine, Share
 from mclclip.randomness import mix, permute
 from mclclip.ranks.outside import OutsideParameters
-from mclclip.ranks.process_group import Context
 
 Kind = Literal["mlcd", "mlc", "single_label"]
 _SATURATED = 0.01  # of the largest pull
@@ -117,24 +116,34 @@ class Options(ObjectiveOptions):
     def build(self, setting: Setting) -> Objective:
         """The loss with new class centers, this rank's share of them."""
         assert setting.classes is not None
-        centroids = setting.classes.centroids()
-        return build_class_center_loss(
+        centroids, dim = setting.classes.centroids(), setting.model.embed_dim
+        kernels = kernels_of(self.kernel, setting.context.device, setting.precision)
+        rate, seed = self.sample_rate, setting.seed
+
+        def centroid_rows(start: int, stop: int) -> Tensor:
+            rows = torch.from_numpy(np.array(centroids[start:stop]))  # of the file, only these
+            lengths = torch.linalg.vector_norm(rows, dim=1)
+            if not bool((lengths > 0.0).all() & torch.isfinite(lengths).all()):
+                raise ValueError(
+                    "a centroid is zero or not finite: class centers cannot start there; run "
+                    "'mclclip cluster --force' again, or set centers=normal"
+                )
+            return rows
+
+        centers = ShardedClassCenters(
             len(centroids),
-            setting.model.embed_dim,
-            centroids if self.centers == "centroids" else None,
-            kind=self.kind,
+            dim,
+            centroid_rows if self.centers == "centroids" else normal_rows(dim, seed),
             context=setting.context,
-            seed=setting.seed,
-            scale=self.scale,
-            margin=Margin(self.margin, self.margin_size, self.margin_gradient),
-            sample_rate=self.sample_rate,
+            draw=None if rate == 1.0 else NegativeDraw(len(centroids), rate, seed),
             rule=self.negatives,
             optimizer=HeadOptimizer(
                 self.lr_scale, self.weight_decay, setting.betas, setting.eps, self.lazy
             ),
-            kernels=kernels_of(self.kernel, setting.context.device, setting.precision),
             dtype=torch.float64 if setting.precision == "float64" else torch.float32,
         )
+        margin = Margin(self.margin, self.margin_size, self.margin_gradient)
+        return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin, kernels=kernels)
 
     def cost(self, sizes: Sizes) -> Cost:
         """Class centers, their moments and gradient, and what a step moves between ranks."""
@@ -149,50 +158,6 @@ class Options(ObjectiveOptions):
         )
         lasting = {part: size for part, size in found["parts"].items() if part != "step"}
         return Cost(found["parts"]["step"], lasting, found["checkpoint"], found)
-
-
-def build_class_center_loss(
-    num_classes: int,
-    dim: int,
-    centroids: npt.NDArray[np.float32] | None,
-    *,
-    kind: Kind,
-    context: Context,
-    seed: int,
-    scale: float,
-    margin: Margin,
-    sample_rate: float,
-    optimizer: HeadOptimizer,
-    kernels: Kernels | None = None,
-    **options: Any,
-) -> ClassCenterLoss:
-    """The objective with new class centers of width ``dim``, this rank's share of them.
-
-    They start at ``centroids`` [num_classes, D], of which only the own rows are read, or (None) are
-    drawn. ``seed`` draws them and the negatives; ``options`` are ShardedClassCenters'.
-    """
-
-    def rows_of(start: int, stop: int) -> Tensor:
-        assert centroids is not None
-        rows = torch.from_numpy(np.array(centroids[start:stop]))
-        lengths = torch.linalg.vector_norm(rows, dim=1)
-        if not bool((lengths > 0.0).all() & torch.isfinite(lengths).all()):
-            raise ValueError(
-                "a centroid is zero or not finite: class centers cannot start there; run 'mclclip "
-                "cluster --force' again, or set centers=normal"
-            )
-        return rows
-
-    centers = ShardedClassCenters(
-        num_classes,
-        dim,
-        normal_rows(dim, seed) if centroids is None else rows_of,
-        context=context,
-        draw=None if sample_rate == 1.0 else NegativeDraw(num_classes, sample_rate, seed),
-        optimizer=optimizer,
-        **options,
-    )
-    return ClassCenterLoss(centers, kind, scale=scale, margin=margin, kernels=kernels)
 
 
 class NegativeDraw:

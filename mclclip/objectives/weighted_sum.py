@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -105,10 +106,9 @@ class Options(ObjectiveOptions):
     def cost(self, sizes: Sizes) -> Cost:
         """The sum of the terms' costs."""
         costs = [term.objective.cost(sizes) for term in self.terms]
-        lasting: dict[str, int] = {}
+        lasting = Counter[str]()
         for cost in costs:
-            for part, size in cost.lasting.items():
-                lasting[part] = lasting.get(part, 0) + size
+            lasting.update(cost.lasting)
         details = next((cost.details for cost in costs if cost.details), {})
         return Cost(sum(c.step for c in costs), lasting, sum(c.checkpoint for c in costs), details)
 

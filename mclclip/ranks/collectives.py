@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mclclip.ranks.process_group import TIMEOUT
+
 T = TypeVar("T")
 # Its name since torch 2.13, which warns of the older one.
 _reduce_scatter: Callable[..., Any] = getattr(
@@ -31,9 +33,7 @@ class _GatherWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
+        return gather(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
@@ -71,15 +71,11 @@ class _SumWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
+        return all_reduce_sum(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        grad = grad_outputs[0].clone()
-        dist.all_reduce(grad)
-        return grad
+        return all_reduce_sum(grad_outputs[0])
 
 
 def all_reduce_with_grad(x: Tensor) -> Tensor:
@@ -115,12 +111,21 @@ def all_reduce_max(x: Tensor) -> Tensor:
     return largest
 
 
-def gather_objects(item: T) -> list[T]:
-    """Each rank's picklable object, in rank order, on every rank."""
+def side_group() -> Any:
+    """A gloo group of all ranks, for a background thread or for tensors of the CPU (None: alone).
+
+    Collectives of two threads on one group would meet in any order, and NCCL groups move nothing of
+    the CPU. To be opened by all ranks at the same point of their main threads.
+    """
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
+
+
+def gather_objects(item: T, group: Any = None) -> list[T]:
+    """Each rank's picklable object, in rank order, on every rank (``group``: see side_group)."""
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item)
+    dist.all_gather_object(items, item, group=group)
     return items
 
 

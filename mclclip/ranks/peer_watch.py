@@ -22,11 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mclclip.ranks import collectives, signals
 from mclclip.ranks.process_group import Context
@@ -43,10 +39,7 @@ _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connec
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another process is gone (see ``LostPeer``)."""
-    if isinstance(error, LostPeer):
-        return True
-    kinds = [getattr(dist, name, None) for name in ("DistBackendError", "DistNetworkError")]
-    if isinstance(error, tuple(kind for kind in kinds if kind is not None)):
+    if isinstance(error, (LostPeer, dist.DistBackendError, dist.DistNetworkError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
 
@@ -152,13 +145,9 @@ class PeerWatch:
 
     def _open_store(self) -> Store:
         """A connection of its own: a blocked one must not hold up the training's."""
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=self.timeout_s),
-        )
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"mclclip/peers/{start}", store)
 
@@ -189,7 +178,7 @@ class PeerWatch:
         # Whose reports have stopped counts as silent in a moment; its last one tells nothing.
         if now - min(at for _, at in self._reports.values()) > _MISSED * self.period_s:
             return None
-        counts = {rank: _progress_of(report) for rank, (report, _) in self._reports.items()}
+        counts = {r: int(said.split()[1]) if said else 0 for r, (said, _) in self._reports.items()}
         behind = [rank for rank, count in counts.items() if count == min(counts.values())]
         if len(behind) == len(counts):
             return f"no rank has got on with the training ({self._places(behind)})"
@@ -229,7 +218,3 @@ def _place() -> str:
             return f"{path.name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
-
-
-def _progress_of(report: str) -> int:
-    return int(report.split()[1]) if report else 0

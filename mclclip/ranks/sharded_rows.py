@@ -5,6 +5,8 @@ Checkpoints then hold one tensor, which any other number of ranks can read.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,3 +53,16 @@ def shard_of(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
     """First row of a rank, and the one after its last."""
     rows = -(-num_rows // world_size)
     return min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)
+
+
+def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """The items of each rank: costly items are dealt first, each to the rank with the least cost
+    so far.
+    """
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        load, rank = heapq.heappop(loads)
+        dealt[rank].append(item)
+        heapq.heappush(loads, (load + costs[item], rank))
+    return dealt

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -38,9 +38,7 @@ class _Requests:
 
 def install_handlers() -> None:
     """Makes SIGTERM and SIGUSR1 requests to leave; only the main thread may set handlers."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            signal.signal(number, _on_signal)
+    _handle(_on_signal)
 
 
 def ignore() -> None:
@@ -53,7 +51,7 @@ def restore() -> None:
     _handle(signal.SIG_DFL)
 
 
-def _handle(action: signal.Handlers) -> None:
+def _handle(action: signal.Handlers | Callable[[int, FrameType | None], None]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             signal.signal(number, action)

@@ -12,13 +12,12 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mclclip.ranks import signals
-from mclclip.ranks.process_group import TIMEOUT, Context
+from mclclip.ranks import collectives, signals
+from mclclip.ranks.process_group import Context
 
 log = logging.getLogger("mclclip")
 
@@ -55,20 +54,24 @@ class StepBoundary:
         self.poll_s, self.deadline = poll_s, deadline
         self._looked = float("-inf")
         self._save, self._stop = False, False
-        self._group: Any = None
-        if context.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._group = collectives.side_group()
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def decide(self) -> Decision:
         """What all ranks agreed on when they were asked last; asks for the next time."""
-        decision = self._settle()
+        decision = self.finish()
         self._ask()
         return decision
 
     def finish(self) -> Decision:
         """What was agreed on last; to be called by all ranks after the last step."""
-        return self._settle()
+        if self._pending is None:
+            return Decision()
+        (request, work), self._pending = self._pending, None
+        if work is not None:
+            work.wait()
+        reason, save = request.tolist()
+        return Decision(bool(save), _REASONS[reason])
 
     def _ask(self) -> None:
         self._look()
@@ -78,16 +81,6 @@ class StepBoundary:
         if self._group is not None:
             work = dist.all_reduce(request, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (request, work)
-
-    def _settle(self) -> Decision:
-        if self._pending is None:
-            return Decision()
-        request, work = self._pending
-        self._pending = None
-        if work is not None:
-            work.wait()
-        reason, save = request.tolist()
-        return Decision(bool(save), _REASONS[reason])
 
     def _reason(self) -> int:
         """The strongest reason this rank knows, as its place in the list."""

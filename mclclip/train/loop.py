@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.data.batches import Batch
-from mclclip.engines.engine import Engine
+from mclclip.engines.engine import HALF, Engine
 from mclclip.engines.gradient_cache import Pullback
 from mclclip.models.clip import ClipModel
 from mclclip.models.lora import add_lora
@@ -34,7 +35,6 @@ log = logging.getLogger("mclclip")
 
 MIRROR_S = 60.0  # for the mirror when the run must leave; the next start goes on with it
 MODEL = "model"  # what a trainee calls the model, and so the checkpoint
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_model(
@@ -98,12 +98,11 @@ class Trainee(nn.Module):
         return parts
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        dtype = _HALF.get(self.precision)
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, dtype=dtype)
+        dtype = HALF.get(self.precision)
+        return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
+@dataclass(kw_only=True)
 class Trainer:
     """Steps ``start`` to ``total`` of one training.
 
@@ -115,26 +114,20 @@ class Trainer:
     profiler        records the steps it was told to
     """
 
-    def __init__(
-        self,
-        trainee: Trainee,
-        engine: Engine,
-        checkpoints: Checkpoints,
-        recorder: Recorder,
-        boundary: StepBoundary,
-        *,
-        learning_rate: Callable[[int], float],
-        prepare: Callable[[Batch], Batch],
-        seed_words: tuple[int, ...],
-        checkpoint_every: int,
-        profiler: StepProfiler,
-    ) -> None:
-        self.trainee, self.engine, self.checkpoints = trainee, engine, checkpoints
-        self.recorder, self.boundary = recorder, boundary
-        self.learning_rate, self.prepare, self.seed_words = learning_rate, prepare, seed_words
-        self.checkpoint_every, self.profiler = checkpoint_every, profiler
-        engine.phase_ended = recorder.peaks.ended
-        recorder.watch.leaves_out = engine.leaves_out
+    trainee: Trainee
+    engine: Engine
+    checkpoints: Checkpoints
+    recorder: Recorder
+    boundary: StepBoundary
+    learning_rate: Callable[[int], float]
+    prepare: Callable[[Batch], Batch]
+    seed_words: tuple[int, ...]
+    checkpoint_every: int
+    profiler: StepProfiler
+
+    def __post_init__(self) -> None:
+        self.engine.phase_ended = self.recorder.peaks.ended
+        self.recorder.watch.leaves_out = self.engine.leaves_out
 
     def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> None:
         """Trains on ``batches``, those of the steps ``start`` to ``total`` in order.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import ClassLabels
+from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples, TextFeatures
-from mclclip.engines.build import build_engine
+from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
@@ -23,10 +27,62 @@ from mclclip.randomness import mix
 from mclclip.ranks.process_group import Context, process_start, start_loader_worker
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.layout import Layout
-from mclclip.run.profiling import StepProfiler
+from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
-from mclclip.train.job import Job
 from mclclip.train.loop import Trainee, Trainer, prepare_model
+
+
+@dataclass
+class Job:
+    """What is fixed for one training before its first step."""
+
+    config: Config
+    options: TrainConfig
+    context: Context
+    layout: Layout
+    stage: int
+    index: SampleIndex
+    directory: Path
+    peaks: PeakMemory
+
+    @property
+    def seed(self) -> int:
+        """The seed of all randomness of the training; MCL and its controls have the same."""
+        return self.config.seed
+
+    @property
+    def model(self) -> ModelConfig:
+        """The encoder as it is named: stages s >= 1 may start from one of their own."""
+        return (self.config.trained_model if self.stage else None) or self.config.model
+
+    @property
+    def method(self) -> str:
+        """What log lines call it: MCL and its controls by the variant, others by the objective."""
+        objective = self.options.objective
+        return self.layout.variant if objective.reads.groups else objective.kind
+
+    @cached_property
+    def without_caption(self) -> np.ndarray:
+        """Ids of the samples that are left out since captions are read and they have none.
+
+        Raises ValueError where that is all of them.
+        """
+        if not self.options.objective.reads.captions:
+            return np.zeros(0, dtype=np.int64)
+        return self.index.without_caption(self.options.reader("train" if self.stage else "base"))
+
+    @property
+    def uses_cached_text(self) -> bool:
+        return self.stage > 0 and self.options.reads_text_embeddings
+
+    @cached_property
+    def class_labels(self) -> ClassLabels | None:
+        """Which clusters of the stage before are whose, for objectives that read them."""
+        reads = self.options.objective.reads
+        if not reads.clusters:
+            return None
+        directory = self.layout.clusters(self.stage - 1)
+        return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
 
 
 def trainee_of(job: Job, model: ClipModel, objective: Objective) -> Trainee:
@@ -98,17 +154,14 @@ def trainer_of(
         peaks=job.peaks,
     )
     limit = job.config.wall_time_s
+    deadline = None if limit is None else process_start() + limit
+    poll_s, folder = job.config.poll_s, job.directory / "profile"
     return Trainer(
-        trainee,
-        engine,
-        checkpoints,
-        recorder,
-        StepBoundary(
-            context,
-            job.layout.run_dir,
-            poll_s=job.config.poll_s,
-            deadline=None if limit is None else process_start() + limit,
-        ),
+        trainee=trainee,
+        engine=engine,
+        checkpoints=checkpoints,
+        recorder=recorder,
+        boundary=StepBoundary(context, job.layout.run_dir, poll_s=poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate,
             total_steps=total,
@@ -119,9 +172,7 @@ def trainer_of(
         prepare=partial(_to, options=options, context=context),
         seed_words=(job.seed, job.stage),
         checkpoint_every=options.checkpoint.every,
-        profiler=StepProfiler(
-            job.directory / "profile", options.profile_steps, total, context.device, context.rank
-        ),
+        profiler=StepProfiler(folder, options.profile_steps, total, context.device, context.rank),
     )
 
 

@@ -17,7 +17,7 @@ from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, to_tree
 from mclclip.data.coverage import build_groups, coverage_report
 from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
-from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.groups import StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks import collectives
@@ -27,8 +27,8 @@ from mclclip.run.artifacts import Artifact
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
-from mclclip.train.job import Job
 from mclclip.train.loop import Trainee
+from mclclip.train.parts import Job
 
 log = logging.getLogger("mclclip")
 
@@ -69,7 +69,7 @@ def run(
     objective = parts.objective_of(job, model)
     artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
     trainee = parts.trainee_of(job, model, objective)
-    steps = _train(job, trainee, artifact.identity, *groups.read())
+    steps = _train(job, trainee, artifact.identity, groups)
     if context.is_main:
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
         if options.objective.reads.captions:
@@ -170,18 +170,13 @@ def _labels_of_all(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...],
     return labels, radices, inputs
 
 
-def _train(
-    job: Job,
-    trainee: Trainee,
-    identity: str,
-    grouped: GroupedIndex,
-    known_bad: np.ndarray,
-) -> int:
+def _train(job: Job, trainee: Trainee, identity: str, groups: StageGroups) -> int:
     """Trains model and objective; returns the number of steps of the whole training.
 
     ``identity`` is the digest of all that the weights depend on.
     """
     options, context, how = job.options, job.context, job.options.plan
+    grouped, known_bad = groups.read()
     engine = parts.engine_of(job, trainee)
     plan = EpochPlan(
         grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mclclip.data.batches import Batch
-from mclclip.engines.build import build_engine
+from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
@@ -21,6 +21,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.train.loop import Trainee, prepare_model
 from tests import tiny
 from tests.distributed.test_engines import assert_close, whole
+from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS, NUM_CLASSES = 24, 20, 30
@@ -105,7 +106,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", kept([2, 3], 1))
 def test_float64(ranks: Ranks, world_size: int, name: str, options: dict[str, Any]) -> None:
     alone = {n: v for n, v in options.items() if n != "micro_batch"}
     losses, norms, state = ranks(1, run, "ddp", "float64", alone)[0]
@@ -118,7 +119,7 @@ def test_float64(ranks: Ranks, world_size: int, name: str, options: dict[str, An
 
 
 @pytest.mark.parametrize("micro_batch", [None, 4])
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", kept(["ddp", "fsdp"], 1))
 def test_fp16_leaves_the_head_unscaled(ranks: Ranks, name: str, micro_batch: int | None) -> None:
     """Rounded to fp16 the trunk differs; the head moves as far as under fp32."""
     options = {"micro_batch": micro_batch, "clip_grad_norm": 1.0}
@@ -171,10 +172,10 @@ def test_a_step_that_is_left_out_leaves_the_head(
     assert later["class_centers.steps"].max() == 2
 
 
-@pytest.mark.parametrize(("stage", "options"), [
+@pytest.mark.parametrize(("stage", "options"), kept([
     (1, {"clip_grad_norm": 1.0}), (2, {}), (2, {"clip_grad_norm": 1.0, "micro_batch": 4}),
     (3, {"clip_grad_norm": 1.0}),
-])  # fmt: skip
+], 2, 3))  # fmt: skip
 def test_zero(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
     """In fp32, which DeepSpeed trains in; its clipping counts the class centers too."""
     pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")

@@ -16,9 +16,9 @@ from typing import Any
 from mclclip import files
 from tests import tiny
 from tests.e2e.conftest import Launched
+from tests.matrix import SOAK
 
 SEED = int(os.environ.get("MCLCLIP_SOAK_SEED", "0"))
-SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
 TARGETS = ("launcher", "worker", "both")
 
 

@@ -20,7 +20,7 @@ from mclclip.run import artifacts
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
-from mclclip.train.job import Job
+from mclclip.train.parts import Job
 from tests import tiny
 
 CONTROLS = ("ungrouped", "random_groups")

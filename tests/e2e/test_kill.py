@@ -31,7 +31,8 @@ from mclclip import checkpoint, files
 from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Launched
-from tests.e2e.soak import SEED, SOAK, TARGETS, Record, hit
+from tests.e2e.soak import SEED, TARGETS, Record, hit
+from tests.matrix import SOAK
 
 pytestmark = pytest.mark.slow
 

@@ -25,10 +25,9 @@ from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss
-from mclclip.ranks import process_group
+from mclclip.ranks import collectives, process_group
 from mclclip.ranks.collectives import _GatherWithGrad
 from mclclip.ranks.process_group import Context
-from mclclip.ranks.side_group import SideGroup
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.train.loop import Trainee
 from tests import tiny
@@ -438,7 +437,7 @@ def groups(where: Where) -> str:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
         assert work is not None
         work.wait()
-        assert SideGroup().gather_objects(5) == [5]
+        assert collectives.gather_objects(5, collectives.side_group()) == [5]
         boundary = StepBoundary(Context(device=where.device), where.folder, poll_s=0.0)
         assert boundary.decide().leave is None
     return str(backend)

@@ -32,10 +32,9 @@ ROOMS: dict[str, set[str]] = {
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "doctor", "plan"}
 VERBS |= {"train/verb", "train/parts", "eval/run"}
 ROOMS |= {verb: {*ROOMS} for verb in VERBS}
-# Parts of a verb that is a package.
-for part in ("train/job", "train/parts"):
-    ROOMS[part] = {*ROOMS, "train/job"} - VERBS
-ROOMS["train/verb"] |= {"train/parts", "train/job"}
+# A part of a verb that is a package.
+ROOMS["train/parts"] = {*ROOMS} - VERBS
+ROOMS["train/verb"] |= {"train/parts"}
 ROOMS["train"] = {"train/verb", "train/parts"}
 # The method calls verbs, and what is above it the method.
 ROOMS["pipeline"] = {*ROOMS}

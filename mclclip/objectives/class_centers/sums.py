@@ -175,36 +175,26 @@ def _pull_centers(batch: ClassBatch, features: Tensor, cosine: Tensor, weights: 
 
 
 def _pull_negatives(
-    batch: ClassBatch,
-    features: Tensor,
-    log_n: Tensor,
-    grad_n: Tensor,
-    grad: Tensor,
-    grad_centers: Tensor,
+    batch: ClassBatch, features: Tensor, log_n: Tensor, grad_n: Tensor, grad: Tensor, out: Tensor
 ) -> None:
     """Adds the gradients through N: of the features to ``grad``, of the touched class centers to
-    ``grad_centers``."""
-    scaled, weights = features * batch.scale, batch.scale * grad_n
+    ``out``."""
+    weights = batch.scale * grad_n
     pull = _pull_in_tiles if batch.kernels is None else _pull_fused
-    for centers, places, of_centers in pull(batch, features, scaled, log_n, weights, grad):
+    for centers, places, of_centers in pull(batch, features, log_n, weights, grad):
         along = (of_centers * centers).sum(dim=1, keepdim=True)
         of_centers.addcmul_(centers, along, value=-1.0)
         of_centers.mul_(batch.inverse[places, None] / batch.centers.loss_scale)
-        grad_centers.index_add_(0, places, of_centers)  # no place twice: in any order
+        out.index_add_(0, places, of_centers)  # no place twice: in any order
 
 
 def _pull_in_tiles(
-    batch: ClassBatch,
-    features: Tensor,
-    scaled: Tensor,
-    log_n: Tensor,
-    weights: Tensor,
-    grad: Tensor,
+    batch: ClassBatch, features: Tensor, log_n: Tensor, weights: Tensor, grad: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(unit class centers [m, D], their places, their gradient), block by block; of the features
     it is added to ``grad``.
     """
-    memory = batch.memory(features)
+    scaled, memory = features * batch.scale, batch.memory(features)
     for centers, places, tiles in batch.negative_blocks():
         of_centers = torch.zeros_like(centers)
         for rows, number in tiles:
@@ -216,19 +206,14 @@ def _pull_in_tiles(
 
 
 def _pull_fused(
-    batch: ClassBatch,
-    features: Tensor,
-    scaled: Tensor,
-    log_n: Tensor,
-    weights: Tensor,
-    grad: Tensor,
+    batch: ClassBatch, features: Tensor, log_n: Tensor, weights: Tensor, grad: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """As ``_pull_in_tiles``, by the kernels."""
     assert batch.kernels is not None
+    scaled, negatives, half = features * batch.scale, batch.all_negatives(), batch.kernels.half
     pulled = class_kernels.pull(
-        features, scaled, batch.all_negatives(), log_n, weights, batch.collisions, grad,
-        batch.kernels.half,
-    )  # fmt: skip
+        features, scaled, negatives, log_n, weights, batch.collisions, grad, half
+    )
     parts = torch.split(pulled, batch.tile)
     for (centers, places, _), of_centers in zip(batch.negative_blocks(), parts, strict=True):
         yield centers, places, of_centers

@@ -1,6 +1,5 @@
 """The search for the nearest centroids, against scores of all pairs."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from mclclip.clustering import nearest
 from mclclip.clustering.arithmetic import Arithmetic
 from mclclip.clustering.nearest import NOTHING, Search, pack, unpack
+from tests.matrix import SOAK
 from tests.nearest_checks import ROUNDINGS, check_nearest, every_arithmetic
 
 ALGORITHMS: Any = ("spherical", "euclidean")
@@ -41,7 +41,7 @@ def all_scores(
 
 # Dimensions, nearest centroids and rows that every K is tried with; in full in the soak.
 FULL_GRID = (([1, 8, 65], [1, 2, 20], 5), ([512], [3], 2))
-GRID = FULL_GRID if os.environ.get("MCLCLIP_SOAK") == "1" else (([65], [1, 3], 3),)
+GRID = FULL_GRID if SOAK else (([65], [1, 3], 3),)
 
 
 def slowly(scores: Tensor, count: int) -> Tensor:

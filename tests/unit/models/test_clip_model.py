@@ -14,6 +14,7 @@ from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.lora import add_lora
 from mclclip.models.memory import load_shapes
 from mclclip.models.optimizer import build_optimizer
+from tests.matrix import kept
 from tests.unit.models.conftest import CONFIGS
 
 BLOCK = "clip.visual.transformer.resblocks."
@@ -444,7 +445,7 @@ def test_layers_of_an_unknown_text_tower(vit: ClipModel) -> None:
 
 
 @dynamo.config.patch(recompile_limit=8)
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", kept([False, True], 1))
 def test_compiled_blocks_keep_names_and_results(
     vit: ClipModel, images: Tensor, tokens: Tensor, adapted: bool
 ) -> None:
@@ -467,6 +468,7 @@ def test_compiled_blocks_keep_names_and_results(
     assert 3 <= counter.frame_count <= 5
 
 
+@pytest.mark.slow
 @dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
 def test_blocks_stay_compiled_for_every_kind_of_pass(images: Tensor) -> None:
     dynamo.reset()

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from mclclip.objectives.class_centers import kernels as class_kernels
 from mclclip.ranks.parent_death import die_with_parent
+from tests.matrix import kept
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="no Triton: pip install triton to run these tests"
@@ -272,7 +273,7 @@ def test_centers_may_be_rounded_before(interpreter: Call, half: torch.dtype) -> 
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("half", KINDS, ids=str)
+@pytest.mark.parametrize("half", kept(KINDS, 1), ids=str)
 def test_the_same_bits_again(interpreter: Call, half: torch.dtype | None) -> None:
     """Whatever the order in which the pairs come."""
     case = Case(70, 140, 48, some_pairs(70, 140, 300), half)
@@ -304,7 +305,9 @@ def test_where_they_are_available(interpreter: Call, monkeypatch: pytest.MonkeyP
     assert not class_kernels.available(cpu)
 
 
-@pytest.mark.parametrize(("kind", "capability"), [("bf16", 80), ("bf16", 90), ("fp32", 80)])
+@pytest.mark.parametrize(
+    ("kind", "capability"), kept([("bf16", 80), ("bf16", 90), ("fp32", 80)], 1)
+)
 def test_they_compile(compiler: Call, kind: str, capability: int) -> None:
     """For an A100 and an H100: which needs none. The interpreter takes what the compiler does not.
 
