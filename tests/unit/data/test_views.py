@@ -37,7 +37,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     return make_index(tmp_path_factory.mktemp("views"), BAD, BARE)
 
 
-def batches_of(batches: TrainingBatches, num_steps: int = 6) -> list[Batch]:
+def batches_of(batches: TrainingBatches, num_steps: int = 4) -> list[Batch]:
     first = batches.steps_per_epoch - num_steps // 2  # over the end of an epoch
     return [batches[step] for step in range(first, first + num_steps)]
 
@@ -82,7 +82,7 @@ def test_an_image_is_decoded_once_for_all_views(
         decoded[0] = 0
         batches_of(make(index, reads_captions=False, num_views=num_views))
         found.append(decoded[0])
-    assert found[0] == found[1] > 6 * 16  # replaced samples are decoded too
+    assert found[0] == found[1] > 4 * 16  # replaced samples are decoded too
 
 
 def test_views_do_not_depend_on_ranks_or_workers(index: SampleIndex) -> None:
