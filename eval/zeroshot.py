@@ -34,13 +34,11 @@ def _warn(names: Mapping[str, str], classes: str | None) -> None:
             shared[0],
         )
     if classes is None and (numbers := [label for label in names if label.strip().isdecimal()]):
+        shown = shorten(", ".join(numbers), 60, placeholder=" ...")
         log.warning(
             "%d of %d class names are bare numbers (%s), which prompts take for names: set "
             "classes=FILE with a line '%s<TAB>name' for each, unless numbers are what is shown",
-            len(numbers),
-            len(names),
-            shorten(", ".join(numbers), 60, placeholder=" ..."),
-            numbers[0],
+            *(len(numbers), len(names), shown, numbers[0]),
         )
 
 
