@@ -82,7 +82,8 @@ def vote(
 
     def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
         # Neighbours come nearest first, so equal neighbours give sums that are equal bit for bit.
-        total = np.bincount(cells, values.ravel(), queries * num_classes)
+        total = np.zeros(queries * num_classes)
+        np.add.at(total, cells, values.ravel())
         return total.reshape(queries, num_classes)
 
     near = similarity.astype(np.float64)
