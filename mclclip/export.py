@@ -83,8 +83,7 @@ def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
         if trained:
             _fill(model, layout.train(stage), options, config.export.ema)
         own = stage == 0 or config.trained_model is not None
-        base = None if own else weights.base_digest(layout.export(0))
-        save_export(model, directory, base)
+        save_export(model, directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
     return _written(layout.export(stage), "export", fields, inputs, force, write)
@@ -167,37 +166,31 @@ def _join(config: Config, variant: str, force: bool) -> dict[str, Path]:
             "with 'mclclip export --stage 0', or train stages with num_stages=1 or more"
         )
     layout = Layout.of(config, variant)
-    numbers = range(config.num_stages + 1)
-    stages = [layout.export(number) for number in numbers]
-    names = [f"stage_{number}" for number in numbers]
-    inputs = {
-        name: artifacts.read_manifest(directory, "export").digest
-        for name, directory in zip(names, stages, strict=True)
-    }
-    jobs: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
-        f"concat_{kind}": ("concat", partial(_concat, stages, names, kind))
-        for kind in config.export.concat
+    stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
+    inputs = {n: artifacts.read_manifest(path, "export").digest for n, path in stages.items()}
+    writers: dict[str, Callable[[Path], dict[str, Any]]] = {
+        f"concat_{kind}": partial(_concat, stages, kind) for kind in config.export.concat
     }
     if config.export.soup:
-        jobs["soup_uniform"] = ("soup", partial(_soup, config, layout, stages, force))
-    return {
-        name: _written(layout.joined(name), kind, {"name": name}, inputs, force, write)
-        for name, (kind, write) in jobs.items()
-    }
+        writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], force)
+    joined = {}
+    for name, write in writers.items():
+        kind = name.partition("_")[0]
+        path = layout.joined(name)
+        joined[name] = _written(path, kind, {"name": name}, inputs, force, write)
+    return joined
 
 
-def _concat(
-    stages: list[Path], names: list[str], variant: concat.Variant, directory: Path
-) -> dict[str, Any]:
-    record = concat.save_concat(stages, variant, directory, names)
+def _concat(stages: dict[str, Path], variant: concat.Variant, directory: Path) -> dict[str, Any]:
+    record = concat.save_concat([*stages.values()], variant, directory, [*stages])
     return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
 
 
 def _soup(
     config: Config, layout: Layout, stages: list[Path], force: bool, directory: Path
 ) -> dict[str, Any]:
-    counts: dict[str, Any] = {"ingredients": len(stages)}
-    counts["averaged_tensors"] = soup.save_uniform_soup(stages, directory, force)
+    averaged = soup.save_uniform_soup(stages, directory, force)
+    counts = {"ingredients": len(stages), "averaged_tensors": averaged}
     if soup.needs_statistics(stages):
         model = load_clip(directory)
         images = _images(config, SampleIndex.open(layout.index), model)
@@ -233,30 +226,27 @@ def _written(
     force: bool,
     write: Callable[[Path], dict[str, Any]],
 ) -> Path:
-    """Has an artifact written unless it is there; ``write`` fills the directory, returns counts."""
+    """Has an artifact written unless it is there; ``write`` fills the directory, returns counts.
+
+    RuntimeError, and nothing is left there, where weights just written are not finite.
+    """
     artifact = Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
     if artifact.finished:
         log.info("%s is finished: skipped", directory)
         return directory
     files.remove_leftovers(directory)
     counts = write(directory)
-    written = sorted(path for path in directory.glob("*.safetensors"))
-    _refuse_not_finite(directory, written)
-    digests = {path.name: files.digest_file(path) for path in written}
-    config = files.read_json(directory / weights.CONFIG)
-    artifact.finish(counts, content_digest=files.digest_json([config, digests]))
-    log.info("wrote %s", directory)
-    return directory
-
-
-def _refuse_not_finite(directory: Path, written: list[Path]) -> None:
-    """RuntimeError, and nothing is left there, where weights just written are not finite."""
+    written = sorted(directory.glob("*.safetensors"))
     tensors = {name: t for path in written for name, t in weights.read_tensors(path).items()}
-    found = not_finite(tensors)
-    if found:
+    if found := not_finite(tensors):
         shutil.rmtree(directory)
         raise RuntimeError(
             f"{directory} is not exported: {len(found)} of {len(tensors)} tensors of its weights "
             f"are not finite, such as {found[0]}. The encoder or training it comes from has "
             "diverged: train it again with a lower lr, in another run directory or with --force"
         )
+    digests = {path.name: files.digest_file(path) for path in written}
+    config = files.read_json(directory / weights.CONFIG)
+    artifact.finish(counts, content_digest=files.digest_json([config, digests]))
+    log.info("wrote %s", directory)
+    return directory

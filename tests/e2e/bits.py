@@ -23,9 +23,8 @@ from typing import Any
 
 from tests import tiny
 
-CLOCK = re.compile(
-    r"(_s|_gib|seconds|time|mfu)$|wait|peak|gpu"
-)  # of a row: what differs in every run
+# Of a row: what differs in every run.
+CLOCK = re.compile(r"(_s|_gib|seconds|time|mfu)$|wait|peak|gpu")
 CENTERS = ("cluster.num_clusters=12", "cluster.labels_per_sample=3", "num_stages=1")
 KINDS: dict[str, tuple[str, ...]] = {
     "mcl": ("controls=[ungrouped,random_groups]",),
@@ -78,7 +77,7 @@ def record(run_dir: Path, data: Path, overrides: tuple[str, ...], ranks: int) ->
     digests = {**tiny.digests(run_dir), **tiny.digests(run_dir, "**/*.npy")}
     for rows in [*run_dir.glob("**/metrics.jsonl"), *run_dir.glob("**/results.jsonl")]:
         kept = [_without_clock(json.loads(line)) for line in rows.read_text().splitlines()]
-        text = json.dumps(kept, sort_keys=True).replace(str(run_dir), "RUN")
+        text = json.dumps(kept, sort_keys=True).replace(str(run_dir.parent), "HERE")
         digests[str(rows.relative_to(run_dir))] = hashlib.sha256(text.encode()).hexdigest()
     return digests
 
