@@ -85,8 +85,7 @@ def load_clip(
     """
     config, file, directory = _resolve(name, pretrained, quick_gelu, load_weights)
     model_cfg = config["model_cfg"]
-    if "text_cfg" not in model_cfg:
-        raise ValueError(f"{name} is an image encoder without texts: use mclclip.load_model")
+    _check_is_clip(name, model_cfg)
     _override(model_cfg, "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
     _override(model_cfg, "text_cfg", context_length=context_length)
     if quick_gelu is not None:
@@ -148,6 +147,14 @@ def load_image_encoder(
         return ImageEncoder(tower, full, layout, transforms, projector).eval()
 
 
+def _check_is_clip(name: str | Path | Mapping[str, Any], model_cfg: Mapping[str, Any]) -> None:
+    where = "the model config" if isinstance(name, Mapping) else str(name)
+    if "text_cfg" not in model_cfg:
+        raise ValueError(f"{where} is an image encoder without texts: use mclclip.load_model")
+    if "multimodal_cfg" in model_cfg:
+        raise ValueError(f"{where} is a CoCa, which is not supported: use a CLIP model")
+
+
 def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
     """Replaces the fields of a part of a configuration that are not None."""
     model_cfg[part] |= {key: value for key, value in fields.items() if value is not None}
@@ -158,6 +165,7 @@ def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     its weights; errors as of ``load_clip``."""
     config, _, _ = _resolve(name, None, None, load_weights=False)
     found: dict[str, Any] = config["model_cfg"]
+    _check_is_clip(name, found)
     return found
 
 
@@ -179,8 +187,6 @@ def _resolve(
     # An image encoder has no text_cfg.
     whole = {"text_cfg": {}, **model_cfg} if isinstance(model_cfg, Mapping) else model_cfg
     config_check.check(whole, _allowed(), where)
-    if "multimodal_cfg" in found[0]["model_cfg"]:
-        raise ValueError(f"{where} is a CoCa, which is not supported: use a CLIP model")
     return found
 
 
@@ -324,7 +330,7 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
         torch.default_generator.manual_seed(seed)
         weights.write_config(Path(folder), config)
         try:
-            return open_clip.create_model(
+            clip = open_clip.create_model(
                 f"local-dir:{folder}",
                 load_weights=False,
                 pretrained_text=not random_text,
@@ -332,6 +338,21 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
             )
         except Exception as error:  # whatever it is, the config led to it
             raise ValueError(f"open_clip cannot build the model ({_line(error)})") from error
+    _check_image_size(clip.visual)
+    return clip
+
+
+def _check_image_size(visual: Any) -> None:
+    """timm's towers are built for the size that their name stands for, whatever a config says."""
+    patches = getattr(getattr(visual, "trunk", None), "patch_embed", None)
+    own = getattr(patches, "img_size", None)
+    if own is None or not getattr(patches, "strict_img_size", True):
+        return
+    if tuple(own) != tuple(visual.image_size):
+        raise ValueError(
+            f"image_size is {visual.image_size[0]}, but timm's tower of this "
+            f"name takes {own[0]} pixels only: leave image_size out, or name the tower of that size"
+        )
 
 
 def _load_weights(clip: Any, file: Path) -> None:

@@ -40,7 +40,7 @@ def timm_layout(tower: Any) -> ImageLayout:
     """
     kinds = {VisionTransformer: _TokenLayout, Eva: _EvaLayout, VisionTransformerRelPos: _RelPos}
     for kind, layout in kinds.items():
-        if type(tower.trunk).forward_features is kind.forward_features:
+        if getattr(type(tower.trunk), "forward_features", None) is kind.forward_features:
             return checked(tower, _of_tokens(tower, layout))
     return checked(tower, _of_chain(tower))
 
@@ -137,6 +137,7 @@ def _head(tower: nn.Module, below: Layout) -> tuple[tuple[str, ...], tuple[str, 
         name
         for name, module in tower.named_modules()
         if "Norm" in type(module).__name__
+        and not any(True for child in module.children() for _ in child.parameters())
         and name.count(".") <= (2 if name.startswith("trunk.head.") else 1)
         and name.startswith("trunk.")
         and not belongs(name, known)
