@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.clip import ClipModel, load_clip, load_image_encoder
 
 # Raised where what is computed depends on values that fakes do not have.
 NeedsValues = DataDependentOutputException
@@ -41,6 +41,15 @@ def load_shapes(name: str | Path | Mapping[str, Any]) -> ClipModel:
         )
     with torch.device("meta"), _StayOnMeta():
         return load_clip(name, load_weights=False)
+
+
+def count_image_blocks(name: str | Path | Mapping[str, Any]) -> int:
+    """Blocks of a model's image tower, which is built on the "meta" device, without a text tower.
+
+    Raises ValueError where it cannot be built, or has no blocks that are understood.
+    """
+    with torch.device("meta"), _StayOnMeta():
+        return load_image_encoder(name, load_weights=False).num_blocks
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"run"},
     "clustering": {"ranks", "data"},
     "checkpoint": {"ranks", "run"},
-    "config": set(),
+    "config": {"models"},
     "eval": {"ranks", "run", "data", "models"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
 }
