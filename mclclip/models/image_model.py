@@ -76,6 +76,11 @@ class ImageModel(nn.Module):
         """Blocks of the image tower, as its layout counts them."""
         return self.layout.num_blocks
 
+    @property
+    def pooled_dim(self) -> int | None:
+        """Width of the features before the projection; None where there are none."""
+        return self.layout.pooled_dim(self.visual)
+
     def tower_layouts(self, text: bool) -> list[tuple[nn.Module, towers.Layout]]:
         """The image tower with its layout, and the text tower if `text` and there is one."""
         return [(self.visual, self.layout)]

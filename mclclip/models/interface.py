@@ -47,6 +47,11 @@ class Model(Protocol):
         ...
 
     @property
+    def pooled_dim(self) -> int | None:
+        """Width of `encode_tail`'s features without the projection; None where there are none."""
+        ...
+
+    @property
     def exported(self) -> nn.Module:
         """The part whose state dict an export holds."""
         ...

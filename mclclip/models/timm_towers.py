@@ -48,6 +48,10 @@ def timm_layout(tower: Any) -> ImageLayout:
 class _TimmLayout(ImageLayout):
     """What all towers of timm have in common: the way from the pooling to the features."""
 
+    def pooled_dim(self, tower: Any) -> int | None:
+        """Width of timm's features before its classifier; None where the pool projects."""
+        return None if hasattr(tower.head, "pool") else int(tower.trunk.head_hidden_size)
+
     def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
         for step in self._after(tower):
             hidden = step(hidden)

@@ -114,6 +114,10 @@ class ImageLayout(Layout):
                 hidden = step(hidden)
         return self._finish(tower, hidden, project)
 
+    def pooled_dim(self, tower: Any) -> int | None:
+        """Width of the features before the projection; None where there are none."""
+        raise NotImplementedError
+
     def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
         """What goes into the first block, and the blocks."""
         raise NotImplementedError
@@ -142,6 +146,10 @@ class VisionTransformerLayout(ImageLayout):
             projection=_present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
         )
         return checked(tower, layout)
+
+    def pooled_dim(self, tower: Any) -> int | None:
+        """Width of the final norm."""
+        return int(tower.ln_post.normalized_shape[0])
 
     def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
         return tower._embeds(images), self._steps(tower)
@@ -179,6 +187,10 @@ class ResNetLayout(ImageLayout):
     def block_modules(self, tower: nn.Module) -> list[nn.Module]:
         """The four layers: a ResNet's stem is no module of its own."""
         return [tower.get_submodule(f"layer{i}") for i in range(1, 5)]
+
+    def pooled_dim(self, tower: Any) -> int | None:
+        """None: the attention pool is the projection."""
+        return None
 
     def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
         return images, self._steps(tower)

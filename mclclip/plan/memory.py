@@ -85,7 +85,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "engine": options.engine.name if machine.ranks > 1 else "one process",
             "counts": _counts(model),
             "embed_dim": model.embed_dim,
-            "width": _width(model),
+            "width": model.pooled_dim,
             "parts": parts,
             "sum": sum(parts.values()),
             "host": _host_bytes(config, parts["batch"]),
@@ -302,12 +302,6 @@ def _notes(
     if machine.ranks > 1 and norms:
         notes.append(f"{name}: batch norms over several ranks keep more than is counted here")
     return notes
-
-
-def _width(model: ClipModel) -> int | None:
-    """Features of an image before the projection; None for a ResNet, which has none."""
-    norm = getattr(model.clip.visual, "ln_post", None)
-    return None if norm is None else int(norm.normalized_shape[0])
 
 
 def _host_bytes(config: Config, batch_bytes: int) -> int:

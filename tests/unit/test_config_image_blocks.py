@@ -22,7 +22,6 @@ CONFIGS = tiny.ROOT / "tests" / "configs"
     [
         "RN50-quickgelu",
         "ViT-B-32",
-        "ViT-B-16-SigLIP2",
         "convnext_tiny",
         CONFIGS / "tiny_resnet.json",
         CONFIGS / "tiny_vit.json",

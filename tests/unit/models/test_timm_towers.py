@@ -92,6 +92,7 @@ def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
             assert torch.equal(model.encode_tail(hidden, number), whole)
             assert torch.equal(hidden, kept)  # several tails may read it
         pooled = model.encode_tail(images, 0, project=False)
+        assert pooled.shape == (4, model.pooled_dim)
         projection = model.visual.head if len(model.visual.head) else model.visual.trunk.head
         projection = getattr(projection, "fc", projection)
         assert torch.equal(projection(pooled) if kind != "attention" else pooled, whole)
@@ -111,6 +112,7 @@ def test_attention_above_a_chain_is_its_projection(images: Tensor) -> None:
         assert torch.equal(model.encode_tail(hidden, 5), model.clip.encode_image(images))
         with pytest.raises(ValueError, match="no features before its projection"):
             model.encode_tail(images, 0, project=False)
+    assert model.pooled_dim is None
 
 
 @pytest.mark.parametrize("kind", EVERY)
