@@ -51,10 +51,10 @@ def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
 @functools.cache
 def _built(config: str) -> int | None:
     """Blocks of a timm tower; None where it cannot be built or locked, as the loader will say."""
-    from mclclip.models.memory import count_image_blocks  # seconds to import
+    from mclclip.models.memory import load_image_shapes  # seconds to import
 
     try:
-        return count_image_blocks(json.loads(config))
+        return load_image_shapes(json.loads(config)).num_blocks
     except (ValueError, OSError):
         return None
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mclclip.models.clip import ClipModel, load_clip, load_image_encoder
+from mclclip.models.image_encoder import ImageEncoder
 
 # Raised where what is computed depends on values that fakes do not have.
 NeedsValues = DataDependentOutputException
@@ -43,13 +44,13 @@ def load_shapes(name: str | Path | Mapping[str, Any]) -> ClipModel:
         return load_clip(name, load_weights=False)
 
 
-def count_image_blocks(name: str | Path | Mapping[str, Any]) -> int:
-    """Blocks of a model's image tower, which is built on the "meta" device, without a text tower.
+def load_image_shapes(name: str | Path | Mapping[str, Any]) -> ImageEncoder:
+    """`load_image_encoder` on the "meta" device: the image tower of a model that is not fetched.
 
-    Raises ValueError where it cannot be built, or has no blocks that are understood.
+    Raises ValueError and FileNotFoundError as `load_image_encoder`.
     """
     with torch.device("meta"), _StayOnMeta():
-        return load_image_encoder(name, load_weights=False).num_blocks
+        return load_image_encoder(name, load_weights=False)
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

@@ -48,3 +48,11 @@ class LazyTokenizer:
     def __getstate__(self) -> dict[str, Any]:
         self.fetch()
         return {"_made": self._made, "_make": None, "context_length": self.context_length}
+
+
+def fetched(tokenizer: Any) -> Any:
+    """The tokenizer, made now if it was not: for who sends it to workers or would find out late.
+
+    Raises FileNotFoundError or ValueError where it cannot be had.
+    """
+    return tokenizer.fetch() if isinstance(tokenizer, LazyTokenizer) else tokenizer

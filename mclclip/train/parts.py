@@ -19,6 +19,7 @@ from mclclip.engines.build import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
+from mclclip.models.tokenizer import fetched
 from mclclip.objectives.class_centers.kernels import kernels_of
 from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import HeadOptimizer
@@ -172,7 +173,7 @@ def loader_of(
         index=job.index,
         grouped=grouped,
         transform=model.preprocess_train,
-        tokenizer=model.tokenizer if text is None and job.class_labels is None else None,
+        tokenizer=fetched(model.tokenizer) if text is None and job.class_labels is None else None,
         text_features=text,
         global_batch=options.global_batch,
         policy=options.plan.policy,

@@ -10,7 +10,7 @@ import pytest
 
 from mclclip import config
 from mclclip.config.image_blocks import check_image_blocks
-from mclclip.models.memory import count_image_blocks
+from mclclip.models.memory import load_image_shapes
 from tests import tiny
 
 RECIPES = tiny.ROOT / "launch" / "recipes"
@@ -28,7 +28,7 @@ CONFIGS = tiny.ROOT / "tests" / "configs"
     ],
 )
 def test_it_counts_what_the_model_has(name: str | Path) -> None:
-    blocks = count_image_blocks(name)
+    blocks = load_image_shapes(name).num_blocks
     check_image_blocks("lock", blocks, str(name))
     with pytest.raises(ValueError, match=f"has {blocks} blocks"):
         check_image_blocks("lock", blocks + 1, str(name))
@@ -91,6 +91,6 @@ def test_a_tower_of_timm_is_built_only_for_a_number(monkeypatch: pytest.MonkeyPa
     def build(_: Any) -> int:
         raise AssertionError("it was built")
 
-    monkeypatch.setattr("mclclip.models.memory.count_image_blocks", build)
+    monkeypatch.setattr("mclclip.models.memory.load_image_shapes", build)
     for number in ("all", 0):
         check_image_blocks("lock", number, "MobileCLIP2-S0")
