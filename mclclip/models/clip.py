@@ -344,14 +344,18 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
 
 def _check_image_size(visual: Any) -> None:
     """timm's towers are built for the size that their name stands for, whatever a config says."""
-    patches = getattr(getattr(visual, "trunk", None), "patch_embed", None)
+    trunk = getattr(visual, "trunk", None)
+    patches = getattr(trunk, "patch_embed", None)
     own = getattr(patches, "img_size", None)
-    if own is None or not getattr(patches, "strict_img_size", True):
+    if own is None or getattr(trunk, "dynamic_img_size", False):
         return
-    if tuple(own) != tuple(visual.image_size):
+    # Below a transformer, convolutions take any size; positions that are learned do not.
+    strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
+    positions = getattr(trunk, "pos_embed", None) is not None
+    if (strict or positions) and tuple(own) != tuple(visual.image_size):
         raise ValueError(
-            f"image_size is {visual.image_size[0]}, but timm's tower of this "
-            f"name takes {own[0]} pixels only: leave image_size out, or name the tower of that size"
+            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {own[0]} "
+            "pixels only: leave image_size out, or name the tower of that size"
         )
 
 

@@ -358,16 +358,19 @@ def test_every_image_tower_of_open_clip_is_understood(name: str) -> None:
 
 @pytest.mark.slow
 def test_every_configuration_that_needs_no_hub_is_built_and_locked() -> None:
-    built, refused = 0, []
+    refused = []
     for name in open_clip.list_models():
         try:
             model = load_shapes(name)
         except ValueError as error:
-            assert "is a CoCa" in str(error) or "connect to 'https://huggingface.co'" in str(error)
+            assert "is a CoCa" in str(error) or "cannot build the model (OSError" in str(error)
             refused.append(name)
             continue
-        built += 1
-        texts = len(model.text_layout.blocks)
         names = model.lock(1, False, False, text=True, logit_scale=False, text_blocks=1)
-        assert names and model.num_frozen_blocks == model.num_blocks - 1 and texts > 1
-    assert (built, len(refused)) == (130, 14)
+        assert names and model.num_frozen_blocks == model.num_blocks - 1
+        assert len(model.text_layout.blocks) > 1
+    configs = {name: open_clip.get_model_config(name) for name in open_clip.list_models()}
+    others = [
+        n for n, c in configs.items() if "multimodal_cfg" in c or "hf_model_name" in c["text_cfg"]
+    ]
+    assert set(refused) <= set(others) and (len(configs), len(others)) == (144, 13)
