@@ -1,7 +1,10 @@
-"""An open_clip directory on disk: its configuration and its weights, as safetensors only.
+"""A model's directory on disk: its configuration and its weights, as safetensors only.
 
     export/  open_clip_config.json        {"model_cfg": ..., "preprocess_cfg": ..., "base_digest"}
              open_clip_model.safetensors  open_clip's state dict
+
+    export/  config.json                  the same of an image encoder: no text_cfg in its model_cfg
+             model.safetensors            the image tower's part of open_clip's state dict
 
 `base_digest` names the weights that a model was fine-tuned from (its own, for a base model).
 Averages make sense only among models of one base.
@@ -23,17 +26,28 @@ from mclclip import files
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"
+IMAGE_CONFIG = "config.json"
+IMAGE_WEIGHTS = "model.safetensors"
 CONCAT = "concat.json"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
 _TOKENIZER_DATA = (".json", ".txt", ".model")
 
 
+def is_image_encoder(directory: Path) -> bool:
+    """Whether a directory holds an image encoder: one tower, without a text tower."""
+    path = Path(directory) / IMAGE_CONFIG
+    if (Path(directory) / CONFIG).is_file() or not path.is_file():
+        return False
+    config = files.read_json(path)
+    return isinstance(config, dict) and isinstance(config.get("model_cfg"), dict)
+
+
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the configuration of an open_clip directory.
+    """Returns the configuration of an open_clip directory, or of an image encoder's.
 
     Raises FileNotFoundError where it has none and ValueError where it lacks the model.
     """
-    path = Path(directory) / CONFIG
+    path = Path(directory) / (IMAGE_CONFIG if is_image_encoder(directory) else CONFIG)
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"no model directory at {directory}")
     if not path.is_file():
@@ -48,8 +62,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Writes the configuration of an open_clip directory (atomically)."""
-    files.write_json(Path(directory) / CONFIG, config)
+    """Writes the configuration of a model's directory (atomically)."""
+    name = CONFIG if "text_cfg" in config["model_cfg"] else IMAGE_CONFIG
+    files.write_json(Path(directory) / name, config)
+
+
+def write_model(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes a model's configuration and weights."""
+    write_config(directory, config)
+    name = WEIGHTS if "text_cfg" in config["model_cfg"] else IMAGE_WEIGHTS
+    write_tensors(Path(directory) / name, tensors)
 
 
 def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +103,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def find_weights(directory: Path) -> Path:
-    """Returns the weights file of an open_clip directory, safetensors first.
+    """Returns the weights file of a model's directory, safetensors first.
 
     Raises FileNotFoundError where there is none and ValueError where the directory is a concat.
     """

@@ -73,7 +73,6 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
         workers = config.data.num_workers
-        norm = getattr(model.clip.visual, "ln_post", None)  # None for a ResNet
         return {
             "global_batch": options.global_batch,
             "local_batch": local,
@@ -82,7 +81,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "engine": how.name if machine.ranks > 1 else "one process",
             "counts": _counts(model),
             "embed_dim": model.embed_dim,
-            "width": norm and int(norm.normalized_shape[0]),  # of a feature before the projection
+            "width": model.pooled_dim,  # of a feature before the projection
             "parts": parts,
             "sum": sum(parts.values()),
             # Two batches per loader worker, and two in pinned memory.

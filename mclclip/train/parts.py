@@ -22,6 +22,7 @@ from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
+from mclclip.models.tokenizer import fetched
 from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
 from mclclip.ranks.process_group import Context, process_start, start_loader_worker
@@ -223,7 +224,7 @@ def loader_of(
         transform=model.preprocess_train,
         num_views=options.objective.num_views,
         reads_captions=reads.captions,
-        tokenizer=model.tokenizer if reads.captions else None,
+        tokenizer=fetched(model.tokenizer) if reads.captions and text is None else None,
         text_features=text,
         global_batch=options.global_batch,
         policy=options.plan.policy,
