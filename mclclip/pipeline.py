@@ -79,18 +79,18 @@ def _check(config: Config, context: Context) -> None:
 
 def _check_objectives(config: Config, context: Context) -> None:
     """What the objectives want of the device, and of an encoder with a start of its own."""
-    own, widths = config.trained_model, None
+    own, widths, one_architecture = config.trained_model, None, True
     if own is not None:
         given, trained = architecture(config.model.name), architecture(own.name)
-        widths = given["embed_dim"], trained["embed_dim"]
-        if given != trained and (config.export.concat or config.export.soup):
-            raise ValueError(
-                "trained_model has another architecture than model, and only stages of one "
-                "architecture can be joined: set export.concat=[] and export.soup=false"
-            )
+        widths, one_architecture = (given["embed_dim"], trained["embed_dim"]), given == trained
     for options in config.trainings.values():
         facts = replace(config.facts(options), device=context.device, widths=widths)
         options.objective.check(facts)
+    if not one_architecture and (config.export.concat or config.export.soup):
+        raise ValueError(
+            "trained_model has another architecture than model, and only stages of one "
+            "architecture can be joined: set export.concat=[] and export.soup=false"
+        )
     with_text = [n for n, b in config.eval.suite.items() if b.kind in _READ_TEXT]
     if with_text and own is not None and own.pretrained is None:
         log.warning(

@@ -158,8 +158,17 @@ class LockConfig:
     """Train the image projection (ResNet: the attention pool)."""
     text: bool = True
     """Train the text tower; false: frozen, its embeddings are computed once by ``embed``."""
+    text_blocks: NonNegativeInt | Literal["all"] = "all"
+    """Last blocks of the text tower that are trained, with its final norm and projection."""
     logit_scale: bool = True
     """Train the logit scale."""
+
+    def __post_init__(self) -> None:
+        if self.text_blocks != "all" and not self.text:
+            raise ValueError(
+                f"text_blocks={self.text_blocks} names blocks of a text tower that text=false "
+                "freezes: leave one of them out"
+            )
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -174,6 +183,8 @@ class LoraConfig:
     """Dropout on an adapter's input."""
     targets: Targets = "all"
     """Linear layers of the blocks ``lock.image_blocks`` that get an adapter."""
+    text: bool = False
+    """Adapters on the unlocked blocks of the text tower too."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)

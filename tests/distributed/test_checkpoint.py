@@ -347,7 +347,7 @@ def save_with_failure(
     owner: Any = {
         "data": (torch, "save"),
         "checksums": (step_files, "describe"),
-        "list": (step_files.artifacts, "write_json"),
+        "list": (step_files.files, "write_json"),
         "rename": (os, "rename"),
         "copy": (storage, "own_part"),
     }[where]

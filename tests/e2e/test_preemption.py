@@ -241,7 +241,7 @@ def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_p
     ("act", "words"),
     [
         (Signal(signal.SIGKILL), "has ended: the job ends"),
-        (sleep, "is waited for (rank 1 at trainer.py:"),
+        (sleep, "is waited for (rank 1 at loop.py:"),
         (Signal(signal.SIGSTOP), "has not been heard of for 3 s (peer_timeout_s)"),
     ],
     ids=["killed", "hangs", "stopped"],

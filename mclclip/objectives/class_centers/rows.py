@@ -189,8 +189,8 @@ class ShardedClassCenters:
             getattr(self, name).copy_(self._shards.local(state[f"class_centers.{name}"]))
 
 
-def normal_rows(dim: int, seed: int) -> InitialRows:
-    """Rows drawn with a deviation of 0.01: the same for any number of ranks.
+def normal_rows(dim: int, seed: int, deviation: float = 0.01) -> InitialRows:
+    """Rows drawn from a normal distribution: the same for any number of ranks.
 
     Source: UNICOM and PartialFC start so.
     """
@@ -202,6 +202,6 @@ def normal_rows(dim: int, seed: int) -> InitialRows:
             for block in range(first, stop, _ROWS_PER_DRAW)
         ]
         drawn = np.concatenate([np.zeros((0, dim), np.float32), *blocks])
-        return torch.from_numpy(drawn[start - first : stop - first] * np.float32(0.01))
+        return torch.from_numpy(drawn[start - first : stop - first] * np.float32(deviation))
 
     return rows
