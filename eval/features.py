@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,16 +18,25 @@ from torch.utils.data import DataLoader, Dataset
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode_image
 from mclclip.models.encoder import Encoder
-from mclclip.parallel.collectives import gather, together
-from mclclip.parallel.process_group import SINGLE, Context, start_loader_worker
-from mclclip.runlog import progress
+from mclclip.ranks.collectives import gather_objects, together
+from mclclip.ranks.process_group import SINGLE, Context, start_loader_worker
+from mclclip.run.runlog import progress
 
-log = logging.getLogger("mclclip")
+T = TypeVar("T")
 
 Features = NDArray[np.float32]
 """Unit rows [N, E]."""
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: str = "") -> list[T]:
+    """What ``work`` returns on each rank for its contiguous share of ``count`` rows, on every rank.
+
+    Where it fails on one rank, it fails on all of them (``together``, which ``what`` goes to).
+    """
+    start, stop = (count * rank // context.world_size for rank in (context.rank, context.rank + 1))
+    return gather_objects(together(lambda: work(slice(start, stop)), what))
 
 
 @dataclass(frozen=True)
@@ -57,13 +66,12 @@ class Extractor:
     def images(self, paths: Sequence[Path]) -> Features:
         """Unit features [N, E] of image files, in their order, on every rank.
 
-        Raises on all ranks together: FileNotFoundError for a missing file, ValueError for one that
-        cannot be decoded. A benchmark without one of its images is another benchmark.
+        Raises ValueError on all ranks together for a file that cannot be read or decoded: a
+        benchmark without one of its images is another benchmark.
         """
-        batches = _ImageBatches(
-            paths, self.encoder.preprocess_val, self.batch_size, self.max_image_pixels
-        )
-        return self._extract(len(paths), self._load(batches), self.encoder.encode_image, "images")
+        read = partial(_read_images, self.encoder.preprocess_val, self.max_image_pixels)
+        batches = _Batches(paths, read, self.batch_size)
+        return self._extract(batches, self.encoder.encode_image, "images", self.num_workers)
 
     def texts(self, texts: Sequence[str]) -> Features:
         """Unit features [N, E] of texts, in their order, on every rank.
@@ -71,66 +79,44 @@ class Extractor:
         Equal texts are encoded once: equal captions get equal features bit for bit, so that ties
         between them are ties and not a matter of where in a batch they stood.
         """
-        unique = list(dict.fromkeys(texts))
-        position = {text: row for row, text in enumerate(unique)}
-
-        def load(batch_numbers: range) -> Iterator[Tensor]:
-            for number in batch_numbers:
-                start = number * self.batch_size
-                yield self.encoder.tokenizer(unique[start : start + self.batch_size])
-
-        features = self._extract(len(unique), load, self.encoder.encode_text, "texts")
+        position = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        batches = _Batches([*position], self.encoder.tokenizer, self.batch_size)
+        features = self._extract(batches, self.encoder.encode_text, "texts")
         return features[[position[text] for text in texts]]
 
-    def _load(self, batches: _ImageBatches) -> Callable[[range], Iterator[Tensor]]:
-        def load(batch_numbers: range) -> Iterator[Tensor]:
+    def _extract(
+        self,
+        batches: _Batches,
+        encode: Callable[[Tensor], Tensor],
+        what: str,
+        num_workers: int = 0,
+    ) -> Features:
+        if not batches.items:
+            raise ValueError(f"there are no {what} to encode")
+
+        def run(own: slice) -> Features:
+            numbers = range(own.start, own.stop)
             # batch_size=None: the data set itself returns whole batches.
             loader: DataLoader[Tensor | str] = DataLoader(
                 batches,
                 batch_size=None,
-                sampler=batch_numbers,
-                num_workers=min(self.num_workers, len(batch_numbers)),
+                sampler=numbers,
+                num_workers=min(num_workers, len(numbers)),
                 worker_init_fn=start_loader_worker,
             )
-            for batch in loader:
-                if isinstance(batch, str):
-                    raise ValueError(batch)
-                yield batch
+            parts = [torch.empty(0, self.encoder.embed_dim, device=self.context.device)]
+            with _inference(self.encoder, self.precision, self.context.device):
+                for batch in progress(loader, total=len(numbers), description=f"encode {what}"):
+                    if isinstance(batch, str):
+                        raise ValueError(batch)
+                    features = encode(batch.to(self.context.device)).float()
+                    self._check(features, len(batch), what)
+                    # Normalised once more: autocast leaves lengths a few thousandths off.
+                    parts.append(features / features.norm(dim=1, keepdim=True).clamp_min(1e-12))
+                return torch.cat(parts).cpu().numpy()
 
-        return load
-
-    def _extract(
-        self,
-        count: int,
-        load: Callable[[range], Iterable[Tensor]],
-        encode: Callable[[Tensor], Tensor],
-        what: str,
-    ) -> Features:
-        if count == 0:
-            raise ValueError(f"there are no {what} to encode")
-        own = self._batches_of(self.context.rank, count)
-        local = together(lambda: self._run(load(own), len(own), encode, what), f"encoding {what}")
-        return self._gather(local, count)
-
-    def _run(
-        self,
-        batches: Iterable[Tensor],
-        num_batches: int,
-        encode: Callable[[Tensor], Tensor],
-        what: str,
-    ) -> Tensor:
-        device = self.context.device
-        parts = []
-        with torch.inference_mode(), _evaluating(self.encoder), _arithmetic(self.precision, device):
-            for batch in progress(batches, total=num_batches, description=f"encode {what}"):
-                features = encode(batch.to(device)).float()
-                self._check(features, len(batch), what)
-                # Normalised once more: autocast leaves lengths a few thousandths off.
-                norms = features.norm(dim=1, keepdim=True).clamp_min(1e-12)
-                parts.append(features / norms)
-        if not parts:
-            return torch.empty(0, self.encoder.embed_dim, device=device)
-        return torch.cat(parts)
+        count = -(-len(batches.items) // self.batch_size)
+        return np.concatenate(over_ranks(self.context, count, run, f"encoding {what}"))
 
     def _check(self, features: Tensor, rows: int, what: str) -> None:
         wanted = (rows, self.encoder.embed_dim)
@@ -145,81 +131,56 @@ class Extractor:
                 f"the model has diverged, or needs precision=fp32"
             )
 
-    def _batches_of(self, rank: int, count: int) -> range:
-        """The contiguous run of whole batches that ``rank`` encodes."""
-        num_batches, ranks = -(-count // self.batch_size), self.context.world_size
-        return range(num_batches * rank // ranks, num_batches * (rank + 1) // ranks)
 
-    def _rows_of(self, rank: int, count: int) -> int:
-        own = self._batches_of(rank, count)
-        return max(0, min(own.stop * self.batch_size, count) - own.start * self.batch_size)
-
-    def _gather(self, local: Tensor, count: int) -> Features:
-        """Joins the ranks' rows in order; padded to one length, which all_gather asks for."""
-        sizes = [self._rows_of(rank, count) for rank in range(self.context.world_size)]
-        longest = max(sizes)
-        padded = nn.functional.pad(local, (0, 0, 0, longest - len(local)))
-        joined = gather(padded).float().cpu().numpy()
-        parts = [joined[r * longest : r * longest + size] for r, size in enumerate(sizes)]
-        return np.concatenate(parts)
-
-
-class _ImageBatches(Dataset[Any]):
-    """Batch number -> images [b, 3, H, W], or one line on what is wrong with a file.
+@dataclass(frozen=True)
+class _Batches(Dataset[Any]):
+    """Batch number -> what ``make`` makes of its items: a tensor [b, ...], or one line on what is
+    wrong with an item.
 
     The line is returned, not raised: from a loader's worker an exception would arrive wrapped in
     the worker's traceback.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        transform: Callable[[Any], Tensor],
-        batch_size: int,
-        max_image_pixels: int,
-    ) -> None:
-        self.paths, self.transform = paths, transform
-        self.batch_size, self.max_image_pixels = batch_size, max_image_pixels
+    items: Sequence[Any]
+    make: Callable[[Any], Tensor | str]
+    size: int
 
     def __getitem__(self, number: int) -> Tensor | str:
-        images = []
-        start = number * self.batch_size
-        for path in self.paths[start : start + self.batch_size]:
-            try:
-                data = Path(path).read_bytes()
-                images.append(self.transform(decode_image(data, self.max_image_pixels)))
-            except DecodeError as error:
-                return f"image {path} cannot be decoded ({error}): replace the file"
-            except OSError as error:
-                return f"image {path} cannot be read: {error.strerror or error}"
-        return torch.stack(images)
+        return self.make(self.items[number * self.size : (number + 1) * self.size])
+
+
+def _read_images(
+    transform: Callable[[Any], Tensor], max_image_pixels: int, paths: Sequence[Path]
+) -> Tensor | str:
+    """Files -> images [b, 3, H, W], or one line on what is wrong with a file."""
+    images = []
+    for path in paths:
+        try:
+            images.append(transform(decode_image(Path(path).read_bytes(), max_image_pixels)))
+        except DecodeError as error:
+            return f"image {path} cannot be decoded ({error}): replace the file"
+        except OSError as error:
+            return f"image {path} cannot be read: {error.strerror or error}"
+    return torch.stack(images)
 
 
 @contextlib.contextmanager
-def _evaluating(encoder: object) -> Iterator[None]:
-    """Puts a module into evaluation mode and back; anything else is left alone."""
-    if not (isinstance(encoder, nn.Module) and encoder.training):
-        yield
-        return
-    encoder.eval()
-    try:
-        yield
-    finally:
-        encoder.train()
-
-
-@contextlib.contextmanager
-def _arithmetic(precision: str, device: torch.device) -> Iterator[None]:
-    """The arithmetic of one precision, whatever the caller's autocast or TF32 settings are."""
-    if precision in AUTOCAST:
-        with torch.autocast(device.type, dtype=AUTOCAST[precision]):
-            yield
-        return
+def _inference(encoder: object, precision: str, device: torch.device) -> Iterator[None]:
+    """No gradients, evaluation mode, and the arithmetic of one precision, whatever autocast, TF32
+    and mode the caller has set; they are as before afterwards."""
+    trained = encoder if isinstance(encoder, nn.Module) and encoder.training else None
+    dtype = AUTOCAST.get(precision)
     convolutions, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = (convolutions.allow_tf32, matmul.allow_tf32)
-    convolutions.allow_tf32 = matmul.allow_tf32 = False
+    if dtype is None:
+        convolutions.allow_tf32 = matmul.allow_tf32 = False
+    if trained:
+        trained.eval()
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
     try:
-        with torch.autocast(device.type, enabled=False):
+        with torch.inference_mode(), autocast:
             yield
     finally:
         convolutions.allow_tf32, matmul.allow_tf32 = before
+        if trained:
+            trained.train()

@@ -6,73 +6,63 @@ Unsupervised Feature Learning via Non-Parametric Instance Discrimination (CVPR 2
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from mclclip.eval.features import Extractor, Features
+from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.labelled_features import Feature, accuracy_figures, extract
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.results import Figure
-from mclclip.parallel.collectives import gather_objects, together
+from mclclip.ranks.collectives import together
 
 Weights = Literal["majority", "similarity"]
 TEMPERATURE = 0.07
-QUERIES, CANDIDATES = 1024, 8192  # one block of similarities: 64 MiB in float64
+SPARE = 16  # candidates beyond k that are summed again: faiss rounds to float32
 
 
-def nearest(
-    queries: Features, train: Features, k: int, device: torch.device | None = None
-) -> tuple[NDArray[np.float32], IntArray]:
+def nearest(queries: Features, train: Features, k: int) -> tuple[NDArray[np.float32], IntArray]:
     """The k nearest of unit rows ``train`` [N, E] to each of ``queries`` [Q, E], by cosine.
 
-    Returns similarities and rows [Q, k], nearest first; of equally near rows the first. Memory does
-    not grow with N x Q: blocks of ``train`` are merged into the best so far. Similarities are
-    summed in float64 and rounded to float32, so that equal features tie wherever they stand.
-    ValueError unless 1 <= k <= N.
+    Returns similarities and rows [Q, k], nearest first; of equally near rows the first. faiss finds
+    k + ``SPARE`` candidates among the rows that differ; their similarities are summed again in
+    float64 and rounded to float32, and equal rows stand in for each other. So equal features tie
+    exactly, however many there are. Which one of different rows is taken is left open only where
+    more than ``SPARE`` of them lie within faiss's rounding (1e-6) of the k-th nearest.
+    ValueError unless 1 <= k <= N, and where faiss is not installed.
     """
     if not 1 <= k <= len(train):
         raise ValueError(f"k is {k}, wanted 1 to {len(train)}, the number of train images")
-    parts = [
-        _nearest(queries[start : start + QUERIES], train, k, device)
-        for start in range(0, len(queries), QUERIES)
-    ]
-    similarity = np.concatenate([part[0] for part in parts]) if parts else np.empty((0, k), "f4")
-    rows = np.concatenate([part[1] for part in parts]) if parts else np.empty((0, k), np.int64)
+    groups: dict[bytes, list[int]] = {}
+    for row, values in enumerate(train):
+        groups.setdefault(blake2b(values.tobytes(), digest_size=16).digest(), []).append(row)
+    members = [np.array(rows[:k]) for rows in groups.values()]
+    different = train[[rows[0] for rows in members]]
+    similarity = np.empty((len(queries), k), np.float32)
+    rows = np.empty((len(queries), k), np.int64)
+    faiss, wide = _faiss(), min(k + SPARE, len(different))
+    found = faiss.knn(queries, different, wide, metric=faiss.METRIC_INNER_PRODUCT)[1]
+    for number, (query, near) in enumerate(zip(queries, found, strict=True)):
+        exact = (different[near] @ query.astype(np.float64)).astype(np.float32)
+        exact = np.repeat(exact, [len(members[group]) for group in near])
+        candidates = np.concatenate([members[group] for group in near])
+        order = np.lexsort((candidates, -exact))[:k]
+        similarity[number], rows[number] = exact[order], candidates[order]
     return similarity, rows
 
 
-def _nearest(
-    queries: Features, train: Features, k: int, device: torch.device | None
-) -> tuple[NDArray[np.float32], IntArray]:
-    left = torch.from_numpy(queries).to(device, torch.float64)
-    best = torch.empty(len(queries), 0, device=device)
-    rows = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
-    for start in range(0, len(train), CANDIDATES):
-        right = torch.from_numpy(train[start : start + CANDIDATES]).to(device, torch.float64)
-        new = torch.arange(start, start + len(right), device=device).expand(len(queries), -1)
-        best = torch.cat([best, (left @ right.T).float()], dim=1)
-        rows = torch.cat([rows, new], dim=1)
-        kept = _first_of_largest(best, min(k, best.shape[1]))
-        best, rows = best.gather(1, kept), rows.gather(1, kept)
-    order = best.argsort(dim=1, descending=True, stable=True)
-    return best.gather(1, order).cpu().numpy(), rows.gather(1, order).cpu().numpy()
-
-
-def _first_of_largest(values: Tensor, k: int) -> Tensor:
-    """Columns [Q, k] of the k largest of each row, ascending; of equal values the first columns.
-
-    (``topk`` itself takes any of equal values.)
-    """
-    smallest = values.topk(k, dim=1).values[:, -1:]
-    larger, equal = values > smallest, values == smallest
-    room = k - larger.sum(dim=1, keepdim=True)
-    chosen = larger | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room))
-    return chosen.nonzero()[:, 1].view(len(values), k)
+def _faiss() -> Any:
+    """The package, imported where it is needed: no other protocol waits for it."""
+    try:
+        import faiss
+    except ModuleNotFoundError:
+        raise ValueError(
+            "kNN needs the package faiss, which is not installed: pip install faiss-cpu"
+        ) from None
+    return faiss
 
 
 def vote(
@@ -120,18 +110,15 @@ def evaluate(
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, wanted a number above 0")
+    together(_faiss)  # before hours are spent on features
     data = extract(extractor, root, feature)
-    where, count = extractor.context, len(data.test)
-    share = slice(
-        count * where.rank // where.world_size, count * (where.rank + 1) // where.world_size
-    )
     num_classes = data.protocol["num_classes"]
 
-    def answer() -> IntArray:
-        near, rows = nearest(data.test[share], data.train, k, where.device)
+    def answer(own: slice) -> IntArray:
+        near, rows = nearest(data.test[own], data.train, k)
         return vote(near, data.train_labels[rows], num_classes, weights, temperature)
 
-    predicted = np.concatenate(gather_objects(together(answer)))
+    predicted = np.concatenate(over_ranks(extractor.context, len(data.test), answer))
     protocol = {
         "name": "knn",
         "k": k,

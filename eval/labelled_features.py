@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +11,14 @@ from typing import Any, Literal, cast
 
 from PIL import Image
 
-from mclclip.artifacts import digest_file
-from mclclip.eval.features import Extractor, Features
-from mclclip.eval.labelled_folders import read_split
-from mclclip.eval.metrics import BoolArray, IntArray, mean_per_class, stratified_interval
-from mclclip.eval.results import Figure, proportion
+from mclclip.eval.datasets import read_split
+from mclclip.eval.features import Extractor, Features, over_ranks
+from mclclip.eval.metrics import IntArray
+from mclclip.eval.results import Figure, class_mean, proportion
+from mclclip.files import digest_file
 from mclclip.models.encoder import Encoder
-from mclclip.parallel.collectives import gather_objects, together
-from mclclip.parallel.process_group import Context
+from mclclip.ranks.collectives import together
+from mclclip.ranks.process_group import Context
 
 log = logging.getLogger("mclclip")
 
@@ -45,14 +45,9 @@ def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatu
     """
     train, test = together(lambda: read_split(Path(root)))
     images = with_feature(extractor, feature)
-    copies = count_copies(train.images, test.images, extractor.context)
-    if copies:
-        log.warning(
-            "%s: %d of %d test images are copies of a train image, byte for byte",
-            root,
-            copies,
-            len(test.images),
-        )
+    if copies := count_copies(train.images, test.images, extractor.context):
+        share = f"{copies} of {len(test.images)}"
+        log.warning("%s: %s test images are copies of a train image, byte for byte", root, share)
     protocol = {
         "feature": feature,
         "num_classes": len(train.class_names),
@@ -60,13 +55,8 @@ def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatu
         "copies_in_train": copies,
         "precision": extractor.precision,
     }
-    return LabelledFeatures(
-        images.images(train.images),
-        train.labels,
-        images.images(test.images),
-        test.labels,
-        protocol,
-    )
+    known, asked = images.images(train.images), images.images(test.images)
+    return LabelledFeatures(known, train.labels, asked, test.labels, protocol)
 
 
 def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
@@ -95,21 +85,14 @@ def count_copies(train: Sequence[Path], test: Sequence[Path], context: Context) 
     Only files of a size that occurs on both sides are read.
     """
     sizes = {p.stat().st_size for p in train} & {p.stat().st_size for p in test}
-    known = set(_digests(train, sizes, context))
-    return sum(digest in known for digest in _digests(test, sizes, context))
 
+    def digests(paths: Sequence[Path]) -> list[str]:
+        compared = [path for path in paths if path.stat().st_size in sizes]
+        parts = over_ranks(context, len(compared), lambda own: [*map(digest_file, compared[own])])
+        return [digest for part in parts for digest in part]
 
-def _digests(paths: Sequence[Path], sizes: Collection[int], context: Context) -> list[str]:
-    share = paths[context.rank :: context.world_size]
-    own = together(lambda: [digest_file(p) for p in share if p.stat().st_size in sizes])
-    return [digest for part in gather_objects(own) for digest in part]
-
-
-def mean_per_class_figure(correct: BoolArray, labels: IntArray, protocol: dict[str, Any]) -> Figure:
-    """Mean over the classes present of the share of right answers [N], with its interval."""
-    mean, shares, counts = mean_per_class(correct, labels)
-    low, high = stratified_interval(shares, counts)
-    return Figure("mean_per_class", 100 * mean, len(labels), 100 * low, 100 * high, protocol)
+    known = set(digests(train))
+    return sum(digest in known for digest in digests(test))
 
 
 def accuracy_figures(
@@ -119,5 +102,5 @@ def accuracy_figures(
     correct = predicted == labels
     return [
         proportion("accuracy", int(correct.sum()), len(labels), protocol),
-        mean_per_class_figure(correct, labels, protocol),
+        class_mean("mean_per_class", correct, labels, protocol),
     ]

@@ -12,15 +12,16 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from mclclip.eval.features import Extractor, Features
+from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_figures, extract
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.results import Figure
-from mclclip.parallel.collectives import gather_objects, on_main, together
+from mclclip.ranks.collectives import on_main
 
 log = logging.getLogger("mclclip")
 
@@ -87,7 +88,7 @@ def held_out(labels: IntArray, share: float, seed: int) -> BoolArray:
     if not held.any():
         raise ValueError(
             "every class has one train image, so none can be held out to choose the strength: "
-            "set strength"
+            "set strength, such as strength=1"
         )
     return held
 
@@ -119,30 +120,26 @@ def choose_strength(
     held = held_out(data.train_labels, share, seed)
     train, labels = data.train[~held], data.train_labels[~held]
     queries, truth = data.train[held], data.train_labels[held]
-    where = extractor.context
 
     def score(positions: Sequence[int]) -> dict[int, float]:
-        own = positions[where.rank :: where.world_size]
-        answers = together(
-            lambda: {
-                p: fit_predict(train, labels, queries, strength_at(p), max_iterations) for p in own
-            }
-        )
-        found = {p: answer for part in gather_objects(answers) for p, answer in part.items()}
-        scores = {p: float(np.mean(found[p].predicted == truth)) for p in positions}
-        for p, accuracy in scores.items():
-            _say(strength_at(p), f"validation accuracy {100 * accuracy:.2f} %", found[p].converged)
+        def fit(own: slice) -> list[Answers]:
+            strengths = map(strength_at, positions[own])
+            return [fit_predict(train, labels, queries, s, max_iterations) for s in strengths]
+
+        scores = {}
+        found = chain(*over_ranks(extractor.context, len(positions), fit))
+        for p, answers in zip(positions, found, strict=True):
+            scores[p] = float(np.mean(answers.predicted == truth))
+            accuracy = f"validation accuracy {100 * scores[p]:.2f} %"
+            _say(strength_at(p), accuracy, answers.converged)
         return scores
 
     return strength_at(search(score))
 
 
 def _say(strength: float, what: str, converged: bool) -> None:
-    message = "linear probe: L2 strength %.3g: %s"
-    if converged:
-        log.info(message, strength, what)
-    else:
-        log.warning(message + ", did not converge", strength, what)
+    level, end = (logging.INFO, "") if converged else (logging.WARNING, ", did not converge")
+    log.log(level, "linear probe: L2 strength %.3g: %s%s", strength, what, end)
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""Metric maths in pure numpy: intervals, ranks with ties, recall, means per class, minimal pairs.
+"""Metric maths in pure numpy: intervals, ranks with ties, hits, means per class, minimal pairs.
 
 Fractions are in [0, 1] here; rows of results hold percent.
 """
@@ -6,7 +6,6 @@ Fractions are in [0, 1] here; rows of results hold percent.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,13 +76,6 @@ def hits_at(ranks: IntArray, k: int) -> int:
     return int(np.count_nonzero(ranks <= k))
 
 
-def recall_at(ranks: IntArray, k: int) -> float:
-    """Share of queries ranked at ``k`` or better; 1 where k covers all candidates."""
-    if len(ranks) == 0:
-        raise ValueError("recall of no queries is not defined")
-    return hits_at(ranks, k) / len(ranks)
-
-
 def mean_per_class(correct: BoolArray, labels: IntArray) -> tuple[float, FloatArray, IntArray]:
     """Unweighted mean over the classes present of the share of correct samples.
 
@@ -96,55 +88,19 @@ def mean_per_class(correct: BoolArray, labels: IntArray) -> tuple[float, FloatAr
     return float(shares.mean()), shares, counts.astype(np.int64)
 
 
-@dataclass(frozen=True)
-class PairOutcomes:
-    """Outcome of every minimal pair in the three directions; arrays over P pairs.
+def pair_margins(similarity: FloatArray) -> dict[str, FloatArray]:
+    """Margins of minimal pairs by direction, from similarity [P, 2, 2] = (pair, statement, image).
 
-    ``statements``/``images`` [P, 2]: whether statement i picks image i / image i picks statement i,
-    strictly. ``statement_margins``/``image_margins`` [P, 2]: right minus wrong similarity.
-    """
-
-    statements: BoolArray
-    images: BoolArray
-    statement_margins: FloatArray
-    image_margins: FloatArray
-
-    def right(self, direction: str) -> BoolArray:
-        """[P]: is the pair right in ``statement_to_image``, ``image_to_text`` or ``group``?"""
-        by_statement, by_image = self.statements.all(axis=1), self.images.all(axis=1)
-        if direction == "statement_to_image":
-            return np.asarray(by_statement)
-        if direction == "image_to_text":
-            return np.asarray(by_image)
-        if direction == "group":
-            return np.asarray(by_statement & by_image)
-        raise ValueError(
-            f"unknown direction {direction!r}: use statement_to_image, image_to_text or group"
-        )
-
-    def margins(self, direction: str) -> FloatArray:
-        """[P, 2] or, for ``group``, [P, 4]: the margins that decide ``direction``."""
-        if direction == "statement_to_image":
-            return self.statement_margins
-        if direction == "image_to_text":
-            return self.image_margins
-        return np.concatenate([self.statement_margins, self.image_margins], axis=1)
-
-
-def pair_outcomes(similarity: FloatArray) -> PairOutcomes:
-    """Scores minimal pairs from similarity [P, 2, 2] = (pair, statement, image).
-
-    Statement i is true of image i. A softmax over two candidates is a comparison: the right one
-    must be strictly greater, so a tie counts against the model. ValueError on NaN.
+    Statement i is true of image i. A margin is the right similarity minus the wrong one, and a
+    decision is right where it is above 0: a softmax over two candidates is a comparison, and a tie
+    counts against the model. A pair is right in a direction where all its margins there are.
+    Returns [P, 2] for ``statement_to_image`` (statement i picks an image) and ``image_to_text``
+    (image i picks a statement), and [P, 4] for ``group`` (both). ValueError on NaN.
     """
     if np.isnan(similarity).any():
         raise ValueError("similarities hold NaN: the encoder's features are not finite")
-    right = np.stack([similarity[:, 0, 0], similarity[:, 1, 1]], axis=1)
-    other_image = np.stack([similarity[:, 0, 1], similarity[:, 1, 0]], axis=1)
-    other_statement = other_image[:, ::-1]
-    return PairOutcomes(
-        statements=right > other_image,
-        images=right > other_statement,
-        statement_margins=right - other_image,
-        image_margins=right - other_statement,
-    )
+    right = similarity[:, [0, 1], [0, 1]]
+    by_statement = right - similarity[:, [0, 1], [1, 0]]
+    by_image = right - similarity[:, [1, 0], [0, 1]]
+    both = np.concatenate([by_statement, by_image], axis=1)
+    return {"statement_to_image": by_statement, "image_to_text": by_image, "group": both}

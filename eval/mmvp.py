@@ -8,22 +8,18 @@ statements tie).
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mclclip.eval.datasets import Pair, read_pairs
 from mclclip.eval.features import Extractor
-from mclclip.eval.metrics import PairOutcomes, mean_per_class, pair_outcomes, stratified_interval
-from mclclip.eval.results import Figure, proportion
-from mclclip.parallel.collectives import together
+from mclclip.eval.metrics import BoolArray, FloatArray, pair_margins
+from mclclip.eval.results import Figure, class_mean, proportion
+from mclclip.ranks.collectives import together
 
-COLUMNS = ("Question ID", "Type", "Statement")
-IMAGE_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 DIRECTIONS = ("statement_to_image", "image_to_text", "group")
 PROMPT = "a photo of "
 
@@ -31,141 +27,15 @@ NEAR_TIE = 5e-4
 """Difference of cosines below which half precision may turn a decision round."""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two images and two statements; statement i is true of image i. The odd id comes first."""
-
-    type: str
-    question_ids: tuple[int, int]
-    statements: tuple[str, str]
-    images: tuple[Path, Path]
-
-
-@dataclass(frozen=True)
-class Question:
-    """One row of Questions.csv."""
-
-    line: int
-    question_id: int
-    type: str
-    statement: str
-
-
-def read_pairs(root: Path) -> list[Pair]:
-    """The pairs of a folder in MMVP-VLM's layout, in file order.
-
-    ``Questions.csv`` has the columns Question ID, Type, Statement; two consecutive rows are a pair,
-    an odd id and then an even one, of one Type. Images lie at ``MLLM_VLM Images/<Type>/<Question
-    ID>.jpg`` (or ``MLLM_VLM_Images``; jpeg, png and webp too). FileNotFoundError or ValueError, one
-    line, where the folder is not so.
-    """
-    root = Path(root)
-    questions = _read_questions(root / "Questions.csv")
-    images = _ImageFinder(root)
-    return [
-        _pair(first, second, images)
-        for first, second in zip(questions[::2], questions[1::2], strict=True)
-    ]
-
-
-def _read_questions(path: Path) -> list[Question]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no {path}: the folder of MMVP-VLM holds Questions.csv and images")
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, skipinitialspace=True)
-        header = [name.strip() for name in reader.fieldnames or []]
-        if missing := [name for name in COLUMNS if name not in header]:
-            raise ValueError(f"{path} has the columns {header}, missing {missing}")
-        reader.fieldnames = header
-        questions = [_question(path, reader.line_num, row) for row in reader]
-    if not questions or len(questions) % 2:
-        raise ValueError(
-            f"{path} has {len(questions)} questions, expected an even number above zero: "
-            f"two consecutive rows form a pair"
-        )
-    ids = [question.question_id for question in questions]
-    if len(set(ids)) != len(ids):
-        repeated = next(number for number in ids if ids.count(number) > 1)
-        raise ValueError(f"{path} has the Question ID {repeated} more than once")
-    return questions
-
-
-def _question(path: Path, line: int, row: dict[str, Any]) -> Question:
-    number, kind, statement = ((row[name] or "").strip() for name in COLUMNS)
-    if not number.isdecimal() or not kind or not statement:
-        raise ValueError(
-            f"{path} line {line}: got Question ID {number!r}, Type {kind!r}, Statement "
-            f"{statement!r}; expected a whole number and two texts"
-        )
-    return Question(line, int(number), kind, statement)
-
-
-def _pair(first: Question, second: Question, images: _ImageFinder) -> Pair:
-    where = f"Questions.csv lines {first.line} and {second.line}"
-    if first.type != second.type:
-        raise ValueError(
-            f"{where} form a pair, but their Types are {first.type!r} and {second.type!r}"
-        )
-    if first.question_id % 2 != 1 or second.question_id % 2 != 0:
-        raise ValueError(
-            f"{where} form a pair, but their Question IDs are {first.question_id} and "
-            f"{second.question_id}: expected an odd one (image 1) and then an even one (image 2)"
-        )
-    return Pair(
-        type=first.type,
-        question_ids=(first.question_id, second.question_id),
-        statements=(first.statement, second.statement),
-        images=(
-            images.find(first.type, first.question_id),
-            images.find(second.type, second.question_id),
-        ),
-    )
-
-
-class _ImageFinder:
-    """Question -> image file; lists each folder once."""
-
-    def __init__(self, root: Path) -> None:
-        folders = [root / name for name in IMAGE_FOLDERS if (root / name).is_dir()]
-        if not folders:
-            raise FileNotFoundError(f"no folder {IMAGE_FOLDERS[0]!r} (or with _) in {root}")
-        self.folder = folders[0]
-        self._files: dict[str, dict[str, Path]] = {}
-
-    def find(self, kind: str, question_id: int) -> Path:
-        if kind not in self._files:
-            self._files[kind] = self._list(kind)
-        try:
-            return self._files[kind][str(question_id)]
-        except KeyError:
-            wanted = self.folder / kind / f"{question_id}.jpg"
-            raise FileNotFoundError(
-                f"no image {wanted} (nor .jpeg, .png, .webp) for question {question_id}"
-            ) from None
-
-    def _list(self, kind: str) -> dict[str, Path]:
-        names = (kind, kind.replace(" ", "_"))
-        folder = next((self.folder / name for name in names if (self.folder / name).is_dir()), None)
-        if folder is None:
-            raise FileNotFoundError(f"no folder {self.folder / kind} for the Type {kind!r}")
-        files = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES]
-        # Where one id has several files the published suffix wins: it is set last.
-        files.sort(key=lambda path: SUFFIXES.index(path.suffix.lower()), reverse=True)
-        return {path.stem: path for path in files}
-
-
-def score_pairs(extractor: Extractor, pairs: Sequence[Pair], prompt: str = PROMPT) -> PairOutcomes:
-    """Outcomes of all pairs under an encoder; ``prompt`` is put before every statement."""
+def score_pairs(
+    extractor: Extractor, pairs: Sequence[Pair], prompt: str = PROMPT
+) -> dict[str, FloatArray]:
+    """Margins of all pairs by direction (``pair_margins``); ``prompt`` is put before statements."""
     images = extractor.images([image for pair in pairs for image in pair.images])
     texts = extractor.texts([prompt + text for pair in pairs for text in pair.statements])
-    by_pair = (len(pairs), 2, -1)
     # Summed in float64 and rounded to float32: equal features tie exactly, in any order of sums.
-    similarity = np.einsum(
-        "pse,pie->psi",
-        texts.reshape(by_pair).astype(np.float64),
-        images.reshape(by_pair).astype(np.float64),
-    ).astype(np.float32)
-    return pair_outcomes(similarity)
+    left, right = (rows.reshape(len(pairs), 2, -1).astype(np.float64) for rows in (texts, images))
+    return pair_margins(np.einsum("pse,pie->psi", left, right).astype(np.float32))
 
 
 def evaluate(
@@ -186,12 +56,16 @@ def evaluate(
     if unknown := [name for name in directions if name not in DIRECTIONS]:
         raise ValueError(f"unknown directions {unknown}: use some of {', '.join(DIRECTIONS)}")
     pairs = together(lambda: read_pairs(root))
-    outcomes = score_pairs(extractor, pairs, prompt)
-    settings = {"name": "mmvp_vlm", "prompt": prompt, "precision": extractor.precision}
+    margins_by_direction = score_pairs(extractor, pairs, prompt)
+    types = list(dict.fromkeys(pair.type for pair in pairs))
+    labels = np.array([types.index(pair.type) for pair in pairs], dtype=np.int64)
     figures = []
     for direction in directions:
-        margins = outcomes.margins(direction)
-        protocol = settings | {
+        margins = margins_by_direction[direction]
+        protocol: dict[str, Any] = {
+            "name": "mmvp_vlm",
+            "prompt": prompt,
+            "precision": extractor.precision,
             "direction": direction,
             "ties": "against the model",
             "tied_decisions": int(np.count_nonzero(margins == 0)),
@@ -201,22 +75,10 @@ def evaluate(
             "decisions": int(margins.size),
         }
         prefix = "" if direction == DIRECTIONS[0] else f"{direction}/"
-        figures += _figures(pairs, outcomes.right(direction), prefix, protocol)
-    return figures
-
-
-def _figures(
-    pairs: Sequence[Pair], right: np.ndarray, prefix: str, protocol: dict[str, Any]
-) -> list[Figure]:
-    types = list(dict.fromkeys(pair.type for pair in pairs))
-    labels = np.array([types.index(pair.type) for pair in pairs], dtype=np.int64)
-    average, shares, counts = mean_per_class(right, labels)
-    figures = [
-        proportion(prefix + name, int(right[labels == label].sum()), int(counts[label]), protocol)
-        for label, name in enumerate(types)
-    ]
-    low, high = stratified_interval(shares, counts)
-    percent = (100 * average, len(pairs), 100 * low, 100 * high)
-    figures.append(Figure(prefix + "average", *percent, dict(protocol)))
-    figures.append(proportion(prefix + "pooled", int(right.sum()), len(pairs), protocol))
+        right: BoolArray = np.asarray((margins > 0).all(axis=1))
+        for label, name in enumerate(types):
+            own = right[labels == label]
+            figures.append(proportion(prefix + name, int(own.sum()), len(own), protocol))
+        figures.append(class_mean(f"{prefix}average", right, labels, protocol))
+        figures.append(proportion(f"{prefix}pooled", int(right.sum()), len(right), protocol))
     return figures

@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from mclclip.config import BenchmarkConfig
-from mclclip.eval.labelled_folders import folder_labels, readable, table_labels
+from mclclip.eval.datasets import labels_of, read_json, readable
 
 IMAGENET = "imagenet1k"
 CLIP_BENCHMARK = "clip_benchmark:"
@@ -30,20 +29,6 @@ _NAMES, _PROMPTS = "en_classnames.json", "en_zeroshot_classification_templates.j
 
 
 # --- names of classes --------------------------------------------------------------------------
-
-
-def labels_of(root: Path, table: str | None = None) -> list[str]:
-    """The labels of a benchmark, sorted: its folders, or those of the table ``root/table``.
-
-    FileNotFoundError for a missing folder or table, ValueError where there is no class.
-    """
-    if not root.is_dir():
-        raise FileNotFoundError(f"no folder {root}: zero-shot evaluation needs images")
-    labels = table_labels(root / table) if table else folder_labels(root)
-    if not labels:
-        where, wanted = (root / table, "a row per image") if table else (root, "a folder per class")
-        raise ValueError(f"{where} has no images: wanted {wanted}")
-    return labels
 
 
 def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[str, str]:
@@ -97,32 +82,32 @@ def _given_names(classes: str, root: Path) -> dict[str, str] | list[str]:
     if not path.is_file():
         raise FileNotFoundError(
             f"no file of classes at {path}: give a file below {root}, {IMAGENET}, or "
-            f"{CLIP_BENCHMARK}DATASET"
+            f"{CLIP_BENCHMARK}DATASET, such as {CLIP_BENCHMARK}pets"
         )
-    if path.suffix == ".json":
-        return _read_json_names(path)
-    return _read_lines(path)
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        labels = Counter(label for label, _ in pairs)
+        if twice := [label for label, count in labels.items() if count > 1]:
+            raise ValueError(f"{path} names the class {twice[0]!r} twice")
+        return dict(pairs)
 
-def _read_json_names(path: Path) -> dict[str, str] | list[str]:
-    tree = _read_json(path)
-    entries = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
-    if not all(isinstance(name, str) for name in entries):
+    if path.suffix != ".json":
+        cells = [line.partition("\t") for line in _lines(path)]
+        return once(
+            [(label, name.strip() if tab else readable(label)) for label, tab, name in cells]
+        )
+    tree = read_json(path, once)
+    names = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
+    if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} must hold an object of label: name, or a list of names")
     found: dict[str, str] | list[str] = tree
     return found
 
 
-def _read_lines(path: Path) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8-sig").splitlines():
-        label, tab, name = line.strip().partition("\t")
-        if not label:
-            continue
-        if label in names:
-            raise ValueError(f"{path} names the class {label!r} twice")
-        names[label] = name.strip() if tab else readable(label)
-    return names
+def _lines(path: Path) -> list[str]:
+    """The lines of a text that hold something, without blanks around."""
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _joined(labels: Sequence[str], names: Sequence[str], source: str) -> dict[str, str]:
@@ -178,43 +163,36 @@ def find_templates(templates: str | Sequence[str], root: Path) -> list[str]:
     those that clip-benchmark ships for a data set (needs the extra ``eval``); or a file below
     ``root``, text with one per line or JSON (``.json``) with a list. ValueError for anything else.
     """
-    if isinstance(templates, str):
-        found = _named_templates(templates, root)
-    else:
-        found = [str(template) for template in templates]
-    if wrong := [template for template in found if template.count("{}") != 1]:
-        raise ValueError(f"template {wrong[0]!r} must have one {{}} for the class name")
+    found = _named_templates(templates, root) if isinstance(templates, str) else [*templates]
+    if wrong := [template for template in found if str(template).count("{}") != 1]:
+        raise ValueError(
+            f"template {wrong[0]!r} must have one {{}} for the class name, as 'a photo of a {{}}.'"
+        )
     if not found:
-        raise ValueError(f"there are no templates in {templates!r}")
-    return found
+        raise ValueError(f"there are no templates in {templates!r}: give some, such as simple")
+    return [str(template) for template in found]
 
 
-def _named_templates(name: str, root: Path) -> list[str]:
+def _named_templates(name: str, root: Path) -> Sequence[Any]:
     if name in ("clip_7", "clip_80"):
         from mclclip.models.clip import IMAGENET_TEMPLATES, RECOMMENDED_TEMPLATES
 
-        return list(RECOMMENDED_TEMPLATES if name == "clip_7" else IMAGENET_TEMPLATES)
+        return RECOMMENDED_TEMPLATES if name == "clip_7" else IMAGENET_TEMPLATES
     if name in TEMPLATES:
         return ["a photo of a {}." if name == "simple" else "{}"]
     if name.startswith(CLIP_BENCHMARK):
         found = _of_clip_benchmark(name, _PROMPTS, "templates")
         return [template.replace("{c}", "{}") for template in found]
-    if (root / name).is_file():
-        return _template_lines(root / name)
-    raise ValueError(
-        f"unknown templates {name!r}: use {', '.join(TEMPLATES)}, {CLIP_BENCHMARK}DATASET, "
-        f"a file below {root} with one per line, or a list"
-    )
-
-
-def _template_lines(path: Path) -> list[str]:
-    if path.suffix != ".json":
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-        return [line.strip() for line in lines if line.strip()]
-    found = _read_json(path)
-    if not isinstance(found, list):
-        raise ValueError(f"{path} must hold a list of templates")
-    return [str(template) for template in found]
+    path = root / name
+    if not path.is_file():
+        raise ValueError(
+            f"unknown templates {name!r}: use {', '.join(TEMPLATES)}, {CLIP_BENCHMARK}DATASET, "
+            f"a file below {root} with one per line, or a list"
+        )
+    content = read_json(path) if path.suffix == ".json" else _lines(path)
+    if not isinstance(content, list):
+        raise ValueError(f'{path} must hold a list of templates, such as ["a photo of a {{}}."]')
+    return content
 
 
 # --- both --------------------------------------------------------------------------------------
@@ -232,7 +210,18 @@ def check(
     find_templates(templates, root)
 
 
-def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+class Benchmark(Protocol):
+    """What is checked of a benchmark's options (``config.BenchmarkConfig``)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+
+def check_suite(benchmarks: Mapping[str, Benchmark]) -> None:
     """``check`` of all zero-shot benchmarks whose folders are there.
 
     Errors begin with the benchmark's name. Unknown options and wrong types are left to
@@ -241,30 +230,14 @@ def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     for name, benchmark in benchmarks.items():
         if benchmark.kind != "zeroshot" or not Path(benchmark.path).is_dir():
             continue
+        types: dict[str, Any] = {"labels": str, "classes": str, "templates": str | list}
+        given = benchmark.options.items()
+        options = {o: value for o, value in given if isinstance(value, types.get(o, ()))}
         try:
-            check(Path(benchmark.path), **_options(benchmark))
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"benchmark {name!r}: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"benchmark {name!r}: {error}") from None
-
-
-def _options(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    types: dict[str, Any] = {"labels": str, "classes": str, "templates": str | list}
-    return {o: v for o, v in benchmark.options.items() if o in types and isinstance(v, types[o])}
-
-
-def _read_json(path: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(label for label, _ in pairs)
-        if twice := [label for label, count in counts.items() if count > 1]:
-            raise ValueError(f"{path} names the class {twice[0]!r} twice")
-        return dict(pairs)
-
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+            check(Path(benchmark.path), **options)
+        except (FileNotFoundError, ValueError) as error:
+            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+            raise kind(f"benchmark {name!r}: {error}") from None
 
 
 def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:

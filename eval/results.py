@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mclclip.artifacts import write_bytes
-from mclclip.eval.metrics import wilson_interval
+from mclclip.eval.metrics import (
+    BoolArray,
+    IntArray,
+    mean_per_class,
+    stratified_interval,
+    wilson_interval,
+)
+from mclclip.files import write_bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Result:
     count: int
     ci_low: float
     ci_high: float
-    protocol: dict[str, Any] | str = field(default_factory=dict)
+    protocol: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,15 @@ def proportion(metric: str, hits: int, count: int, protocol: Mapping[str, Any]) 
     """The figure of ``hits`` right trials out of ``count``, with its Wilson interval."""
     low, high = wilson_interval(hits, count)
     return Figure(metric, 100.0 * hits / count, count, 100.0 * low, 100.0 * high, dict(protocol))
+
+
+def class_mean(
+    metric: str, correct: BoolArray, labels: IntArray, protocol: Mapping[str, Any]
+) -> Figure:
+    """The mean over the classes present of the share of right answers [N], with its interval."""
+    mean, shares, counts = mean_per_class(correct, labels)
+    low, high = stratified_interval(shares, counts)
+    return Figure(metric, 100 * mean, len(labels), 100 * low, 100 * high, dict(protocol))
 
 
 def of_model(figures: Iterable[Figure], model: str, benchmark: str) -> list[Result]:
@@ -80,9 +95,10 @@ def read(path: Path) -> list[Result]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict) or set(row) != names:
+        if not isinstance(row, dict) or set(row) != names or not isinstance(row["protocol"], dict):
             raise ValueError(
-                f"{path} line {number} is not a result row: its fields must be {names}"
+                f"{path} line {number} is not a result row: its fields must be {names}, and the "
+                "protocol an object"
             )
         rows.append(Result(**row))
     return rows
@@ -115,48 +131,41 @@ def table(
     Models and metrics stand in the order of their first appearance; published references come
     last, marked. Cells are percent, with the 95 % interval below them unless ``intervals`` is off.
     """
-    benchmarks = list(dict.fromkeys(row.benchmark for row in results))
     blocks = []
-    for benchmark in benchmarks:
+    for benchmark in dict.fromkeys(row.benchmark for row in results):
         rows = [row for row in results if row.benchmark == benchmark]
         published = [row for row in references if row.benchmark == benchmark]
-        blocks.append(_block(benchmark, rows, published, intervals))
+        blocks.append(_aligned([*_block(benchmark, rows, published, intervals)]))
     return "\n\n".join(blocks)
 
 
 def _block(
     benchmark: str, rows: Sequence[Result], published: Sequence[Reference], intervals: bool
-) -> str:
-    metrics = list(dict.fromkeys(row.metric for row in rows))
-    cells: dict[str, dict[str, tuple[str, str]]] = {}
+) -> Iterator[list[str]]:
+    """The cells of a block, line by line."""
+    counts: dict[str, set[int]] = {}
+    models: dict[str, dict[str, Result | Reference]] = {}
     for row in rows:
-        interval = f"{row.ci_low:.1f}-{row.ci_high:.1f}"
-        cells.setdefault(row.model, {})[row.metric] = (f"{row.value:.1f}", interval)
+        counts.setdefault(row.metric, set()).add(row.count)
+        models.setdefault(row.model, {})[row.metric] = row
     for reference in published:
         name = f"{reference.model} [{reference.source}]"
-        cells.setdefault(name, {})[reference.metric] = (f"{reference.value:.1f}", "")
-    lines = [[benchmark, *metrics]]
-    lines.append(["trials", *(_trials(rows, metric) for metric in metrics)])
-    own = {row.model for row in rows}
-    for model, by_metric in cells.items():
-        pairs = [by_metric.get(metric, ("-", "")) for metric in metrics]
-        lines.append([model, *(value for value, _ in pairs)])
-        if intervals and model in own:
-            lines.append(["", *(interval for _, interval in pairs)])
-    return _align(lines)
+        models.setdefault(name, {})[reference.metric] = reference
+    yield [benchmark, *counts]
+    yield ["trials", *("/".join(map(str, sorted(trials))) for trials in counts.values())]
+    for model, values in models.items():
+        cells = [values.get(metric) for metric in counts]
+        yield [model, *(f"{cell.value:.1f}" if cell else "-" for cell in cells)]
+        own = [f"{c.ci_low:.1f}-{c.ci_high:.1f}" if isinstance(c, Result) else "" for c in cells]
+        if intervals and any(own):
+            yield ["", *own]
 
 
-def _trials(rows: Sequence[Result], metric: str) -> str:
-    counts = sorted({row.count for row in rows if row.metric == metric})
-    return "/".join(map(str, counts))
-
-
-def _align(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
-    for line in lines:
-        first = line[0].ljust(widths[0])
-        rest = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        text.append("  ".join([first, *rest]).rstrip())
+    for name, *cells in lines:
+        rest = map(str.rjust, cells, widths[1:])
+        text.append("  ".join([name.ljust(widths[0]), *rest]).rstrip())
     text.insert(1, "-" * max(map(len, text)))
     return "\n".join(text)

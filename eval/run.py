@@ -19,27 +19,24 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from mclclip.artifacts import digest_file, digest_json
 from mclclip.config import BenchmarkConfig, Config
 from mclclip.eval import knn, linear_probe, mmvp, prompts, results, retrieval, zeroshot
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
-from mclclip.layout import Layout
+from mclclip.files import digest_file, digest_json
 from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder
-from mclclip.parallel.collectives import on_main, together
-from mclclip.parallel.process_group import SINGLE, Context
+from mclclip.ranks.collectives import on_main, together
+from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
 EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
-    "knn": knn.evaluate,
-    "linear_probe": linear_probe.evaluate,
-    "mmvp": mmvp.evaluate,
-    "retrieval": retrieval.evaluate,
-    "zeroshot": zeroshot.evaluate,
+    module.__name__.rpartition(".")[2]: module.evaluate
+    for module in (knn, linear_probe, mmvp, retrieval, zeroshot)
 }
-"""Benchmark kind -> ``evaluate(extractor, path, **options)``."""
+"""Benchmark kind, which is the module's name -> ``evaluate(extractor, path, **options)``."""
 
 _FILE_OPTIONS = {"captions", "labels", "images"}
 """Options of evaluators that name files, relative to the benchmark's folder."""
@@ -64,7 +61,9 @@ def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
     path = Path(where) if where.endswith((".yaml", ".yml")) else SUITES / f"{where}.yaml"
     if not path.is_file():
         shipped = ", ".join(sorted(file.stem for file in SUITES.glob("*.yaml")))
-        raise FileNotFoundError(f"no suite {where!r}: give a YAML file or one of {shipped}")
+        raise FileNotFoundError(
+            f"no suite {where!r}: give a YAML file, such as own.yaml, or one of {shipped}"
+        )
     try:
         tree = _substitute(yaml.safe_load(path.read_text(encoding="utf-8")), variables or {})
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
@@ -93,7 +92,10 @@ def _substitute(value: Any, variables: Mapping[str, str]) -> Any:
         return string.Template(value).substitute(variables)
     except KeyError as error:
         name = error.args[0]
-        raise ValueError(f"the suite asks for the variable {name!r}: set {name}=VALUE") from None
+        raise ValueError(
+            f"the suite asks for the variable {name!r}: set {name}=VALUE, "
+            f"such as --set {name}=/data"
+        ) from None
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -141,11 +143,6 @@ def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     prompts.check_suite(benchmarks)
 
 
-def _check_all(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    check(benchmarks)
-    check_files(benchmarks)
-
-
 def run_suite(
     encoder: Encoder,
     benchmarks: Mapping[str, BenchmarkConfig],
@@ -191,10 +188,10 @@ def identity_of(model: str | Path, pretrained: str | None = None) -> str:
     if not directory.is_dir():
         files = [Path(name) for name in (str(model), pretrained) if name]
         return digest_json([digest_file(f) if f.is_file() else str(f) for f in files])
-    members = sorted(p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors"))
+    members = [p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors")]
     # A manifest carries the time of writing, which is no property of the model.
-    contents = [(p.relative_to(directory), digest_file(p)) for p in members if p.stem != "manifest"]
-    return digest_json(contents)
+    members = sorted(path for path in members if path.stem != "manifest")
+    return digest_json([(path.relative_to(directory), digest_file(path)) for path in members])
 
 
 def evaluate(
@@ -211,18 +208,20 @@ def evaluate(
     same model files, benchmark and precision is skipped unless ``force``. Returns the new rows.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
-    together(lambda: _check_all(benchmarks))
-    path = Layout.of(config).results
+    together(partial(check, benchmarks))
+    together(partial(check_files, benchmarks))
+    path, precision = Layout.of(config).results, config.eval.precision
     rows: list[Result] = []
     for name, where in models.items():
         location, pretrained = _split(str(where))
         identity = on_main(partial(identity_of, location, pretrained))
-        done = set() if force else on_main(lambda: {_key(row) for row in results.read(path)})
+        found = [] if force else on_main(partial(results.read, path))
+        protocols = {row.benchmark: row.protocol for row in found if row.model == name}
         pending = {
             title: benchmark
             for title, benchmark in benchmarks.items()
-            if (name, title, evaluation_digest(benchmark, identity, config.eval.precision))
-            not in done
+            if protocols.get(title, {}).get("evaluation")
+            != evaluation_digest(benchmark, identity, precision)
         }
         if not pending:
             why = "is evaluated already" if benchmarks else "has no benchmark in eval.suite"
@@ -237,16 +236,11 @@ def evaluate(
             context=context,
             identity=identity,
             batch_size=config.eval.batch_size,
-            precision=config.eval.precision,
+            precision=precision,
             max_image_pixels=config.data.max_image_pixels,
             num_workers=config.data.num_workers,
         )
     return rows
-
-
-def _key(row: Result) -> tuple[str, str, str]:
-    digest = row.protocol.get("evaluation", "") if isinstance(row.protocol, dict) else ""
-    return (row.model, row.benchmark, digest)
 
 
 def _split(where: str) -> tuple[str, str | None]:
@@ -262,12 +256,10 @@ def exports_of(config: Config) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for variant in ("mcl", *config.controls):
         layout = Layout.of(config, variant)
-        first = 0 if variant == "mcl" else 1
-        for stage in range(first, config.num_stages + 1):
-            found[layout.model_name(f"stage_{stage}")] = layout.export(stage)
-        joined = ("concat_raw", "concat_stage_norm", "soup_uniform") if config.num_stages else ()
-        for name in joined:
-            found[layout.model_name(name)] = layout.joined(name)
+        stages = range(0 if variant == "mcl" else 1, config.num_stages + 1)
+        joined = ("concat_raw", "concat_stage_norm", "soup_uniform") if config.has_stages else ()
+        found |= {layout.model_name(f"stage_{stage}"): layout.export(stage) for stage in stages}
+        found |= {layout.model_name(name): layout.joined(name) for name in joined}
     return {name: path for name, path in found.items() if (path / "open_clip_config.json").exists()}
 
 
@@ -291,10 +283,16 @@ def run(
         raise ValueError(f"no benchmark {unknown[0]!r}: there are {', '.join(chosen.benchmarks)}")
     benchmarks = {n: b for n, b in chosen.benchmarks.items() if not only or n in only}
     if not benchmarks:
-        raise ValueError("there is nothing to evaluate on: set eval.suite or give a suite")
+        raise ValueError(
+            "there is nothing to evaluate on: set eval.suite or give a suite, such as "
+            "--suite mcl --set data=/data"
+        )
     named = dict(map(_named, models)) if models else exports_of(config)
     if not named:
-        raise FileNotFoundError(f"{config.run_dir} has no exports: run 'mclclip export' first")
+        raise FileNotFoundError(
+            f"{config.run_dir} has no exports: run 'mclclip export' first, or name a model, "
+            "such as --model ViT-B-32@openai"
+        )
     rows = evaluate(config, context, named, benchmarks=benchmarks, force=force)
     if context.is_main:
         shown = [row for row in results.read(Layout.of(config).results) if row.model in named]

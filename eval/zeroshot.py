@@ -8,33 +8,38 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 
+from mclclip.eval.datasets import labels_of, read_labelled
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.labelled_features import mean_per_class_figure
-from mclclip.eval.labelled_folders import LabelledImages, read_folders, read_table
 from mclclip.eval.metrics import hits_at
-from mclclip.eval.prompts import find_names, find_templates, labels_of
-from mclclip.eval.results import Figure, proportion
-from mclclip.eval.retrieval import rank_queries
-from mclclip.parallel.collectives import together
+from mclclip.eval.prompts import find_names, find_templates
+from mclclip.eval.ranking import rank_queries
+from mclclip.eval.results import Figure, class_mean, proportion
+from mclclip.ranks.collectives import together
 
 log = logging.getLogger("mclclip")
 
 
-def _read(root: Path, table: str | None, classes: str | None) -> LabelledImages:
-    names = find_names(labels_of(root, table), classes, root)
-    shared = [name for name, count in Counter(names.values()).items() if count > 1]
-    if shared:
+def _warn(names: Mapping[str, str], classes: str | None) -> None:
+    """Says what of the class names will make the figures poor, though they can be used."""
+    if shared := [name for name, count in Counter(names.values()).items() if count > 1]:
         log.warning(
             "%d names stand for several classes, such as %r: their images tie and count as wrong",
             len(shared),
             shared[0],
         )
-    return read_table(root / table, root, names) if table else read_folders(root, names)
+    if classes is None and (numbers := [label for label in names if label.strip().isdecimal()]):
+        shown = shorten(", ".join(numbers), 60, placeholder=" ...")
+        log.warning(
+            "%d of %d class names are bare numbers (%s), which prompts take for names: set "
+            "classes=FILE with a line '%s<TAB>name' for each, unless numbers are what is shown",
+            *(len(numbers), len(names), shown, numbers[0]),
+        )
 
 
 def classifier(
@@ -70,13 +75,17 @@ def evaluate(
     Raises ValueError and FileNotFoundError for names, templates and tables that do not fit
     (``prompts.check`` says so beforehand) and for images that cannot be read.
     """
-    data = together(lambda: _read(Path(root), labels, classes))
-    prompts = together(lambda: find_templates(templates, Path(root)))
+    root = Path(root)
+    names = together(lambda: find_names(labels_of(root, labels), classes, root))
+    if extractor.context.is_main:
+        _warn(names, classes)
+    data = together(lambda: read_labelled(root, names, labels))
+    prompts = together(lambda: find_templates(templates, root))
     vectors = classifier(extractor, data.class_names, prompts)
     features = extractor.images(data.images)
     rows = np.arange(len(vectors), dtype=np.int64)
     ranks, optimistic = rank_queries(
-        features, data.labels, vectors, rows, device=extractor.context.device
+        features, data.labels, vectors, rows, context=extractor.context
     )
     protocol = {
         "name": "zero_shot",
@@ -93,4 +102,4 @@ def evaluate(
         for k in (1, 5)
         if k == 1 or len(vectors) > k
     ]
-    return [*figures, mean_per_class_figure(ranks == 1, data.labels, protocol)]
+    return [*figures, class_mean("mean_per_class", ranks == 1, data.labels, protocol)]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,36 +16,23 @@ from mclclip import __version__, process
 
 if TYPE_CHECKING:
     from mclclip.config import Config
-    from mclclip.parallel.process_group import Context
+    from mclclip.ranks.process_group import Context
 
-_Verb = Callable[["Config", "Context", argparse.Namespace], object]
+# Words that are not an argument of the function that a verb calls.
+_COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone"}
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of a verb by name, which are the arguments of its function."""
+    return {name: value for name, value in vars(args).items() if name not in _COMMON}
 
 
 # --- verbs that read a configuration -----------------------------------------------------------
 
 
-def _index(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import index
-
-    return index.run(config, context, force=args.force)
-
-
-def _embed(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import embed
-
-    return embed.run(config, context, stage=args.stage, text=args.text or None, force=args.force)
-
-
-def _cluster(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import cluster
-
-    return cluster.run(config, context, stage=args.stage, force=args.force)
-
-
-def _train(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import train
-
-    return train.run(config, context, stage=args.stage, variant=args.variant, force=args.force)
+def _verb(config: Config, context: Context, args: argparse.Namespace) -> object:
+    """Any verb whose module has its name and a function ``run``."""
+    return import_module(f"mclclip.{args.verb}").run(config, context, **_flags(args))
 
 
 def _export(config: Config, context: Context, args: argparse.Namespace) -> object:
@@ -52,37 +40,24 @@ def _export(config: Config, context: Context, args: argparse.Namespace) -> objec
 
     if args.stage is None:
         return export.join(config, context, variant=args.variant, force=args.force)
-    return export.stage(config, context, stage=args.stage, variant=args.variant, force=args.force)
+    return export.stage(config, context, **_flags(args))
 
 
 def _eval(config: Config, context: Context, args: argparse.Namespace) -> object:
     from mclclip.eval import run as evaluation
 
-    variables = dict(item.partition("=")[::2] for item in args.set)
-    return evaluation.run(
-        config,
-        context,
-        models=args.model,
-        suite=args.suite,
-        variables=variables,
-        only=args.only,
-        force=args.force,
-    )
+    variables = dict(item.partition("=")[::2] for item in args.variables)
+    return evaluation.run(config, context, **_flags(args) | {"variables": variables})
 
 
 def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
     from mclclip import pipeline
-
-    run_dir = pipeline.run(config, context, force=args.force)
-    _show_results(run_dir, context)
-    return run_dir
-
-
-def _show_results(run_dir: Path, context: Context) -> None:
     from mclclip.eval import results
 
-    if context.is_main and (run_dir / "results.jsonl").exists():
-        print(results.table(results.read(run_dir / "results.jsonl")))
+    run_dir = pipeline.run(config, context, force=args.force)
+    if context.is_main and (rows := results.read(run_dir / "results.jsonl")):
+        print(results.table(rows))
+    return run_dir
 
 
 # --- verbs that stand alone --------------------------------------------------------------------
@@ -91,23 +66,12 @@ def _show_results(run_dir: Path, context: Context) -> None:
 def _pack(args: argparse.Namespace) -> object:
     from mclclip import pack
 
-    return pack.pack(
-        args.table,
-        args.images,
-        args.out,
-        path_column=args.path_column,
-        caption_column=args.caption_column,
-        samples_per_shard=args.samples_per_shard,
-        delimiter=args.delimiter,
-        key_prefix=args.key_prefix,
-        force=args.force,
-    )
+    return pack.pack(**_flags(args))
 
 
-def _make_dataset(args: argparse.Namespace) -> object:
-    from mclclip import make_dataset
-
-    return make_dataset.run(args.name, args.out, seed=args.seed, full_captions=args.full_captions)
+def _alone(args: argparse.Namespace) -> object:
+    """Any verb of that kind that reads no configuration."""
+    return import_module(f"mclclip.{args.verb.replace('-', '_')}").run(**_flags(args))
 
 
 def _demo(args: argparse.Namespace) -> object:
@@ -127,12 +91,6 @@ def _demo(args: argparse.Namespace) -> object:
     )
 
 
-def _doctor(args: argparse.Namespace) -> object:
-    from mclclip import doctor
-
-    return doctor.run(Path(args.path))
-
-
 def _config(args: argparse.Namespace) -> object:
     from mclclip import config
     from mclclip.eval import prompts
@@ -144,8 +102,8 @@ def _config(args: argparse.Namespace) -> object:
 
         machine = plan.Machine.described(args.nodes, args.gpus_per_node, args.gpu_memory_gib)
         plan.run(options, machine, samples=args.samples, as_json=args.json)
-        return None
-    print(config.dump(options), end="")
+    else:
+        print(config.dump(options), end="")
     return None
 
 
@@ -187,7 +145,7 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--images", type=Path, required=True, help="folder the paths start from")
     verb.add_argument("--out", type=Path, required=True, help="folder for the shards")
     verb.add_argument("--path-column", default="filepath")
-    verb.add_argument("--caption-column", default="title")
+    verb.add_argument("--caption-column", help="default: title, or no captions without that column")
     verb.add_argument("--samples-per-shard", type=int, default=10_000)
     verb.add_argument("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
     verb.add_argument("--key-prefix", default="", help="put before the running number of a key")
@@ -198,28 +156,31 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--out", type=Path, required=True)
     verb.add_argument("--seed", type=int, default=0)
     verb.add_argument("--full-captions", action="store_true", help="name every attribute")
-    verb.set_defaults(standalone=_make_dataset)
+    verb.set_defaults(standalone=_alone)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
     verb.add_argument("--out", help="run directory (one below it per seed; default: runs/demo)")
-    verb.add_argument("--short", action="store_true",
-        help="every verb in seconds, to check an installation (default of --out: runs/demo_short)",
-    )  # fmt: skip
+    short = "every verb in seconds, to check an installation (default of --out: runs/demo_short)"
+    verb.add_argument("--short", action="store_true", help=short)
     verb.add_argument("--seeds", nargs="+", default=["3"], help="more than one: a sweep")
-    verb.add_argument(
-        "--text",
-        default="trained",
-        choices=["trained", "ignorant", "knowing", "all"],
-        help="text tower: trained in every stage; frozen after stage 0; frozen, and trained before "
-        "on captions that name every attribute; or all three compared",
-    )
+    text = "text tower: trained in every stage; frozen after stage 0; frozen, and trained before "
+    text += "on captions that name every attribute; or all three compared"
+    regimes = ["trained", "ignorant", "knowing", "all"]
+    verb.add_argument("--text", default="trained", choices=regimes, help=text)
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
     verb.set_defaults(standalone=_demo)
     verb = _add(verbs, "doctor", "versions, devices, disk and file-system checks")
-    verb.add_argument("--path", default=".", help="where runs will be written")
-    verb.set_defaults(standalone=_doctor)
+    verb.add_argument("--path", type=Path, default=".", help="where runs will be written")
+    verb.set_defaults(standalone=_alone)
     verb = _add(verbs, "config", "check a configuration and print it resolved, or its plan")
     _add_config_options(verb)
-    _add_plan_options(verb)
+    group = verb.add_argument_group("plan", "what the run will do and need; uses no GPU")
+    group.add_argument("--plan", action="store_true", help="print steps, memory and disk instead")
+    group.add_argument("--nodes", type=int, metavar="N", help="default 1")
+    gpus = "default 1; with this or --nodes a too small disk here is a warning"
+    group.add_argument("--gpus-per-node", type=int, metavar="G", help=gpus)
+    group.add_argument("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
+    group.add_argument("--samples", type=int, metavar="N", help="used where there is no index yet")
+    group.add_argument("--json", action="store_true", help="sizes in bytes")
     verb.set_defaults(standalone=_config)
 
 
@@ -228,60 +189,36 @@ def _add_config_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
 
 
-def _add_plan_options(verb: argparse.ArgumentParser) -> None:
-    group = verb.add_argument_group("plan", "what the run will do and need; uses no GPU")
-    group.add_argument("--plan", action="store_true", help="print steps, memory and disk instead")
-    group.add_argument("--nodes", type=int, metavar="N", help="default 1")
-    group.add_argument(
-        "--gpus-per-node", type=int, metavar="G",
-        help="default 1; with this or --nodes a too small disk here is a warning",
-    )  # fmt: skip
-    group.add_argument("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
-    group.add_argument("--samples", type=int, metavar="N", help="used where there is no index yet")
-    group.add_argument("--json", action="store_true", help="sizes in bytes")
-
-
 def _add_configured(verbs: Any) -> None:
-    table: list[tuple[str, _Verb, str]] = [
-        ("index", _index, "tar shards -> sample index"),
-        ("embed", _embed, "index + encoder -> embeddings"),
-        ("cluster", _cluster, "embeddings -> cluster labels and pseudo labels"),
-        ("train", _train, "index + labels -> checkpoints"),
-        ("export", _export, "checkpoints -> open_clip models; without --stage: concat and soup"),
-        ("eval", _eval, "encoders -> rows of results.jsonl"),
-        ("run", _run, "the whole method: every verb, over all stages"),
-    ]
-    for name, function, help_text in table:
+    def add(name: str, help_text: str, function: Any = _verb) -> argparse.ArgumentParser:
         verb = _add(verbs, name, help_text)
         _add_config_options(verb)
-        verb.add_argument(
-            "--force", action="store_true", help="move artifacts made with other settings aside"
-        )
-        if name in ("embed", "cluster", "train"):
-            verb.add_argument("--stage", type=int, required=True)
-        if name == "export":
-            verb.add_argument("--stage", type=int, default=None)
-        if name in ("train", "export"):
-            verb.add_argument(
-                "--variant", default="mcl", choices=["mcl", "ungrouped", "random_groups"]
-            )
-        if name == "embed":
-            verb.add_argument(
-                "--text",
-                action="store_true",
-                help="captions too, also where the text tower is trained",
-            )
-        if name == "eval":
-            verb.add_argument(
-                "--model", action="append", default=[], metavar="[NAME=]PATH",
-                help="export, concat, or open_clip NAME@PRETRAINED; default: the run's exports",
-            )  # fmt: skip
-            verb.add_argument("--suite", help="a shipped suite (mcl) or a YAML file")
-            verb.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
-                help="variable of the suite, such as data=FOLDER",
-            )  # fmt: skip
-            verb.add_argument("--only", action="append", default=[], metavar="BENCHMARK")
+        force = "move artifacts made with other settings aside"
+        verb.add_argument("--force", action="store_true", help=force)
         verb.set_defaults(configured=function)
+        return verb
+
+    add("index", "tar shards -> sample index")
+    embed = add("embed", "index + encoder -> embeddings")
+    cluster = add("cluster", "embeddings -> cluster labels and pseudo labels")
+    train = add("train", "index + labels -> checkpoints")
+    joins = "checkpoints -> open_clip models; without --stage: concat and soup"
+    export = add("export", joins, _export)
+    for verb in (embed, cluster, train, export):
+        verb.add_argument("--stage", type=int, required=verb is not export)
+    text = "captions too, also where the text tower is trained"
+    embed.add_argument("--text", action="store_true", default=None, help=text)
+    for verb in (train, export):
+        verb.add_argument("--variant", default="mcl", choices=["mcl", "ungrouped", "random_groups"])
+    evaluate = add("eval", "encoders -> rows of results.jsonl", _eval)
+    model = "export, concat, or open_clip NAME@PRETRAINED; default: the run's exports"
+    several: dict[str, Any] = {"action": "append", "default": []}
+    evaluate.add_argument("--model", dest="models", metavar="[NAME=]PATH", help=model, **several)
+    evaluate.add_argument("--suite", help="a shipped suite (mcl) or a YAML file")
+    variable = "variable of the suite, such as data=FOLDER"
+    evaluate.add_argument("--set", dest="variables", metavar="NAME=VALUE", help=variable, **several)
+    evaluate.add_argument("--only", metavar="BENCHMARK", **several)
+    add("run", "the whole method: every verb, over all stages", _run)
 
 
 # --- main --------------------------------------------------------------------------------------
@@ -306,7 +243,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _call(args: argparse.Namespace) -> int:
-    from mclclip import runlog
+    from mclclip.run import runlog
 
     runlog.setup(int(os.environ.get("RANK", "0")))
     if hasattr(args, "standalone"):

@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from mclclip import artifacts
-from mclclip.artifacts import Artifact, Manifest, digest_array
+from mclclip.clustering import kmeans, two_level
+from mclclip.clustering.assignment import Block, Tally, assign_blocks
 from mclclip.config import Config, to_tree
-from mclclip.data import pseudo_labels
-from mclclip.data.mean_features import MeanBlocks
-from mclclip.data.npy_files import open_npy, save_npy, write_npy_parts
+from mclclip.data.arrays import MeanBlocks, NpyBlocks, open_npy, save_npy, write_npy_parts
+from mclclip.data.labels import combine_stages, group_statistics, size_statistics
 from mclclip.data.sample_index import SampleIndex
-from mclclip.layout import Layout
-from mclclip.parallel import collectives, kmeans, two_level
-from mclclip.parallel.assignment import Block, Tally, assign_blocks
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import NpyBlocks
+from mclclip.files import digest_array
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact, Manifest
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -67,14 +67,9 @@ def run(
         _save_centroids(artifact.directory / "centroids.npy", found, context)
         tally = _save_nearest(artifact.directory, config, blocks, found, common)
         collectives.on_main(lambda: _finish(artifact, layout, stage, index, found, tally))
-    if variant == "mcl" and _needs_groups(config):
+    if variant == "mcl" and config.train.objective.reads.groups:
         collectives.on_main(lambda: _write_pseudo_labels(config, layout, stage + 1, index, force))
     return artifact.directory
-
-
-def _needs_groups(config: Config) -> bool:
-    """Whether the training draws its batches from groups of samples with one pseudo label."""
-    return config.train.class_centers is None
 
 
 def _open(
@@ -186,11 +181,7 @@ def _save_centroids(path: Path, found: kmeans.Found, context: Context) -> None:
 
 
 def _save_nearest(
-    directory: Path,
-    config: Config,
-    blocks: NpyBlocks,
-    found: kmeans.Found,
-    common: dict[str, Any],
+    directory: Path, config: Config, blocks: NpyBlocks, found: kmeans.Found, common: dict[str, Any]
 ) -> Tally:
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
     Returns the counts of the clusters and the sum of the distances.
@@ -258,29 +249,17 @@ def _finish(
     found: kmeans.Found,
     tally: Tally,
 ) -> None:
+    """Writes the manifest: sizes of clusters, inertia, agreement with earlier stages."""
     labels = open_npy(artifact.directory / "cluster_labels.npy", "cluster")
-    counts = _report(layout, stage, index, found, tally, labels)
-    artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
-
-
-def _report(
-    layout: Layout,
-    stage: int,
-    index: SampleIndex,
-    found: kmeans.Found,
-    tally: Tally,
-    labels: np.ndarray,
-) -> dict[str, Any]:
-    """Counts for the manifest: sizes of clusters, inertia, agreement with earlier stages."""
     sizes = tally.counts.numpy()
     if empty := int((sizes == 0).sum()):
         log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))
-    ami = {}
+    agreement = {}
     for earlier in range(stage):
         before, manifest = _read_cluster_labels(layout, earlier, index)
         if len(sizes) * manifest.config["num_clusters"] <= _AMI_UP_TO:
-            ami[f"stage_{earlier}"] = pseudo_labels.ami(before, labels[:, 0])
-    statistics = pseudo_labels.size_statistics(sizes)
+            agreement[f"stage_{earlier}"] = ami(before, labels[:, 0])
+    statistics = size_statistics(sizes)
     log.info(
         "stage %d: %d clusters of %s to %s samples (median %s), inertia %.6g after %d iterations%s",
         stage,
@@ -288,9 +267,9 @@ def _report(
         *(f"{statistics[name]:,.0f}" for name in ("smallest", "largest", "median")),
         tally.inertia,
         found.iterations,
-        "".join(f", AMI with {name} {value:.2f}" for name, value in ami.items()),
+        "".join(f", AMI with {name} {value:.2f}" for name, value in agreement.items()),
     )
-    return {
+    counts = {
         "samples": len(index),
         "bad_samples": len(index) - int(sizes.sum()),
         "inertia": tally.inertia,
@@ -299,8 +278,30 @@ def _report(
         "empty_clusters": empty,
         "sizes": statistics,
         "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,
-        "ami": ami,
+        "ami": agreement,
     }
+    if artifact.config["feature"] == "mean":  # those are clustered by image alone
+        counts["without_caption"] = int((index.num_captions == 0).sum())
+    artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
+
+
+def ami(a: np.ndarray, b: np.ndarray) -> float:
+    """Adjusted mutual information of two labellings [N], 1 for equal up to renaming, near 0 for
+    independent ones (scikit-learn, arithmetic mean; MCL, Table 11).
+
+    Rows that are -1 in either are left out. Raises ValueError where lengths differ or no row is
+    left.
+    """
+    # Imported here: scikit-learn takes a second.
+    from sklearn.metrics import adjusted_mutual_info_score
+
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape:
+        raise ValueError(f"ami: the labellings have shapes {a.shape} and {b.shape}: wanted one")
+    both = (a >= 0) & (b >= 0)
+    if not both.any():
+        raise ValueError(f"ami: none of the {len(a):,} samples has a label in both labellings")
+    return float(adjusted_mutual_info_score(a[both], b[both]))
 
 
 def _read_cluster_labels(
@@ -329,11 +330,11 @@ def _write_pseudo_labels(
     if artifact.finished:
         log.info("%s is finished: skipped", artifact.directory)
         return
-    labels, radices = pseudo_labels.combine_stages(
+    labels, radices = combine_stages(
         [labels for labels, _ in stages],
         [manifest.config["num_clusters"] for _, manifest in stages],
         config.cluster.label_mode,
     )
     save_npy(artifact.directory / "pseudo_labels.npy", labels[:, None])
-    counts = {"samples": len(index)} | pseudo_labels.group_statistics(labels, radices)
+    counts = {"samples": len(index)} | group_statistics(labels, radices)
     artifact.finish(counts, dtype="int64", content_digest=digest_array(labels))

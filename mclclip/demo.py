@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from mclclip import artifacts, config, make_dataset, pipeline
+from mclclip import config, files, make_dataset, pipeline
 from mclclip.config import Config, recipes
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
-from mclclip.layout import Layout
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, save_export
-from mclclip.parallel import process_group
-from mclclip.parallel.process_group import Context
-from mclclip.run_lock import RunLock
+from mclclip.ranks import process_group
+from mclclip.ranks.process_group import Context
+from mclclip.run.layout import Layout
+from mclclip.run.lock import RunLock
 
 log = logging.getLogger("mclclip")
 
@@ -111,11 +111,13 @@ def run(
     for regime in regimes:
         runs[regime] = [_run(out, seed, regime, overrides, render) for seed in seeds]
         table = seed_table(runs[regime])
-        artifacts.write_bytes(_folder(out, regime) / "table.md", table.encode())
+        files.write_bytes(_folder(out, regime) / "table.md", table.encode())
         tables.append(table if len(regimes) == 1 else f"text tower {regime}:\n\n{table}")
     if len(regimes) > 1:
         tables.append(regime_table(runs))
-        artifacts.write_bytes(out / "regimes.md", tables[-1].encode())
+        files.write_bytes(out / "regimes.md", tables[-1].encode())
+    if short:
+        tables.append("The short form checks an installation: its figures mean nothing.\n")
     text = "\n".join(tables)
     print(text)
     return text
@@ -182,16 +184,14 @@ def seed_table(runs: Sequence[Sequence[Result]]) -> str:
     deviation over runs. ``rare`` is the mean of the attributes that captions seldom name,
     ``average`` that of all.
     """
-    values: dict[str, dict[str, list[float]]] = {}
-    for rows in runs:
-        for model, figures in _by_model(rows).items():
-            for metric, value in figures.items():
-                values.setdefault(model, {}).setdefault(metric, []).append(value)
+    found = [_by_model(rows) for rows in runs]
     columns = [*ATTRIBUTES, "rare", "average"]
-    lines = _header(f"{len(runs)} seed(s)", columns)
-    for model, found in values.items():
-        lines.append(_row(model, [_cell(found.get(metric, [])) for metric in columns]))
-    return "\n".join(lines) + "\n"
+    models = dict.fromkeys(model for one in found for model in one)
+    rows = {
+        model: [[one[model][c] for one in found if c in one.get(model, {})] for c in columns]
+        for model in models
+    }
+    return _table(f"{len(runs)} seed(s)", columns, rows)
 
 
 def regime_table(runs: Mapping[Regime, Sequence[Sequence[Result]]]) -> str:
@@ -199,27 +199,27 @@ def regime_table(runs: Mapping[Regime, Sequence[Sequence[Result]]]) -> str:
     runs mean ± standard deviation; last the difference of the two concats within a run.
     """
     number = len(next(iter(runs.values())))
-    columns = [*_COMPARED, "difference of concats"]
-    lines = _header(f"text tower, {number} seed(s)", columns)
+    grouped, ungrouped = _JOINED
+    table: dict[str, list[list[float]]] = {}
     for regime, of_seeds in runs.items():
         found = [
             {model: figures["average"] for model, figures in _by_model(rows).items()}
             for rows in of_seeds
         ]
-        values = [[one[model] for one in found if model in one] for model in _COMPARED]
-        grouped, ungrouped = _JOINED
+        table[regime] = [[one[model] for one in found if model in one] for model in _COMPARED]
         both = [one for one in found if grouped in one and ungrouped in one]
-        values.append([one[grouped] - one[ungrouped] for one in both])
-        lines.append(_row(regime, [_cell(column) for column in values]))
-    return "\n".join(lines) + "\n"
+        table[regime].append([one[grouped] - one[ungrouped] for one in both])
+    columns = [*_COMPARED, "difference of concats"]
+    return _table(f"text tower, {number} seed(s)", columns, table)
 
 
-def _header(first: str, columns: Sequence[str]) -> list[str]:
-    return [_row(first, columns), "|---" * (len(columns) + 1) + "|"]
-
-
-def _row(first: str, cells: Sequence[str]) -> str:
-    return f"| {first} | {' | '.join(cells)} |"
+def _table(
+    first: str, columns: Sequence[str], rows: Mapping[str, Sequence[Sequence[float]]]
+) -> str:
+    """A Markdown table; a cell holds the mean of its values, of several with their deviation."""
+    lines = [[first, *columns], *([name, *map(_cell, cells)] for name, cells in rows.items())]
+    head, *body = (f"| {' | '.join(line)} |\n" for line in lines)
+    return head + "|---" * (len(columns) + 1) + "|\n" + "".join(body)
 
 
 def _by_model(rows: Sequence[Result]) -> dict[str, dict[str, float]]:
@@ -228,15 +228,12 @@ def _by_model(rows: Sequence[Result]) -> dict[str, dict[str, float]]:
     for row in rows:
         models.setdefault(row.model, {})[row.metric] = row.value
     for figures in models.values():
-        rare = [figures[name] for name in RARELY_NAMED if name in figures]
-        if rare:
+        if rare := [figures[name] for name in RARELY_NAMED if name in figures]:
             figures["rare"] = statistics.mean(rare)
     return models
 
 
-def _cell(values: list[float]) -> str:
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
+def _cell(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.1f}" if values else "-"
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"

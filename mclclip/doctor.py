@@ -6,7 +6,6 @@ and, where something is not right, what to do about it.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -17,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mclclip import __version__
-from mclclip.artifacts import fsync_directory
+from mclclip.files import existing, fsync_directory
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
 SLOW_FSYNC_S, SKEW_WARN_S, SKEW_FAIL_S = 1.0, 5.0, 60.0
@@ -47,22 +47,27 @@ def run(path: Path) -> int:
 
     Returns 0, or 2 where a check failed; warnings do not count.
     """
-    failed = warned = 0
+    number: Counter[str] = Counter()
     for finding in findings(Path(path)):
         print(finding, flush=True)
-        failed += finding.state == "FAIL"
-        warned += finding.state == "warn"
-    print(f"{failed} failed, {warned} to look at" if failed or warned else "all is well")
-    return 2 if failed else 0
+        number[finding.state] += 1
+    bad = number["FAIL"] or number["warn"]
+    print(f"{number['FAIL']} failed, {number['warn']} to look at" if bad else "all is well")
+    return 2 if number["FAIL"] else 0
 
 
 def findings(path: Path) -> Iterator[Finding]:
     """All checks, in the order of the report."""
     for check in (_python, _packages, _torchvision, _cpu, _gpus, _hub, _open_files, _shared_memory):
         yield from check()
-    folder = _existing(path)
+    folder = existing(path)
     yield from _disk(path, folder)
     yield from _file_system(folder)
+
+
+def _finding(what: str, text: str, advice: str = "") -> Finding:
+    """A warning where there is something to be done; the advice follows the figures."""
+    return Finding("warn", what, f"{text}: {advice}") if advice else Finding("ok", what, text)
 
 
 # --- software ----------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ def findings(path: Path) -> Iterator[Finding]:
 
 def _python() -> Iterator[Finding]:
     where = f"{platform.system()} {platform.release()}"
-    yield Finding("ok", "python", f"{platform.python_version()} on {where}, {sys.executable}")
+    yield _finding("python", f"{platform.python_version()} on {where}, {sys.executable}")
 
 
 def _version(package: str) -> str | None:
@@ -85,19 +90,19 @@ def _packages() -> Iterator[Finding]:
     try:
         asked = metadata.requires("mclclip") or []
     except metadata.PackageNotFoundError:
-        text = "mclclip runs from its source tree and is not installed: pip install -e ."
-        yield Finding("warn", "packages", text)
+        text = "mclclip runs from its source tree and is not installed"
+        yield _finding("packages", text, "pip install -e .")
         return
-    names = {line: re.split(r"[^\w.-]", line)[0] for line in asked}
-    required = {name: _version(name) for line, name in names.items() if "extra ==" not in line}
-    listed = [f"{name} {version}" for name, version in required.items() if version]
-    yield Finding("ok", "versions", ", ".join([f"mclclip {__version__}", *listed]))
+    required: dict[str, str | None] = {"mclclip": __version__}
+    extras: dict[str, str | None] = {}
+    for line in asked:
+        if '"dev"' not in line:
+            name = re.split(r"[^\w.-]", line)[0]
+            (extras if "extra ==" in line else required)[name] = _version(name)
+    yield _finding("versions", ", ".join(f"{n} {v}" for n, v in required.items() if v))
     if missing := [name for name, version in required.items() if version is None]:
         yield Finding("FAIL", "packages", f"missing: pip install {' '.join(missing)}")
-    optional = [n for line, n in names.items() if "extra ==" in line and '"dev"' not in line]
-    extras = {name: _version(name) for name in optional}
-    listed = [f"{name} {version or 'not installed'}" for name, version in extras.items()]
-    yield Finding("ok", "extras", ", ".join(listed))
+    yield _finding("extras", ", ".join(f"{n} {v or 'not installed'}" for n, v in extras.items()))
 
 
 def _torchvision() -> Iterator[Finding]:
@@ -111,7 +116,7 @@ def _torchvision() -> Iterator[Finding]:
         text = f"import failed ({line}): install torchvision for this torch, see constraints.txt"
         yield Finding("FAIL", "torchvision", text)
     else:
-        yield Finding("ok", "torchvision", f"fix {status}; open_clip can be imported")
+        yield _finding("torchvision", f"it and open_clip were imported, fix {status}")
 
 
 # --- devices -----------------------------------------------------------------------------------
@@ -121,11 +126,21 @@ def _cpu() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     text = f"{usable} of {os.cpu_count()} cores usable, {memory_gib:.0f} GiB of memory"
-    text += f", bf16 {'in hardware' if _cpu_bf16() else 'emulated'}"
+    flags = _read("/proc/cpuinfo")
+    hardware = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+    text += f", bf16 {'in hardware' if hardware else 'emulated'}"
     if (torch := _torch()) is not None:
         threads = os.environ.get("OMP_NUM_THREADS", "not set")
         text += f", torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads})"
-    yield Finding("ok", "cpu", text)
+    yield _finding("cpu", text)
+
+
+def _read(path: str) -> str:
+    """A file of the kernel's; empty where there is none, as on other systems than Linux."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def _torch() -> Any:
@@ -136,26 +151,16 @@ def _torch() -> Any:
         return None
 
 
-def _cpu_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
-
-
 def _gpus() -> Iterator[Finding]:
     if (torch := _torch()) is None:
         return
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
-            text = (
-                f"this machine has one, but torch {torch.__version__} does not see it: install a "
-                f"CUDA build of torch, and check the driver with nvidia-smi"
-            )
-            yield Finding("warn", "gpu", text)
+            text = f"this machine has one, but torch {torch.__version__} does not see it"
+            advice = "install a CUDA build of torch, and check the driver with nvidia-smi"
+            yield _finding("gpu", text, advice)
         else:
-            yield Finding("ok", "gpu", "none: everything runs on the CPU")
+            yield _finding("gpu", "none: everything runs on the CPU")
         return
     for number in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(number))
@@ -163,9 +168,8 @@ def _gpus() -> Iterator[Finding]:
         # torch.cuda.is_bf16_supported is true of older ones as well, which only emulate it.
         bf16 = "bf16" if properties.major >= 8 else "no bf16: use precision=fp32"
         text = f"{properties.name}, {free:.1f} of {total:.1f} GiB free, {bf16}"
-        busy = free < 0.5 * total
-        hint = ": another process uses it, see nvidia-smi" if busy else ""
-        yield Finding("warn" if busy else "ok", f"gpu {number}", text + hint)
+        busy = "another process uses it, see nvidia-smi" if free < 0.5 * total else ""
+        yield _finding(f"gpu {number}", text, busy)
 
 
 # --- limits ------------------------------------------------------------------------------------
@@ -175,56 +179,42 @@ def _hub() -> Iterator[Finding]:
     """Whether pretrained weights can be had: from the hub, or from its cache."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    cached = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
-    text = f"{cached} cached models in {cache}"
+    cached = len(list(cache.glob("models--*")))
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    if offline and not cached:
-        advice = "give model.pretrained as a file, use local-dir:PATH, or unset HF_HUB_OFFLINE"
-        yield Finding("warn", "weights", f"{text}, offline: {advice}")
-    else:
-        yield Finding("ok", "weights", f"{text}, {'offline' if offline else 'online'}")
+    advice = "give model.pretrained as a file, use local-dir:PATH, or unset HF_HUB_OFFLINE"
+    text = f"{cached} cached models in {cache}, {'offline' if offline else 'online'}"
+    yield _finding("weights", text, advice if offline and not cached else "")
 
 
 def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
-        yield Finding("ok", "open files", f"up to {soft}")
-    else:
-        text = f"up to {soft}: loader workers need {OPEN_FILES}, run 'ulimit -n {hard}'"
-        yield Finding("warn", "open files", text)
+    enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
+    advice = f"loader workers need {OPEN_FILES}, run 'ulimit -n {hard}'"
+    yield _finding("open files", f"up to {soft}", "" if enough else advice)
 
 
 def _shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     """Loader workers hand batches over through /dev/shm."""
     if not folder.is_dir():
-        yield Finding("warn", "shared memory", f"no {folder}: set data.num_workers=0")
+        yield _finding("shared memory", f"no {folder}", "set data.num_workers=0")
         return
+    advice = "loader workers may die; docker run --shm-size=8g, or data.num_workers=0"
+    yield _room("shared memory", folder, str(folder), SHM_GB, advice)
+
+
+def _room(what: str, folder: Path, where: str, wanted_gb: int, advice: str) -> Finding:
+    """Free space of the disk, or of the memory, that ``folder`` lies on."""
     usage = shutil.disk_usage(folder)
-    text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {folder}"
-    if usage.free < SHM_GB * 1e9:
-        text += ": loader workers may die; docker run --shm-size=8g, or data.num_workers=0"
-        yield Finding("warn", "shared memory", text)
-    else:
-        yield Finding("ok", "shared memory", text)
+    text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {where}"
+    return _finding(what, text, advice if usage.free < wanted_gb * 1e9 else "")
 
 
 # --- where runs will lie -----------------------------------------------------------------------
 
 
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 def _mount(folder: Path) -> str:
     """File system and mount point of a folder, as far as /proc/mounts knows."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return "unknown file system"
+    mounts = [line.split()[1:3] for line in _read("/proc/mounts").splitlines()]
     resolved = folder.resolve()
     around = [(where, kind) for where, kind in mounts if resolved.is_relative_to(where)]
     where, kind = max(around, key=lambda mount: len(mount[0]), default=("/", "unknown"))
@@ -232,15 +222,11 @@ def _mount(folder: Path) -> str:
 
 
 def _disk(path: Path, folder: Path) -> Iterator[Finding]:
-    if not folder.is_dir():
-        yield Finding("FAIL", "disk", f"{folder} is a file: choose a folder for runs")
-        return
-    usage = shutil.disk_usage(folder)
-    text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {path} ({_mount(folder)})"
-    if usage.free < FREE_GB * 1e9:
-        yield Finding("warn", "disk", f"{text}: a run may need more than {FREE_GB} GB")
+    if folder.is_dir():
+        advice = f"a run may need more than {FREE_GB} GB"
+        yield _room("disk", folder, f"{path} ({_mount(folder)})", FREE_GB, advice)
     else:
-        yield Finding("ok", "disk", text)
+        yield Finding("FAIL", "disk", f"{folder} is a file: choose a folder for runs")
 
 
 def _file_system(folder: Path) -> Iterator[Finding]:
@@ -249,8 +235,7 @@ def _file_system(folder: Path) -> Iterator[Finding]:
         return
     try:
         with tempfile.TemporaryDirectory(prefix=".mclclip-doctor-", dir=folder) as name:
-            for what, check, advice in _CHECKS:
-                yield _tried(what, check, advice, Path(name))
+            yield from (_tried(*check, Path(name)) for check in _CHECKS)
     except OSError as error:
         text = f"{folder} cannot be written ({error.strerror}): choose another folder"
         yield Finding("FAIL", "write", text)
@@ -261,7 +246,7 @@ def _tried(what: str, check: Callable[[Path], str | Finding], advice: str, folde
         result = check(folder)
     except OSError as error:
         return Finding("FAIL", what, f"{error.strerror or error}: {advice}")
-    return result if isinstance(result, Finding) else Finding("ok", what, result)
+    return result if isinstance(result, Finding) else _finding(what, result)
 
 
 def _rename(folder: Path) -> str:
@@ -278,7 +263,7 @@ def _rename(folder: Path) -> str:
     return "files and folders"
 
 
-def _fsync(folder: Path) -> str | Finding:
+def _fsync(folder: Path) -> Finding:
     before = time.perf_counter()
     with open(folder / "synced", "wb") as file:
         file.write(bytes(1 << 16))
@@ -286,10 +271,8 @@ def _fsync(folder: Path) -> str | Finding:
         os.fsync(file.fileno())
     fsync_directory(folder)
     taken_s = time.perf_counter() - before
-    text = f"{taken_s * 1e3:.1f} ms for 64 KiB and its folder"
-    if taken_s > SLOW_FSYNC_S:
-        return Finding("warn", "fsync", f"{text}: slow, write checkpoints less often")
-    return text
+    advice = "slow, write checkpoints less often" if taken_s > SLOW_FSYNC_S else ""
+    return _finding("fsync", f"{taken_s * 1e3:.1f} ms for 64 KiB and its folder", advice)
 
 
 def _exclusive(folder: Path) -> str:
@@ -306,10 +289,8 @@ def _flock(folder: Path) -> str:
         fcntl.flock(first, fcntl.LOCK_EX)
         try:
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return "the second of two holders is refused"
-            raise
+        except (BlockingIOError, PermissionError):
+            return "the second of two holders is refused"
     raise OSError("two holders of one lock both succeeded")
 
 
@@ -331,11 +312,10 @@ def _clock(folder: Path) -> Finding:
     skew_s = (folder / "now").stat().st_mtime - time.time()
     text = f"times of files are {skew_s:+.2f} s from this machine's clock"
     if abs(skew_s) < SKEW_WARN_S:
-        return Finding("ok", "clock", text)
+        return _finding("clock", text)
+    advice = "synchronise the clocks (NTP) of this host and the disk"
     state: Literal["warn", "FAIL"] = "FAIL" if abs(skew_s) >= SKEW_FAIL_S else "warn"
-    return Finding(
-        state, "clock", f"{text}: synchronise the clocks (NTP) of this host and the disk"
-    )
+    return Finding(state, "clock", f"{text}: {advice}")
 
 
 _CHECKS: tuple[tuple[str, Callable[[Path], str | Finding], str], ...] = (

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from mclclip import artifacts, runlog
-from mclclip.artifacts import Artifact
+from mclclip import files
 from mclclip.config import Config
-from mclclip.data.bad_samples import BadSamples
-from mclclip.data.npy_files import save_npy
+from mclclip.data.arrays import save_npy
 from mclclip.data.sample_index import SampleIndex, Shard
-from mclclip.data.tar_dataset import BadSample, Sample, TarDataset
-from mclclip.layout import Layout
+from mclclip.data.samples import BadSample, BadSamples, Sample, TarDataset
 from mclclip.models.clip import ClipModel, load_clip
-from mclclip.parallel import collectives
-from mclclip.parallel.process_group import Context, start_loader_worker
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context, start_loader_worker
+from mclclip.run import artifacts, runlog
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -46,7 +46,8 @@ def run(
 
     ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
     With ``text`` (default: at stage 0 where training will use them) the captions are embedded by
-    stage 0's text tower too, one row per (sample, caption number).
+    stage 0's text tower too, one row per (sample, caption number); samples without a caption have
+    none. Raises ValueError for text where no sample has a caption.
     """
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
@@ -55,6 +56,9 @@ def run(
         text = stage == 0 and config.needs_text_embeddings
     jobs = [(images, "embeddings", _embed_images)]
     if text:
+        without = len(index.without_caption("embed with text"))
+        if without:
+            log.info("embed: %d of %d samples have no caption to embed", without, len(index))
         jobs.append((layout.text_embeddings, "text_embeddings", _embed_texts))
     for directory, kind, embed_shard in jobs:
         artifact = collectives.on_main(
@@ -116,6 +120,11 @@ def _embed(
     found = collectives.together(work, "embed")
     num_bad = BadSamples(index, config.data.max_bad_fraction).share(found)
     counts = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
+    if artifact.kind == "text_embeddings":
+        counts |= {
+            "captions": int(index.num_captions.sum()),
+            "without_caption": int((index.num_captions == 0).sum()),
+        }
     collectives.on_main(lambda: artifact.finish(counts, dtype=config.embed.dtype))
 
 
@@ -133,9 +142,9 @@ def _one_shard(
     if not rows.exists():
         values, bad = embed_shard(config, context, index, model, index.shards[number])
         # The list first: the rows mark the shard as done.
-        artifacts.write_json(bad_list, {str(i): reason for i, reason in bad.items()})
+        files.write_json(bad_list, {str(i): reason for i, reason in bad.items()})
         save_npy(rows, values.astype(config.embed.dtype))
-    return {int(i): reason for i, reason in artifacts.read_json(bad_list).items()}
+    return {int(i): reason for i, reason in files.read_json(bad_list).items()}
 
 
 def _encode(config: Config, context: Context, encode: Callable[[], Tensor]) -> np.ndarray:
@@ -165,7 +174,7 @@ def _embed_images(
         # Zeros stand in for bad samples: the batch keeps its shape, so the others keep their bits.
         images = torch.zeros(len(samples), 3, height, width)
         if good.any():
-            images[good] = torch.stack([s.image for s in samples if isinstance(s, Sample)])
+            images[good] = torch.stack([s.views[0] for s in samples if isinstance(s, Sample)])
         encode = partial(_image_features, model, images.to(context.device), pooled)
         features = _encode(config, context, encode)
         features[~good.numpy()] = 0.0
@@ -190,7 +199,7 @@ def _image_batches(
     dataset = TarDataset(
         index,
         transform=model.preprocess_val,
-        tokenizer=None,
+        reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
     )
@@ -215,7 +224,7 @@ def _embed_texts(
     dataset = TarDataset(
         index,
         transform=None,
-        tokenizer=None,
+        reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
     )

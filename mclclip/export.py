@@ -18,18 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip import artifacts, checkpoint
-from mclclip.artifacts import Artifact
+from mclclip import checkpoint, files
 from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.tar_dataset import Sample, TarDataset
-from mclclip.layout import Layout
+from mclclip.data.samples import Sample, TarDataset
 from mclclip.models import concat, soup, weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
 from mclclip.models.lora import add_lora, merge_lora
-from mclclip.parallel import collectives
-from mclclip.parallel.finiteness import not_finite
-from mclclip.parallel.process_group import Context
+from mclclip.ranks import collectives
+from mclclip.ranks.finiteness import not_finite
+from mclclip.ranks.process_group import Context
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
+from mclclip.train.loop import MODEL
 
 log = logging.getLogger("mclclip")
 
@@ -81,8 +83,7 @@ def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
         if trained:
             _fill(model, layout.train(stage), options, config.export.ema)
         own = stage == 0 or config.trained_model is not None
-        base = None if own else weights.base_digest(layout.export(0))
-        save_export(model, directory, base)
+        save_export(model, directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
     return _written(layout.export(stage), "export", fields, inputs, force, write)
@@ -95,13 +96,13 @@ def _given(config: Config) -> dict[str, Any]:
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if path.is_dir():  # content counts, not where it lies
-            fields["name"] = artifacts.digest_file(weights.find_weights(path))
+            fields["name"] = files.digest_file(weights.find_weights(path))
         elif path.is_file():
-            fields["name"] = artifacts.digest_json(artifacts.read_json(path))
+            fields["name"] = files.digest_json(files.read_json(path))
     if model.pretrained is None:
         fields["seed"] = config.seed  # the weights are random, unless a directory brings them
     elif Path(model.pretrained).is_file():
-        fields["pretrained"] = artifacts.digest_file(Path(model.pretrained))
+        fields["pretrained"] = files.digest_file(Path(model.pretrained))
     return fields
 
 
@@ -147,57 +148,49 @@ def _fill(model: ClipModel, train_directory: Path, options: TrainConfig, ema: bo
 
 
 def _model_part(state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """The open_clip model's tensors of a checkpoint, wherever in the trained module it sits."""
-    prefixes = [n.removesuffix("logit_scale") for n in state if n.endswith("clip.logit_scale")]
-    if len(prefixes) != 1:
-        raise RuntimeError(
-            f"the checkpoint in {directory} holds {len(prefixes)} CLIP models, expected 1"
-        )
-    prefix = prefixes[0]
-    return {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+    """The open_clip model's tensors of a checkpoint, without those of the objective."""
+    prefix = f"{MODEL}.clip."
+    found = {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+    if not found:
+        raise RuntimeError(f"the checkpoint in {directory} holds no CLIP model")
+    return found
 
 
 # --- all stages ------------------------------------------------------------------------------
 
 
 def _join(config: Config, variant: str, force: bool) -> dict[str, Path]:
-    if not config.num_stages:
+    if not config.has_stages:
         raise ValueError(
             "num_stages=0 leaves stage 0 alone, and joining takes at least two encoders: export it "
             "with 'mclclip export --stage 0', or train stages with num_stages=1 or more"
         )
     layout = Layout.of(config, variant)
-    numbers = range(config.num_stages + 1)
-    stages = [layout.export(number) for number in numbers]
-    names = [f"stage_{number}" for number in numbers]
-    inputs = {
-        name: artifacts.read_manifest(directory, "export").digest
-        for name, directory in zip(names, stages, strict=True)
-    }
-    jobs: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
-        f"concat_{kind}": ("concat", partial(_concat, stages, names, kind))
-        for kind in config.export.concat
+    stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
+    inputs = {n: artifacts.read_manifest(path, "export").digest for n, path in stages.items()}
+    writers: dict[str, Callable[[Path], dict[str, Any]]] = {
+        f"concat_{kind}": partial(_concat, stages, kind) for kind in config.export.concat
     }
     if config.export.soup:
-        jobs["soup_uniform"] = ("soup", partial(_soup, config, layout, stages, force))
-    return {
-        name: _written(layout.joined(name), kind, {"name": name}, inputs, force, write)
-        for name, (kind, write) in jobs.items()
-    }
+        writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], force)
+    joined = {}
+    for name, write in writers.items():
+        kind = name.partition("_")[0]
+        path = layout.joined(name)
+        joined[name] = _written(path, kind, {"name": name}, inputs, force, write)
+    return joined
 
 
-def _concat(
-    stages: list[Path], names: list[str], variant: concat.Variant, directory: Path
-) -> dict[str, Any]:
-    record = concat.save_concat(stages, variant, directory, names)
+def _concat(stages: dict[str, Path], variant: concat.Variant, directory: Path) -> dict[str, Any]:
+    record = concat.save_concat([*stages.values()], variant, directory, [*stages])
     return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
 
 
 def _soup(
     config: Config, layout: Layout, stages: list[Path], force: bool, directory: Path
 ) -> dict[str, Any]:
-    counts: dict[str, Any] = {"ingredients": len(stages)}
-    counts["averaged_tensors"] = soup.save_uniform_soup(stages, directory, force)
+    averaged = soup.save_uniform_soup(stages, directory, force)
+    counts = {"ingredients": len(stages), "averaged_tensors": averaged}
     if soup.needs_statistics(stages):
         model = load_clip(directory)
         images = _images(config, SampleIndex.open(layout.index), model)
@@ -214,13 +207,13 @@ def _images(config: Config, index: SampleIndex, model: ClipModel) -> Iterator[Te
     dataset = TarDataset(
         index,
         transform=model.preprocess_val,
-        tokenizer=None,
+        reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
     )
     for start in range(0, len(ids), config.embed.batch_size):
         samples = dataset.__getitems__(ids[start : start + config.embed.batch_size])
-        good = [sample.image for sample in samples if isinstance(sample, Sample)]
+        good = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
         if good:
             yield torch.stack(good)
 
@@ -233,30 +226,27 @@ def _written(
     force: bool,
     write: Callable[[Path], dict[str, Any]],
 ) -> Path:
-    """Has an artifact written unless it is there; ``write`` fills the directory, returns counts."""
+    """Has an artifact written unless it is there; ``write`` fills the directory, returns counts.
+
+    RuntimeError, and nothing is left there, where weights just written are not finite.
+    """
     artifact = Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
     if artifact.finished:
         log.info("%s is finished: skipped", directory)
         return directory
-    artifacts.remove_leftovers(directory)
+    files.remove_leftovers(directory)
     counts = write(directory)
-    files = sorted(path for path in directory.glob("*.safetensors"))
-    _refuse_not_finite(directory, files)
-    digests = {path.name: artifacts.digest_file(path) for path in files}
-    config = artifacts.read_json(directory / weights.CONFIG)
-    artifact.finish(counts, content_digest=artifacts.digest_json([config, digests]))
-    log.info("wrote %s", directory)
-    return directory
-
-
-def _refuse_not_finite(directory: Path, files: list[Path]) -> None:
-    """RuntimeError, and nothing is left there, where weights just written are not finite."""
-    tensors = {name: t for path in files for name, t in weights.read_tensors(path).items()}
-    found = not_finite(tensors)
-    if found:
+    written = sorted(directory.glob("*.safetensors"))
+    tensors = {name: t for path in written for name, t in weights.read_tensors(path).items()}
+    if found := not_finite(tensors):
         shutil.rmtree(directory)
         raise RuntimeError(
             f"{directory} is not exported: {len(found)} of {len(tensors)} tensors of its weights "
             f"are not finite, such as {found[0]}. The encoder or training it comes from has "
             "diverged: train it again with a lower lr, in another run directory or with --force"
         )
+    digests = {path.name: files.digest_file(path) for path in written}
+    config = files.read_json(directory / weights.CONFIG)
+    artifact.finish(counts, content_digest=files.digest_json([config, digests]))
+    log.info("wrote %s", directory)
+    return directory

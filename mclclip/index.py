@@ -22,15 +22,6 @@ import numpy as np
 import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
-from mclclip.artifacts import (
-    MANIFEST,
-    Artifact,
-    Manifest,
-    is_finished,
-    move_aside,
-    read_manifest,
-    remove_leftovers,
-)
 from mclclip.config import Config, SourceConfig
 from mclclip.data.sample_index import (
     KIND,
@@ -48,11 +39,13 @@ from mclclip.data.shard_scan import (
     caption_field,
     scan_shard,
 )
-from mclclip.layout import Layout
-from mclclip.parallel import collectives
-from mclclip.parallel.parent_death import start_pool_worker
-from mclclip.parallel.process_group import Context
-from mclclip.runlog import progress
+from mclclip.files import move_aside, remove_leftovers
+from mclclip.ranks import collectives
+from mclclip.ranks.parent_death import start_pool_worker
+from mclclip.ranks.process_group import Context
+from mclclip.run.artifacts import MANIFEST, Artifact, Manifest, is_finished, read_manifest
+from mclclip.run.layout import Layout
+from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 
@@ -61,10 +54,11 @@ def run(config: Config, context: Context, force: bool = False) -> SampleIndex:
     """Indexes the shards of ``data.sources`` into the run's ``index`` directory and opens it.
 
     Nothing is done where all shards are known; shards that are new are scanned and appended. What
-    is left out of the index is counted by reason in the log and in the manifest. Rank 0 works, the
-    others wait; an error is raised on all. ValueError for sources that are wrong, hold no usable
-    sample, or differ from those indexed (a changed or vanished shard, other captions; with
-    ``force`` the old index is moved aside); FileNotFoundError for shards that are not there.
+    is left out of the index, and which samples have no caption, is counted by reason in the log and
+    in the manifest. Rank 0 works, the others wait; an error is raised on all. ValueError for
+    sources that are wrong, hold no usable sample, or differ from those indexed (a changed or
+    vanished shard, other captions; with ``force`` the old index is moved aside); FileNotFoundError
+    for shards that are not there.
     """
     directory = Layout.of(config).index
     collectives.on_main(lambda: _index(config, directory, force))
@@ -120,24 +114,26 @@ def _write(
     artifact = Artifact.open(directory, kind=KIND, config={}, inputs={})
     remove_leftovers(directory)
     digest = write_tables(directory, table, placed)
+    num_captions = table["num_captions"].to_numpy()
     counts = {
         "samples": len(table),
-        "captions": int(np.sum(table["num_captions"].to_numpy(), dtype=np.int64)),
+        "captions": int(np.sum(num_captions, dtype=np.int64)),
+        "without_caption": int((num_captions == 0).sum()),
         "shards": len(placed),
-        "sources": _count_sources(placed),
+        "sources": _count_sources(placed, num_captions),
         "findings": findings.to_json(),
     }
     return artifact.finish(counts, content_digest=digest)
 
 
-def _count_sources(shards: Sequence[Shard]) -> dict[str, dict[str, Any]]:
+def _count_sources(shards: Sequence[Shard], num_captions: np.ndarray) -> dict[str, dict[str, Any]]:
     counts: dict[str, dict[str, Any]] = {}
     for shard in shards:
-        entry = counts.setdefault(
-            shard.source, {"captions": shard.captions, "shards": 0, "samples": 0}
-        )
+        zero = {"captions": shard.captions, "shards": 0, "samples": 0, "without_caption": 0}
+        entry = counts.setdefault(shard.source, zero)
         entry["shards"] += 1
         entry["samples"] += shard.stop - shard.start
+        entry["without_caption"] += int((num_captions[shard.start : shard.stop] == 0).sum())
     return counts
 
 
@@ -151,6 +147,10 @@ def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> No
     for source, entry in counts["sources"].items():
         if not entry["samples"]:
             log.warning("index: no usable sample in source %s", source)
+        elif entry["samples"] == entry["without_caption"]:
+            log.warning(
+                "index: no sample of source %s has a caption in %s", source, entry["captions"]
+            )
     for line in findings.lines(REASONS):
         log.warning("index: %s", line)
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mclclip import artifacts, runlog
-from mclclip.artifacts import Artifact
+from mclclip import files
 from mclclip.data import patterns
 from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.run import runlog
+from mclclip.run.artifacts import Artifact
 
 log = logging.getLogger("mclclip")
 
@@ -68,13 +69,8 @@ def _samples(
 ) -> Iterator[PackedSample]:
     numbered = enumerate(patterns.patterns(count, seed, rates))
     for number, pattern in runlog.progress(numbered, total=count, description="render"):
-        yield PackedSample(
-            key=f"{number:09d}",
-            image=_jpeg(pattern.image),
-            extension="jpg",
-            captions=[pattern.caption],
-            metadata=dict(pattern.values),
-        )
+        image, about = _jpeg(pattern.image), dict(pattern.values)
+        yield PackedSample(f"{number:09d}", image, "jpg", [pattern.caption], about)
 
 
 def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
@@ -92,7 +88,7 @@ def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
     writer = csv.writer(text)
     writer.writerow(("Question ID", "Type", "Statement"))
     writer.writerows(rows)
-    artifacts.write_bytes(root / "Questions.csv", text.getvalue().encode())
+    files.write_bytes(root / "Questions.csv", text.getvalue().encode())
     return len(rows)
 
 

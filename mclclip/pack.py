@@ -1,7 +1,8 @@
-"""Verb: images + a CSV or TSV of captions -> tar shards in img2dataset's layout.
+"""Verb: images + a CSV or TSV that names them -> tar shards in img2dataset's layout.
 
 Images are stored byte for byte. Keys are running numbers in the order in which the table first
-names each image; several rows of one image are several captions of one sample.
+names each image; several rows of one image are several captions of one sample. Captions are
+optional: an image without any is packed without a ``.txt`` member.
 """
 
 from __future__ import annotations
@@ -10,27 +11,29 @@ import csv
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from mclclip.artifacts import INTENT, MANIFEST, Artifact, Manifest, digest_file
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, Findings, split_member_name
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.runlog import progress
+from mclclip.files import digest_file
+from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, Manifest
+from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 KIND = "shards"
 _DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
+_CAPTION_COLUMN = "title"  # where the table has it and no other is named
 _KEY_DIGITS = 9
 _REASONS = {
     "no_path": "rows without an image path, left out",
-    "empty_caption": "rows with an empty caption, left out",
+    "empty_caption": "rows with an empty caption, which does not count",
     "missing_image": "images that are not in the folder, left out",
     "zero_byte_image": "images of zero bytes, left out",
     "unsupported_extension": f"images that are not {', '.join(IMAGE_EXTENSIONS)}, left out",
-    "no_caption": "images without any caption, left out",
+    "no_caption": "images without any caption, packed without one",
 }
 
 
@@ -48,7 +51,7 @@ def pack(
     out: Path,
     *,
     path_column: str = "filepath",
-    caption_column: str = "title",
+    caption_column: str | None = None,
     samples_per_shard: int = 10_000,
     delimiter: str | None = None,
     key_prefix: str = "",
@@ -56,10 +59,12 @@ def pack(
 ) -> Manifest:
     """Packs the images that ``table`` names (relative to the folder ``images``) into ``out``.
 
-    ``delimiter`` None goes by the table's suffix. Other columns of an image's first row are kept
-    in its ``.json``. Rows and images that cannot be used are counted by reason, in the log and in
-    the manifest. A finished ``out`` of the same table and options is left as it is; of others it
-    is an error, unless ``force`` moves it aside. Memory: the table's text.
+    ``delimiter`` None goes by the table's suffix. ``caption_column`` None is ``title`` where the
+    table has that column; where it has not, no image gets a caption. Other columns of an image's
+    first row are kept in its ``.json``. Rows and images that cannot be used, and images without a
+    caption, are counted by reason, in the log and in the manifest. A finished ``out`` of the same
+    table and options is left as it is; of others it is an error, unless ``force`` moves it aside.
+    Memory: the table's text.
 
     Raises FileNotFoundError for a missing table or folder, ValueError for a missing column, a
     table that does not parse or yields no sample, and an ``out`` that holds foreign shards.
@@ -67,12 +72,14 @@ def pack(
     table, images, out = Path(table), Path(images), Path(out)
     _check_paths(table, images, out)
     _check_options(samples_per_shard, delimiter, key_prefix)
+    delimiter = delimiter or _delimiter_of(table)
+    caption_column = caption_column or _caption_column(table, delimiter)
     settings: dict[str, Any] = {
         "images": os.path.abspath(images),
         "path_column": path_column,
         "caption_column": caption_column,
         "samples_per_shard": samples_per_shard,
-        "delimiter": delimiter or _delimiter_of(table),
+        "delimiter": delimiter,
         "key_prefix": key_prefix,
     }
     opened: dict[str, Any] = {
@@ -86,7 +93,7 @@ def pack(
         log.info("pack: %s is finished, nothing to do", out)
         return done
     findings = Findings()
-    entries = _read_table(table, settings["delimiter"], path_column, caption_column, findings)
+    entries = _read_table(table, delimiter, path_column, caption_column, findings)
     entries = _usable(entries, images, findings)
     if not entries:
         raise ValueError(
@@ -152,28 +159,46 @@ def _delimiter_of(table: Path) -> str:
         ) from None
 
 
+def _caption_column(table: Path, delimiter: str) -> str | None:
+    """The column of captions where none is named; None where the table has none."""
+    with open(table, encoding="utf-8-sig", newline="") as file:
+        try:
+            found = next(csv.reader(file, delimiter=delimiter), [])
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{table} line 1 does not parse: {error}") from None
+    if _CAPTION_COLUMN in found:
+        return _CAPTION_COLUMN
+    log.warning(
+        "pack: %s has no column %r, it has %s: its images are packed without captions; name the "
+        "column with --caption-column if one of these holds them",
+        table, _CAPTION_COLUMN, found,
+    )  # fmt: skip
+    return None
+
+
 def _read_table(
-    table: Path, delimiter: str, path_column: str, caption_column: str, findings: Findings
+    table: Path, delimiter: str, path_column: str, caption_column: str | None, findings: Findings
 ) -> dict[str, _Entry]:
     """Images by their normalised path, in the order in which the table first names them."""
     entries: dict[str, _Entry] = {}
+    columns = [path_column, *([caption_column] if caption_column else [])]
     with open(table, encoding="utf-8-sig", newline="") as file:
-        for line, row in _rows(file, table, delimiter, (path_column, caption_column)):
+        for line, row in _rows(file, table, delimiter, columns):
             if not row[path_column].strip():
                 findings.add("no_path", f"{table.name} line {line}")
                 continue
             path = os.path.normpath(row.pop(path_column).strip())
-            caption = row.pop(caption_column).strip()
+            caption = row.pop(caption_column).strip() if caption_column else None
             entry = entries.setdefault(path, _Entry(metadata=row))
             if caption:
                 entry.captions.append(caption)
-            else:
+            elif caption is not None:
                 findings.add("empty_caption", f"{table.name} line {line}: {path}")
     return entries
 
 
 def _rows(
-    file: TextIO, table: Path, delimiter: str, columns: tuple[str, ...]
+    file: TextIO, table: Path, delimiter: str, columns: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """(line number, row by column name); cells that a short row lacks are empty."""
     reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
@@ -202,10 +227,10 @@ def _usable(entries: dict[str, _Entry], images: Path, findings: Findings) -> dic
             findings.add("missing_image", path)
         elif file.stat().st_size == 0:
             findings.add("zero_byte_image", path)
-        elif not entry.captions:
-            findings.add("no_caption", path)
         else:
             usable[path] = entry
+            if not entry.captions:
+                findings.add("no_caption", path)
     return usable
 
 

@@ -10,18 +10,19 @@ Every step skips what is finished, so the same command resumes a run that was ki
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
-from mclclip import artifacts, cluster, embed, export, index, train
+from mclclip import cluster, embed, export, files, index, train
 from mclclip import config as configuration
 from mclclip.config import Config
-from mclclip.data.step_counts import check_ranks, check_samples
+from mclclip.data.epoch_plan import check_ranks, check_samples
+from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import run as evaluation
-from mclclip.layout import Layout
 from mclclip.models.clip import architecture
-from mclclip.parallel import collectives
-from mclclip.parallel.class_kernels import kernels_of
-from mclclip.parallel.process_group import Context
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -39,19 +40,19 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     recorded = run_dir / "config.yaml"
     before = recorded.read_bytes() if context.is_main and recorded.exists() else None
     text = configuration.dump(config).encode()
-    collectives.on_main(lambda: artifacts.write_bytes(recorded, text))
+    collectives.on_main(lambda: files.write_bytes(recorded, text))
     try:
         _steps(config, context, force)
     except (ValueError, FileNotFoundError):
         if context.is_main and before is not None:  # refused: the run is still what it was
-            artifacts.write_bytes(recorded, before)
+            files.write_bytes(recorded, before)
         raise
     return run_dir
 
 
 def _steps(config: Config, context: Context, force: bool) -> None:
-    _check_data(config, len(index.run(config, context, force=force)))
-    _stage_zero(config, context, force)
+    _check_data(config, index.run(config, context, force=force))
+    _stage(config, context, 0, "mcl", force)
     for stage in range(1, config.num_stages + 1):
         log.info("--- stage %d of %d", stage, config.num_stages)
         embed.run(config, context, stage=stage - 1, force=force)
@@ -71,33 +72,27 @@ def _check(config: Config, context: Context) -> None:
         check_ranks(name, options.global_batch, context.world_size)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
-    _check_centers(config, context)
+    _check_objectives(config, context)
     evaluation.check(config.eval.suite)
     evaluation.check_files(config.eval.suite)
 
 
-def _check_centers(config: Config, context: Context) -> None:
-    """What class centers want of the device, and of an encoder with a start of its own."""
-    centers, own = config.train.class_centers, config.trained_model
-    if centers is None:
-        return
-    kernels_of(centers.kernel, context.device, config.train.precision)
-    if own is None:
-        return
-    given, trained = architecture(config.model.name), architecture(own.name)
-    if centers.centers == "centroids" and given["embed_dim"] != trained["embed_dim"]:
-        raise ValueError(
-            f"centroids of {given['embed_dim']} dimensions cannot start the class centers of "
-            f"trained_model, whose features have {trained['embed_dim']}: set "
-            "train.objective.centers=normal"
-        )
-    if given != trained and (config.export.concat or config.export.soup):
+def _check_objectives(config: Config, context: Context) -> None:
+    """What the objectives want of the device, and of an encoder with a start of its own."""
+    own, widths, one_architecture = config.trained_model, None, True
+    if own is not None:
+        given, trained = architecture(config.model.name), architecture(own.name)
+        widths, one_architecture = (given["embed_dim"], trained["embed_dim"]), given == trained
+    for options in config.trainings.values():
+        facts = replace(config.facts(options), device=context.device, widths=widths)
+        options.objective.check(facts)
+    if not one_architecture and (config.export.concat or config.export.soup):
         raise ValueError(
             "trained_model has another architecture than model, and only stages of one "
             "architecture can be joined: set export.concat=[] and export.soup=false"
         )
     with_text = [n for n, b in config.eval.suite.items() if b.kind in _READ_TEXT]
-    if with_text and own.pretrained is None:
+    if with_text and own is not None and own.pretrained is None:
         log.warning(
             "%s compare images with texts, but no stage trains the text tower of trained_model: "
             "its figures will be those of chance (launch/recipes/lit.yaml trains one)",
@@ -105,23 +100,22 @@ def _check_centers(config: Config, context: Context) -> None:
         )
 
 
-def _check_data(config: Config, num_samples: int) -> None:
-    """Refuses what the number of samples cannot carry, before hours are spent on stage 0."""
-    most = max((config.cluster.clusters_of(s) for s in range(config.num_stages)), default=1)
+def _check_data(config: Config, samples: SampleIndex) -> None:
+    """Refuses what the samples, or their captions, cannot carry, before hours go to stage 0."""
+    if config.has_stages and config.cluster.feature == "mean":
+        samples.without_caption("cluster.feature=mean")
+    most = max(config.clusters, default=1)
     for name, options in config.trainings.items():
-        check_samples(name, options.global_batch, options.plan.policy, most, num_samples)
-
-
-def _stage_zero(config: Config, context: Context, force: bool) -> None:
-    if config.base is not None:
-        train.run(config, context, stage=0, force=force)
-    path = export.stage(config, context, stage=0, force=force)
-    evaluation.evaluate(config, context, {"stage_0": path})
+        reads = options.objective.reads.captions
+        without = len(samples.without_caption(options.reader(name))) if reads else 0
+        batch, policy = options.global_batch, options.plan.policy
+        check_samples(name, batch, policy, most, len(samples), without)
 
 
 def _stage(config: Config, context: Context, stage: int, variant: str, force: bool) -> None:
-    """Trains, exports and evaluates one stage of MCL or of a control."""
-    train.run(config, context, stage=stage, variant=variant, force=force)
+    """Trains, exports and evaluates one stage of MCL or of a control (stage 0 may be given)."""
+    if stage or config.base is not None:
+        train.run(config, context, stage=stage, variant=variant, force=force)
     path = export.stage(config, context, stage=stage, variant=variant, force=force)
     name = Layout.of(config, variant).model_name(f"stage_{stage}")
     evaluation.evaluate(config, context, {name: path})
@@ -132,7 +126,7 @@ def _join(config: Config, context: Context, variant: str, force: bool) -> None:
 
     Nothing happens where stage 0 is all there is.
     """
-    if not config.num_stages:
+    if not config.has_stages:
         return
     joined = export.join(config, context, variant=variant, force=force)
     layout = Layout.of(config, variant)

@@ -13,15 +13,16 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mclclip import failures
-from mclclip.parallel import signals
-from mclclip.parallel.signals import EXIT_PREEMPTED, Preempted
+from mclclip.ranks import signals
+from mclclip.ranks.signals import EXIT_PREEMPTED, Preempted
+from mclclip.run import failures
 
 if TYPE_CHECKING:
     from mclclip.config import Config
-    from mclclip.parallel.process_group import Context
+    from mclclip.ranks.process_group import Context
 
 _RECORDED = "_mclclip_recorded"  # set on an error whose end is in the record
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -31,7 +32,7 @@ def start() -> None:
     """What comes before the seconds that importing torch takes."""
     signals.install_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from mclclip.parallel.parent_death import die_with_parent
+        from mclclip.ranks.parent_death import die_with_parent
 
         die_with_parent()
 
@@ -61,12 +62,8 @@ def exit_code(error: BaseException) -> int:
         return EXIT_PREEMPTED
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    for_user = (
-        isinstance(error, Exception)
-        and failures.is_for_the_user(error)
-        and not _is_lost_peer(error)
-    )
-    return EXIT_USER if for_user else EXIT_INTERNAL
+    for_user = isinstance(error, Exception) and failures.is_for_the_user(error)
+    return EXIT_USER if for_user and not _is_lost_peer(error) else EXIT_INTERNAL
 
 
 def record_mistake(message: str) -> None:
@@ -77,11 +74,10 @@ def record_mistake(message: str) -> None:
 def _record_early(error: BaseException, code: int) -> None:
     """For the launcher: what ended before a run began, such as a mistake in the configuration."""
     if os.environ.get("MCLCLIP_STATE_FILE"):
-        from mclclip import run_state
+        from mclclip.run import run_state
 
-        state = "preempted" if code == EXIT_PREEMPTED else "failed"
         again = code == EXIT_PREEMPTED
-        reason = failures.line_of(error)
+        state, reason = "preempted" if again else "failed", failures.line_of(error)
         run_state.write(None, state, verb="", exit_code=code, requeue=again, reason=reason)
 
 
@@ -99,17 +95,17 @@ def _is_lost_peer(error: BaseException) -> bool:
     """Whether another rank is gone; that rank, or its launcher, says why."""
     if "torch" not in sys.modules:
         return False
-    from mclclip.parallel.peer_watch import is_lost_peer
+    from mclclip.ranks.peer_watch import is_lost_peer
 
     return is_lost_peer(error)
 
 
 def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
     """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends."""
-    from mclclip import artifacts
-    from mclclip.layout import Layout
-    from mclclip.parallel import collectives, process_group
-    from mclclip.run_lock import RunLock
+    from mclclip import files
+    from mclclip.ranks import collectives, process_group
+    from mclclip.run.layout import Layout
+    from mclclip.run.lock import RunLock
 
     context = process_group.init(config.device, deterministic=config.deterministic)
     layout = Layout.of(config)
@@ -118,8 +114,8 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
         collectives.together(lock.__enter__)
         try:
             if context.is_main:  # temporary files of killed writers: the lock says none is at work
-                artifacts.remove_leftovers(layout.run_dir)
-                artifacts.remove_leftovers(layout.index)
+                files.remove_leftovers(layout.run_dir)
+                files.remove_leftovers(layout.index)
             _recorded(config, verb, context, work)
         finally:
             lock.__exit__(None, None, None)
@@ -130,10 +126,8 @@ def _recorded(
     config: Config, verb: str, context: Context, work: Callable[[Context], object]
 ) -> None:
     """Calls ``work`` between the records of its start and of its end."""
-    from pathlib import Path
-
-    from mclclip import run_state
-    from mclclip.parallel.peer_watch import PeerWatch
+    from mclclip.ranks.peer_watch import PeerWatch
+    from mclclip.run import run_state
 
     def record(state: str, code: int, reason: str, requeue: bool = False) -> None:
         # Any rank may be the one that fails; of all else the first one speaks.
@@ -148,14 +142,12 @@ def _recorded(
     try:
         with PeerWatch(context, config.peer_timeout_s, on_lost):
             work(context)
-    except Preempted as error:
-        signals.ignore()
-        record("preempted", EXIT_PREEMPTED, error.reason, error.requeue)
-        setattr(error, _RECORDED, True)
-        raise
     except BaseException as error:
         signals.ignore()
-        record("failed", exit_code(error), failures.line_of(error), requeue=_is_lost_peer(error))
+        if isinstance(error, Preempted):
+            record("preempted", EXIT_PREEMPTED, error.reason, error.requeue)
+        else:
+            record("failed", exit_code(error), failures.line_of(error), _is_lost_peer(error))
         setattr(error, _RECORDED, True)
         raise
     signals.ignore()
@@ -170,7 +162,7 @@ def _leave(code: int) -> None:
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
         code = EXIT_OK
     if "torch" in sys.modules:
-        from mclclip.parallel import process_group
+        from mclclip.ranks import process_group
 
         process_group.leave(code, close_group=finished)
     logging.shutdown()

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from mclclip.parallel.arithmetic import Arithmetic, Products, Rounding, Scores, Tile
-from mclclip.parallel.nearest import NOTHING, Search, unpack
-from mclclip.parallel.row_blocks import Algorithm
+from mclclip.clustering.arithmetic import Arithmetic, Products, Rounding, Scores, Tile
+from mclclip.clustering.nearest import NOTHING, Search, unpack
+from mclclip.clustering.rows import Algorithm
 
 Data = Literal["whole_numbers", "unit_vectors"]
 ROUNDINGS: list[tuple[Products, Rounding]] = [

@@ -6,22 +6,20 @@ import logging
 import shutil
 import time
 import zlib
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mclclip import artifacts
+from mclclip import files
 from mclclip.checkpoint import step_files, storage
 from mclclip.checkpoint.mirror import POLL_S, Mirror
 from mclclip.checkpoint.resumption import Resumption, Stateful
 from mclclip.checkpoint.step_files import Entries, path_of, temporary_of
 from mclclip.checkpoint.storage import State
-from mclclip.parallel import collectives, peer_watch
-from mclclip.parallel.finiteness import NotFinite, not_finite
-from mclclip.parallel.side_group import SideGroup
+from mclclip.ranks import collectives, peer_watch
+from mclclip.ranks.finiteness import NotFinite, not_finite
 
 log = logging.getLogger("mclclip")
 
@@ -61,7 +59,7 @@ class Checkpoints:
         self._failed: RuntimeError | None = None  # why the last save is not on disk
         self._writing: tuple[int, Future[str | None]] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._side: SideGroup | None = None
+        self._side: Any = None  # the group of that thread
 
     def steps(self) -> list[int]:
         """Steps saved so far, ascending; the first rank's view, on all ranks."""
@@ -88,7 +86,7 @@ class Checkpoints:
         elif self.asynchronous:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-                self._side = SideGroup()
+                self._side = collectives.side_group()
             self._writing = step, self._thread.submit(self._write, step, part)
         else:
             self._take_result(step, self._write(step, part))
@@ -138,7 +136,7 @@ class Checkpoints:
         try:
             if rank == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                artifacts.remove_leftovers(self.directory)
+                files.remove_leftovers(self.directory)
                 temporary_of(self.directory, step).mkdir()
             part = storage.own_part(state, rank, collectives.world_size())
             spoiled = not_finite(part)
@@ -164,28 +162,23 @@ class Checkpoints:
 
         Runs in the background where saving is asynchronous.
         """
-        gather: Callable[[Any], list[Any]] = collectives.gather_objects
-        if self._side is not None:
-            gather = self._side.gather_objects
         rank, temporary = collectives.rank(), temporary_of(self.directory, step)
-        group = None if self._side is None else self._side.group
         failure, entries = None, {}
         try:
             alone = collectives.world_size() == 1
-            storage.write(part, temporary, group=group, alone=alone, copied=self.asynchronous)
+            storage.write(part, temporary, group=self._side, alone=alone, copied=self.asynchronous)
             # Read back at once, while the pages are warm.
             entries = step_files.describe(storage.written_by(rank, temporary))
         except (Exception, CheckpointException) as error:
             storage.raise_interrupt(error)
             failure = storage.cause(error)
-        reports: list[tuple[str | None, Entries]] = gather((failure, entries))
+        reports = collectives.gather_objects((failure, entries), self._side)
         failure = _first_failure([failure for failure, _ in reports])
         if rank == 0:
             failure = failure or self._publish(step, [entries for _, entries in reports])
             if failure is not None:
                 shutil.rmtree(temporary, ignore_errors=True)  # makes room again
-        outcome: str | None = gather(failure)[0]
-        return outcome
+        return collectives.gather_objects(failure, self._side)[0]
 
     def _publish(self, step: int, parts: list[Entries]) -> str | None:
         """Names the step, removes what is superfluous, tells the mirror; returns what failed."""

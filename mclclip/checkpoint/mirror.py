@@ -13,16 +13,9 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from mclclip import artifacts
-from mclclip.checkpoint.step_files import (
-    STATE,
-    parse_steps,
-    path_of,
-    read_entries,
-    steps,
-    superfluous,
-    temporary_of,
-)
+from mclclip import files
+from mclclip.checkpoint import step_files
+from mclclip.checkpoint.step_files import STATE, parse_steps, path_of, temporary_of
 
 log = logging.getLogger("mclclip")
 
@@ -47,13 +40,11 @@ class Mirror:
         self.keep, self.keep_every = keep, keep_every
         self.failures = 0  # rounds that failed
         self.copying: int | None = None  # must not be removed meanwhile
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._round: Future[None] | None = None
 
     def start_round(self) -> None:
         """Copies what is new, in the background, after what is under way."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._round = self._thread.submit(self._guarded_round)
 
     def busy(self, timeout_s: float) -> bool:
@@ -79,7 +70,7 @@ class Mirror:
     def _copy_new(self) -> None:
         fs, root = fsspec.core.url_to_fs(self.url)
         fs.makedirs(root, exist_ok=True)
-        saved = steps(self.directory)
+        saved = step_files.steps(self.directory)
         for step in reversed(saved):
             self.copying = step
             try:
@@ -103,8 +94,7 @@ class Mirror:
         target = f"{root}/.{path.name}.tmp" if by_rename else final
         self._remove(fs, target)
         fs.makedirs(target, exist_ok=True)
-        names = read_entries(path, step) or [p.name for p in path.iterdir() if p.name != STATE]
-        for name in names:
+        for name in step_files.read_entries(path, step):
             fs.put_file(str(path / name), f"{target}/{name}")
         fs.pipe_file(f"{target}/{STATE}", state)
         if by_rename:
@@ -113,10 +103,11 @@ class Mirror:
     def _prune(self, fs: Any, root: str, newest: int) -> None:
         """Removes superfluous steps, and copies that were never finished."""
         whole = self._steps(fs, root)
-        doomed = superfluous(whole, newest, self.keep, self.keep_every)
+        doomed = step_files.superfluous(whole, newest, self.keep, self.keep_every)
         for name in self._names(fs, root):
             half = [step for step in parse_steps([name]) if step not in whole and step <= newest]
-            if half or set(parse_steps([name])) & set(doomed) or _is_temporary(name):
+            temporary = re.fullmatch(r"\.step_\d+\.tmp", name)
+            if half or temporary or set(parse_steps([name])) & set(doomed):
                 self._remove(fs, f"{root}/{name}")
 
     def _remove(self, fs: Any, path: str) -> None:
@@ -151,7 +142,7 @@ class Mirror:
         temporary.mkdir(parents=True)
         for source in fs.ls(f"{root}/{final.name}", detail=False):
             fs.get_file(source, str(temporary / source.rsplit("/", 1)[-1]))
-        artifacts.fsync_directory(temporary)
+        files.fsync_directory(temporary)
         temporary.rename(final)
 
     # --- what is there -------------------------------------------------------------------------
@@ -166,7 +157,3 @@ class Mirror:
         """Whole steps of the mirror, ascending."""
         found = parse_steps(self._names(fs, root))
         return [step for step in found if fs.exists(f"{root}/{path_of(Path(), step).name}/{STATE}")]
-
-
-def _is_temporary(name: str) -> bool:
-    return re.fullmatch(r"\.step_\d+\.tmp", name) is not None

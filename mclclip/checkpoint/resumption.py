@@ -12,12 +12,11 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from mclclip import artifacts
+from mclclip import files
 from mclclip.checkpoint import step_files, storage
 from mclclip.checkpoint.mirror import POLL_S, Mirror
 from mclclip.checkpoint.step_files import Damaged, Entries, path_of
-from mclclip.checkpoint.storage import State
-from mclclip.parallel import collectives
+from mclclip.ranks import collectives
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
@@ -44,21 +43,18 @@ class Resumption:
     def run(self, target: Stateful) -> int:
         """Loads what is found into ``target``; see ``Checkpoints.resume``."""
         collectives.on_main(self._clear)
-        state: State | None = None
-        while (step := self._newest_intact()) is not None:
-            state = dict(target.state_dict()) if state is None else state
-            if (what := self._load(step, state)) is None:
-                break
-            self._set_aside(step, what)
+        step = self._newest_intact()
+        if step is not None:
+            state, path = dict(target.state_dict()), path_of(self.directory, step)
+            collectives.together(lambda: storage.check_fit(path, state))
+            storage.read(path, state, alone=collectives.world_size() == 1)
+            target.load_state_dict(state)
         self._report(step)
-        if step is None or state is None:
-            return 0
-        target.load_state_dict(state)
-        return step
+        return step or 0
 
     def _clear(self) -> None:
         if self.directory.exists():
-            artifacts.remove_leftovers(self.directory)
+            files.remove_leftovers(self.directory)
 
     def _newest_intact(self) -> int | None:
         """The newest step without visible damage, here or else in the mirror."""
@@ -89,35 +85,16 @@ class Resumption:
                 what = str(error)
         return next(filter(None, collectives.gather_objects(what)), None)
 
-    def _load(self, step: int, state: State) -> str | None:
-        """Fills ``state``; returns what is wrong where a step of schema 1 turns out damaged."""
-        path = path_of(self.directory, step)
-
-        def check() -> tuple[bool, dict[str, str]]:
-            metadata = storage.read_metadata(path)
-            storage.check_fit(path, state, metadata)
-            verified = bool(step_files.read_entries(path, step))
-            return verified, storage.stored_names(state, metadata)
-
-        verified, names = collectives.together(check)
-        try:
-            storage.read(path, state, names, alone=collectives.world_size() == 1)
-        except RuntimeError as error:
-            if verified:
-                raise
-            return storage.cause(error.__cause__ or error)
-        return None
-
     def _set_aside(self, step: int, what: str) -> None:
         path = path_of(self.directory, step)
-        aside = collectives.on_main(lambda: step_files.set_aside(path))
+        aside = collectives.on_main(lambda: files.move_aside(path, f".damaged_{path.name}"))
         self.damage.append(f"step {step} ({what}; now {aside.name})")
 
     def _report(self, step: int | None) -> None:
         """One line on what was damaged and what is used; RuntimeError where nothing is left."""
         damage = "; ".join(self.damage)
         if step is None:
-            aside = collectives.on_main(lambda: step_files.damaged(self.directory))
+            aside = collectives.on_main(lambda: sorted(self.directory.glob(".damaged_step_*")))
             if aside:
                 raise RuntimeError(
                     f"no intact checkpoint is left in {self.directory}, only damaged ones: "
@@ -125,24 +102,17 @@ class Resumption:
                     f"remove them to start from the beginning"
                 )
         elif collectives.rank() == 0 and (damage or self.fetched):
-            log.warning(
-                "%s: %s, using step %d%s",
-                self.directory,
-                f"damaged: {damage}" if damage else "no checkpoint here",
-                step,
-                f" of the mirror {self.mirror.url}" if self.mirror and self.fetched else "",
-            )
+            found = f"damaged: {damage}" if damage else "no checkpoint here"
+            origin = f" of the mirror {self.mirror.url}" if self.mirror and self.fetched else ""
+            log.warning("%s: %s, using step %d%s", self.directory, found, step, origin)
 
 
 def _inspect(path: Path, step: int) -> tuple[Entries, str | None]:
     """A step's listed files, and what is wrong with it at first sight."""
     try:
-        entries = step_files.read_entries(path, step)
-        if not entries:
-            storage.check_unlisted(path)
+        return step_files.read_entries(path, step), None
     except Damaged as error:
         return {}, str(error)
-    return entries, None
 
 
 def _patiently(work: Callable[[], T]) -> T:

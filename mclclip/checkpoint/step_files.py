@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mclclip import __version__, artifacts
+from mclclip import __version__, files
 
 log = logging.getLogger("mclclip")
 
 STATE = "state.json"
 METADATA = ".metadata"
-SCHEMA_VERSION = 2  # 1: state.json held the step only
+SCHEMA_VERSION = 2
 _BLOCK_BYTES = 4 * 2**20
 
 
@@ -80,14 +80,13 @@ def describe(paths: Iterable[Path]) -> Entries:
 def read_entries(path: Path, step: int) -> Entries:
     """The files listed in the state.json of ``step``, all there in the right size.
 
-    Empty for schema 1, which lists none. Raises Damaged, and RuntimeError where a newer mclclip
-    wrote it.
+    Raises Damaged, and RuntimeError where a newer mclclip wrote it.
     """
     try:
-        state = artifacts.read_json(path / STATE)
+        state = files.read_json(path / STATE)
         if not isinstance(state, dict) or state["step"] != step:
             raise Damaged(f"its {STATE} is not of step {step}")
-        schema = int(state.get("schema_version", 1))
+        schema = int(state["schema_version"])
         entries = {name: Entry(**entry) for name, entry in state.get("files", {}).items()}
     except FileNotFoundError as error:
         raise Damaged(f"it has no {STATE}") from error
@@ -98,7 +97,7 @@ def read_entries(path: Path, step: int) -> Entries:
             f"the checkpoint {path} has schema {schema}, this mclclip {__version__} reads up to "
             f"{SCHEMA_VERSION}: update mclclip"
         )
-    if schema > 1 and METADATA not in entries:
+    if METADATA not in entries:
         raise Damaged(f"its {STATE} lists no {METADATA}")
     check_sizes(path, entries)
     return entries
@@ -143,12 +142,12 @@ def publish(directory: Path, step: int, entries: Entries, world_size: int) -> No
         "package_version": __version__,
         "files": {name: asdict(entries[name]) for name in sorted(entries)},
     }
-    artifacts.write_json(temporary / STATE, state)
-    artifacts.fsync_directory(temporary)
+    files.write_json(temporary / STATE, state)
+    files.fsync_directory(temporary)
     if final.exists():  # the same step of an earlier start
         remove(final, f".{final.name}.replaced.tmp")
     os.rename(temporary, final)
-    artifacts.fsync_directory(Path(directory))
+    files.fsync_directory(Path(directory))
 
 
 def superfluous(saved: Iterable[int], newest: int, keep: int, keep_every: int | None) -> list[int]:
@@ -175,18 +174,3 @@ def remove(path: Path, name: str | None = None) -> None:
     doomed = path.with_name(name or f".{path.name}.tmp")
     os.rename(path, doomed)
     shutil.rmtree(doomed)
-
-
-def set_aside(path: Path) -> Path:
-    """Renames a damaged step, so that it is neither counted nor removed; returns where it lies."""
-    aside, number = path.with_name(f".damaged_{path.name}"), 1
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f".damaged_{path.name}_{number}")
-    os.rename(path, aside)
-    return aside
-
-
-def damaged(directory: Path) -> list[Path]:
-    """The damaged steps that earlier starts set aside."""
-    return sorted(Path(directory).glob(".damaged_step_*"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mclclip.checkpoint.step_files import (
-    METADATA,
-    Damaged,
-    check_contents,
-    path_of,
-    read_entries,
-)
+from mclclip.checkpoint import step_files
+from mclclip.checkpoint.step_files import METADATA, Damaged
+from mclclip.ranks.sharded_rows import deal
 
 State = dict[str, Any]
 _COPY_AHEAD_BYTES = 10_000_000  # from the GPU, while the tensor before is written
@@ -57,19 +52,11 @@ def own_part(state: State, rank: int, world_size: int) -> State:
     names and sizes, so each plain tensor is written once.
     """
     plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
-    plain.sort(key=lambda name: (-_size_bytes(state[name]), name))
-    loads = [(0, writer) for writer in range(world_size)]
-    others = set()
-    for name in plain:
-        load, writer = loads[0]
-        heapq.heapreplace(loads, (load + _size_bytes(state[name]), writer))
-        if writer != rank:
-            others.add(name)
+    plain.sort()
+    sizes = [getattr(state[name], "nbytes", 1) for name in plain]
+    own = deal(sizes, world_size)[rank]
+    others = {*plain} - {plain[number] for number in own}
     return {name: value for name, value in state.items() if name not in others}
-
-
-def _size_bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 1
 
 
 def staged(state: State) -> State:
@@ -87,10 +74,7 @@ def write(state: State, temporary: Path, *, group: Any, alone: bool, copied: boo
     """
     ahead = 0 if copied else _COPY_AHEAD_BYTES
     writer = _Writer(str(temporary), sync_files=True, per_thread_copy_ahead=ahead)
-    if group is None or alone:
-        state_dict_saver.save(state, storage_writer=writer, no_dist=alone)
-    else:
-        state_dict_saver.save(state, storage_writer=writer, process_group=group)
+    state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
 
 
 def written_by(rank: int, temporary: Path) -> list[Path]:
@@ -110,45 +94,28 @@ def read_metadata(path: Path) -> Metadata:
         raise unreadable(path, error) from error
 
 
-def read(path: Path, state: State, names: dict[str, str] | None = None, *, alone: bool) -> None:
-    """Fills the tensors of ``state`` in place; RuntimeError, on all ranks, where that fails.
+def read(path: Path, state: State, *, alone: bool) -> None:
+    """Fills ``state`` in place; RuntimeError, on all ranks, where that fails.
 
-    ``names``: where an item is stored under another name. Collective unless ``alone``.
+    Collective unless ``alone``.
     """
-    names = names or {name: name for name in state}
-    stored = {names[name]: value for name, value in state.items()}
     reader = FileSystemReader(str(path))
     try:
-        state_dict_loader.load(stored, storage_reader=reader, no_dist=alone)
+        state_dict_loader.load(state, storage_reader=reader, no_dist=alone)
     except (Exception, CheckpointException) as error:
         raise_interrupt(error)
         raise unreadable(path, error) from error
-    state.update({name: stored[names[name]] for name in state})  # what is no tensor is new
 
 
-def stored_names(state: State, metadata: Metadata) -> dict[str, str]:
-    """The name under which each item of ``state`` is stored.
-
-    Steps of schema 1 hold the moments below ``optimizer.state.``.
-    """
-    stored = metadata.state_dict_metadata
-    names = {}
-    for name in state:
-        old = name.replace("optimizer.", "optimizer.state.", 1)
-        names[name] = old if name not in stored and old in stored else name
-    return names
-
-
-def check_fit(path: Path, state: State, metadata: Metadata) -> None:
+def check_fit(path: Path, state: State) -> None:
     """RuntimeError where an intact step is of another model or training than ``state``."""
-    stored, names = metadata.state_dict_metadata, stored_names(state, metadata)
-    lacking = [name for name in names.values() if name not in stored]
+    stored = read_metadata(path).state_dict_metadata
+    lacking = [name for name in state if name not in stored]
     foreign = [name for name in stored if name.startswith("model.") and name not in state]
     other = [
-        f"{name} is {list(item.size)} there, {list(state[own].shape)} here"
-        for own, name in names.items()
-        if isinstance(item := stored.get(name), TensorStorageMetadata)
-        and item.size != state[own].shape
+        f"{name} is {list(item.size)} there, {list(value.shape)} here"
+        for name, value in state.items()
+        if isinstance(item := stored.get(name), TensorStorageMetadata) and item.size != value.shape
     ]
     what = (
         f"it lacks {_count(lacking)}" if lacking
@@ -167,29 +134,15 @@ def _count(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def check_unlisted(path: Path) -> None:
-    """Raises Damaged where a step of schema 1 is visibly not whole."""
-    try:
-        parts = read_metadata(path).storage_data
-    except RuntimeError as error:
-        raise Damaged(f"its {METADATA} cannot be read") from error
-    for part in (parts or {}).values():
-        file = path / part.relative_path
-        size = file.stat().st_size if file.exists() else -1
-        if size < part.offset + part.length:
-            raise Damaged(f"{file.name} is {'missing' if size < 0 else 'cut short'}")
-
-
 def load_model_state(directory: Path, step: int, part: str = "model") -> dict[str, Tensor]:
     """The tensors of one part (``model``, ``ema``) of a checkpoint on the CPU, by name.
 
     In this process alone. Raises RuntimeError, one line, where the checkpoint is damaged or has
     no such part.
     """
-    path = path_of(directory, step)
+    path = step_files.path_of(directory, step)
     try:
-        entries = read_entries(path, step)
-        check_contents(path, entries)
+        step_files.check_contents(path, step_files.read_entries(path, step))
     except Damaged as error:
         raise unreadable(path, error) from error
     stored = read_metadata(path).state_dict_metadata

@@ -1,12 +1,13 @@
 """How many blocks an image tower has, by its configuration alone.
 
 A lock of more blocks than there are is refused when options are read, not at the first training
-step after hours of embedding. Nothing here imports torch or open_clip: the model configurations
-that open_clip ships are read as files.
+step after hours of embedding. The model configurations that open_clip ships are read as files,
+without torch; only where the image tower is one of timm's, it is built without values and counted.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ def check_image_blocks(option: str, number: int | str, name: str | Mapping[str, 
     (the hub, a directory yet to be written) and towers that cannot be locked at all pass here; they
     are refused when the model is built.
     """
-    if not isinstance(number, int) or (layers := _layers(name)) is None:
+    if not isinstance(number, int) or not number or (layers := _layers(name)) is None:
         return
     blocks = 1 + sum(layers) if isinstance(layers, list) else layers
     if number > blocks:
@@ -38,11 +39,24 @@ def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
     config = _read(name) if isinstance(name, str) else name
     config = config.get("model_cfg", config) if isinstance(config, Mapping) else {}
     vision = config.get("vision_cfg") if isinstance(config, Mapping) else None
-    if not isinstance(vision, Mapping) or vision.get("timm_model_name"):
+    if not isinstance(vision, Mapping):
         return None
+    if vision.get("timm_model_name"):
+        return _built(json.dumps(config, sort_keys=True))
     layers = vision.get("layers", 12)  # open_clip's default
     whole = all(type(n) is int for n in (layers if isinstance(layers, list) else [layers]))
     return layers if whole else None
+
+
+@functools.cache
+def _built(config: str) -> int | None:
+    """Blocks of a timm tower; None where it cannot be built or locked, as the loader will say."""
+    from mclclip.models.memory import load_image_shapes  # seconds to import
+
+    try:
+        return load_image_shapes(json.loads(config)).num_blocks
+    except (ValueError, OSError):
+        return None
 
 
 def _read(name: str) -> Any:

@@ -1,16 +1,22 @@
-"""Every option of a run as a dataclass; those of a training are in ``training``."""
+"""Every option of a run as a dataclass."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import asdict, field
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from mclclip.clustering.rows import Algorithm
+from mclclip.clustering.start import Init
 from mclclip.config.image_blocks import check_image_blocks
-from mclclip.config.objective import STRICT, ClassCentersConfig
-from mclclip.config.training import TrainConfig
+from mclclip.data.epoch_plan import Order
+from mclclip.data.groups import Policy
+from mclclip.data.labels import LabelMode
+from mclclip.models.lora import Targets
+from mclclip.objectives.base import AnyObjective, Facts, parse
+from mclclip.options import STRICT
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -75,14 +81,14 @@ class ClusterConfig:
 
     num_clusters: PositiveInt | list[PositiveInt] = 10
     """K, clusters per stage: one number, or one for each clustered stage (0, 1, ...)."""
-    algorithm: Literal["spherical", "euclidean"] = "spherical"
+    algorithm: Algorithm = "spherical"
     """``spherical`` assigns by cosine; ``euclidean`` is what the MCL authors released."""
     method: Literal["flat", "two_level"] = "flat"
     """``flat``: Lloyd over all rows; ``two_level``: rows are split into groups, which are clustered
     one by one (for a million clusters and more)."""
     num_splits: PositiveInt | None = None
     """two_level: groups of the first level (null: about the square root of K)."""
-    init: Literal["auto", "plus_plus", "random"] = "auto"
+    init: Init = "auto"
     """Where Lloyd starts: greedy ``plus_plus``, whose cost grows with the square of K, ``random``
     rows, or ``auto``: k-means++ up to 1,000 clusters."""
     feature: Literal["image", "mean"] = "image"
@@ -97,7 +103,7 @@ class ClusterConfig:
     """Relative change of inertia at which iteration stops."""
     init_samples: PositiveInt = 100_000
     """Rows from which k-means++ draws its start (at least 256 K are used where there are)."""
-    label_mode: Literal["prefix", "last"] = "prefix"
+    label_mode: LabelMode = "prefix"
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
 
     def __post_init__(self) -> None:
@@ -127,6 +133,172 @@ class ClusterConfig:
                 f"entry {stage}: give one K per clustered stage, or one number for all"
             )
         return self.num_clusters[stage]
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class PlanConfig:
+    """Which samples come together."""
+
+    policy: Policy = "backoff"
+    """What happens to samples that do not fill a batch of their group."""
+    order: Order = "proportional"
+    """``round_robin``: Algorithm 1 of MCL; ``proportional``: a seeded shuffle of all batches."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class LockConfig:
+    """What is trained; everything else is frozen at the base weights."""
+
+    image_blocks: NonNegativeInt | Literal["all"] = "all"
+    """Last blocks of the image tower that are trained (ResNet: of the stem and the residual
+    blocks, which are 1 + 16 in an RN50)."""
+    image_norm: bool = True
+    """Train the final norm of the image tower (ResNet: batch norms of trained blocks)."""
+    image_projection: bool = True
+    """Train the image projection (ResNet: the attention pool)."""
+    text: bool = True
+    """Train the text tower; false: frozen, its embeddings are computed once by ``embed``."""
+    text_blocks: NonNegativeInt | Literal["all"] = "all"
+    """Last blocks of the text tower that are trained, with its final norm and projection."""
+    logit_scale: bool = True
+    """Train the logit scale."""
+
+    def __post_init__(self) -> None:
+        if self.text_blocks != "all" and not self.text:
+            raise ValueError(
+                f"text_blocks={self.text_blocks} names blocks of a text tower that text=false "
+                "freezes: leave one of them out"
+            )
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class LoraConfig:
+    """Low-rank adapters (LoRA) on the image tower: only they are trained in its linear layers."""
+
+    rank: PositiveInt = 8
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 16.0
+    """An adapter's output is multiplied by alpha / rank."""
+    dropout: NonNegativeFloat = 0.0
+    """Dropout on an adapter's input."""
+    targets: Targets = "all"
+    """Linear layers of the blocks ``lock.image_blocks`` that get an adapter."""
+    text: bool = False
+    """Adapters on the unlocked blocks of the text tower too."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class EngineConfig:
+    """How a step runs on the hardware: speed and memory, not results (a resume may change it)."""
+
+    name: Literal["ddp", "fsdp", "deepspeed"] = "ddp"
+    """``ddp``: whole copies; ``fsdp``: FSDP2, sharded by block; ``deepspeed``: ZeRO."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """deepspeed: shards optimizer state (1), gradients too (2), parameters too (3)."""
+    shard_ranks: PositiveInt | None = None
+    """fsdp: ranks that share one copy, such as those of a node (null: all ranks)."""
+    micro_batch: PositiveInt | None = None
+    """Samples per rank and forward; a bigger local batch is computed by exact gradient caching,
+    in two passes (null: the local batch at once)."""
+    grad_checkpointing: bool = False
+    """Recompute the blocks' activations in the backward instead of keeping them."""
+    compile: Literal["off", "model", "step"] = "off"
+    """torch.compile: ``model`` block by block, ``step`` the whole forward with the objective."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class CheckpointConfig:
+    """Resumable state: when it is saved, how long it is kept, and where else."""
+
+    every: PositiveInt = 1000
+    """Steps between checkpoints."""
+    keep: PositiveInt = 2
+    """Checkpoints kept (the newest)."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of steps divisible by this are kept for good (null: none)."""
+    asynchronous: bool = False
+    """Train on while the copy is written to disk."""
+    mirror: str | None = None
+    """fsspec url of a folder that gets a copy of every checkpoint, such as ``s3://bucket/run``."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written, such as on a full disk: end the run, or train on with
+    the one before until the next is due."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class TrainConfig:
+    """One training: its data order, its optimizer, its records."""
+
+    global_batch: PositiveInt = 1024
+    """Samples per optimizer step over all ranks."""
+    epochs: PositiveFloat = 20
+    """Passes over the plan; ignored where ``steps`` is set."""
+    steps: PositiveInt | None = None
+    """Optimizer steps in all."""
+    objective: AnyObjective = field(default_factory=lambda: parse({"kind": "info_nce"}))
+    """What is minimised, by its ``kind``."""
+    plan: PlanConfig = PlanConfig()
+    lock: LockConfig = LockConfig()
+    lora: LoraConfig | None = None
+    """Adapters on the image tower; its other weights in those layers stay as they are."""
+    engine: EngineConfig = EngineConfig()
+    optimizer: str = "adamw"
+    """``adamw``, ``lars``, ``lion``, or ``timm:NAME`` for any other of timm's."""
+    lr: float = 5e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after the warm-up."""
+    warmup: float = 0.1
+    """Share of the steps over which the learning rate rises from zero."""
+    layer_decay: PositiveFloat | None = None
+    """Each block's learning rate is this times that of the block above it (null: all the same)."""
+    weight_decay: float = 0.2
+    """Weight decay (none on norms, biases and the logit scale)."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Betas of AdamW and Lion."""
+    eps: float = 1e-6
+    """AdamW epsilon."""
+    momentum: float = 0.9
+    """Momentum of LARS."""
+    ema_decay: PositiveFloat | None = None
+    """Decay per step of an exponential moving average of the weights (null: none kept)."""
+    clip_grad_norm: float | None = None
+    """Largest gradient norm (null: no clipping)."""
+    precision: Literal["fp32", "bf16", "fp16", "float64"] = "fp32"
+    """``bf16`` is autocast, ``fp16`` autocast with loss scaling; ``float64`` serves checks."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log_every: PositiveInt = 10
+    """Steps between rows of metrics.jsonl."""
+    profile_steps: list[NonNegativeInt] = field(default_factory=list)
+    """Steps recorded by torch.profiler, as traces below ``profile/``."""
+    cached_text: bool = True
+    """With a locked text tower: read text embeddings from disk instead of running the tower."""
+
+    def reader(self, name: str) -> str:
+        """What messages call the objective of this training, which is the option ``name``."""
+        return f"{name}.objective.kind={self.objective.kind}"
+
+    @property
+    def reads_text_embeddings(self) -> bool:
+        """Whether captions come as embeddings from disk (in stages after stage 0)."""
+        return self.objective.reads.captions and self.cached_text and not self.lock.text
+
+    def model_arguments(self) -> dict[str, Any]:
+        """What trainer.prepare_model takes beside the model and the seed."""
+        reads = self.objective.reads
+        unused = {} if reads.captions else {"text": False}
+        unused |= {} if reads.logit_scale else {"logit_scale": False}
+        return {
+            "lock": asdict(self.lock) | unused,
+            "lora": None if self.lora is None else asdict(self.lora),
+            "precision": self.precision,
+            "grad_checkpointing": self.engine.grad_checkpointing,
+        }
+
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """What models.optimizer.build_optimizer takes beside the module."""
+        same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "lr")
+        return {"name": self.optimizer} | {name: getattr(self, name) for name in same}
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -197,7 +369,8 @@ class Config:
     model: ModelConfig = ModelConfig()
     trained_model: ModelConfig | None = None
     """Encoder that stages s >= 1 train from its own start, such as random weights (null: the base
-    model); only for objectives with class centers."""
+    model); only for objectives that may start from another encoder, such as those with class
+    centers."""
     base: TrainConfig | None = None
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
     embed: EmbedConfig = EmbedConfig()
@@ -217,47 +390,57 @@ class Config:
     def __post_init__(self) -> None:
         if len(set(self.controls)) != len(self.controls):
             raise ValueError(f"controls names one twice: {self.controls}")
-        if self.base is not None and self.base.class_centers is not None:
+        objective = self.train.objective
+        if self.base is not None and self.base.objective.reads.clusters:
             raise ValueError(
                 f"base.objective.kind={self.base.objective.kind} needs the clusters of a stage "
                 "before: set it in train.objective"
             )
-        centers = self.train.class_centers
-        if centers is None and self.trained_model is not None:
+        if self.trained_model is not None and not objective.starts_anew:
             raise ValueError(
-                "trained_model is for train.objective with class centers (mlcd, mlc, single_label):"
-                " with info_nce every stage starts from the base model"
+                "trained_model is for a train.objective that may start from an encoder of its own "
+                f"(mlcd, mlc, single_label): with {objective.kind} every stage starts from the "
+                "base model"
             )
-        if centers is not None:
-            self._check_class_centers(centers)
+        if other := [name for name in self.controls if name not in objective.controls]:
+            raise ValueError(
+                f"controls={other} say nothing of train.objective.kind={objective.kind}, which has "
+                f"{', '.join(objective.controls) or 'none'}: leave them out"
+            )
+        for options in filter(None, (self.base, self.train)):
+            options.objective.check(self.facts(options))
         for name, options in self.trainings.items():
-            model = (self.trained_model if name == "train" else None) or self.model
-            check_image_blocks(f"{name}.lock.image_blocks", options.lock.image_blocks, model.name)
+            model = self.model_of(name).name
+            check_image_blocks(f"{name}.lock.image_blocks", options.lock.image_blocks, model)
 
-    def _check_class_centers(self, centers: ClassCentersConfig) -> None:
-        if self.controls:
-            raise ValueError(
-                f"controls={self.controls} are those of train.objective.kind=info_nce, not of "
-                f"{centers.kind}: leave them out"
-            )
-        if centers.labels_per_sample > self.cluster.labels_per_sample:
-            raise ValueError(
-                f"train.objective.labels_per_sample={centers.labels_per_sample} is more than "
-                f"cluster.labels_per_sample={self.cluster.labels_per_sample}, what is stored: "
-                "raise the latter"
-            )
-        classes, rate = self.cluster.fewest, centers.sample_rate
-        if rate > 0.0 and round(rate * classes) == 0:
-            raise ValueError(
-                f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
-                f"least {1 / classes:.2g}"
-            )
+    def facts(self, options: TrainConfig) -> Facts:
+        """What an objective may ask of this run before it begins."""
+        return Facts(
+            num_clusters=self.cluster.fewest,
+            stored=self.cluster.labels_per_sample,
+            precision=options.precision,
+            engine=options.engine.name,
+        )
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether anything comes after stage 0: a clustering, a training, encoders to join."""
+        return self.num_stages > 0
+
+    @property
+    def clusters(self) -> list[int]:
+        """K of every stage that is clustered: 0 to num_stages - 1."""
+        return [self.cluster.clusters_of(stage) for stage in range(self.num_stages)]
 
     @property
     def trainings(self) -> dict[str, TrainConfig]:
         """The kinds of training that a run has, by the option that describes them."""
         base = {} if self.base is None else {"base": self.base}
-        return base | ({"train": self.train} if self.num_stages else {})
+        return base | ({"train": self.train} if self.has_stages else {})
+
+    def model_of(self, training: str) -> ModelConfig:
+        """The encoder that ``base`` or ``train`` starts from, as it is named."""
+        return (self.trained_model if training == "train" else None) or self.model
 
     @property
     def needs_text_embeddings(self) -> bool:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mclclip.config import recipes
 from mclclip.config.options import Config
-from mclclip.config.training import TrainConfig
+from mclclip.objectives.base import ObjectiveOptions, options_class
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
@@ -29,11 +29,9 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     Raises FileNotFoundError for a missing file and ValueError, one line, for anything else: an
     unknown key is named with the nearest valid one, a wrong value with its dotted path.
     """
-    tree: dict[str, Any] = {}
-    if path is not None:
-        tree = _parse_yaml(recipes.find(path).read_text(), str(path)) or {}
-        if not isinstance(tree, dict):
-            raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")
+    tree = {} if path is None else _parse_yaml(recipes.find(path).read_text(), str(path)) or {}
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")
     return from_tree(tree, overrides)
 
 
@@ -45,20 +43,18 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     try:
         return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
-        raise ValueError(_message(error)) from None
+        raise ValueError(_message(error, tree)) from None
 
 
 def to_tree(config: Any) -> dict[str, Any]:
     """A config (or a part of one) as plain nested mappings."""
-    tree: dict[str, Any] = dataclasses.asdict(config)
-    return tree
+    return dict(dataclasses.asdict(config))
 
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML."""
     plain = TypeAdapter(Config).dump_python(config, mode="json")
-    text: str = yaml.safe_dump(plain, sort_keys=False)
-    return text
+    return str(yaml.safe_dump(plain, sort_keys=False))
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -76,12 +72,11 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
-        below = node.setdefault(parent, {})
-        if below is None:
-            below = node[parent] = {}
-        if not isinstance(below, dict):
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {parent!r} holds a value, not options")
-        node = below
     node[last] = _parse_yaml(text, f"override {override!r}")
     if node[last] is None and parents in (["eval", "suite"], ["data", "sources"]):
         del node[last]  # eval.suite.coco=null drops a recipe's benchmark
@@ -91,20 +86,20 @@ _UNION_MEMBERS = ("int", "str", "constrained-int", "constrained-float")
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
-def _message(error: ValidationError) -> str:
+def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     """The first problem as one line: dotted path, what it got, what was wanted."""
     problems = error.errors()
     unknown = [item for item in problems if item["type"] in _UNKNOWN]
     # Of the tried members of a union the one that got farthest tells most.
     problem = unknown[0] if unknown else max(problems, key=lambda item: len(item["loc"]))
     path = [str(part) for part in problem["loc"]]
+    # Without the tried members of a union, which pydantic adds, as in "image_blocks.int".
+    name = ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
     if problem["type"] in _UNKNOWN:
-        valid = _fields_at(path[:-1])
+        valid = _fields_at(path[:-1], tree)
         near = difflib.get_close_matches(path[-1], valid, n=1, cutoff=0.0)
         hint = f": did you mean {near[0]!r}?" if near else ""
-        name = ".".join(_options_in(path))
         return f"unknown option {name!r}{hint} (valid here: {', '.join(valid)})"
-    name = ".".join(_options_in(path))
     if problem["type"] in ("missing", "missing_argument"):
         return f"option {name!r} is required: set {name}=VALUE"
     if problem["type"] == "union_tag_not_found":
@@ -112,44 +107,27 @@ def _message(error: ValidationError) -> str:
     if problem["type"] == "value_error" and not path:  # said of several options
         return str(problem["ctx"]["error"])
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
-    return (
-        f"option {name or 'configuration'!r}{got}: {problem['msg'].removeprefix('Value error, ')}"
-    )
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"option {name or 'configuration'!r}{got}: {message}"
 
 
-def _options_in(path: list[str]) -> list[str]:
-    """The path without what pydantic adds to it: the tried members of a union, as in
-    "image_blocks.int", and the kind of an objective."""
-    return [
-        part
-        for before, part in zip(["", *path], path, strict=False)
-        if part not in _UNION_MEMBERS
-        and "[" not in part
-        and not (before == "objective" and part in _kinds())
-    ]
-
-
-def _kinds() -> set[str]:
-    members = _dataclasses_in(typing.get_type_hints(TrainConfig)["objective"])
-    return {kind for m in members for kind in typing.get_args(typing.get_type_hints(m)["kind"])}
-
-
-def _fields_at(path: list[str]) -> list[str]:
-    """Names of the options valid below a path of pydantic's."""
-    found: list[Any] = [Config]
+def _fields_at(path: list[str], tree: Any) -> list[str]:
+    """Names of the options valid below a path of pydantic's; ``tree`` tells the objectives."""
+    found: Any = Config
     for part in path:
-        hints = [typing.get_type_hints(member) for member in found]
-        below = [hint[part] for hint in hints if part in hint]
-        if below:
-            found = _dataclasses_in(below[0])
-        else:  # the kind of an objective, or the name of an entry of a mapping
-            tagged = [part in typing.get_args(hint.get("kind")) for hint in hints]
-            found = [m for m, own in zip(found, tagged, strict=True) if own] or found
-    return [item.name for item in dataclasses.fields(found[0])]
+        if isinstance(tree, list) and part.isdigit():
+            tree = tree[int(part)]
+        elif isinstance(tree, dict):
+            tree = tree.get(part)
+        found = _options_in(typing.get_type_hints(found).get(part)) or found
+        if found is ObjectiveOptions and isinstance(tree, dict):
+            found = options_class(str(tree.get("kind")))
+    return [item.name for item in dataclasses.fields(found)]
 
 
-def _dataclasses_in(annotation: Any) -> list[Any]:
-    """The options dataclasses that an annotation mentions, such as the values of a mapping."""
+def _options_in(annotation: Any) -> Any:
+    """The first class of options that an annotation mentions, such as that of a mapping's values;
+    None for other annotations."""
     if dataclasses.is_dataclass(annotation):
-        return [annotation]
-    return [found for part in typing.get_args(annotation) for found in _dataclasses_in(part)]
+        return annotation
+    return next(filter(None, map(_options_in, typing.get_args(annotation))), None)

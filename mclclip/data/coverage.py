@@ -7,8 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mclclip.data.group_tree import Level, Policy, build_levels, num_scheduled, require_steps
-from mclclip.data.pseudo_labels import GroupedIndex, label_space, size_statistics
+from mclclip.data.groups import (
+    GroupedIndex,
+    Level,
+    Policy,
+    build_levels,
+    num_scheduled,
+    require_steps,
+)
+from mclclip.data.labels import label_space, size_statistics
 
 logger = logging.getLogger("mclclip")
 
@@ -20,7 +27,7 @@ class Coverage:
     policy: Policy
     global_batch: int
     num_samples: int
-    groups: dict[str, float]  # pseudo_labels.size_statistics
+    groups: dict[str, float]  # labels.size_statistics
     groups_below_batch: int
     share_below_batch: float  # of the samples
     label_space: int  # K^j, to be compared with M / B (Eq. 4)
@@ -155,3 +162,21 @@ def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> 
     elif policy == "drop" and report.groups_below_batch:
         logger.warning("policy 'drop' never uses %s groups, see above", report.groups_below_batch)
     return report
+
+
+def build_groups(
+    labels: np.ndarray,
+    radices: tuple[int, ...],
+    bad_ids: np.ndarray,
+    global_batch: int,
+    policy: Policy,
+) -> GroupedIndex:
+    """Groups the samples by label, those of ``bad_ids`` left out, and logs the coverage.
+
+    Raises ValueError where the groups do not suit the batch (coverage.check_coverage).
+    """
+    usable = labels.copy()
+    usable[bad_ids] = -1
+    grouped = GroupedIndex.build(usable, radices)
+    check_coverage(grouped, global_batch, policy)
+    return grouped

@@ -1,17 +1,20 @@
 """Which samples meet in which step: an epoch as a pure function of the step (MCL, Algorithm 1).
 
 `EpochPlan` turns (grouped index, global batch, policy, order, seed, stage, epoch) and a step into
-sample ids. It holds no sampler state, sees neither rank nor world size (a rank takes its columns of
-the batch), and its memory grows with groups and steps, never with samples.
+sample ids and their labels. It holds no sampler state, sees neither rank nor world size (a rank
+takes its columns of the batch), and its memory grows with groups and steps, never with samples.
 """
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
-from mclclip.data.group_tree import (
+from mclclip.data.groups import (
+    GroupedIndex,
     Integers,
     Level,
     Policy,
@@ -19,23 +22,81 @@ from mclclip.data.group_tree import (
     num_scheduled,
     require_steps,
 )
-from mclclip.data.pseudo_labels import GroupedIndex, truncate
+from mclclip.data.labels import truncate
 from mclclip.randomness import mix, permute
 
 Order = Literal["round_robin", "proportional"]
 _SAMPLES, _GROUP_ORDER, _STEP_ORDER = 1, 2, 3  # purposes of the randomness, part of its key
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """One global batch as the plan has it, in a fixed order; B = global_batch.
+
+    ids            sample ids int64 [B]
+    labels         int64 [B], truncated at the prefix length
+    prefix_length  at how many leading stages the Eq. 3 mask of this step compares labels
+    group_size     samples that a row of the batch is compared with, itself included: their mean
+                   over the rows. The global batch wherever all rows share the prefix, that is in
+                   all but mixed batches.
+    """
+
+    ids: Integers
+    labels: Integers
+    prefix_length: int
+    group_size: int
+
+
+class _Tree:
+    """The part of a plan that no epoch changes: nodes, their batches, and where samples start."""
+
+    def __init__(
+        self, grouped: GroupedIndex, global_batch: int, policy: Policy, order: Order
+    ) -> None:
+        if order not in get_args(Order):
+            raise ValueError(f"order is {order!r}: wanted one of {', '.join(get_args(Order))}")
+        self.grouped, self.global_batch = grouped, global_batch
+        self.policy, self.order = policy, order
+        self.levels = build_levels(grouped, global_batch, policy)
+        self.num_steps = require_steps(self.levels, global_batch, policy)
+        self.scheduled = num_scheduled(self.levels, global_batch, policy)
+        # All pools above a level laid end to end: where the leftovers of each of its nodes start.
+        self.pools = [_starts(level.leftovers) for level in self.levels]
+        self._list_batches()
+
+    def _list_batches(self) -> None:
+        """Level, node and number within the node of every batch of an epoch: int64 [steps] each.
+
+        Units are the leaves in label order, then the nodes above, the root last. Batches are
+        listed unit by unit, and under "round_robin" all first batches, all second ones and so on.
+        """
+        batches = np.concatenate([level.batches for level in self.levels])
+        level = np.repeat(np.arange(len(self.levels)), [len(x.batches) for x in self.levels])
+        node = np.concatenate([np.arange(len(x.batches)) for x in self.levels])
+        unit = np.repeat(np.arange(len(batches)), batches)
+        number = np.arange(len(unit)) - np.repeat(np.cumsum(batches) - batches, batches)
+        if self.order == "round_robin":
+            visit = np.argsort(number, kind="stable")
+            unit, number = unit[visit], number[visit]
+        self.level, self.node, self.number = level[unit], node[unit], number
+
+
+def _starts(sizes: Integers) -> Integers:
+    """[n + 1]: where runs of these sizes, laid end to end, start; and their sum."""
+    return np.append(0, np.cumsum(sizes))
+
+
 class EpochPlan:
     """The global batches of one epoch (MCL, Algorithm 1 and section 3).
 
     global_batch  samples per step over all ranks
-    policy        what becomes of samples that fill no batch of their own group (see group_tree)
+    policy        what becomes of samples that fill no batch of their own group (see groups)
     order         round_robin (the paper: groups in turn, exhausted ones skipped) or proportional
                   (steps shuffled, so that a group comes up in proportion to its batches)
     seed, stage, epoch  the key of all randomness
 
-    steps_per_epoch, scheduled and remainder are equal for every epoch.
+    steps_per_epoch, scheduled and remainder are equal for every epoch. What no epoch changes is
+    built once: `of_epoch` gives the plan of another epoch, which shares it.
     Raises ValueError where not a single batch can be made.
     """
 
@@ -49,93 +110,138 @@ class EpochPlan:
         stage: int,
         epoch: int,
     ) -> None:
-        if order not in get_args(Order):
-            raise ValueError(f"order is {order!r}: wanted one of {', '.join(get_args(Order))}")
-        self._grouped, self._global_batch, self._policy = grouped, global_batch, policy
-        self._key = (seed, stage, epoch)
-        self._levels = build_levels(grouped, global_batch, policy)
-        self.steps_per_epoch = require_steps(self._levels, global_batch, policy)
-        self.scheduled = num_scheduled(self._levels, global_batch, policy)
+        self._tree = _Tree(grouped, global_batch, policy, order)
+        self.steps_per_epoch = self._tree.num_steps
+        self.scheduled = self._tree.scheduled
         self.remainder = grouped.num_samples - self.scheduled
-        self._leaf_order = np.arange(grouped.num_groups)
-        if policy == "mask":
-            key = mix(*self._key, _GROUP_ORDER)
-            self._leaf_order = permute(self._leaf_order, grouped.num_groups, key)
-        # All pools above a level laid end to end: where the leftovers of each of its nodes start.
-        leftovers = [level.leftovers for level in self._levels]
-        leftovers[0] = leftovers[0][self._leaf_order]
-        self._pools = [np.append(0, np.cumsum(left)) for left in leftovers]
-        self._make_schedule(order)
+        self._set_epoch(seed, stage, epoch)
 
-    def batch(self, step: int) -> Integers:
-        """Sample ids int64 [global_batch] of a step of this epoch, in a fixed order."""
-        leaf, position = self._resolve(step)
-        ids = self._grouped.sample_ids[self._grouped.group_starts[leaf] + position]
-        return np.asarray(ids, dtype=np.int64)
+    def of_epoch(self, epoch: int) -> EpochPlan:
+        """The plan of another epoch of the same stage."""
+        other = copy.copy(self)
+        other._set_epoch(*self._key[:2], epoch)
+        return other
 
-    def prefix_length(self, step: int) -> int:
-        """At how many leading stages the Eq. 3 mask of this step compares labels."""
-        return self._levels[int(self._step_level[self._check_step(step)])].prefix_length
+    def _set_epoch(self, seed: int, stage: int, epoch: int) -> None:
+        self._key = (seed, stage, epoch)
+        self.epoch = epoch
+        self._mixed: tuple[Integers, Integers] | None = None
 
-    def labels_at(self, step: int) -> Integers:
-        """Labels int64 [global_batch] of the batch, truncated at the step's prefix length."""
-        labels = self._grouped.group_labels[self._resolve(step)[0]]
-        return truncate(labels, self._grouped.radices, self.prefix_length(step))
-
-    def group_size(self, step: int) -> int:
-        """Rows that a row of the batch is compared with, itself included: their mean over the rows.
-        The global batch wherever all rows share the prefix, that is in all but mixed batches."""
-        if self._policy != "mask" or self._step_level[self._check_step(step)] == 0:
-            return self._global_batch
-        counts = np.unique(self.labels_at(step), return_counts=True)[1]
-        return round(float((counts**2).sum()) / self._global_batch)
-
-    def _make_schedule(self, order: Order) -> None:
-        """Which level, node and batch of the node each step takes: int64 [steps] each.
-
-        Units are the leaves in label order, then the nodes above, the root last.
-        """
-        batches = np.concatenate([level.batches for level in self._levels])
-        level = np.repeat(np.arange(len(self._levels)), [len(x.batches) for x in self._levels])
-        node = np.concatenate([np.arange(len(x.batches)) for x in self._levels])
-        unit = np.repeat(np.arange(len(batches)), batches)
-        number = np.arange(len(unit)) - np.repeat(np.cumsum(batches) - batches, batches)
-        if order == "round_robin":
-            visit = np.argsort(number, kind="stable")  # all first batches, all second ones, ...
-        else:
-            visit = permute(np.arange(len(unit)), len(unit), mix(*self._key, _STEP_ORDER))
-        self._step_level, self._step_node = level[unit[visit]], node[unit[visit]]
-        self._step_number = number[visit]
-
-    def _check_step(self, step: int) -> int:
+    def batch(self, step: int) -> PlannedBatch:
+        """The global batch of a step of this epoch; ValueError for a step outside of it."""
         if not 0 <= step < self.steps_per_epoch:
             raise ValueError(f"step is {step}: wanted 0 <= step < {self.steps_per_epoch}")
-        return step
+        tree, place = self._tree, step
+        if tree.order == "proportional":
+            key = mix(*self._key, _STEP_ORDER)
+            place = int(permute(step, self.steps_per_epoch, key))
+        depth = int(tree.level[place])
+        leaf, position = self._resolve(depth, int(tree.node[place]), int(tree.number[place]))
+        grouped, length = tree.grouped, tree.levels[depth].prefix_length
+        labels = truncate(grouped.group_labels[leaf], grouped.radices, length)
+        group_size = tree.global_batch
+        if tree.policy == "mask" and depth > 0:
+            counts = np.unique(labels, return_counts=True)[1]
+            group_size = round(float((counts**2).sum()) / tree.global_batch)
+        ids = np.asarray(grouped.sample_ids[grouped.group_starts[leaf] + position], dtype=np.int64)
+        return PlannedBatch(ids, labels, length, group_size)
 
-    def _resolve(self, step: int) -> tuple[Integers, Integers]:
-        """(leaf, position in the shuffled leaf), int64 [global_batch] each.
+    def _resolve(self, depth: int, node: int, number: int) -> tuple[Integers, Integers]:
+        """(leaf, position in the shuffled leaf), int64 [global_batch] each, of a node's batch.
 
         Walks down the tree with all elements at once: a position of a node is shuffled, then found
         among the leftovers of its children, which are the last positions of each child.
         """
-        step = self._check_step(step)
-        depth = int(self._step_level[step])
-        node = np.full(self._global_batch, self._step_node[step], dtype=np.int64)
-        first = int(self._step_number[step]) * self._global_batch
-        position = first + np.arange(self._global_batch, dtype=np.int64)
-        if self._policy == "wrap":
-            position %= self._levels[0].sizes[node]
-        for number in range(depth, 0, -1):
-            level, below = self._levels[number], self._levels[number - 1]
-            if self._policy != "mask":
-                position = self._shuffle(level, node, position)
-            pool = self._pools[number - 1]
-            position = position + pool[level.first_child[node]]
+        tree, size = self._tree, self._tree.global_batch
+        nodes = np.full(size, node, dtype=np.int64)
+        position = number * size + np.arange(size, dtype=np.int64)
+        if tree.policy == "wrap":
+            position %= tree.levels[0].sizes[nodes]
+        for above in range(depth, 0, -1):
+            level, below = tree.levels[above], tree.levels[above - 1]
+            if tree.policy != "mask":
+                position = self._shuffle(level, nodes, position)
+            order, pool = None, tree.pools[above - 1]
+            if tree.policy == "mask":
+                order, pool = self._mixed_leaves()
+            position = position + pool[level.first_child[nodes]]
             slot = np.searchsorted(pool, position, side="right") - 1
-            node = self._leaf_order[slot] if number == 1 else slot
-            position = position - pool[slot] + below.batches[node] * self._global_batch
-        return node, self._shuffle(self._levels[0], node, position)
+            nodes = slot if order is None else order[slot]
+            position = position - pool[slot] + below.batches[nodes] * size
+        return nodes, self._shuffle(tree.levels[0], nodes, position)
+
+    def _mixed_leaves(self) -> tuple[Integers, Integers]:
+        """Leaves in the order in which "mask" pools their leftovers, and where those start in the
+        pool. Both are drawn anew for every epoch, when its first mixed batch is asked for."""
+        if self._mixed is None:
+            num_groups, key = self._tree.grouped.num_groups, mix(*self._key, _GROUP_ORDER)
+            order = permute(np.arange(num_groups), num_groups, key)
+            self._mixed = order, _starts(self._tree.levels[0].leftovers[order])
+        return self._mixed
 
     def _shuffle(self, level: Level, node: Integers, position: Integers) -> Integers:
         key = mix(*self._key, _SAMPLES, level.prefix_length, level.labels[node])
         return permute(position, level.sizes[node], key)
+
+
+def total_steps(steps: int | None, epochs: float, steps_per_epoch: int) -> int:
+    """Steps of a training: as given, or of ``epochs`` whole plans."""
+    return steps or max(1, round(epochs * steps_per_epoch))
+
+
+def check_ranks(name: str, global_batch: int, num_ranks: int) -> None:
+    """Raises ValueError, with the numbers that would do, where ranks cannot share a batch.
+
+    ``name`` is the training's option, ``base`` or ``train``.
+    """
+    if global_batch % num_ranks:
+        near = range(1, max(2 * num_ranks, 128) + 1)
+        fits = [number for number in near if global_batch % number == 0]
+        raise ValueError(
+            f"{name}.global_batch={global_batch} cannot be cut over {num_ranks} ranks: use one of "
+            f"{fits} ranks, or a multiple of {num_ranks} as {name}.global_batch"
+        )
+
+
+def check_samples(
+    name: str,
+    global_batch: int,
+    policy: Policy,
+    num_clusters: int,
+    num_samples: int,
+    without_caption: int = 0,
+) -> None:
+    """Raises ValueError where a batch, or the clusters, need more samples than there are.
+
+    ``without_caption``: samples that are clustered, but left out of this training's batches.
+    """
+    usable = num_samples - without_caption
+    if policy != "wrap" and global_batch > usable:
+        raise ValueError(
+            f"{name}.global_batch={global_batch:,} is more than the index's {usable:,} samples"
+            f"{' with a caption' if without_caption else ''}: lower it, or set "
+            f"{name}.plan.policy=wrap"
+        )
+    if num_clusters > num_samples:
+        raise ValueError(
+            f"cluster.num_clusters={num_clusters:,} is more than the index's {num_samples:,} "
+            "samples: lower it"
+        )
+
+
+def steps_per_epoch(
+    num_samples: int, global_batch: int, policy: Policy, max_groups: int = 1
+) -> tuple[int, int]:
+    """Fewest and most steps of an epoch over ``num_samples`` in 1 to ``max_groups`` groups.
+
+    Under ``backoff`` and ``mask`` leftovers are pooled until fewer than a batch are left, so that
+    both are equal (see ``groups``).
+    """
+    whole = num_samples // global_batch
+    groups = min(max_groups, num_samples)
+    lost = groups * (global_batch - 1)  # at most so many do not fill a batch of their groups
+    if policy == "drop":
+        return max(0, -(-(num_samples - lost) // global_batch)), whole
+    if policy == "wrap":
+        return -(-num_samples // global_batch), (num_samples + lost) // global_batch
+    return whole, whole

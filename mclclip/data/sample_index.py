@@ -1,8 +1,9 @@
-"""The sample index: every usable sample of all shards as one row of a memory-mapped table.
+"""The sample index: every image of all shards as one row of a memory-mapped table.
 
 ``samples.arrow`` holds key, shard and byte ranges per sample, rows in the order of
 ``shards.json``; ``sample_id`` is the row number. webdataset reads shards in sequence only: through
-this table they are read at random.
+this table they are read at random. Captions are optional: what needs them asks
+`SampleIndex.without_caption` which samples it has to leave out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mclclip.artifacts import digest_keys, read_json, read_manifest, whole_file, write_json
 from mclclip.data.shard_scan import (
     MAX_EXAMPLES,
     RANGES,
@@ -28,6 +28,8 @@ from mclclip.data.shard_scan import (
     parse_captions,
     scan_shard,
 )
+from mclclip.files import digest_array, digest_json, digest_keys, read_json, whole_file, write_json
+from mclclip.run.artifacts import read_manifest
 
 __all__ = ["SampleIndex", "Shard", "join_rows", "parse_captions", "scan_shard"]
 
@@ -83,14 +85,18 @@ def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> str:
-    """Writes ``shards.json``, then ``samples.arrow``, each atomically; returns the key digest.
+    """Writes ``shards.json``, then ``samples.arrow``, each atomically; returns the digest.
 
     The order of shards goes first: an index killed between the two is made again in that order.
+    The digest is that of the ordered keys, and of which samples have no caption if some have none:
+    plans are made of them too.
     """
     write_json(directory / SHARDS, [asdict(shard) for shard in shards])
     with whole_file(directory / SAMPLES) as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
-    return digest_keys(_iterate(table["key"]))
+    keys = digest_keys(_iterate(table["key"]))
+    bare = np.flatnonzero(table["num_captions"].to_numpy() == 0)
+    return digest_json([keys, digest_array(bare)]) if len(bare) else keys
 
 
 def read_table(directory: Path) -> pa.Table:
@@ -117,7 +123,8 @@ class SampleIndex:
     """A finished index, memory-mapped: arrays over N samples cost no memory until touched.
 
     ``image_offset, image_size, text_offset, text_size``: int64 [N], bytes in the shard (text: the
-    ``.txt`` or ``.json`` member with the captions). ``shard_of, num_captions``: int32 [N].
+    ``.txt`` or ``.json`` member with the captions). ``shard_of, num_captions``: int32 [N]; a sample
+    may have no caption at all.
     ``shards``: rows [start, stop) of each are contiguous. All arrays are read-only. It pickles as
     its directory, so handing it to a process is cheap.
     """
@@ -186,6 +193,23 @@ class SampleIndex:
                 f"such as {missing[:3].to_pylist()}: keys are 'source/key' as in data.sources"
             )
         return np.asarray(rows[place.to_numpy()], np.int64)
+
+    # --- samples without captions ---
+
+    def without_caption(self, reader: str) -> npt.NDArray[np.int64]:
+        """Sorted ids of the samples that have no caption, which ``reader`` will leave out.
+
+        ``reader`` says in messages who reads captions. Raises ValueError, one line, where no sample
+        has any.
+        """
+        found = np.flatnonzero(self.num_captions == 0).astype(np.int64)
+        if len(found) == len(self):
+            raise ValueError(
+                f"{reader} reads captions, and none of the {len(self)} samples of the index at "
+                f"{self.directory} has one: set data.sources.NAME.captions to where they are and "
+                "index again, or train with an objective that reads none"
+            )
+        return found
 
     # --- samples that cannot be decoded ---
 

@@ -27,10 +27,10 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\x
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's mark of what is no sample
 REASONS = {
     "no_image": "samples without an image, left out",
-    "no_caption": "samples without a caption, left out",
+    "no_caption": "samples without a caption, kept: what needs captions leaves them out",
     "zero_byte_image": "samples with an image of zero bytes, left out",
-    "zero_byte_caption": "samples with a caption file of zero bytes, left out",
-    "bad_json": "samples whose .json does not parse, left out",
+    "zero_byte_caption": "samples with a caption file of zero bytes, kept as without a caption",
+    "bad_json": "samples whose .json does not parse, kept as without a caption",
     "duplicate_key": "samples whose key came before in their source, left out",
     "several_images": "samples with several images, of which the first is used",
     "bad_name": "tar members whose name gives no key, left out",
@@ -113,7 +113,7 @@ def parse_captions(data: bytes, captions: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ShardScan:
-    """Usable samples of one shard in tar order (columns of ROW), and the rest."""
+    """Samples of one shard in tar order (columns of ROW), and what was found on the way."""
 
     rows: pa.RecordBatch
     findings: Findings
@@ -148,9 +148,10 @@ def scan_shard(path: str, source: str, captions: str) -> ShardScan:
     """Reads the headers (and captions) of one tar shard.
 
     Members are grouped by webdataset's key rule, in any order within the shard. ``captions``:
-    ``txt`` or ``json:FIELD``; text_offset and text_size point at that member. Keys get the prefix
-    ``source/``. Raises ValueError for compressed tars (no random access) and OSError where the
-    file cannot be read.
+    ``txt`` or ``json:FIELD``; text_offset and text_size point at that member (0 and 0 where there
+    is none). A sample needs an image; one without a caption is kept with num_captions 0, and the
+    reason is counted. Keys get the prefix ``source/``. Raises ValueError for compressed tars (no
+    random access) and OSError where the file cannot be read.
     """
     findings = Findings()
     text_extension = "txt" if caption_field(captions) is None else "json"
@@ -165,11 +166,13 @@ def scan_shard(path: str, source: str, captions: str) -> ShardScan:
                 findings.add("several_images", full)
             if group.repeated:
                 findings.add("duplicate_key", full, count=max(group.repeated.values()))
-            row = _row(file, group, captions)
-            if isinstance(row, str):
-                findings.add(row, full)
-            else:
-                rows.append((full, *row))
+            if group.image is None or group.image[1] == 0:
+                findings.add("zero_byte_image" if group.image else "no_image", full)
+                continue
+            num_captions, reason = _count_captions(file, group.text, captions)
+            if reason is not None:
+                findings.add(reason, full)
+            rows.append((full, *group.image, *(group.text or (0, 0)), num_captions))
     columns: Any = list(zip(*rows, strict=True)) or [[] for _ in ROW]
     arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
     return ShardScan(pa.RecordBatch.from_arrays(arrays, schema=ROW), findings)
@@ -242,19 +245,17 @@ def _group_members(
     return groups
 
 
-def _row(file: BinaryIO, group: _Group, captions: str) -> tuple[int, ...] | str:
-    """Byte ranges and number of captions of a sample, or the reason why it is left out."""
-    if group.image is None:
-        return "no_image"
-    if group.image[1] == 0:
-        return "zero_byte_image"
-    if group.text is None:
-        return "no_caption"
-    offset, size = group.text
+def _count_captions(
+    file: BinaryIO, text: tuple[int, int] | None, captions: str
+) -> tuple[int, str | None]:
+    """Number of captions in a sample's text member, and why there are none where there are none."""
+    if text is None:
+        return 0, "no_caption"
+    offset, size = text
     if size == 0:
-        return "zero_byte_caption"
+        return 0, "zero_byte_caption"
     try:
-        num_captions = len(parse_captions(os.pread(file.fileno(), size, offset), captions))
+        number = len(parse_captions(os.pread(file.fileno(), size, offset), captions))
     except ValueError:
-        return "bad_json"
-    return (*group.image, offset, size, num_captions) if num_captions else "no_caption"
+        return 0, "bad_json"
+    return number, None if number else "no_caption"

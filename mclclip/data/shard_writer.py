@@ -16,8 +16,8 @@ from typing import Any
 
 from webdataset.writer import TarWriter
 
-from mclclip.artifacts import remove_leftovers, whole_file
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, split_member_name
+from mclclip.files import remove_leftovers, whole_file
 
 _OWNER = "mclclip"
 

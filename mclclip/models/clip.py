@@ -1,4 +1,4 @@
-"""open_clip behind one small interface: models by name, directory or config; exports.
+"""open_clip behind one small interface: models by name, directory or config.
 
 This is the only file that imports open_clip. Models may come from strangers: weights load through
 safetensors or `torch.load(weights_only=True)` alone, and `config_check` refuses configurations that
@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,14 +28,19 @@ import open_clip
 from huggingface_hub import constants as hub
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.pretrained import download_pretrained_from_hf
+from open_clip.timm_model import TimmModel
 from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
 from mclclip.models import config_check, towers, weights
 from mclclip.models.clip_model import ClipModel
+from mclclip.models.image_encoder import ImageEncoder
+from mclclip.models.interface import Model
+from mclclip.models.timm_towers import timm_layout
+from mclclip.models.tokenizer import LazyTokenizer
 
-__all__ = ["ClipModel", "architecture", "load_clip", "save_export"]
+__all__ = ["ClipModel", "architecture", "load_clip", "load_image_encoder", "save_export"]
 T = TypeVar("T")
 
 IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
@@ -80,13 +85,9 @@ def load_clip(
     """
     config, file, directory = _resolve(name, pretrained, quick_gelu, load_weights)
     model_cfg = config["model_cfg"]
-    for part, key, value in (
-        ("vision_cfg", "image_size", image_size),
-        ("text_cfg", "context_length", context_length),
-        ("vision_cfg", "patch_dropout", patch_dropout),
-    ):
-        if value is not None:
-            model_cfg[part][key] = value
+    _check_is_clip(name, model_cfg)
+    _override(model_cfg, "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
+    _override(model_cfg, "text_cfg", context_length=context_length)
     if quick_gelu is not None:
         model_cfg["quick_gelu"] = quick_gelu
     tokenizer = _tokenizer(model_cfg["text_cfg"], directory)
@@ -98,29 +99,79 @@ def load_clip(
     return ClipModel(clip, tokenizer, full, _layout(clip.visual), transforms).eval()
 
 
+_SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
+
+
+def load_image_encoder(
+    name: str | Path | Mapping[str, Any],
+    pretrained: str | None = None,
+    *,
+    seed: int = 0,
+    augmentation: Mapping[str, Any] | None = None,
+    image_size: int | None = None,
+    patch_dropout: float | None = None,
+    projector: Sequence[int] = (),
+    load_weights: bool = True,
+) -> ImageEncoder:
+    """Loads an image tower alone, as `load_clip` loads a model, in eval mode, all of it trainable.
+
+    Args:
+        name, pretrained: what `load_clip` takes, of which only the image tower is kept, or the
+            directory of an exported image encoder. Without weights no text tower is built, so none
+            has to be at hand.
+        projector: widths of the linear layers on top, which are trained and not exported; their
+            weights are random, by `seed` alone.
+        seed, augmentation, image_size, patch_dropout, load_weights: as of `load_clip`; errors too.
+    """
+    config, file, _ = _resolve(name, pretrained, None, load_weights)
+    model_cfg = config["model_cfg"]
+    alone = "text_cfg" not in model_cfg
+    _override(model_cfg, "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
+    kept = {
+        key: model_cfg[key] for key in ("embed_dim", "vision_cfg", "quick_gelu") if key in model_cfg
+    }
+    if file is None or alone:
+        config = config | {"model_cfg": kept | {"text_cfg": dict(_SMALLEST_TEXT)}}
+    clip = _build(config, seed, random_text=True)
+    if file is not None and alone:
+        _load_image_tower(clip.visual, file)
+    elif file is not None:
+        _load_weights(clip, file)
+    tower = nn.Module()
+    tower.visual = clip.visual
+    full = {"model_cfg": kept, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
+    transforms = _transforms(clip.visual, augmentation)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        layout = _layout(clip.visual)
+        return ImageEncoder(tower, full, layout, transforms, projector).eval()
+
+
+def _check_is_clip(name: str | Path | Mapping[str, Any], model_cfg: Mapping[str, Any]) -> None:
+    where = "the model config" if isinstance(name, Mapping) else str(name)
+    if "text_cfg" not in model_cfg:
+        raise ValueError(f"{where} is an image encoder without texts: use mclclip.load_model")
+    if "multimodal_cfg" in model_cfg:
+        raise ValueError(f"{where} is a CoCa, which is not supported: use a CLIP model")
+
+
+def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
+    """Replaces the fields of a part of a configuration that are not None."""
+    model_cfg[part] |= {key: value for key, value in fields.items() if value is not None}
+
+
 def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``), without
     its weights; errors as of ``load_clip``."""
     config, _, _ = _resolve(name, None, None, load_weights=False)
     found: dict[str, Any] = config["model_cfg"]
+    _check_is_clip(name, found)
     return found
 
 
-def save_export(model: ClipModel, directory: Path, base_digest: str | None = None) -> None:
-    """Writes a model as an open_clip directory, which plain open_clip loads as `local-dir:`.
-
-    `base_digest` names the base it was fine-tuned from (`weights.base_digest` of its export); None:
-    it is a base itself. The logit scale is written 0-dimensional, as open_clip's models have it.
-    """
-    tensors = {name: tensor.detach() for name, tensor in model.clip.state_dict().items()}
-    for name in ("logit_scale", "logit_bias"):
-        if name in tensors:
-            tensors[name] = tensors[name].reshape(())
-    if hasattr(model.tokenizer, "save_pretrained"):
-        model.tokenizer.save_pretrained(str(directory))
-    base = {"base_digest": base_digest or weights.digest_tensors(tensors)}
-    weights.write_config(Path(directory), model.config | base)
-    weights.write_tensors(Path(directory) / weights.WEIGHTS, tensors)
+def save_export(model: Model, directory: Path, base_digest: str | None = None) -> None:
+    """Writes a model as a directory that `mclclip.load_model` reads; see `ClipModel.save`."""
+    model.save(Path(directory), base_digest)
 
 
 def _resolve(
@@ -132,9 +183,10 @@ def _resolve(
     """Returns the configuration, the weights file, and the directory of a tokenizer's files."""
     found = _find(name, pretrained, quick_gelu, load_weights)
     where = "the model config" if isinstance(name, Mapping) else str(name)
-    config_check.check(found[0]["model_cfg"], _allowed(), where)
-    if "multimodal_cfg" in found[0]["model_cfg"]:
-        raise ValueError(f"{where} is a CoCa, which is not supported: use a CLIP model")
+    model_cfg = found[0]["model_cfg"]
+    # An image encoder has no text_cfg.
+    whole = {"text_cfg": {}, **model_cfg} if isinstance(model_cfg, Mapping) else model_cfg
+    config_check.check(whole, _allowed(), where)
     return found
 
 
@@ -238,22 +290,32 @@ def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None) -> Any:
     """The tokenizer that open_clip makes of a config, never with code that comes with it.
 
     As in open_clip, a Hugging Face tokenizer of a model directory consists of the files there, and
-    any other comes from the hub by its name.
+    any other comes from the hub by its name. That one is fetched when a text is tokenised, and so
+    is that of a directory without such files, which was written where it could not be had.
     """
     length = text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
     options = {"context_length": length} | (text_cfg.get("tokenizer_kwargs") or {})
-    make: Callable[[], Any] = functools.partial(SimpleTokenizer, **options)
-    if name := text_cfg.get("hf_tokenizer_name"):
-        transformers = config_check.library()
-        options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": False}
-        if directory is None:
-            config_check.check_hub_name(name)
-            what = f"the tokenizer files of {name!r}"
-            return _fetched(what, lambda: HFTokenizer(name, **options))
-        config_check.check_tokenizer_files(directory)
-        # With an empty configuration, transformers does not look in config.json for other classes.
-        config = transformers.PretrainedConfig()
-        make = functools.partial(HFTokenizer, str(directory), config=config, **options)
+    name = text_cfg.get("hf_tokenizer_name")
+    if not name:
+        return _made(functools.partial(SimpleTokenizer, **options))
+    options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": False}
+    config_check.check_hub_name(name)
+    if directory is None or not (directory / config_check.TOKENIZER_CONFIG).is_file():
+        return LazyTokenizer(functools.partial(_hub_tokenizer, name, options), length)
+    transformers = config_check.library()
+    config_check.check_tokenizer_files(directory)
+    # With an empty configuration, transformers does not look in config.json for other classes.
+    config = transformers.PretrainedConfig()
+    return _made(functools.partial(HFTokenizer, str(directory), config=config, **options))
+
+
+def _hub_tokenizer(name: str, options: Mapping[str, Any]) -> Any:
+    config_check.library()
+    config_check.check_hub_name(name)
+    return _fetched(f"the tokenizer files of {name!r}", lambda: HFTokenizer(name, **options))
+
+
+def _made(make: Callable[[], Any]) -> Any:
     try:
         with _quiet():
             return make()
@@ -268,7 +330,7 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
         torch.default_generator.manual_seed(seed)
         weights.write_config(Path(folder), config)
         try:
-            return open_clip.create_model(
+            clip = open_clip.create_model(
                 f"local-dir:{folder}",
                 load_weights=False,
                 pretrained_text=not random_text,
@@ -276,6 +338,25 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
             )
         except Exception as error:  # whatever it is, the config led to it
             raise ValueError(f"open_clip cannot build the model ({_line(error)})") from error
+    _check_image_size(clip.visual)
+    return clip
+
+
+def _check_image_size(visual: Any) -> None:
+    """timm's towers are built for the size that their name stands for, whatever a config says."""
+    trunk = getattr(visual, "trunk", None)
+    patches = getattr(trunk, "patch_embed", None)
+    own = getattr(patches, "img_size", None)
+    if own is None or getattr(trunk, "dynamic_img_size", False):
+        return
+    # Below a transformer, convolutions take any size; positions that are learned do not.
+    strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
+    positions = getattr(trunk, "pos_embed", None) is not None
+    if (strict or positions) and tuple(own) != tuple(visual.image_size):
+        raise ValueError(
+            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {own[0]} "
+            "pixels only: leave image_size out, or name the tower of that size"
+        )
 
 
 def _load_weights(clip: Any, file: Path) -> None:
@@ -292,18 +373,29 @@ def _load_weights(clip: Any, file: Path) -> None:
         raise ValueError(f"the weights {file} do not load ({cause})") from error
 
 
-def _layout(visual: nn.Module) -> towers.TowerLayout | str:
+def _load_image_tower(visual: nn.Module, file: Path) -> None:
+    """Fills an image tower with an exported image encoder's weights."""
+    tensors = weights.read_tensors(file)
+    try:
+        visual.load_state_dict({n.removeprefix("visual."): t for n, t in tensors.items()})
+    except RuntimeError as error:
+        raise ValueError(f"the weights {file} do not load ({_line(error)})") from error
+
+
+def _layout(visual: nn.Module) -> towers.ImageLayout | str:
     """What the image tower consists of, or the reason why it cannot be split or locked."""
     try:
         if isinstance(visual, VisionTransformer):
-            return towers.transformer_layout(visual)
+            return towers.VisionTransformerLayout.of(visual)
         if isinstance(visual, ModifiedResNet):
-            return towers.resnet_layout(visual)
+            return towers.ResNetLayout.of(visual)
+        if isinstance(visual, TimmModel):
+            return timm_layout(visual)
     except ValueError as error:
         return str(error)
     return (
-        f"the image tower is a {type(visual).__name__}, which cannot be split or locked: use an "
-        "open_clip VisionTransformer or ModifiedResNet"
+        f"the image tower is a {type(visual).__name__}, which cannot be split or locked: use "
+        "another model"
     )
 
 

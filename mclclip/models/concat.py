@@ -18,11 +18,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from mclclip import artifacts
-from mclclip.models import towers, weights
-from mclclip.models.clip import load_clip
-from mclclip.models.clip_model import ClipModel, unit
+from mclclip import files
+from mclclip.models import weights
+from mclclip.models.clip import load_clip, load_image_encoder
+from mclclip.models.clip_model import ClipModel
 from mclclip.models.encoder import Encoder, SingleEncoder
+from mclclip.models.image_encoder import ImageEncoder
+from mclclip.models.image_model import unit
 
 Variant = Literal["raw", "stage_norm"]
 
@@ -69,7 +71,7 @@ class ConcatEncoder(nn.Module):
 
     def __init__(
         self,
-        stages: Sequence[ClipModel],
+        stages: Sequence[ClipModel | ImageEncoder],
         num_trunk_blocks: int,
         variant: Variant = "raw",
         shared_text: bool = True,
@@ -91,8 +93,8 @@ class ConcatEncoder(nn.Module):
         """Where the model lies."""
         return next(self.parameters()).device
 
-    def _models(self) -> list[ClipModel]:
-        return [stage for stage in self.stages if isinstance(stage, ClipModel)]
+    def _models(self) -> list[ClipModel | ImageEncoder]:
+        return [stage for stage in self.stages if isinstance(stage, ClipModel | ImageEncoder)]
 
     @torch.no_grad()
     def stage_features(self, images: Tensor) -> list[Tensor]:
@@ -139,12 +141,12 @@ def save_concat(
     if not stages:
         raise ValueError("there is no stage to join: give at least one exported model")
     config = weights.common_config(stages)
-    files = [weights.find_weights(stage) for stage in stages]
-    tensors = [weights.read_tensors(file) for file in files]
+    paths = [weights.find_weights(stage) for stage in stages]
+    tensors = [weights.read_tensors(file) for file in paths]
     if any(found.keys() != tensors[0].keys() for found in tensors):
         raise ValueError("the stages hold different tensors: join stages of one architecture only")
     shared = {n for n in tensors[0] if weights.same_bits(*(found[n] for found in tensors))}
-    layout = load_clip(f"local-dir:{stages[0]}", load_weights=False).layout
+    layout = _load(stages[0], load_weights=False).layout
     image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
     differing = {name for name in image if f"visual.{name}" not in shared}
     text = {n for n in tensors[0] if not n.startswith(("visual.", "logit_"))}
@@ -156,12 +158,12 @@ def save_concat(
     record = {
         "schema_version": _SCHEMA_VERSION,
         "variant": variant,
-        "num_trunk_blocks": _num_shared_blocks(layout, differing),
+        "num_trunk_blocks": layout.count_without(differing),
         "num_blocks": layout.num_blocks,
         "shared_text": text <= shared,
         "stages": [
-            {"name": name, "embed_dim": dim, "digest": artifacts.digest_file(file)}
-            for name, file in zip(names, files, strict=True)
+            {"name": name, "embed_dim": dim, "digest": files.digest_file(file)}
+            for name, file in zip(names, paths, strict=True)
         ],
         "embed_dim": dim * len(stages),
         "num_parameters": {
@@ -172,17 +174,8 @@ def save_concat(
     weights.copy_tokenizer(stages[0], directory)
     weights.write_tensors(Path(directory) / CONCAT_WEIGHTS, joined)
     weights.write_config(directory, config)
-    artifacts.write_json(Path(directory) / weights.CONCAT, record)
+    files.write_json(Path(directory) / weights.CONCAT, record)
     return record
-
-
-def _num_shared_blocks(layout: towers.TowerLayout, differing: set[str]) -> int:
-    count = 0
-    while count < layout.num_blocks and not any(
-        towers.belongs(name, layout.trunk(count + 1)) for name in differing
-    ):
-        count += 1
-    return count
 
 
 def _stage_name(directory: Path) -> str:
@@ -198,30 +191,39 @@ def load_model(
 ) -> Encoder:
     """Loads any encoder: an exported stage, a soup, a concat, or a public model.
 
-    `name` is a directory (`PATH` or `local-dir:PATH`), an open_clip name with its `pretrained` tag
-    or file, `hf-hub:ORG/NAME`, or a JSON model config. Raises FileNotFoundError where the directory
-    is missing or is no model, and ValueError for what does not fit.
+    `name` is a directory (`PATH` or `local-dir:PATH`; an image encoder's too), an open_clip name
+    with its `pretrained` tag or file, `hf-hub:ORG/NAME`, or a JSON model config. Raises
+    FileNotFoundError where the directory is missing or is no model, and ValueError for what does
+    not fit.
     """
     path = Path(str(name).removeprefix("local-dir:"))
     if (path / weights.CONCAT).is_file():
         if pretrained:
             raise ValueError(f"pretrained is {pretrained!r}, but {path} brings its own weights")
         return load_concat(path).to(device)
-    return SingleEncoder(load_clip(name, pretrained)).to(device)
+    return SingleEncoder(_load(name, pretrained)).to(device)
+
+
+def _load(
+    name: str | Path, pretrained: str | None = None, **options: Any
+) -> ClipModel | ImageEncoder:
+    """A model of either kind, by what lies in its directory."""
+    alone = weights.is_image_encoder(Path(str(name).removeprefix("local-dir:")))
+    return (load_image_encoder if alone else load_clip)(name, pretrained, **options)
 
 
 def load_concat(directory: Path) -> ConcatEncoder:
     """Loads what `save_concat` wrote; equal tensors of the stages share their memory."""
-    record = artifacts.read_json(Path(directory) / weights.CONCAT)
+    record = files.read_json(Path(directory) / weights.CONCAT)
     if record.get("schema_version") != _SCHEMA_VERSION:
         raise ValueError(
             f"{directory} has concat schema {record.get('schema_version')}, this mclclip reads "
             f"{_SCHEMA_VERSION}: export it again"
         )
     tensors = weights.read_tensors(Path(directory) / CONCAT_WEIGHTS)
-    first = load_clip(f"local-dir:{directory}", load_weights=False)
+    first = _load(directory, load_weights=False)
     shared = _below(tensors, "shared")
-    parameters = dict(first.clip.named_parameters())
+    parameters = dict(first.exported.named_parameters())
     kept = [parameters[name] for name in shared if name in parameters]
     kept += [first.tokenizer, first.preprocess_train, first.preprocess_val]
     stages = [first]
@@ -240,12 +242,12 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n: t for n, t in found.items() if f"{prefix}.{n}" in tensors}
 
 
-def _fill(stage: ClipModel, tensors: dict[str, Tensor], directory: Path) -> None:
-    for name, own in stage.clip.state_dict().items():
+def _fill(stage: ClipModel | ImageEncoder, tensors: dict[str, Tensor], directory: Path) -> None:
+    for name, own in stage.exported.state_dict().items():
         if name in tensors and name.startswith("logit_"):
             tensors[name] = tensors[name].reshape(own.shape)  # exports hold it 0-dimensional
     try:
-        stage.clip.load_state_dict(tensors, strict=True)
+        stage.exported.load_state_dict(tensors, strict=True)
     except RuntimeError as error:
         cause = " ".join(str(error).split())[:200]
         raise ValueError(f"the weights of {directory} do not fit its config ({cause})") from error

@@ -31,7 +31,7 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 import timm
 
-from mclclip import artifacts
+from mclclip import files
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -134,7 +134,7 @@ def check_tokenizer_files(directory: Path) -> None:
             f"{directory} has no {TOKENIZER_CONFIG}, but its model has a tokenizer of its own: "
             "save the tokenizer there (save_pretrained)"
         )
-    record = _mapping(artifacts.read_json(path), str(path))
+    record = _mapping(files.read_json(path), str(path))
     if "auto_map" in record:
         raise ValueError(
             f"{path} has auto_map, which names Python that comes with the model: mclclip never "

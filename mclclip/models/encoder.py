@@ -6,12 +6,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mclclip.models.clip_model import ClipModel, unit
+from mclclip.models.clip_model import ClipModel
+from mclclip.models.image_encoder import ImageEncoder
+from mclclip.models.image_model import unit
 
 
 @runtime_checkable
 class Encoder(Protocol):
     """An image and a text tower whose dot products are the model's similarities.
+
+    One without a text tower raises ValueError where it is given texts.
 
     Inputs are already transformed (`preprocess_val`, `tokenizer`); they may lie on any device.
     Outputs have unit length in fp32, no graph, and lie on the encoder's device.
@@ -47,9 +51,9 @@ class Encoder(Protocol):
 
 
 class SingleEncoder(nn.Module):
-    """One CLIP model as an `Encoder`; it takes the model over: frozen and in eval mode."""
+    """One model as an `Encoder`; it takes the model over: frozen and in eval mode."""
 
-    def __init__(self, model: ClipModel) -> None:
+    def __init__(self, model: ClipModel | ImageEncoder) -> None:
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.embed_dim = model.embed_dim

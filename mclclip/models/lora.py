@@ -1,4 +1,4 @@
-"""LoRA on the image tower (Hu et al., arXiv:2106.09685): W + alpha / rank * B @ A.
+"""LoRA on the blocks of a tower (Hu et al., arXiv:2106.09685): W + alpha / rank * B @ A.
 
 The adapters sit on weights, through `torch.nn.utils.parametrize`, not on layers: open_clip's
 attention is torch's fused `nn.MultiheadAttention`, which reads `in_proj_weight` and
@@ -11,12 +11,13 @@ sharding, recomputation, autocast and the fused kernels work. The price: the bac
 gradient of the whole weight, briefly, before that of A and B. So LoRA here saves gradients,
 optimizer state and communication, but no arithmetic.
 
-As in peft, query, key and value share one A, since their weights are one tensor.
+As in peft, query, key and value share one A where their weights are one tensor, and a convolution
+counts as the matrix [out, in * height * width] that it is; grouped ones are left alone.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +25,20 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from mclclip.models import towers
-from mclclip.models.clip_model import ClipModel
+from mclclip.models.image_model import ImageModel
 
 Targets = Literal["attention", "mlp", "all"]
+"""Weights within attention, all others, or both."""
 
-# Module below a block, and its weight.
-_ATTENTION = (("attn", "in_proj_weight"), ("attn.out_proj", "weight"))
-_MLP = (("mlp.c_fc", "weight"), ("mlp.c_proj", "weight"))
-_WEIGHTS = {"attention": _ATTENTION, "mlp": _MLP, "all": _ATTENTION + _MLP}
+_ATTENTION, _MLP = ("attn", "attention"), ("mlp", "ffn", "feedforward")
 
 
 class LowRank(nn.Module):
     """Maps a weight [out, in] to weight + scale * B @ A; B [out, rank] starts at zero.
 
     A [rank, in] is drawn as in LoRA's own code, uniform within 1 / sqrt(in). `dropout` acts on the
-    adapter's input features, with one mask per forward for all tokens.
+    adapter's input features, with one mask per forward for all tokens. A convolution's weight
+    [out, in, height, width] counts as [out, in * height * width].
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.dropout = scale, dropout
-        lora_a = torch.empty(rank, weight.shape[1])
+        lora_a = torch.empty(rank, weight[0].numel())
         nn.init.kaiming_uniform_(lora_a, a=math.sqrt(5), generator=generator)
         self.lora_a = nn.Parameter(lora_a.to(weight))
         self.lora_b = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
@@ -57,52 +57,93 @@ class LowRank(nn.Module):
         if self.training and self.dropout:
             lora_a = lora_a * functional.dropout(torch.ones_like(lora_a[0]), self.dropout)
         with torch.autocast(weight.device.type, enabled=False):
-            return torch.addmm(weight, self.lora_b, lora_a, alpha=self.scale)
+            matrix = torch.addmm(weight.flatten(1), self.lora_b, lora_a, alpha=self.scale)
+            return matrix.reshape(weight.shape)
 
 
 def add_lora(
-    model: ClipModel,
+    model: ImageModel,
     *,
     rank: int,
     alpha: float,
     dropout: float = 0.0,
     targets: Targets = "all",
+    text: bool = False,
     seed: int = 0,
 ) -> list[str]:
     """Puts adapters on the unlocked image blocks, in place; returns the names now trainable.
 
-    Call it after `ClipModel.lock` (which would unlock the adapted weights again). Of the image
+    Call it after the model's `lock` (which would unlock the adapted weights again). Of the image
     tower only the adapters are trained, with the final norm and the projection where the lock left
     them free; everything else in and before the blocks is frozen, norms and biases too, as in
-    peft. The text tower and the logit scale stay as locked. The model computes at first what it
-    did before. A is drawn by `seed` alone: the caller's generators are neither used nor moved.
+    peft. The text tower stays as locked, or (`text`) gets adapters on its unlocked blocks in the
+    same way; the logit scale stays as locked. The model computes at first what it did before. A is
+    drawn by `seed` alone: the caller's generators are neither used nor moved.
 
-    Raises ValueError for a tower other than a transformer, where no block is unlocked, for a model
-    that has adapters, and for numbers out of range.
+    Raises ValueError where no block is unlocked, where the blocks have no weights of the kind
+    `targets`, for a model that has adapters, and for numbers out of range.
     """
     _check(model, rank, alpha, dropout, targets)
-    visual, layout = model.clip.visual, model.layout
-    blocks = [visual.get_submodule(name) for (name,) in layout.blocks]
-    unlocked = [block for block in blocks if any(p.requires_grad for p in block.parameters())]
+    adapted = model.tower_layouts(text)
+    unlocked = [
+        tower.get_submodule(name)
+        for tower, layout in adapted
+        for block in layout.blocks
+        for name in block
+        if any(p.requires_grad for p in tower.get_submodule(name).parameters())
+    ]
     if not unlocked:
         raise ValueError("LoRA adapts unlocked image blocks, but all are locked: set image_blocks")
-    for name, parameter in visual.named_parameters():
-        if not towers.belongs(name, layout.norm + layout.projection):
-            parameter.requires_grad_(False)
+    found = [weight for module in unlocked for weight in _weights(module, targets)]
+    if not found:
+        raise ValueError(
+            f"LoRA's targets are {targets!r}, but the unlocked blocks have no such weights: give "
+            "'all', or unlock more blocks"
+        )
+    for tower, layout in adapted:
+        for name, parameter in tower.named_parameters():
+            if towers.belongs(name, layout.trunk(layout.num_blocks)):
+                parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    classes: dict[type, type] = {}
-    for block in unlocked:
-        for path, name in _WEIGHTS[targets]:
-            module = block.get_submodule(path)
-            adapter = LowRank(getattr(module, name), rank, alpha / rank, dropout, generator)
-            kind = type(module)
-            parametrize.register_parametrization(module, name, adapter)
-            # parametrize makes a class per module; torch.compile would compile each block anew.
-            module.__class__ = classes.setdefault(kind, type(module))
+    classes: dict[tuple[type, str], type] = {}
+    for module, name in found:
+        adapter = LowRank(getattr(module, name), rank, alpha / rank, dropout, generator)
+        kind = type(module)
+        parametrize.register_parametrization(module, name, adapter)
+        # parametrize makes a class per module; torch.compile would compile each block anew.
+        module.__class__ = classes.setdefault((kind, name), type(module))
     return model.update_frozen()
 
 
-def merge_lora(model: ClipModel) -> None:
+def _weights(block: nn.Module, targets: Targets) -> Iterator[tuple[nn.Module, str]]:
+    """Modules within a block, each with the name of its weight."""
+    inside = dict(block.named_modules())
+    for path, module in inside.items():
+        if getattr(module, "in_proj_weight", None) is not None:  # torch's and open_clip's attention
+            name = "in_proj_weight"
+        elif isinstance(module, nn.Linear) or (
+            isinstance(module, nn.Conv2d) and module.groups == 1
+        ):
+            name = "weight"
+        else:
+            continue
+        if targets == "all" or (targets == "attention") == _in_attention(path, inside):
+            yield module, name
+
+
+def _in_attention(path: str, inside: dict[str, nn.Module]) -> bool:
+    """Whether the nearest module around a weight that is called either is called attention."""
+    while path:
+        words = f"{path.rpartition('.')[2]} {type(inside[path]).__name__}".lower()
+        if any(word in words for word in _MLP):
+            return False
+        if any(word in words for word in _ATTENTION):
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
+def merge_lora(model: ImageModel) -> None:
     """Adds the adapters to their weights, in place; modules and names are then as without LoRA.
 
     What was frozen stays so. Raises ValueError where the model has no adapters.
@@ -122,17 +163,15 @@ def merge_lora(model: ClipModel) -> None:
     model.update_frozen()
 
 
-def _adapted(model: ClipModel) -> Iterator[nn.Module]:
-    return (m for m in model.clip.visual.modules() if parametrize.is_parametrized(m))
+def _adapted(model: ImageModel) -> Iterator[nn.Module]:
+    return (m for m in model.exported.modules() if parametrize.is_parametrized(m))
 
 
-def _check(model: ClipModel, rank: int, alpha: float, dropout: float, targets: str) -> None:
-    if model.layout.kind != "transformer":
-        raise ValueError("LoRA adapts transformer blocks, but the image tower is a ResNet")
+def _check(model: ImageModel, rank: int, alpha: float, dropout: float, targets: str) -> None:
     if any(_adapted(model)):
         raise ValueError("the model has LoRA adapters already: merge them first")
-    if targets not in _WEIGHTS:
-        raise ValueError(f"targets is {targets!r}: give {', '.join(_WEIGHTS)}")
+    if targets not in get_args(Targets):
+        raise ValueError(f"targets is {targets!r}: give {', '.join(get_args(Targets))}")
     if rank < 1 or alpha <= 0.0 or not 0.0 <= dropout < 1.0:
         raise ValueError(
             f"rank is {rank}, alpha {alpha}, dropout {dropout}: wanted a rank of 1 or more, a "

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.clip import ClipModel, load_clip, load_image_encoder
+from mclclip.models.image_encoder import ImageEncoder
 
 # Raised where what is computed depends on values that fakes do not have.
 NeedsValues = DataDependentOutputException
@@ -41,6 +42,15 @@ def load_shapes(name: str | Path | Mapping[str, Any]) -> ClipModel:
         )
     with torch.device("meta"), _StayOnMeta():
         return load_clip(name, load_weights=False)
+
+
+def load_image_shapes(name: str | Path | Mapping[str, Any]) -> ImageEncoder:
+    """`load_image_encoder` on the "meta" device: the image tower of a model that is not fetched.
+
+    Raises ValueError and FileNotFoundError as `load_image_encoder`.
+    """
+    with torch.device("meta"), _StayOnMeta():
+        return load_image_encoder(name, load_weights=False)
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

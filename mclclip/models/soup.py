@@ -39,8 +39,7 @@ def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool 
         )
     tensors, num_averaged = _average([weights.find_weights(path) for path in ingredients])
     weights.copy_tokenizer(ingredients[0], directory)
-    weights.write_config(directory, config)
-    weights.write_tensors(Path(directory) / weights.WEIGHTS, tensors)
+    weights.write_model(directory, config, tensors)
     return num_averaged
 
 

@@ -1,28 +1,32 @@
-"""An image tower as blocks: what lies before, in and after them, and how to run a part of it.
+"""A tower as blocks: what lies before, in and after them, and how to run a part of an image tower.
 
-Freezing and the trunk/tail split both follow from one table of names, `TowerLayout`. The names are
-those of open_clip's towers; only torch is imported here.
+Freezing, layer-wise decay, adapters and the trunk/tail split all follow from one table of names, a
+`Layout`. This file holds the layouts of open_clip's own towers and of text towers; those of timm's
+image towers are in `timm_towers`. Nothing here imports open_clip or timm.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+Step = Callable[[Tensor], Tensor]
+"""A part of a tower's pass: hidden values in, hidden values out."""
+
 
 @dataclass(frozen=True)
-class TowerLayout:
-    """Which parts of an image tower are what; names are relative to the tower.
+class Layout:
+    """Which parts of a tower are what; names are relative to the tower.
 
-    A name is a submodule or a parameter. `embedding` lies before the first block and is empty for
-    a ResNet, whose stem is its first block and whose residual blocks are the others.
+    A name is a submodule or a parameter. `embedding` lies before the first block; it is empty for
+    open_clip's ResNet, whose stem is its first block. A block may consist of several modules, such
+    as a downsampling convolution and the residual block after it. `norm` is the final norm, and
+    `projection` everything else after the last block: poolings with weights and projections.
     """
 
-    kind: Literal["transformer", "resnet"]
     embedding: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
     norm: tuple[str, ...]
@@ -30,21 +34,24 @@ class TowerLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Transformer blocks, or the stem and the residual blocks of a ResNet (RN50: 1 + 16)."""
+        """Number of blocks that a lock or a split may name."""
         return len(self.blocks)
 
     @property
     def counted(self) -> str:
         """The number of blocks in words, for messages."""
-        if self.kind == "transformer":
-            return f"{self.num_blocks} blocks"
-        return f"{self.num_blocks} blocks (the stem and {self.num_blocks - 1} residual blocks)"
+        return f"{self.num_blocks} blocks"
 
     def trunk(self, num_blocks: int) -> tuple[str, ...]:
         """Names in the first `num_blocks` blocks; with any block comes the embedding."""
         if num_blocks == 0:
             return ()
         return self.embedding + tuple(name for block in self.blocks[:num_blocks] for name in block)
+
+    def last(self, num_blocks: int) -> tuple[str, ...]:
+        """Names in the last `num_blocks` blocks."""
+        blocks = self.blocks[self.num_blocks - num_blocks :]
+        return tuple(name for block in blocks for name in block)
 
     def layers_above(self, name: str) -> int:
         """Layers above that of the tensor `name`, as layer-wise decay counts them.
@@ -56,71 +63,191 @@ class TowerLayout:
                 return self.num_blocks + 1 - number
         return 0
 
+    def count_without(self, names: Iterable[str]) -> int:
+        """The most blocks of a trunk that contains none of the tensors `names`."""
+        layers = [self.num_blocks + 1 - self.layers_above(name) for name in names]
+        return min([self.num_blocks, *(max(layer - 1, 0) for layer in layers)])
 
-def transformer_layout(tower: nn.Module) -> TowerLayout:
-    """Layout of an open_clip `VisionTransformer`.
+    def block_modules(self, tower: nn.Module) -> list[nn.Module]:
+        """The modules with parameters that the blocks consist of, in order."""
+        modules = [tower.get_submodule(name) for block in self.blocks for name in block]
+        return [module for module in modules if any(True for _ in module.parameters())]
 
-    Raises ValueError where the tower has parts that are not understood (attentional pooling).
+
+class ImageLayout(Layout):
+    """The layout of an image tower, which can also run a part of the tower.
+
+    A kind of tower defines `_start`, `_steps` and `_finish`; together they are its whole pass.
     """
-    transformer = tower.get_submodule("transformer")
-    if not getattr(transformer, "batch_first", True):
-        raise ValueError("the image tower runs its blocks sequence first, which is not supported")
-    if tower.pool_type not in ("tok", "avg"):
-        raise ValueError(f"pooling {tower.pool_type!r} of the image tower is not supported")
-    blocks = transformer.get_submodule("resblocks")
-    layout = TowerLayout(
-        kind="transformer",
-        embedding=_present(tower, "conv1", "class_embedding", "positional_embedding", "ln_pre"),
-        blocks=tuple((f"transformer.resblocks.{i}",) for i, _ in enumerate(blocks.children())),
-        norm=("ln_post",),
-        projection=_present(tower, "proj"),
-    )
-    return _checked(tower, layout)
+
+    def run_trunk(self, tower: nn.Module, images: Tensor, num_blocks: int) -> Tensor:
+        """[B, 3, H, W] -> what goes into block `num_blocks`; for 0 the images themselves."""
+        if num_blocks == 0:
+            return images
+        hidden, steps = self._start(tower, images)
+        for step in steps[:num_blocks]:
+            hidden = step(hidden)
+        return hidden
+
+    def run_tail(
+        self,
+        tower: nn.Module,
+        hidden: Tensor,
+        num_blocks: int,
+        project: bool = True,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Output of `run_trunk` with the same `num_blocks` -> features [B, D], not unit length.
+
+        `recompute`: the blocks run again in the backward instead of keeping their activations.
+        With `project=False` the pooled features before the projection; ValueError for a tower whose
+        attention pool is its projection.
+        """
+        if num_blocks == 0:  # hidden is the images
+            hidden, steps = self._start(tower, hidden)
+        else:
+            steps = self._steps(tower)
+        for step in steps[num_blocks:]:
+            if recompute and torch.is_grad_enabled():
+                hidden = checkpoint(step, hidden, use_reentrant=False)
+            else:
+                hidden = step(hidden)
+        return self._finish(tower, hidden, project)
+
+    def pooled_dim(self, tower: Any) -> int | None:
+        """Width of the features before the projection; None where there are none."""
+        raise NotImplementedError
+
+    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
+        """What goes into the first block, and the blocks."""
+        raise NotImplementedError
+
+    def _steps(self, tower: Any) -> Sequence[Step]:
+        """The blocks, one step each."""
+        raise NotImplementedError
+
+    def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
+        """What the last block gives -> features."""
+        raise NotImplementedError
 
 
-def resnet_layout(tower: nn.Module) -> TowerLayout:
-    """Layout of an open_clip `ModifiedResNet`: its stem, then every residual block of its layers.
+class VisionTransformerLayout(ImageLayout):
+    """open_clip's `VisionTransformer`."""
+
+    @staticmethod
+    def of(tower: nn.Module) -> "VisionTransformerLayout":
+        """The layout of `tower`."""
+        blocks = tower.get_submodule("transformer.resblocks")
+        embedding = ("conv1", "class_embedding", "positional_embedding", "patch_dropout", "ln_pre")
+        layout = VisionTransformerLayout(
+            embedding=_present(tower, *embedding),
+            blocks=tuple((f"transformer.resblocks.{i}",) for i, _ in enumerate(blocks.children())),
+            norm=("ln_post",),
+            projection=_present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
+        )
+        return checked(tower, layout)
+
+    def pooled_dim(self, tower: Any) -> int | None:
+        """Width of the final norm."""
+        return int(tower.ln_post.normalized_shape[0])
+
+    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
+        return tower._embeds(images), self._steps(tower)
+
+    def _steps(self, tower: Any) -> Sequence[Step]:
+        return list(tower.transformer.resblocks)
+
+    def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
+        pooled: Tensor = tower._pool(hidden)[0]
+        return pooled if tower.proj is None or not project else pooled @ tower.proj
+
+
+class ResNetLayout(ImageLayout):
+    """open_clip's `ModifiedResNet`: its stem, then every residual block of its four layers.
 
     `norm` is empty: a ResNet has no final norm, its batch norms belong to their blocks.
     """
-    stem = _present(tower, "conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
-    residual = tuple(
-        (f"layer{i}.{n}",)
-        for i, layer in enumerate(block_modules(tower), start=1)
-        for n, _ in enumerate(layer.children())
-    )
-    return _checked(tower, TowerLayout("resnet", (), (stem, *residual), (), ("attnpool",)))
+
+    @staticmethod
+    def of(tower: nn.Module) -> "ResNetLayout":
+        """The layout of `tower`."""
+        stem = _present(tower, "conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
+        residual = tuple(
+            (f"layer{i}.{n}",)
+            for i in range(1, 5)
+            for n, _ in enumerate(tower.get_submodule(f"layer{i}").children())
+        )
+        return checked(tower, ResNetLayout((), (stem, *residual), (), ("attnpool",)))
+
+    @property
+    def counted(self) -> str:
+        """The number of blocks in words, for messages."""
+        return f"{self.num_blocks} blocks (the stem and {self.num_blocks - 1} residual blocks)"
+
+    def block_modules(self, tower: nn.Module) -> list[nn.Module]:
+        """The four layers: a ResNet's stem is no module of its own."""
+        return [tower.get_submodule(f"layer{i}") for i in range(1, 5)]
+
+    def pooled_dim(self, tower: Any) -> int | None:
+        """None: the attention pool is the projection."""
+        return None
+
+    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
+        return images, self._steps(tower)
+
+    def _steps(self, tower: Any) -> Sequence[Step]:
+        return [tower.stem, *(tower.get_submodule(name) for (name,) in self.blocks[1:])]
+
+    def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
+        if not project:
+            raise ValueError(NO_POOLED)
+        features: Tensor = tower.attnpool(hidden)
+        return features
 
 
-def text_layout(tower: nn.Module) -> TowerLayout:
-    """Layout of an open_clip text transformer: `CLIP` itself, or the `text` of `CustomTextCLIP`.
+NO_POOLED = (
+    "the image tower's attention pool is its projection, so it has no features before its "
+    "projection: embed 'projected'"
+)
 
-    Raises ValueError for other text towers (Hugging Face models).
+
+def text_layout(tower: nn.Module) -> Layout:
+    """Layout of a text tower: `CLIP` itself, or the `text` of `CustomTextCLIP`.
+
+    The tower is open_clip's own transformer or one of Hugging Face. Raises ValueError where no
+    blocks are found.
     """
-    number = len(block_modules(tower))
-    if number == 0:
+    transformer = getattr(tower, "transformer", None)
+    own = getattr(transformer, "resblocks", None)
+    if own is not None:
+        return Layout(
+            embedding=_present(tower, "token_embedding", "positional_embedding", "cls_emb"),
+            blocks=tuple((f"transformer.resblocks.{i}",) for i, _ in enumerate(own.children())),
+            norm=("ln_final",),
+            projection=_present(tower, "text_projection"),
+        )
+    lists = [
+        (f"transformer.{name}", module)
+        for name, module in (transformer.named_modules() if transformer is not None else ())
+        if isinstance(module, nn.ModuleList)
+    ]
+    if not lists:
         raise ValueError(
             f"the text tower is a {type(tower).__name__} whose blocks are not known: lock it, or "
             "use an open_clip text transformer"
         )
-    return TowerLayout(
-        kind="transformer",
-        embedding=_present(tower, "token_embedding", "positional_embedding", "cls_emb"),
-        blocks=tuple((f"transformer.resblocks.{i}",) for i in range(number)),
-        norm=("ln_final",),
-        projection=_present(tower, "text_projection"),
-    )
-
-
-def block_modules(tower: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a tower of either kind, or the four layers of a ResNet.
-
-    Empty for towers that are not understood. A ResNet's stem is no module of its own.
-    """
-    blocks = getattr(getattr(tower, "transformer", None), "resblocks", None)
-    if blocks is not None:
-        return list(blocks.children())
-    return [getattr(tower, name) for name in _present(tower, *(f"layer{i}" for i in range(1, 5)))]
+    # Of Hugging Face's encoders the layers are the longest list of modules. What is registered
+    # before them is the embedding, what comes after the final norm.
+    name, layers = max(lists, key=lambda pair: len(pair[1]))
+    blocks = tuple((f"{name}.{i}",) for i in range(len(layers)))
+    outside: tuple[list[str], list[str]] = ([], [])
+    seen = False
+    for tensor, _ in tower.named_parameters(remove_duplicate=False):
+        if tensor.startswith(f"{name}."):
+            seen = True
+        elif tensor.startswith("transformer.") and ".pooler." not in tensor:
+            outside[seen].append(tensor)
+    return Layout(tuple(outside[0]), blocks, tuple(outside[1]), ("transformer.pooler", "proj"))
 
 
 def _present(tower: nn.Module, *names: str) -> tuple[str, ...]:
@@ -132,87 +259,16 @@ def belongs(name: str, parts: tuple[str, ...]) -> bool:
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def _checked(tower: nn.Module, layout: TowerLayout) -> TowerLayout:
+L = TypeVar("L", bound=ImageLayout)
+
+
+def checked(tower: nn.Module, layout: L) -> L:
+    """The layout; ValueError where it leaves out a tensor of the tower."""
     known = layout.trunk(layout.num_blocks) + layout.norm + layout.projection
     strange = [name for name in tower.state_dict() if not belongs(name, known)]
-    if strange:
+    if strange or not layout.blocks:
         raise ValueError(
-            f"the image tower has parts that cannot be split or locked: {strange[:3]}; "
-            "use an open_clip VisionTransformer without attentional pooling or a ModifiedResNet"
+            f"the image tower is a {type(tower).__name__} with parts that cannot be split or "
+            f"locked: {strange[:3]}; use another model"
         )
     return layout
-
-
-def run_trunk(tower: nn.Module, layout: TowerLayout, images: Tensor, num_blocks: int) -> Tensor:
-    """[B, 3, H, W] -> what goes into block `num_blocks`; for 0 the images themselves."""
-    if num_blocks == 0:
-        return images
-    if layout.kind == "resnet":
-        return _run_blocks(tower, layout, images, 0, num_blocks)
-    # open_clip's own pass, stopped after a block; class token and patches come back apart.
-    found = tower.forward_intermediates(  # type: ignore[operator]
-        images,
-        indices=[num_blocks - 1],
-        stop_early=True,
-        intermediates_only=True,
-        output_fmt="NLC",
-        output_extra_tokens=True,
-    )
-    parts = (found["image_intermediates_prefix"][0], found["image_intermediates"][0])
-    return torch.cat(parts, dim=1)
-
-
-def run_tail(
-    tower: nn.Module, layout: TowerLayout, hidden: Tensor, num_blocks: int, project: bool = True
-) -> Tensor:
-    """Output of `run_trunk` with the same `num_blocks` -> features [B, D], raw (not unit length).
-
-    With `project=False` the pooled features before the projection; ValueError for a ResNet, whose
-    attention pool is its projection.
-    """
-    if layout.kind == "resnet":
-        if not project:
-            raise ValueError(
-                "a ResNet tower has no features before its projection: embed 'projected'"
-            )
-        hidden = _run_blocks(tower, layout, hidden, num_blocks, layout.num_blocks)
-        features: Tensor = tower.get_submodule("attnpool")(hidden)
-        return features
-    if num_blocks == 0:  # hidden is the images
-        hidden = run_trunk(tower, layout, hidden, layout.num_blocks)
-    else:
-        hidden = _run_blocks(tower, layout, hidden, num_blocks, layout.num_blocks)
-    pooled = _pool(tower, hidden)
-    projection = getattr(tower, "proj", None)
-    return pooled if projection is None or not project else pooled @ projection
-
-
-def _blocks(tower: nn.Module, layout: TowerLayout) -> Iterator[Callable[[Tensor], Tensor]]:
-    if layout.kind == "resnet":
-        yield tower.stem  # type: ignore[misc]  # a method, not a submodule
-        yield from (tower.get_submodule(name) for (name,) in layout.blocks[1:])
-    else:
-        yield from (tower.get_submodule(name) for (name,) in layout.blocks)
-
-
-def _run_blocks(
-    tower: nn.Module, layout: TowerLayout, hidden: Tensor, start: int, stop: int
-) -> Tensor:
-    recompute = layout.kind == "transformer" and bool(
-        getattr(tower.get_submodule("transformer"), "grad_checkpointing", False)
-    )
-    for block in islice(_blocks(tower, layout), start, stop):
-        if recompute and torch.is_grad_enabled():
-            hidden = checkpoint(block, hidden, use_reentrant=False)
-        else:
-            hidden = block(hidden)
-    return hidden
-
-
-def _pool(tower: nn.Module, hidden: Tensor) -> Tensor:
-    """[B, 1 + patches, width] -> [B, width]: final norm and pooling in the tower's order."""
-    norm = tower.get_submodule("ln_post")
-    if not tower.final_ln_after_pool:
-        hidden = norm(hidden)
-    pooled = hidden[:, 0] if tower.pool_type == "tok" else hidden[:, 1:].mean(dim=1)
-    return norm(pooled) if tower.final_ln_after_pool else pooled

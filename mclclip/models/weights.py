@@ -1,7 +1,10 @@
-"""An open_clip directory on disk: its configuration and its weights, as safetensors only.
+"""A model's directory on disk: its configuration and its weights, as safetensors only.
 
     export/  open_clip_config.json        {"model_cfg": ..., "preprocess_cfg": ..., "base_digest"}
              open_clip_model.safetensors  open_clip's state dict
+
+    export/  config.json                  the same of an image encoder: no text_cfg in its model_cfg
+             model.safetensors            the image tower's part of open_clip's state dict
 
 `base_digest` names the weights that a model was fine-tuned from (its own, for a base model).
 Averages make sense only among models of one base.
@@ -19,21 +22,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mclclip import artifacts
+from mclclip import files
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"
+IMAGE_CONFIG = "config.json"
+IMAGE_WEIGHTS = "model.safetensors"
 CONCAT = "concat.json"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
 _TOKENIZER_DATA = (".json", ".txt", ".model")
 
 
+def is_image_encoder(directory: Path) -> bool:
+    """Whether a directory holds an image encoder: one tower, without a text tower."""
+    path = Path(directory) / IMAGE_CONFIG
+    if (Path(directory) / CONFIG).is_file() or not path.is_file():
+        return False
+    config = files.read_json(path)
+    return isinstance(config, dict) and isinstance(config.get("model_cfg"), dict)
+
+
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the configuration of an open_clip directory.
+    """Returns the configuration of an open_clip directory, or of an image encoder's.
 
     Raises FileNotFoundError where it has none and ValueError where it lacks the model.
     """
-    path = Path(directory) / CONFIG
+    path = Path(directory) / (IMAGE_CONFIG if is_image_encoder(directory) else CONFIG)
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"no model directory at {directory}")
     if not path.is_file():
@@ -41,15 +55,23 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{directory} has no {CONFIG}, so it is no exported model: give the directory that "
             "'mclclip export' wrote"
         )
-    config = artifacts.read_json(path)
+    config = files.read_json(path)
     if not isinstance(config, dict) or "model_cfg" not in config:
         raise ValueError(f"{path} has no 'model_cfg', got {type(config).__name__}: export it again")
     return config
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Writes the configuration of an open_clip directory (atomically)."""
-    artifacts.write_json(Path(directory) / CONFIG, config)
+    """Writes the configuration of a model's directory (atomically)."""
+    name = CONFIG if "text_cfg" in config["model_cfg"] else IMAGE_CONFIG
+    files.write_json(Path(directory) / name, config)
+
+
+def write_model(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes a model's configuration and weights."""
+    write_config(directory, config)
+    name = WEIGHTS if "text_cfg" in config["model_cfg"] else IMAGE_WEIGHTS
+    write_tensors(Path(directory) / name, tensors)
 
 
 def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +85,7 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     else:
         if not Path(source).is_file():
             raise FileNotFoundError(f"no model config at {source}")
-        config, where = artifacts.read_json(Path(source)), str(source)
+        config, where = files.read_json(Path(source)), str(source)
     model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
     missing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in model_cfg]
     if missing:
@@ -77,11 +99,11 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copies a Hugging Face tokenizer's data beside a model; CLIP's own tokenizer has no file."""
     for path in sorted(Path(source).glob("*")):
         if path.name.startswith(TOKENIZER_FILES) and path.suffix in _TOKENIZER_DATA:
-            artifacts.write_bytes(Path(directory) / path.name, path.read_bytes())
+            files.write_bytes(Path(directory) / path.name, path.read_bytes())
 
 
 def find_weights(directory: Path) -> Path:
-    """Returns the weights file of an open_clip directory, safetensors first.
+    """Returns the weights file of a model's directory, safetensors first.
 
     Raises FileNotFoundError where there is none and ValueError where the directory is a concat.
     """
@@ -112,7 +134,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     # safetensors writes for the owner alone; readable as far as the folder's own files are.
     temporary.chmod(_default_mode())
     os.replace(temporary, path)
-    artifacts.fsync_directory(path.parent)
+    files.fsync_directory(path.parent)
 
 
 def _default_mode() -> int:
@@ -149,7 +171,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def base_digest(directory: Path) -> str:
     """Returns which base an exported model descends from; one without a record is its own base."""
     recorded: str | None = read_config(directory).get("base_digest")
-    return recorded or artifacts.digest_file(find_weights(directory))
+    return recorded or files.digest_file(find_weights(directory))
 
 
 def common_config(directories: Sequence[Path]) -> dict[str, Any]:

@@ -5,14 +5,60 @@ denominator. The mask makes pure batches, mixed batches and repeated samples all
 negative where its group is the row's and its sample is not.
 """
 
+from typing import Any, ClassVar, Literal
+
 import torch
-from torch import Tensor, nn
+from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import Tensor
 
+from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
 from mclclip.objectives.row_losses import Pairs, row_losses
-from mclclip.parallel import collectives
+from mclclip.options import STRICT
+from mclclip.ranks import collectives
+
+_TILE = 2048
 
 
-class InfoNCE(nn.Module):
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ObjectiveOptions):
+    """CLIP's contrastive loss with MCL's mask: images against captions."""
+
+    kind: Literal["info_nce"] = "info_nce"
+    """Which objective."""
+
+    controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
+
+    @property
+    def reads(self) -> Reads:
+        """Captions, the logit scale, and groups of samples with one pseudo label."""
+        return Reads(captions=True, logit_scale=True, groups=True)
+
+    def build(self, setting: Setting) -> Objective:
+        """The loss; it has no parameters."""
+        return InfoNCE()
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """What the loss holds between the features and their gradients, both directions."""
+        local, everywhere = sizes.local_batch, sizes.local_batch * sizes.num_ranks
+
+        def run() -> None:
+            losses = []
+            for _ in range(2):
+                rows, columns = (
+                    torch.empty(n, sizes.dim, dtype=sizes.dtype, requires_grad=True)
+                    for n in (local, everywhere)
+                )
+                own, every = (torch.zeros(len(x), dtype=torch.int64) for x in (rows, columns))
+                pairs = Pairs(own, own, every, every, first=0)
+                losses.append(row_losses(rows * 1.0, columns, pairs, _TILE)[0].mean())
+            torch.autograd.backward(torch.stack(losses).sum())
+
+        # The parts of a gather are there for a moment beside what they are joined to.
+        gathered = everywhere * sizes.dim * sizes.dtype.itemsize if sizes.num_ranks > 1 else 0
+        return Cost(step=sizes.peak_bytes(run) + gathered)
+
+
+class InfoNCE(Objective):
     """The contrastive loss of CLIP in which only samples of one group are each other's negatives.
 
     It has no parameters of its own: the logit scale belongs to the model. The similarity matrix is
@@ -20,7 +66,7 @@ class InfoNCE(nn.Module):
     the result does not depend on ``tile``. Raises ValueError for a tile below 1.
     """
 
-    def __init__(self, tile: int = 2048) -> None:
+    def __init__(self, tile: int = _TILE) -> None:
         super().__init__()
         if tile < 1:
             raise ValueError(f"tile is {tile}: wanted at least 1 row and column of the matrix")
@@ -33,6 +79,7 @@ class InfoNCE(nn.Module):
         logit_scale: Tensor,
         labels: Tensor,
         sample_id: Tensor,
+        **unused: Any,
     ) -> dict[str, Tensor]:
         """Computes this rank's rows of the loss over the global batch.
 
@@ -42,12 +89,13 @@ class InfoNCE(nn.Module):
             logit_scale: 0-dimensional, already exponentiated.
             labels: [b, 1] int64, group of each sample at the prefix where the mask compares.
             sample_id: [b] int64; equal ids are one sample, never each other's negatives.
+            unused: what other objectives look at.
 
         Returns:
             `loss`: mean over this rank's rows and both directions, 0-dimensional. Its mean over the
             ranks is the global loss, and averaging gradients over ranks, as DDP does, gives the
             global gradient. `rows_without_negatives`: samples of the global batch, over all ranks,
-            that have no negative and therefore loss 0 and gradient 0.
+            that have no negative and therefore loss 0 and gradient 0. `logit_scale`: as given.
 
         The arithmetic is fp32 (float64 for float64 features), under autocast too. Raises ValueError
         for shapes that do not fit.
@@ -66,6 +114,7 @@ class InfoNCE(nn.Module):
         return {
             "loss": (by_image.mean() + by_text.mean()) / 2,
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
+            "logit_scale": logit_scale,
         }
 
 
@@ -89,10 +138,5 @@ def _wide(features: Tensor) -> Tensor:
 
 def _pairs(groups: Tensor, sample_id: Tensor) -> Pairs:
     """[b], [b] of this rank -> its rows among the global batch, for both directions."""
-    return Pairs(
-        groups,
-        sample_id,
-        collectives.gather(groups),
-        collectives.gather(sample_id),
-        first=collectives.rank() * len(groups),
-    )
+    every = collectives.gather(groups), collectives.gather(sample_id)
+    return Pairs(groups, sample_id, *every, first=collectives.rank() * len(groups))

@@ -9,19 +9,26 @@ how negatives are sampled) the choices are arguments.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
 
-from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.parallel.class_kernels import Kernels
-from mclclip.parallel.class_sums import Sums, class_sums
-from mclclip.parallel.margins import Margin
-from mclclip.parallel.process_group import Context
+from mclclip.objectives.base import Cost, Facts, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.class_centers import cost
+from mclclip.objectives.class_centers.kernels import Kernels, kernels_of
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
+from mclclip.objectives.class_centers.sums import Sums, class_sums
+from mclclip.options import STRICT, Cosine, Share
 from mclclip.randomness import mix, permute
+from mclclip.ranks.outside import OutsideParameters
 
 Kind = Literal["mlcd", "mlc", "single_label"]
 _SATURATED = 0.01  # of the largest pull
@@ -30,48 +37,119 @@ _LARGEST_SCALE = 256.0  # exp(scale * (1 + pi / 2)), with the widest margin, is 
 _LARGEST_FP32 = 150.0  # log of the sums that kernels can tell apart from nothing
 
 
-def build_class_center_loss(
-    num_classes: int,
-    dim: int,
-    centroids: npt.NDArray[np.float32] | None,
-    *,
-    kind: Kind,
-    context: Context,
-    seed: int,
-    scale: float,
-    margin: Margin,
-    sample_rate: float,
-    optimizer: HeadOptimizer,
-    kernels: Kernels | None = None,
-    **options: Any,
-) -> ClassCenterLoss:
-    """The objective with new class centers of width ``dim``, this rank's share of them.
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ObjectiveOptions):
+    """Images against the centers of the clusters of the stage before; captions are not read."""
 
-    They start at ``centroids`` [num_classes, D], of which only the own rows are read, or (None) are
-    drawn. ``seed`` draws them and the negatives; ``options`` are ShardedClassCenters'.
-    """
+    kind: Kind = "mlcd"
+    """``mlcd``: positive and negative classes in terms of their own (MLCD, Eq. 5 and 6); ``mlc``:
+    coupled (Eq. 4); ``single_label``: softmax over the nearest class (UNICOM, PartialFC)."""
+    labels_per_sample: PositiveInt = 8
+    """l: nearest clusters that are a sample's positives."""
+    threshold: Cosine | None = None
+    """Only clusters of at least this similarity are positives, and the nearest in any case."""
+    scale: Annotated[float, Field(gt=0.0, le=256.0)] = 64.0
+    """Multiplier of cosines in the loss, at most 256."""
+    margin: Literal["arc", "cos", "none"] = "arc"
+    """Margin of positives: on the angle (ArcFace), on the cosine (CosFace), or none."""
+    margin_size: Annotated[float, Field(ge=0.0, le=math.pi / 2)] = 0.3
+    """Radians (``arc``) or cosine (``cos``)."""
+    margin_gradient: Literal["exact", "straight_through"] = "exact"
+    """``straight_through`` takes the margin's derivative as 1, as PartialFC's code does."""
+    sample_rate: Share = 0.1
+    """r: share of the classes that are drawn as negatives of a step."""
+    negatives: Literal["two_path", "exclude_positives", "partial_fc"] = "two_path"
+    """``two_path``: what is drawn, but for a row's own positives; ``exclude_positives``: without
+    classes that are positive for any row; ``partial_fc``: the batch's positives, filled up to r."""
+    centers: Literal["centroids", "normal"] = "centroids"
+    """Class centers at the start: the clusters' centroids, or drawn with a deviation of 0.01."""
+    lazy: bool = False
+    """Only class centers that a step touches move, each with its own step count; false: all move,
+    as under any AdamW."""
+    lr_scale: PositiveFloat = 1.0
+    """Factor of the learning rate for class centers."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of class centers (their length does not matter to the loss)."""
+    kernel: Literal["plain", "triton"] = "plain"
+    """What multiplies with the negatives: torch in tiles, or fused Triton kernels (GPUs only; under
+    ``bf16`` and ``fp16`` of inputs rounded so, summed in fp32; not yet run on one)."""
 
-    def rows_of(start: int, stop: int) -> Tensor:
-        assert centroids is not None
-        rows = torch.from_numpy(np.array(centroids[start:stop]))
-        lengths = torch.linalg.vector_norm(rows, dim=1)
-        if not bool((lengths > 0.0).all() & torch.isfinite(lengths).all()):
+    def __post_init__(self) -> None:
+        if self.kind != "mlcd" and self.sample_rate == 0.0:
+            raise ValueError(f"{self.kind} without negatives has no gradient: raise sample_rate")
+
+    starts_anew: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> Reads:
+        """The nearest clusters of each sample."""
+        return Reads(clusters=self.labels_per_sample, threshold=self.threshold)
+
+    def check(self, facts: Facts) -> None:
+        """Raises ValueError for a draw of no class, and where kernel or centers do not fit."""
+        super().check(facts)
+        classes, rate = facts.num_clusters, self.sample_rate
+        if rate > 0.0 and round(rate * classes) == 0:
             raise ValueError(
-                "a centroid is zero or not finite: class centers cannot start there; run 'mclclip "
-                "cluster --force' again, or set centers=normal"
+                f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
+                f"least {1 / classes:.2g}"
             )
-        return rows
+        if self.kernel == "triton" and facts.precision == "float64":
+            raise ValueError("objective.kernel=triton has no float64: set kernel=plain")
+        if facts.device is not None:
+            kernels_of(self.kernel, facts.device, facts.precision)
+        if self.centers == "centroids" and facts.widths and facts.widths[0] != facts.widths[1]:
+            raise ValueError(
+                f"centroids of {facts.widths[0]} dimensions cannot start the class centers of "
+                f"trained_model, whose features have {facts.widths[1]}: set "
+                "train.objective.centers=normal"
+            )
 
-    centers = ShardedClassCenters(
-        num_classes,
-        dim,
-        normal_rows(dim, seed) if centroids is None else rows_of,
-        context=context,
-        draw=None if sample_rate == 1.0 else NegativeDraw(num_classes, sample_rate, seed),
-        optimizer=optimizer,
-        **options,
-    )
-    return ClassCenterLoss(centers, kind, scale=scale, margin=margin, kernels=kernels)
+    def build(self, setting: Setting) -> Objective:
+        """The loss with new class centers, this rank's share of them."""
+        assert setting.classes is not None
+        centroids, dim = setting.classes.centroids(), setting.model.embed_dim
+        kernels = kernels_of(self.kernel, setting.context.device, setting.precision)
+        rate, seed = self.sample_rate, setting.seed
+
+        def centroid_rows(start: int, stop: int) -> Tensor:
+            rows = torch.from_numpy(np.array(centroids[start:stop]))  # of the file, only these
+            lengths = torch.linalg.vector_norm(rows, dim=1)
+            if not bool((lengths > 0.0).all() & torch.isfinite(lengths).all()):
+                raise ValueError(
+                    "a centroid is zero or not finite: class centers cannot start there; run "
+                    "'mclclip cluster --force' again, or set centers=normal"
+                )
+            return rows
+
+        centers = ShardedClassCenters(
+            len(centroids),
+            dim,
+            centroid_rows if self.centers == "centroids" else normal_rows(dim, seed),
+            context=setting.context,
+            draw=None if rate == 1.0 else NegativeDraw(len(centroids), rate, seed),
+            rule=self.negatives,
+            optimizer=HeadOptimizer(
+                self.lr_scale, self.weight_decay, setting.betas, setting.eps, self.lazy
+            ),
+            dtype=torch.float64 if setting.precision == "float64" else torch.float32,
+        )
+        margin = Margin(self.margin, self.margin_size, self.margin_gradient)
+        return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin, kernels=kernels)
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """Class centers, their moments and gradient, and what a step moves between ranks."""
+        found = cost.measure(
+            sizes.local_batch * sizes.num_ranks,
+            sizes.dim,
+            sizes.num_classes,
+            sizes.num_ranks,
+            labels_per_sample=1 if self.kind == "single_label" else self.labels_per_sample,
+            sample_rate=self.sample_rate,
+            rule=self.negatives,
+        )
+        lasting = {part: size for part, size in found["parts"].items() if part != "step"}
+        return Cost(found["parts"]["step"], lasting, found["checkpoint"], found)
 
 
 class NegativeDraw:
@@ -96,7 +174,7 @@ class NegativeDraw:
         return permute(positions, self.num_classes, mix(self.seed, step), rounds)
 
 
-class ClassCenterLoss(nn.Module):
+class ClassCenterLoss(Objective):
     """The loss of image features against class centers, over the global batch.
 
     With P_i = sum of exp(-s_ij) over the positives j of row i, N_i = sum of exp(s_ij) over its
@@ -134,14 +212,16 @@ class ClassCenterLoss(nn.Module):
         self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
         self.margin, self.kernels = margin or Margin(), kernels
 
-    def forward(
-        self, image_features: Tensor, labels: Tensor, **unused: Tensor
-    ) -> dict[str, Tensor]:
+    def outside(self) -> Sequence[OutsideParameters]:
+        """The class centers."""
+        return [self.centers]
+
+    def forward(self, image_features: Tensor, classes: Tensor, **unused: Any) -> dict[str, Tensor]:
         """Computes the loss of the global batch, on every rank alike.
 
         Args:
             image_features: [b, D], unit length, of this rank. All ranks have the same b.
-            labels: [b, l] int64, classes that a sample is positive for, nearest first; -1: none.
+            classes: [b, l] int64, those that a sample is positive for, nearest first; -1: none.
             unused: what other objectives look at.
 
         Returns:
@@ -158,12 +238,12 @@ class ClassCenterLoss(nn.Module):
         The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
         if self.kind == "single_label":
-            labels = labels[:, :1]
+            classes = classes[:, :1]
         if image_features.dtype != torch.float64:
             image_features = image_features.float()
         sums: Sums = class_sums(
             image_features,
-            labels,
+            classes,
             self.centers,
             scale=self.scale,
             margin=self.margin,

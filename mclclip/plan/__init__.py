@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from mclclip.config import Config
-from mclclip.data.step_counts import check_ranks
+from mclclip.data.epoch_plan import check_ranks
 from mclclip.plan import disk, memory, steps, table
 from mclclip.plan.machine import GIB, Machine
 
@@ -32,8 +32,7 @@ def run(config: Config, machine: Machine, *, samples: int | None, as_json: bool)
     print(json.dumps(plan, indent=2) if as_json else table.text(plan))
     for name, options in config.trainings.items():
         memory.check(plan["memory"][name], name, options, machine)
-    warning = disk.check(plan["disk"], config, machine)
-    if warning is not None:
+    if warning := disk.check(plan["disk"], config, machine):
         log.warning("%s", warning)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mclclip.config import Config, TrainConfig
+from mclclip.files import existing
 from mclclip.plan.machine import GIB, Machine
 
 
@@ -17,17 +18,19 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
 
     Indices, pseudo labels and logs are not counted: they are small beside these.
     """
-    trainings = [
-        _training(config, training, measured[training["option"]])
-        for training in counted["trainings"]
-    ]
+    trainings = []
+    for of in counted["trainings"]:
+        each = measured[of["option"]]["checkpoint"]
+        number = _number_kept(config.trainings[of["option"]], of["steps"])
+        kept = {"each": each, "number": number, "kept": number * each}
+        trainings.append({"stage": of["stage"], "variant": of["variant"], **kept})
     *_, last = measured.values()
-    embeddings = _embeddings(config, counted["samples"], last)
-    clusters = _clusters(config, counted["samples"], last)
+    embeddings, clusters = _of_samples(config, counted["samples"], last)
     exports = _exports(config, last)
     # A new checkpoint is whole before the oldest goes.
     spare = max(training["each"] for training in trainings)
     checkpoints = sum(training["kept"] for training in trainings) + spare
+    run_dir = Path(config.run_dir)
     return {
         "trainings": trainings,
         "checkpoints": checkpoints,
@@ -35,8 +38,8 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
         "embeddings": embeddings,
         "clusters": clusters,
         "sum": checkpoints + exports + (embeddings or 0) + (clusters or 0),
-        "present": _present(Path(config.run_dir)),
-        "free": shutil.disk_usage(_nearest(Path(config.run_dir))).free,
+        "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
+        "free": shutil.disk_usage(existing(run_dir)).free,
     }
 
 
@@ -60,19 +63,6 @@ def check(counted: dict[str, Any], config: Config, machine: Machine) -> str | No
     )
 
 
-def _training(config: Config, training: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    options = config.base if training["option"] == "base" else config.train
-    assert options is not None
-    number = _number_kept(options, training["steps"])
-    return {
-        "stage": training["stage"],
-        "variant": training["variant"],
-        "each": measured["checkpoint"],
-        "number": number,
-        "kept": number * measured["checkpoint"],
-    }
-
-
 def _number_kept(options: TrainConfig, steps: tuple[int, int] | None) -> int:
     """The newest ones, and those kept for good; the last step is saved whatever it is."""
     saved = options.checkpoint
@@ -84,32 +74,22 @@ def _number_kept(options: TrainConfig, steps: tuple[int, int] | None) -> int:
     return len(newest) + len(for_good)
 
 
-def _embeddings(config: Config, samples: dict[str, Any], measured: dict[str, Any]) -> int | None:
-    """Images once per clustered stage; captions once, where the text tower is locked."""
-    if samples["number"] is None:
-        return None
+def _of_samples(
+    config: Config, samples: dict[str, Any], measured: dict[str, Any]
+) -> tuple[int, int] | tuple[None, None]:
+    """Embeddings: images once per clustered stage, captions once where the text tower is locked.
+    Clusters, of each stage: labels int32 and similarities float16 [N, L], centroids [K, D]."""
+    number, stages = samples["number"], config.num_stages
+    if number is None:
+        return None, None
+    dim = measured["embed_dim"]
+    if config.embed.feature == "pooled":
+        dim = measured["width"] or dim
+    captions = samples["captions"] if config.needs_text_embeddings else 0
+    values = number * stages * dim + captions * measured["embed_dim"]
+    labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
     item = np.dtype(config.embed.dtype).itemsize
-    rows = samples["number"] * _dim(config, measured)
-    texts = 0
-    if config.needs_text_embeddings:
-        texts = samples["captions"] * measured["embed_dim"]
-    return int(item * (rows * config.num_stages + texts))
-
-
-def _clusters(config: Config, samples: dict[str, Any], measured: dict[str, Any]) -> int | None:
-    """Of each clustered stage labels int32 and similarities float16 [N, L], centroids [K, D]."""
-    if samples["number"] is None:
-        return None
-    per_sample = config.cluster.labels_per_sample * (4 + 2)
-    centroids = sum(config.cluster.clusters_of(stage) for stage in range(config.num_stages))
-    nearest = config.num_stages * samples["number"] * per_sample
-    return int(nearest + centroids * _dim(config, measured) * 4)
-
-
-def _dim(config: Config, measured: dict[str, Any]) -> int:
-    """The width of an embedding."""
-    pooled = config.embed.feature == "pooled" and measured["width"]
-    return int(measured["width"] if pooled else measured["embed_dim"])
+    return int(item * values), int(labels + sum(config.clusters) * dim * 4)
 
 
 def _exports(config: Config, measured: dict[str, Any]) -> int:
@@ -117,15 +97,5 @@ def _exports(config: Config, measured: dict[str, Any]) -> int:
     joined = measured["export"] if config.export.soup else 0
     concat = measured["export"] + config.num_stages * measured["trained"]
     joined += concat * len(config.export.concat)
-    variants = 1 + len(config.controls) if config.num_stages else 0  # one encoder joins nothing
+    variants = 1 + len(config.controls) if config.has_stages else 0  # one encoder joins nothing
     return int(measured["export"] * (1 + config.num_stages * variants) + joined * variants)
-
-
-def _nearest(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
-    path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
-
-
-def _present(run_dir: Path) -> int:
-    return sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())

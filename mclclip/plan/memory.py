@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.config import Config, TrainConfig
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
+from mclclip.engines import gradient_cache
+from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory
 from mclclip.models.clip import ClipModel
 from mclclip.models.optimizer import build_optimizer, is_elementwise
-from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.row_losses import Pairs, row_losses
-from mclclip.parallel import gradient_cache
-from mclclip.parallel.engine_memory import Sizes, per_rank
-from mclclip.plan import head
+from mclclip.objectives import base as objectives
+from mclclip.objectives.base import Objective
 from mclclip.plan.machine import GIB, Machine
-from mclclip.trainer import Trainee, prepare_model
+from mclclip.train.loop import Trainee, prepare_model
 
 _HALF = ("bf16", "fp16")
 # What a rank holds, in the order of the table, as it is called there.
@@ -29,7 +29,7 @@ PARTS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "ema": "moving average",
-    "head": "class centers",
+    "objective": "class centers",
     "engine": "engine's buffers",
     "activations": "activations",
     "loss": "features, loss",
@@ -45,55 +45,49 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 
     Raises ValueError where the training would refuse its options.
     """
-    local = options.global_batch // machine.ranks
-    micro = min(options.engine.micro_batch or local, local)
+    local, how = options.global_batch // machine.ranks, options.engine
+    micro = min(how.micro_batch or local, local)
     gpu = config.device != "cpu"
-    trained = config.trained_model if name == "train" else None
-    model = memory.load_shapes((trained or config.model).name)
-    centers = _head(config, options, model.embed_dim, machine)
+    model = memory.load_shapes(config.model_of(name).name)
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
-        cached_text = name == "train" and options.reads_text_embeddings
-        trainee = Trainee(model, InfoNCE(), options.precision)
-        batch = _batch(model, options, local, cached_text)
+        trainee = Trainee(model, Objective(), options.precision)
+        cost = _cost(config, options, model.embed_dim, local, machine)
+        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         sizes = _sizes(model, options)
         existing = _existing(trainee, batch)
-        activations = memory.peak_bytes(_step(trainee, batch.rows(0, micro)), existing)
         parts = per_rank(
             sizes,
-            options.engine.name,
+            how.name,
             machine.ranks,
-            shard_ranks=options.engine.shard_ranks,
-            zero_stage=options.engine.zero_stage,
+            shard_ranks=how.shard_ranks,
+            zero_stage=how.zero_stage,
             half=options.precision in _HALF,
             caching=micro < local,
         ) | {
-            "activations": activations,
-            "head": _head_bytes(centers),
-            "loss": centers["parts"]["step"]
-            if centers
-            else _loss_bytes(trainee, options, model.embed_dim, local, machine.ranks),
-            "batch": memory.size_bytes(_tensors(batch)),
+            "activations": memory.peak_bytes(_step(trainee, batch.rows(0, micro)), existing),
+            "objective": sum(cost.lasting.values()),
+            "loss": cost.step,
+            "batch": memory.size_bytes(batch.tensors()),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
+        workers = config.data.num_workers
         return {
             "global_batch": options.global_batch,
             "local_batch": local,
             "micro_batch": micro,
             "micro_batches": -(-local // micro),
-            "engine": options.engine.name if machine.ranks > 1 else "one process",
+            "engine": how.name if machine.ranks > 1 else "one process",
             "counts": _counts(model),
             "embed_dim": model.embed_dim,
-            "width": _width(model),
+            "width": model.pooled_dim,  # of a feature before the projection
             "parts": parts,
             "sum": sum(parts.values()),
-            "host": _host_bytes(config, parts["batch"]),
-            "head": centers,
-            "checkpoint": sizes.parameters
-            + sizes.moments
-            + sizes.average
-            + (centers["checkpoint"] if centers else 0),
+            # Two batches per loader worker, and two in pinned memory.
+            "host": parts["batch"] * (2 * workers + 2 if workers else 1),
+            "objective": dict(cost.details),
+            "checkpoint": sizes.parameters + sizes.moments + sizes.average + cost.checkpoint,
             "export": sizes.parameters,
             "trained": sizes.trained,
             "notes": _notes(model, name, options, machine, sizes),
@@ -123,7 +117,7 @@ def _remedy(
         if not how.grad_checkpointing:
             ways.append(f"{name}.engine.grad_checkpointing=true")
         return f"set {' or '.join(ways)}, or use more GPUs"
-    if most == "head":
+    if most == "objective":
         return "use more GPUs, which share the class centers, or lower cluster.num_clusters"
     if most in ("loss", "batch", "context"):
         return f"lower {name}.global_batch, or use more GPUs"
@@ -137,10 +131,8 @@ def _remedy(
 def _fitting(measured: dict[str, Any], room: float) -> int:
     """The largest power of two whose activations fill at most ``room``; they grow with it."""
     per_sample = measured["parts"]["activations"] / measured["micro_batch"]
-    fits, largest = 1, min(room / per_sample, measured["micro_batch"] / 2)
-    while fits * 2 <= largest:
-        fits *= 2
-    return fits
+    largest = min(room / per_sample, measured["micro_batch"] / 2)
+    return int(2 ** math.floor(math.log2(max(largest, 1))))
 
 
 # --- the training ------------------------------------------------------------------------------
@@ -171,13 +163,15 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     """A rank's batch, without values."""
     size = model.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    dtype = torch.float64 if options.precision == "float64" else torch.float32
+    dtype = _dtype(options)
     context = int(getattr(model.tokenizer, "context_length", 77))
-    centers = options.class_centers
-    tokens = not cached_text and centers is None
+    objective = options.objective
+    reads, tokens = objective.reads, objective.reads.captions and not cached_text
+    image = [torch.empty(local, 3, height, width, dtype=dtype) for _ in range(objective.num_views)]
     return Batch(
-        image=torch.empty(local, 3, height, width, dtype=dtype),
-        labels=torch.zeros(local, centers.labels_per_sample if centers else 1, dtype=torch.int64),
+        views=image,
+        labels=torch.zeros(local, 1, dtype=torch.int64),
+        classes=torch.zeros(local, reads.clusters, dtype=torch.int64) if reads.clusters else None,
         sample_id=torch.zeros(local, dtype=torch.int64),
         step=0,
         group_size=options.global_batch,
@@ -186,16 +180,17 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     )
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [value for value in vars(batch).values() if isinstance(value, Tensor)]
-
-
 def _existing(trainee: Trainee, batch: Batch) -> list[Tensor]:
     """All that is there before a micro-batch runs, gradients too, which are allocated here."""
-    for parameter in trainee.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    gradients = [p.grad for p in trainee.parameters() if p.grad is not None]
-    return [*trainee.parameters(), *trainee.buffers(), *gradients, *_tensors(batch)]
+    gradients = _allocate_gradients(trainee)
+    return [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
+
+
+def _allocate_gradients(module: nn.Module) -> list[Tensor]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    return [p.grad for p in trained if p.grad is not None]
 
 
 def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
@@ -209,46 +204,27 @@ def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
     return run
 
 
-def _loss_bytes(
-    trainee: Trainee, options: TrainConfig, embed_dim: int, local: int, ranks: int
-) -> int:
-    """What the objective holds between the features and their gradients, both directions."""
-    dtype = torch.float64 if options.precision == "float64" else torch.float32
-    tile: Any = trainee.objective.tile
-
-    def run() -> None:
-        losses = []
-        for _ in range(2):
-            rows = torch.empty(local, embed_dim, dtype=dtype, requires_grad=True)
-            columns = torch.empty(local * ranks, embed_dim, dtype=dtype, requires_grad=True)
-            own, every = (torch.zeros(len(x), dtype=torch.int64) for x in (rows, columns))
-            pairs = Pairs(own, own, every, every, first=0)
-            losses.append(row_losses(rows * 1.0, columns, pairs, tile)[0].mean())
-        torch.autograd.backward(torch.stack(losses).sum())
-
-    # The parts of a gather are there for a moment beside what they are joined to.
-    gathered = local * ranks * embed_dim * dtype.itemsize if ranks > 1 else 0
-    return memory.peak_bytes(run) + gathered
-
-
 # --- sizes -------------------------------------------------------------------------------------
 
 
-def _head(
-    config: Config, options: TrainConfig, dim: int, machine: Machine
-) -> dict[str, Any] | None:
-    """What class centers cost, as many as the largest of the stages has."""
-    if options.class_centers is None:
-        return None
-    stages = range(max(config.num_stages, 1))
-    largest = max(config.cluster.clusters_of(stage) for stage in stages)
-    return head.measure(options, dim, largest, machine.ranks)
+def _cost(
+    config: Config, options: TrainConfig, dim: int, local: int, machine: Machine
+) -> objectives.Cost:
+    """What the objective takes, with as many classes as the largest of the stages has."""
+    return options.objective.cost(
+        objectives.Sizes(
+            local_batch=local,
+            num_ranks=machine.ranks,
+            dim=dim,
+            num_classes=max(config.clusters, default=config.cluster.clusters_of(0)),
+            dtype=_dtype(options),
+            peak_bytes=memory.peak_bytes,
+        )
+    )
 
 
-def _head_bytes(centers: dict[str, Any] | None) -> int:
-    """What lasts over a step."""
-    parts = centers["parts"] if centers else {}
-    return sum(size for part, size in parts.items() if part != "step")
+def _dtype(options: TrainConfig) -> torch.dtype:
+    return torch.float64 if options.precision == "float64" else torch.float32
 
 
 def _sizes(model: ClipModel, options: TrainConfig) -> Sizes:
@@ -268,12 +244,11 @@ def _sizes(model: ClipModel, options: TrainConfig) -> Sizes:
 def _moments(model: ClipModel, options: TrainConfig) -> int:
     """Bytes of the optimizer's state, which its first step makes."""
     optimizer = build_optimizer(model, **options.optimizer_arguments())
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    gradients = _allocate_gradients(model)
     try:
         optimizer.step()
     except memory.NeedsValues:  # ``_notes`` says what is assumed
-        return 2 * memory.size_bytes(p for p in model.parameters() if p.requires_grad)
+        return 2 * memory.size_bytes(gradients)
     state = [value for values in optimizer.state.values() for value in values.values()]
     return memory.size_bytes(value for value in state if isinstance(value, Tensor))
 
@@ -281,10 +256,9 @@ def _moments(model: ClipModel, options: TrainConfig) -> int:
 def _counts(model: ClipModel) -> dict[str, dict[str, int]]:
     """Parameters by tower: trainable and frozen."""
     counts = {tower: {"trainable": 0, "frozen": 0} for tower in ("image", "text", "logit scale")}
+    towers = {"visual": "image", "logit_scale": "logit scale", "logit_bias": "logit scale"}
     for name, parameter in model.clip.named_parameters():
-        tower = "text"
-        if name.startswith(("visual.", "logit_")):
-            tower = "image" if name.startswith("visual.") else "logit scale"
+        tower = towers.get(name.split(".")[0], "text")
         counts[tower]["trainable" if parameter.requires_grad else "frozen"] += parameter.numel()
     return counts
 
@@ -302,15 +276,3 @@ def _notes(
     if machine.ranks > 1 and norms:
         notes.append(f"{name}: batch norms over several ranks keep more than is counted here")
     return notes
-
-
-def _width(model: ClipModel) -> int | None:
-    """Features of an image before the projection; None for a ResNet, which has none."""
-    norm = getattr(model.clip.visual, "ln_post", None)
-    return None if norm is None else int(norm.normalized_shape[0])
-
-
-def _host_bytes(config: Config, batch_bytes: int) -> int:
-    """Main memory of a rank's batches: two per loader worker, and two in pinned memory."""
-    workers = config.data.num_workers
-    return batch_bytes * (2 * workers + 2 if workers else 1)

@@ -6,24 +6,34 @@ from typing import Any
 
 import numpy as np
 
-from mclclip import artifacts
 from mclclip.config import Config, TrainConfig
 from mclclip.data.coverage import Coverage, coverage_report
-from mclclip.data.pseudo_labels import GroupedIndex, label_space
+from mclclip.data.epoch_plan import check_samples, steps_per_epoch, total_steps
+from mclclip.data.groups import GroupedIndex, Policy, StageGroups, build_levels, require_steps
+from mclclip.data.labels import label_space, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import StageGroups, read_pseudo_labels
-from mclclip.data.step_counts import check_samples, steps_per_epoch, total_steps
-from mclclip.layout import Layout
-from mclclip.plan import groups as plan_groups
+from mclclip.run import artifacts
+from mclclip.run.layout import Layout
 
 Range = tuple[int, int]
+# Where there are no labels, plans are shown for both: the coverage depends on the sizes of the
+# groups, and MCL's Fig. 7 says that they are long-tailed without giving numbers.
+ASSUMED = ("equal", "long-tailed")
+NOTE = (
+    "note: no labels yet. equal: all possible labels have the same size. long-tailed: the k-th",
+    "largest cluster of a stage has 1/k of the largest one's samples, and stages are independent",
+)
+_MOST_LABELS = 1_000_000
 
 
 def count(config: Config, samples: int | None) -> dict[str, Any]:
-    """``samples`` (number, usable, captions, where from) and ``trainings``, in order.
+    """``samples`` and ``trainings``, in order.
+
+    Samples: number, usable (not known as undecodable), captions, without_caption (of the usable),
+    and whether they were counted.
 
     A training: stage, variant, option, steps, steps_per_epoch and groups as [fewest, most] or None,
-    whether they are exact, and coverage, what an epoch makes of the groups (``plan.groups``; none
+    whether they are exact, and coverage, what an epoch makes of the groups (``_epoch``; none
     for trainings without groups). A control takes as many steps as the training it controls. Raises
     ValueError for groups or batches that the samples cannot fill.
     """
@@ -39,20 +49,21 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
     for variant in config.controls:
         for training in controlled:
             control = _training(config, index, found, training["stage"], variant)
-            total = {name: training[name] for name in ("steps", "samples_seen")}
-            exact = control["exact"] and training["exact"]
-            trainings.append(control | total | {"exact": exact})
+            control |= {name: training[name] for name in ("steps", "samples_seen")}
+            trainings.append(control | {"exact": control["exact"] and training["exact"]})
     return {"samples": found, "trainings": trainings}
 
 
 def _samples(index: SampleIndex | None, given: int | None) -> dict[str, Any]:
     if index is None:
-        return {"number": given, "usable": given, "captions": given, "exact": False}
-    bad = len(index.bad_ids())
+        numbers: dict[str, Any] = {"number": given, "usable": given, "captions": given}
+        return numbers | {"without_caption": 0, "exact": False}
+    bad = index.bad_ids()
     return {
         "number": len(index),
-        "usable": len(index) - bad,
+        "usable": len(index) - len(bad),
         "captions": int(index.num_captions.sum()),
+        "without_caption": int((np.delete(index.num_captions, bad) == 0).sum()),
         "exact": True,
     }
 
@@ -60,29 +71,26 @@ def _samples(index: SampleIndex | None, given: int | None) -> dict[str, Any]:
 def _training(
     config: Config, index: SampleIndex | None, samples: dict[str, Any], stage: int, variant: str
 ) -> dict[str, Any]:
-    name, options = ("base", config.base) if stage == 0 else ("train", config.train)
-    assert options is not None
+    name = "train" if stage else "base"
+    options = config.trainings[name]
+    usable, batch, policy = samples["usable"], options.global_batch, options.plan.policy
     radices = _radices(config, stage, variant)
-    usable = samples["usable"]
-    clusters = max((config.cluster.clusters_of(earlier) for earlier in range(stage)), default=1)
-    _check_samples(clusters, name, options, usable, radices)
-    batch, policy = options.global_batch, options.plan.policy
-    on_disk = _on_disk(config, index, stage, variant, options)
+    left_out = _left_out(index, name, options)
+    known = usable
+    if index is not None:
+        usable = len(index) - len(left_out)
     most = label_space(radices)
     groups, epoch, coverage = (1, most), None, []
+    if usable is not None:
+        _check_samples(config, name, options, known, usable, stage, most)
+        groups, epoch = (1, min(most, usable)), steps_per_epoch(usable, batch, policy, most)
+    on_disk = _on_disk(config, index, stage, variant, options, left_out)
     if on_disk is not None:
         found = int(on_disk.groups["num_groups"])
         groups, epoch = (found, found), (on_disk.steps, on_disk.steps)
-        coverage = [plan_groups.summary("found", on_disk)] if radices else []
-    elif usable is not None:
-        groups, epoch = (1, min(most, usable)), steps_per_epoch(usable, batch, policy, most)
-        coverage = plan_groups.assumed(usable, radices, batch, policy) if radices else []
-    if epoch is not None and epoch[1] == 0:
-        raise ValueError(
-            f"stage {stage} ({variant}) has no step: {usable:,} samples fill no batch of "
-            f"{name}.global_batch={batch:,} under policy {policy!r}: "
-            "lower it, or cluster into fewer groups"
-        )
+        coverage = [_epoch("found", on_disk)] if radices else []
+    elif usable is not None and radices:
+        coverage = assumed_epochs(usable, radices, batch, policy)
     total = _total(options, epoch)
     return {
         "stage": stage,
@@ -91,10 +99,18 @@ def _training(
         "groups": groups,
         "steps_per_epoch": epoch,
         "steps": total,
-        "samples_seen": total and tuple(steps * options.global_batch for steps in total),
+        "samples_seen": total and tuple(steps * batch for steps in total),
         "exact": on_disk is not None or (samples["exact"] and not radices),
         "coverage": coverage,
     }
+
+
+def _left_out(index: SampleIndex | None, name: str, options: TrainConfig) -> np.ndarray:
+    """Ids of the samples that are in no batch of a training; none where there is no index yet."""
+    if index is None:
+        return np.zeros(0, np.int64)
+    bad, reads = index.bad_ids(), options.objective.reads.captions
+    return np.union1d(bad, index.without_caption(options.reader(name))) if reads else bad
 
 
 def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
@@ -107,48 +123,110 @@ def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
 
 def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
     """Clusters of each stage that a training's labels are made of; () for one group."""
-    if variant == "ungrouped" or config.train.class_centers is not None:
+    if variant == "ungrouped" or not config.train.objective.reads.groups:
         return ()
-    radices = tuple(config.cluster.clusters_of(earlier) for earlier in range(stage))
+    radices = tuple(config.clusters[:stage])
     return radices[-1:] if config.cluster.label_mode == "last" else radices
 
 
 def _check_samples(
-    clusters: int, name: str, options: TrainConfig, usable: int | None, radices: tuple[int, ...]
+    config: Config,
+    name: str,
+    options: TrainConfig,
+    known: int,
+    usable: int,
+    stage: int,
+    labels: int,
 ) -> None:
-    """What the run would refuse once it has its index, or its labels."""
-    if usable is None:
-        return
+    """What the run would refuse once it has its index, or its labels.
+
+    ``known`` samples are clustered, and ``usable`` ones of them are trained on.
+    """
     batch, policy = options.global_batch, options.plan.policy
-    check_samples(name, batch, policy, clusters, usable)
-    if policy == "drop" and label_space(radices) * batch > usable:
+    most = max(config.clusters[:stage], default=1)
+    check_samples(name, batch, policy, most, known, known - usable)
+    if policy == "drop" and labels * batch > usable:
         raise ValueError(
-            f"{label_space(radices):,} possible labels x {name}.global_batch={batch:,} are more "
-            f"than the {usable:,} samples, which {name}.plan.policy=drop does not allow: use "
-            "policy backoff, fewer clusters or a smaller global batch"
+            f"{labels:,} possible labels x {name}.global_batch={batch:,} are more than the "
+            f"{usable:,} samples, which {name}.plan.policy=drop does not allow: use policy "
+            "backoff, fewer clusters or a smaller global batch"
         )
 
 
 def _on_disk(
-    config: Config, index: SampleIndex | None, stage: int, variant: str, options: TrainConfig
+    config: Config,
+    index: SampleIndex | None,
+    stage: int,
+    variant: str,
+    options: TrainConfig,
+    left_out: np.ndarray,
 ) -> Coverage | None:
-    """The coverage of a training that has begun, or whose labels are there."""
-    layout = Layout.of(config, variant)
-    begun = StageGroups(layout.train(stage) / "grouped_index")
-    if begun.written:
-        grouped = begun.read()[0]
-    elif index is None:
+    """The coverage of a training that has begun on today's labels, or whose labels are there.
+
+    Raises ValueError where its groups fill no batch.
+    """
+    if index is None:
         return None
+    layout = Layout.of(config, variant)
+    bad, inputs = index.bad_ids(), {"index": index.digest}
+    labels, radices = np.zeros(len(index), np.int64), tuple[int, ...]()
+    if stage > 0 and _radices(config, stage, variant):
+        directory = layout.pseudo_labels(stage)
+        if not artifacts.is_finished(directory):
+            return None
+        labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, index)
+    begun = StageGroups(layout.train(stage) / "grouped_index")
+    made_of = artifacts.made_of(layout.train(stage)).get("inputs", {})
+    if begun.written and inputs.items() <= made_of.items():
+        grouped = begun.read()[0]
+    elif radices and variant != "mcl" and len(bad):
+        return None  # which groups of random labels lose a bad sample depends on the draw
     else:
-        labels, radices = np.zeros(len(index), np.int64), tuple[int, ...]()
-        bad = index.bad_ids()
-        if stage > 0 and _radices(config, stage, variant):
-            directory = layout.pseudo_labels(stage)
-            # Which groups of random labels lose a bad sample depends on the draw.
-            if not artifacts.is_finished(directory) or (variant != "mcl" and len(bad)):
-                return None
-            labels, radices, _ = read_pseudo_labels(directory, index)
-            labels = labels.copy()
-        labels[bad] = -1
+        labels = labels.copy()
+        labels[left_out] = -1
         grouped = GroupedIndex.build(labels, radices)
-    return coverage_report(grouped, options.global_batch, options.plan.policy)
+    batch, policy = options.global_batch, options.plan.policy
+    require_steps(build_levels(grouped, batch, policy), batch, policy)
+    return coverage_report(grouped, batch, policy)
+
+
+# --- what an epoch makes of its groups ----------------------------------------------------------
+
+
+def assumed_epochs(
+    num_samples: int, radices: tuple[int, ...], global_batch: int, policy: Policy
+) -> list[dict[str, Any]]:
+    """``_epoch`` for each of ``ASSUMED``; none for more labels than can be listed or filled."""
+    if label_space(radices) > min(num_samples, _MOST_LABELS):
+        return []
+    return [
+        _epoch(sizes, coverage_report(_grouped(num_samples, radices, sizes), global_batch, policy))
+        for sizes in ASSUMED
+    ]
+
+
+def _epoch(sizes: str, report: Coverage) -> dict[str, Any]:
+    """An epoch in figures; ``sizes`` says where those of the groups come from."""
+    return {
+        "sizes": sizes,
+        "steps": report.steps,
+        "full_label_share": report.full_label_share,
+        "mixed_steps": report.mixed_steps,
+        "negatives": report.negatives,
+        "left_out": report.remainder,
+        "left_out_share": report.remainder / max(report.num_samples, 1),
+        "repeated": report.repeated,
+    }
+
+
+def _grouped(num_samples: int, radices: tuple[int, ...], sizes: str) -> GroupedIndex:
+    """All labels of ``radices`` with the sizes that are assumed; it holds no sample ids."""
+    share = np.ones(1)
+    for radix in radices:
+        cluster = np.ones(radix) if sizes == "equal" else 1 / np.arange(1, radix + 1)
+        share = np.outer(share, cluster / cluster.sum()).reshape(-1)
+    starts = np.round(np.append(0.0, np.cumsum(share)) * num_samples).astype(np.int64)
+    starts[-1] = num_samples
+    filled = np.flatnonzero(np.diff(starts))
+    nobody = np.broadcast_to(np.int64(0), num_samples)
+    return GroupedIndex(nobody, np.append(starts[filled], num_samples), filled, radices)

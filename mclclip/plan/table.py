@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mclclip.plan import groups
-from mclclip.plan.head import MEMORY_BYTES_PER_S, NETWORK_BYTES_PER_S, PRODUCTS_PER_S
+from mclclip.objectives.class_centers.cost import (
+    MEMORY_BYTES_PER_S,
+    NETWORK_BYTES_PER_S,
+    PRODUCTS_PER_S,
+)
+from mclclip.plan import steps
 from mclclip.plan.machine import GIB
 from mclclip.plan.memory import PARTS
 
@@ -17,7 +21,7 @@ def text(plan: dict[str, Any]) -> str:
     if any(training["coverage"] for training in plan["trainings"]):
         blocks.append(_coverage(plan))
     blocks += [_batches(plan), _parameters(plan), _memory(plan)]
-    heads = [kind["head"] for kind in plan["memory"].values() if kind["head"]]
+    heads = [kind["objective"] for kind in plan["memory"].values() if kind["objective"]]
     blocks += [_class_centers(head) for head in heads]
     return "\n\n".join("\n".join(block) for block in (*blocks, _disk(plan)))
 
@@ -30,47 +34,41 @@ def _heading(plan: dict[str, Any]) -> Iterator[str]:
         yield "samples: unknown (no index yet); give --samples N for steps and embeddings"
     elif samples["exact"]:
         outside = samples["number"] - samples["usable"]
-        yield f"samples: {samples['number']:,} in the index, {outside:,} of them undecodable"
+        without = samples["without_caption"]
+        bare = f", {without:,} more have no caption" if without else ""
+        yield f"samples: {samples['number']:,} in the index, {outside:,} of them undecodable{bare}"
     else:
         yield f"samples: {samples['number']:,} as given (no index yet), one caption each"
 
 
 def _steps(plan: dict[str, Any]) -> Iterator[str]:
+    trainings, keys = plan["trainings"], ("groups", "steps", "steps_per_epoch", "samples_seen")
     rows = [["training", "groups", "steps", "per epoch", "samples seen", ""]]
-    for training in plan["trainings"]:
-        values = [training[key] for key in ("groups", "steps", "steps_per_epoch", "samples_seen")]
-        found = "exact" if training["exact"] else ""
-        rows.append([_name(training), *map(_range, values), found])
-    if all(training["steps"] for training in plan["trainings"]):
-        steps, seen = (
-            tuple(sum(t[key][end] for t in plan["trainings"]) for end in (0, 1))
+    for of in trainings:
+        cells = [_range(of[key]) for key in keys]
+        rows.append([_name(of), *cells, "exact" if of["exact"] else ""])
+    if all(of["steps"] for of in trainings):
+        total, seen = (
+            [sum(of[key][end] for of in trainings) for end in (0, 1)]
             for key in ("steps", "samples_seen")
         )
-        rows.append(["in all", "", _range(steps), "", _range(seen), ""])
+        rows.append(["in all", "", _range(total), "", _range(seen), ""])
     yield from _aligned(rows)
 
 
 def _coverage(plan: dict[str, Any]) -> Iterator[str]:
     """What an epoch of each stage makes of its groups; random groups have the same sizes."""
     rows = [["an epoch", "steps", "full label", "mixed", "negatives", "left out", "", "repeated"]]
-    found = [t for t in plan["trainings"] if t["variant"] == "mcl"]
-    for training in found:
-        for epoch in training["coverage"]:
-            rows.append(
-                [
-                    f"{_name(training)}, {epoch['sizes']} groups",
-                    f"{epoch['steps']:,}",
-                    _percent(epoch["full_label_share"]),
-                    _percent(epoch["mixed_steps"] / max(epoch["steps"], 1)),
-                    f"{epoch['negatives']:,.0f}",
-                    f"{epoch['left_out']:,}",
-                    _percent(epoch["left_out_share"]),
-                    f"{epoch['repeated']:,}",
-                ]
-            )
+    trainings = [of for of in plan["trainings"] if of["variant"] == "mcl"]
+    epochs = [(_name(of), epoch) for of in trainings for epoch in of["coverage"]]
+    for name, epoch in epochs:
+        label, mixed = epoch["full_label_share"], epoch["mixed_steps"] / max(epoch["steps"], 1)
+        row = [f"{name}, {epoch['sizes']} groups", f"{epoch['steps']:,}", _percent(label)]
+        row += [_percent(mixed), f"{epoch['negatives']:,.0f}", f"{epoch['left_out']:,}"]
+        rows.append([*row, _percent(epoch["left_out_share"]), f"{epoch['repeated']:,}"])
     yield from _aligned(rows)
-    if any(epoch["sizes"] in groups.ASSUMED for t in found for epoch in t["coverage"]):
-        yield from groups.NOTE
+    if any(epoch["sizes"] in steps.ASSUMED for _, epoch in epochs):
+        yield from steps.NOTE
 
 
 def _percent(share: float) -> str:
@@ -78,45 +76,34 @@ def _percent(share: float) -> str:
 
 
 def _batches(plan: dict[str, Any]) -> Iterator[str]:
-    kinds = plan["memory"]
-    rows = [["batches", *kinds]]
-    for key, label in (("global_batch", "global"), ("local_batch", "per rank")):
-        rows.append([label, *(f"{kind[key]:,}" for kind in kinds.values())])
-    each = [f"{kind['micro_batches']} x {kind['micro_batch']:,}" for kind in kinds.values()]
-    rows.append(["micro-batches", *each])
-    caching = ["on" if kind["micro_batches"] > 1 else "off" for kind in kinds.values()]
-    rows.append(["gradient caching", *caching])
-    rows.append(["engine", *(kind["engine"] for kind in kinds.values())])
-    yield from _aligned(rows)
+    rows = [["batches", "global", "per rank", "micro-batches", "gradient caching", "engine"]]
+    for name, kind in plan["memory"].items():
+        micro = f"{kind['micro_batches']} x {kind['micro_batch']:,}"
+        sizes = [f"{kind['global_batch']:,}", f"{kind['local_batch']:,}", micro]
+        caching = "on" if kind["micro_batches"] > 1 else "off"
+        rows.append([name, *sizes, caching, kind["engine"]])
+    yield from _aligned(list(map(list, zip(*rows, strict=True))))
 
 
 def _parameters(plan: dict[str, Any]) -> Iterator[str]:
     kinds = plan["memory"]
+    counts = [kind["counts"] for kind in kinds.values()]
+    table = {tower: [n for count in counts for n in count[tower].values()] for tower in counts[0]}
+    table["in all"] = [sum(column) for column in zip(*table.values(), strict=True)]
     rows = [["parameters", *(f"{name} {what}" for name in kinds for what in ("trains", "freezes"))]]
-    towers = list(next(iter(kinds.values()))["counts"])
-    for tower in towers:
-        counts = [kind["counts"][tower] for kind in kinds.values()]
-        rows.append([tower, *(f"{n:,}" for count in counts for n in count.values())])
-    sums = [
-        sum(kind["counts"][tower][what] for tower in towers)
-        for kind in kinds.values()
-        for what in ("trainable", "frozen")
-    ]
-    rows.append(["in all", *(f"{n:,}" for n in sums)])
-    yield from _aligned(rows)
+    yield from _aligned(rows + [[tower, *(f"{n:,}" for n in row)] for tower, row in table.items()])
 
 
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
-    kinds = plan["memory"]
-    rows = [["GiB per rank (estimate)", *kinds]]
-    for part, label in PARTS.items():
-        rows.append([label, *(_gib(kind["parts"][part]) for kind in kinds.values())])
-    rows.append(["sum", *(_gib(kind["sum"]) for kind in kinds.values())])
+    kinds = plan["memory"].values()
+    sizes = {label: [kind["parts"][part] for kind in kinds] for part, label in PARTS.items()}
+    sizes["sum"] = [kind["sum"] for kind in kinds]
     if plan["limit"] is not None:
-        rows.append(["of a GPU's", *(_gib(plan["limit"]) for _ in kinds)])
-    rows.append(["main memory: batches", *(_gib(kind["host"]) for kind in kinds.values())])
-    yield from _aligned(rows)
-    yield from (f"note: {note}" for kind in kinds.values() for note in kind["notes"])
+        sizes["of a GPU's"] = [plan["limit"] for _ in kinds]
+    sizes["main memory: batches"] = [kind["host"] for kind in kinds]
+    rows = [["GiB per rank (estimate)", *plan["memory"]]]
+    yield from _aligned(rows + [[label, *map(_gib, row)] for label, row in sizes.items()])
+    yield from (f"note: {note}" for kind in kinds for note in kind["notes"])
 
 
 def _class_centers(head: dict[str, Any]) -> Iterator[str]:
@@ -125,14 +112,11 @@ def _class_centers(head: dict[str, Any]) -> Iterator[str]:
     rows.append(["negatives of a step", "", f"{head['negatives']:,}"])
     distinct = f"{head['distinct_positives']:,} different"
     rows.append(["positives of a step", distinct, f"{head['positives']:,}"])
-    for part, size in head["parts"].items():
-        rows.append([f"MB of {part}", "", f"{size / 1e6:,.1f}"])
-    for name, size in head["collectives"].items():
-        rows.append([f"MB, {name}", f"{size / 1e6:,.2f}", ""])
+    rows += [[f"MB of {part}", "", f"{n / 1e6:,.1f}"] for part, n in head["parts"].items()]
+    rows += [[f"MB, {name}", f"{n / 1e6:,.2f}", ""] for name, n in head["collectives"].items()]
     rows.append(["GFLOP of products", "", f"{head['operations'] / 1e9:,.1f}"])
-    for name, seconds in head["seconds"].items():
-        rows.append([f"ms of {name}, expected", "", f"{1e3 * seconds:,.1f}"])
-    rows.append(["ms of a step, expected", "", f"{1e3 * sum(head['seconds'].values()):,.1f}"])
+    seconds = head["seconds"] | {"a step": sum(head["seconds"].values())}
+    rows += [[f"ms of {name}, expected", "", f"{1e3 * s:,.1f}"] for name, s in seconds.items()]
     yield from _aligned(rows)
     yield (
         f"note: at {PRODUCTS_PER_S / 1e12:g} TFLOP/s (fp32), {MEMORY_BYTES_PER_S / 1e12:g} TB/s "
@@ -143,13 +127,12 @@ def _class_centers(head: dict[str, Any]) -> Iterator[str]:
 def _disk(plan: dict[str, Any]) -> Iterator[str]:
     disk = plan["disk"]
     rows = [["GiB on disk", "each", "kept", "in all"]]
-    for training in disk["trainings"]:
-        label = f"checkpoints, {_name(training)}"
-        sizes = (_gib(training["each"]), f"{training['number']:,}", _gib(training["kept"]))
-        rows.append([label, *sizes])
-    for key in ("checkpoints", "exports", "embeddings", "clusters", "sum", "present", "free"):
-        label = "checkpoints, one more at a time" if key == "checkpoints" else key
-        rows.append([label, "", "", "unknown" if disk[key] is None else _gib(disk[key])])
+    for of in disk["trainings"]:
+        number = f"{of['number']:,}"
+        rows.append([f"checkpoints, {_name(of)}", _gib(of["each"]), number, _gib(of["kept"])])
+    rows.append(["checkpoints, one more at a time", "", "", _gib(disk["checkpoints"])])
+    for key in ("exports", "embeddings", "clusters", "sum", "present", "free"):
+        rows.append([key, "", "", "unknown" if disk[key] is None else _gib(disk[key])])
     yield from _aligned(rows)
 
 

@@ -2,51 +2,107 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.config import Config, TrainConfig, to_tree
-from mclclip.data.bad_samples import BadSamples
+from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
+from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.pseudo_labels import GroupedIndex
-from mclclip.data.tar_dataset import TextFeatures
-from mclclip.data.training_batches import Batch, TrainingBatches
-from mclclip.layout import Layout
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import ClassLabels
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import BadSamples, TextFeatures
+from mclclip.engines import build_engine
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
-from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.mlcd import ClassCenterLoss, build_class_center_loss
-from mclclip.parallel.build_engine import build_engine
-from mclclip.parallel.class_centers import HeadOptimizer
-from mclclip.parallel.class_kernels import kernels_of
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.margins import Margin
-from mclclip.parallel.process_group import Context, process_start, start_loader_worker
-from mclclip.parallel.step_boundary import StepBoundary
-from mclclip.profiling import StepProfiler
+from mclclip.models.tokenizer import fetched
+from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
-from mclclip.recorder import Recorder
-from mclclip.train.job import Job
-from mclclip.trainer import Trainee, Trainer, prepare_model
+from mclclip.ranks.process_group import Context, process_start, start_loader_worker
+from mclclip.ranks.step_boundary import StepBoundary
+from mclclip.run.layout import Layout
+from mclclip.run.profiling import PeakMemory, StepProfiler
+from mclclip.run.recorder import Recorder
+from mclclip.train.loop import Trainee, Trainer, prepare_model
 
 
-def engine_of(job: Job, model: ClipModel, objective: InfoNCE | ClassCenterLoss) -> Engine:
+@dataclass
+class Job:
+    """What is fixed for one training before its first step."""
+
+    config: Config
+    options: TrainConfig
+    context: Context
+    layout: Layout
+    stage: int
+    index: SampleIndex
+    directory: Path
+    peaks: PeakMemory
+
+    @property
+    def seed(self) -> int:
+        """The seed of all randomness of the training; MCL and its controls have the same."""
+        return self.config.seed
+
+    @property
+    def model(self) -> ModelConfig:
+        """The encoder as it is named: stages s >= 1 may start from one of their own."""
+        return (self.config.trained_model if self.stage else None) or self.config.model
+
+    @property
+    def method(self) -> str:
+        """What log lines call it: MCL and its controls by the variant, others by the objective."""
+        objective = self.options.objective
+        return self.layout.variant if objective.reads.groups else objective.kind
+
+    @cached_property
+    def without_caption(self) -> np.ndarray:
+        """Ids of the samples that are left out since captions are read and they have none.
+
+        Raises ValueError where that is all of them.
+        """
+        if not self.options.objective.reads.captions:
+            return np.zeros(0, dtype=np.int64)
+        return self.index.without_caption(self.options.reader("train" if self.stage else "base"))
+
+    @property
+    def uses_cached_text(self) -> bool:
+        return self.stage > 0 and self.options.reads_text_embeddings
+
+    @cached_property
+    def class_labels(self) -> ClassLabels | None:
+        """Which clusters of the stage before are whose, for objectives that read them."""
+        reads = self.options.objective.reads
+        if not reads.clusters:
+            return None
+        directory = self.layout.clusters(self.stage - 1)
+        return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
+
+
+def trainee_of(job: Job, model: ClipModel, objective: Objective) -> Trainee:
+    """Model and objective as one module, on the device."""
+    trainee = Trainee(model, objective, job.options.precision).to(job.context.device)
+    if job.options.engine.compile == "step":
+        trainee.compile()
+    return trainee
+
+
+def engine_of(job: Job, trainee: Trainee) -> Engine:
     """The engine around model and objective, with the optimizer the options name."""
     options, how = job.options, job.options.engine
-    trainee = Trainee(model, objective, options.precision).to(job.context.device)
-    if how.compile == "step":
-        trainee.compile()
     return build_engine(
         how.name,
         trainee,
         partial(build_optimizer, **options.optimizer_arguments()),
         job.context,
-        blocks=model.blocks(),
+        blocks=trainee.model.blocks(),
         shard_ranks=how.shard_ranks,
         zero_stage=how.zero_stage,
         elementwise=is_elementwise(options.optimizer),
@@ -54,37 +110,34 @@ def engine_of(job: Job, model: ClipModel, objective: InfoNCE | ClassCenterLoss) 
         clip_grad_norm=options.clip_grad_norm,
         micro_batch=how.micro_batch,
         ema_decay=options.ema_decay,
-        head=objective.centers if isinstance(objective, ClassCenterLoss) else None,
+        outside=trainee.objective.outside(),
     )
 
 
-def objective_of(job: Job, model: ClipModel) -> InfoNCE | ClassCenterLoss:
-    """What is minimised, with new class centers where it has some."""
-    how, labels = job.options.class_centers, job.class_labels
-    if how is None or labels is None:
-        return InfoNCE()
-    centroids = labels.centroids()
-    return build_class_center_loss(
-        len(centroids),
-        model.embed_dim,
-        centroids if how.centers == "centroids" else None,
-        kind=how.kind,
-        context=job.context,
-        seed=int(mix(job.seed, job.stage) >> np.uint64(33)),
-        scale=how.scale,
-        margin=Margin(how.margin, how.margin_size, how.margin_gradient),
-        sample_rate=how.sample_rate,
-        rule=how.negatives,
-        optimizer=HeadOptimizer(
-            how.lr_scale, how.weight_decay, job.options.betas, job.options.eps, how.lazy
-        ),
-        kernels=kernels_of(how.kernel, job.context.device, job.options.precision),
-        dtype=torch.float64 if job.options.precision == "float64" else torch.float32,
+def objective_of(job: Job, model: ClipModel) -> Objective:
+    """What is minimised, as its options build it."""
+    options = job.options
+    return options.objective.build(
+        Setting(
+            model=model,
+            context=job.context,
+            seed=int(mix(job.seed, job.stage) >> np.uint64(33)),
+            precision=options.precision,
+            betas=options.betas,
+            eps=options.eps,
+            classes=job.class_labels,
+        )
     )
 
 
 def trainer_of(
-    job: Job, engine: Engine, checkpoints: Checkpoints, plan: EpochPlan, start: int, total: int
+    job: Job,
+    trainee: Trainee,
+    engine: Engine,
+    checkpoints: Checkpoints,
+    plan: EpochPlan,
+    start: int,
+    total: int,
 ) -> Trainer:
     options, context = job.options, job.context
     recorder = Recorder(
@@ -102,16 +155,14 @@ def trainer_of(
         peaks=job.peaks,
     )
     limit = job.config.wall_time_s
+    deadline = None if limit is None else process_start() + limit
+    poll_s, folder = job.config.poll_s, job.directory / "profile"
     return Trainer(
-        engine,
-        checkpoints,
-        recorder,
-        StepBoundary(
-            context,
-            job.layout.run_dir,
-            poll_s=job.config.poll_s,
-            deadline=None if limit is None else process_start() + limit,
-        ),
+        trainee=trainee,
+        engine=engine,
+        checkpoints=checkpoints,
+        recorder=recorder,
+        boundary=StepBoundary(context, job.layout.run_dir, poll_s=poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate,
             total_steps=total,
@@ -122,9 +173,7 @@ def trainer_of(
         prepare=partial(_to, options=options, context=context),
         seed_words=(job.seed, job.stage),
         checkpoint_every=options.checkpoint.every,
-        profiler=StepProfiler(
-            job.directory / "profile", options.profile_steps, total, context.device, context.rank
-        ),
+        profiler=StepProfiler(folder, options.profile_steps, total, context.device, context.rank),
     )
 
 
@@ -167,13 +216,15 @@ def loader_of(
     job: Job, grouped: GroupedIndex, known_bad: np.ndarray, model: ClipModel, steps: range
 ) -> DataLoader[Batch]:
     """This rank's batches of ``steps``, in order."""
-    options, data = job.options, job.config.data
+    options, data, reads = job.options, job.config.data, job.options.objective.reads
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.uses_cached_text else None
     batches = TrainingBatches(
         index=job.index,
         grouped=grouped,
         transform=model.preprocess_train,
-        tokenizer=model.tokenizer if text is None and job.class_labels is None else None,
+        num_views=options.objective.num_views,
+        reads_captions=reads.captions,
+        tokenizer=fetched(model.tokenizer) if reads.captions and text is None else None,
         text_features=text,
         global_batch=options.global_batch,
         policy=options.plan.policy,
@@ -201,7 +252,7 @@ def loader_of(
 def _to(batch: Batch, options: TrainConfig, context: Context) -> Batch:
     batch = batch.to(context.device)
     if options.precision == "float64":
-        batch.image = batch.image.double()
+        batch.views = [view.double() for view in batch.views]
         if batch.text_features is not None:
             batch.text_features = batch.text_features.double()
     return batch

@@ -1,6 +1,6 @@
 """Verb: index + labels -> checkpoints. One loop for every method.
 
-A method is a model and an objective; ``trainer`` has the loop. Here options become objects: what a
+A method is a model and an objective; ``loop`` trains them. Here options become objects: what a
 training is made of, whether it fits the data, and where it goes on.
 """
 
@@ -13,29 +13,22 @@ from pathlib import Path
 
 import numpy as np
 
-from mclclip import artifacts
-from mclclip.artifacts import Artifact
 from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, to_tree
-from mclclip.data.coverage import coverage_report
-from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.coverage import build_groups, coverage_report
+from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
+from mclclip.data.groups import StageGroups
+from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import (
-    StageGroups,
-    build_groups,
-    permute_labels,
-    read_pseudo_labels,
-)
-from mclclip.data.step_counts import check_ranks, total_steps
-from mclclip.layout import Layout
-from mclclip.models.clip import ClipModel
-from mclclip.parallel import collectives
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context
-from mclclip.profiling import PeakMemory
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
+from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
-from mclclip.train.job import Job
+from mclclip.train.loop import Trainee
+from mclclip.train.parts import Job
 
 log = logging.getLogger("mclclip")
 
@@ -59,36 +52,39 @@ def run(
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if variant != "mcl" and options.class_centers is not None:
+    if variant != "mcl" and variant not in options.objective.controls:
         raise ValueError(
-            f"--variant {variant} is a control of train.objective.kind=info_nce, not of "
-            f"{options.objective.kind}: leave it out"
+            f"--variant {variant} says nothing of train.objective.kind={options.objective.kind}, "
+            f"which has {', '.join(options.objective.controls) or 'no controls'}: leave it out"
         )
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
     check_ranks("train" if stage else "base", options.global_batch, context.world_size)
     peaks = PeakMemory(context.device)
     job = Job(config, options, context, layout, stage, index, layout.train(stage), peaks)
-    if collectives.on_main(lambda: _prepare(job, variant, force, write=False))[0].finished:
+    if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
     model = parts.build_model(config, layout, stage, options, context)
     objective = parts.objective_of(job, model)
-    artifact, groups = collectives.on_main(lambda: _prepare(job, variant, force, write=True))
-    engine = parts.engine_of(job, model, objective)
-    steps = _train(job, model, engine, artifact.identity, *groups.read())
+    artifact, groups = collectives.on_main(lambda: _prepare(job, force, write=True))
+    trainee = parts.trainee_of(job, model, objective)
+    steps = _train(job, trainee, artifact.identity, groups)
     if context.is_main:
-        artifact.finish({"steps": steps, "samples_seen": steps * options.global_batch})
+        counts = {"steps": steps, "samples_seen": steps * options.global_batch}
+        if options.objective.reads.captions:
+            counts["without_caption"] = len(job.without_caption)
+        artifact.finish(counts)
     collectives.barrier()
     return job.directory
 
 
-def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
+def _prepare(job: Job, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
     """Opens the artifact and writes the grouped index; groups that do not fit leave nothing.
 
     With ``write=False`` only looks whether the artifact is finished.
     """
-    labels, radices, inputs = _labels(job, variant)
+    labels, radices, inputs = _labels(job)
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
     config = {
         "stage": job.stage,
@@ -110,6 +106,11 @@ def _prepare(job: Job, variant: str, force: bool, write: bool) -> tuple[Artifact
     build = partial(build_groups, labels, radices, bad_ids, job.options.global_batch, plan.policy)
     grouped = None if groups.written else build()
     artifact = opened(write=True)
+    if len(job.without_caption):
+        log.info(
+            "stage %d: %d of %d samples have no caption and are left out",
+            job.stage, len(job.without_caption), len(job.index),
+        )  # fmt: skip
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(grouped or build(), bad_ids)
     return artifact, groups
@@ -128,7 +129,7 @@ def _controlled_steps(job: Job) -> int | None:
     layout = Layout.of(job.config)
     # Raises where the controlled training was made of other options or labels than there are now.
     mcl = replace(job, layout=layout, directory=layout.train(job.stage))
-    controlled = _prepare(mcl, "mcl", force=False, write=False)[1]
+    controlled = _prepare(mcl, force=False, write=False)[1]
     if not controlled.written:
         raise RuntimeError(
             f"a control takes as many steps as the training it controls, and {controlled.directory}"
@@ -138,9 +139,21 @@ def _controlled_steps(job: Job) -> int | None:
     return total_steps(None, options.epochs, report.steps)
 
 
-def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
+def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
-    inputs = {"index": job.index.digest}
+    left_out = job.without_caption
+    labels, radices, inputs = _labels_of_all(job)
+    if len(left_out):
+        labels = labels.copy()
+        labels[left_out] = -1
+    if radices and job.layout.variant == "random_groups":
+        labels = permute_labels(labels, job.seed, job.stage)
+    return labels, radices, inputs
+
+
+def _labels_of_all(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
+    """The same as they are on disk, before samples are left out and labels permuted."""
+    inputs, variant = {"index": job.index.digest}, job.layout.variant
     labels = np.zeros(len(job.index), dtype=np.int64)
     radices: tuple[int, ...] = ()
     if job.stage == 0:
@@ -151,27 +164,20 @@ def _labels(job: Job, variant: str) -> tuple[np.ndarray, tuple[int, ...], dict[s
         inputs["text_embeddings"] = text.digest
     if job.class_labels is not None:
         inputs["clusters"] = job.class_labels.digest
-    elif variant != "ungrouped":
+    if job.options.objective.reads.groups and variant != "ungrouped":
         directory = job.layout.pseudo_labels(job.stage)
         labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, job.index)
-    if variant == "random_groups":
-        labels = permute_labels(labels, job.seed, job.stage)
     return labels, radices, inputs
 
 
-def _train(
-    job: Job,
-    model: ClipModel,
-    engine: Engine,
-    identity: str,
-    grouped: GroupedIndex,
-    known_bad: np.ndarray,
-) -> int:
-    """Trains ``model`` in ``engine``; returns the number of steps of the whole training.
+def _train(job: Job, trainee: Trainee, identity: str, groups: StageGroups) -> int:
+    """Trains model and objective; returns the number of steps of the whole training.
 
     ``identity`` is the digest of all that the weights depend on.
     """
     options, context, how = job.options, job.context, job.options.plan
+    grouped, known_bad = groups.read()
+    engine = parts.engine_of(job, trainee)
     plan = EpochPlan(
         grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
     )
@@ -192,7 +198,7 @@ def _train(
         context.world_size,
     )  # fmt: skip
     if start < total:
-        trainer = parts.trainer_of(job, engine, checkpoints, plan, start, total)
-        loader = parts.loader_of(job, grouped, known_bad, model, range(start, total))
+        trainer = parts.trainer_of(job, trainee, engine, checkpoints, plan, start, total)
+        loader = parts.loader_of(job, grouped, known_bad, trainee.model, range(start, total))
         trainer.run(loader, start, total, f"stage {job.stage}")
     return total

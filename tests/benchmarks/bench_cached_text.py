@@ -23,17 +23,17 @@ import yaml
 
 from mclclip import cluster, embed, export, index, train
 from mclclip.config import from_tree
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.tar_dataset import TextFeatures
-from mclclip.data.training_batches import Batch, TrainingBatches
-from mclclip.layout import Layout
+from mclclip.data.samples import TextFeatures
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import ClipModel, load_clip, save_export
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import SINGLE
-from mclclip.trainer import Trainee
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.layout import Layout
+from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.benchmarks import timing
 from tests.benchmarks.bench_reading import photographs
@@ -57,7 +57,7 @@ def batches_of(model: ClipModel, size: int) -> tuple[Batch, Batch]:
     side = model.image_size
     height, width = (side, side) if isinstance(side, int) else side
     fixed: dict[str, Any] = {
-        "image": torch.randn(size, 3, height, width, generator=rng),
+        "views": [torch.randn(size, 3, height, width, generator=rng)],
         "labels": torch.zeros(size, 1, dtype=torch.int64),
         "sample_id": torch.arange(size),
         "step": 0,
@@ -189,6 +189,7 @@ def time_reading(title: str, options: dict[str, Any], size: int, rounds: int) ->
         "index": opened,
         "grouped": grouped,
         "transform": model.preprocess_train,
+        "reads_captions": True,
         "global_batch": size,
         "policy": "backoff",
         "order": "proportional",
@@ -198,7 +199,7 @@ def time_reading(title: str, options: dict[str, Any], size: int, rounds: int) ->
     }
     fly = TrainingBatches(**fixed, tokenizer=model.tokenizer)
     text = TextFeatures(layout.text_embeddings, opened)
-    cached = TrainingBatches(**fixed, tokenizer=None, text_features=text)
+    cached = TrainingBatches(**fixed, text_features=text)
     variants: dict[str, Callable[[], object]] = {
         "read, tokenize": lambda: fly[3],
         "read, look up": lambda: cached[3],

@@ -37,11 +37,11 @@ from tests.benchmarks import timing
 # isort: split
 import torch
 
-from mclclip.artifacts import digest_json
 from mclclip.config import Config
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.layout import Layout
+from mclclip.files import digest_json
+from mclclip.run.layout import Layout
 from tests.benchmarks.class_learning import (
     CONTEXT,
     MAKERS,

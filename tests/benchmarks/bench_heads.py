@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
-from mclclip.parallel import collectives
-from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.parallel.process_group import Context
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing
 from tests.benchmarks.reference_heads import ReferenceHead
 from tests.distributed.conftest import RankPool

@@ -22,10 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mclclip.parallel import collectives, kmeans
-from mclclip.parallel.centroids import hold
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import NpyBlocks, Rows, cut_blocks
+from mclclip.clustering import kmeans
+from mclclip.clustering.centroids import hold
+from mclclip.clustering.rows import Rows
+from mclclip.data.arrays import NpyBlocks, cut_blocks
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing
 from tests.distributed.conftest import RankPool
 

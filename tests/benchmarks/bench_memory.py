@@ -17,12 +17,12 @@ from functools import partial
 import numpy as np
 import torch
 
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import SINGLE
-from mclclip.trainer import Trainee
+from mclclip.ranks.process_group import SINGLE
+from mclclip.train.loop import Trainee
 from tests.benchmarks import memory, synthetic, timing
 
 FAR = 8192

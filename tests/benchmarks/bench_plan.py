@@ -14,16 +14,16 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mclclip.artifacts import write_json
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.group_tree import Policy
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.groups import GroupedIndex, Policy
+from mclclip.files import write_json
 from tests.benchmarks import timing
 
 Integers = npt.NDArray[np.int64]
@@ -102,16 +102,18 @@ def cold_first_batch(directory: Path, batch: int) -> float:
 def measure(directory: Path, batch: int, rounds: int, shuffle: bool) -> None:
     """The table of one grouped index."""
     grouped = GroupedIndex.open(directory)
-    plan = plan_of(grouped, batch, "backoff")
-    levels = {plan.prefix_length(step): step for step in range(plan.steps_per_epoch)}
+    turns = EpochPlan(grouped, batch, "backoff", "round_robin", seed=0, stage=3, epoch=0)
+    tree = turns._tree
+    levels = {tree.levels[depth].prefix_length: step for step, depth in enumerate(tree.level)}
     variants: dict[str, Callable[[], object]] = {
         "open the grouped index": lambda: GroupedIndex.open(directory)
     }
     for policy in ("backoff", "drop"):
         variants[f"plan, {policy}"] = lambda policy=policy: plan_of(grouped, batch, policy)  # type: ignore[misc]
+        variants[f"its next epoch, {policy}"] = partial(plan_of(grouped, batch, policy).of_epoch, 1)
     for length in sorted(levels, reverse=True):
         step = levels[length]
-        variants[f"batch at prefix {length}"] = lambda step=step: plan.batch(step)  # type: ignore[misc]
+        variants[f"batch at prefix {length}"] = lambda step=step: turns.batch(step)  # type: ignore[misc]
     if shuffle:
         rng = np.random.default_rng(0)
         variants["shuffle of all ids (numpy)"] = lambda: rng.permutation(grouped.num_samples)
@@ -130,7 +132,7 @@ def measure(directory: Path, batch: int, rounds: int, shuffle: bool) -> None:
         f"{grouped.num_samples:,} samples, {grouped.num_groups:,} groups, global batch {batch:,}"
     )
     timing.print_table(
-        f"{title}, {plan.steps_per_epoch:,} steps per epoch, {plan.remainder:,} samples left out",
+        f"{title}, {turns.steps_per_epoch:,} steps per epoch, {turns.remainder:,} samples left out",
         ["work", "wall ms", "CPU ms", "ratio to the plan", "peak MiB"],
         rows,
     )

@@ -32,11 +32,11 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from mclclip import index, make_dataset, pack
 from mclclip.config import from_tree
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.batches import TrainingBatches
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.tar_dataset import Sample, TarDataset
-from mclclip.data.training_batches import TrainingBatches
-from mclclip.parallel.process_group import SINGLE
+from mclclip.data.samples import Sample, TarDataset
+from mclclip.ranks.process_group import SINGLE
 from tests.benchmarks import peers, timing
 
 BATCH = 32
@@ -54,7 +54,13 @@ class Reading:
         self.size = len(self.index) // BATCH * BATCH
         self.transform = image_transform_v2(PreprocessCfg(size=image_size), is_train=True)
         self.tokenizer = open_clip.get_tokenizer("ViT-B-32")
-        self.dataset = TarDataset(self.index, self.transform, self.tokenizer, MAX_PIXELS)
+        self.dataset = TarDataset(
+            self.index,
+            self.transform,
+            reads_captions=True,
+            tokenizer=self.tokenizer,
+            max_image_pixels=MAX_PIXELS,
+        )
         self.batches = self._training_batches()
         self.image_size, self.index_folder = image_size, Path(config.run_dir) / "index"
         self.ids = np.random.default_rng(0).permutation(len(self.index))[: self.size].tolist()
@@ -64,6 +70,7 @@ class Reading:
             index=self.index,
             grouped=GroupedIndex.build(np.zeros(len(self.index), np.int64), ()),
             transform=self.transform,
+            reads_captions=True,
             tokenizer=self.tokenizer,
             global_batch=BATCH,
             policy="backoff",

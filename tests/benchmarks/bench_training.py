@@ -22,12 +22,12 @@ from typing import Literal
 
 import torch
 
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context, pick_device
-from mclclip.trainer import Trainee
+from mclclip.ranks.process_group import Context, pick_device
+from mclclip.train.loop import Trainee
 from tests.benchmarks import memory, peers, synthetic, timing
 
 WARM_UP = 2  # steps that are not counted

@@ -23,8 +23,8 @@ from PIL import Image
 
 from mclclip import cluster, config, embed, export, index, pack, train
 from mclclip.config import Config
-from mclclip.layout import Layout
-from mclclip.parallel.process_group import Context
+from mclclip.ranks.process_group import Context
+from mclclip.run.layout import Layout
 
 UNTRAINED, TEACHER, REFERENCE = "untrained", "teacher", "single_label"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {

@@ -30,15 +30,16 @@ MAX_PIXELS = 100_000_000
 
 def ours(given: dict[str, Any], transform: Any, tokenizer: Any) -> Iterable[Any]:
     """``TrainingBatches`` as training reads them."""
-    from mclclip.data.pseudo_labels import GroupedIndex
+    from mclclip.data.batches import TrainingBatches
+    from mclclip.data.groups import GroupedIndex
     from mclclip.data.sample_index import SampleIndex
-    from mclclip.data.training_batches import TrainingBatches
 
     index = SampleIndex.open(Path(given["index"]))
     batches = TrainingBatches(
         index=index,
         grouped=GroupedIndex.build(np.zeros(len(index), np.int64), ()),
         transform=transform,
+        reads_captions=True,
         tokenizer=tokenizer,
         global_batch=given["batch"],
         policy="backoff",

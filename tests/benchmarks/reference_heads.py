@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import ShardedClassCenters
 from mclclip.objectives.mlcd import Kind
-from mclclip.parallel import collectives
-from mclclip.parallel.class_centers import ShardedClassCenters
-from mclclip.parallel.margins import Margin
+from mclclip.ranks import collectives
 
 
 class ReferenceHead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
 
 
 def batch(size: int, image_size: int | tuple[int, int]) -> Batch:
@@ -12,7 +12,7 @@ def batch(size: int, image_size: int | tuple[int, int]) -> Batch:
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     random = torch.Generator().manual_seed(0)
     return Batch(
-        image=torch.randn(size, 3, height, width, generator=random),
+        views=[torch.randn(size, 3, height, width, generator=random)],
         text=torch.randint(1, 49_000, (size, 77), generator=random),
         labels=torch.zeros(size, 1, dtype=torch.int64),
         sample_id=torch.arange(size),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -12,13 +11,14 @@ import pytest
 
 from tests import tiny
 from tests.benchmarks import peers
+from tests.matrix import SOAK
 
 NAMES = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
-SOAK = os.environ.get("MCLCLIP_SOAK") == "1"  # else one that stands alone, one with a peer
 WITH_PEERS = {"bench_reading", "bench_training"}
 
 
 @pytest.mark.slow
+# Beside the soak, one that stands alone and one with a peer.
 @pytest.mark.parametrize("name", NAMES if SOAK else ["bench_plan", "bench_reading"])
 def test_it_prints_tables_with_figures(name: str) -> None:
     done = subprocess.run(

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip.parallel import process_group
-from mclclip.parallel.parent_death import die_with_parent
+from mclclip.ranks import process_group
+from mclclip.ranks.parent_death import die_with_parent
 
 MAX_RANKS = 4
 START_TIMEOUT_S = 180.0

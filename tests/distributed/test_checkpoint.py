@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from mclclip.checkpoint import Checkpoints, load_model_state, step_files, steps, storage
-from mclclip.parallel import collectives
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context, seed_everything
+from mclclip.engines.engine import Engine
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context, seed_everything
 
 Ranks = Callable[..., list[Any]]
 State = dict[str, Tensor]
@@ -347,7 +347,7 @@ def save_with_failure(
     owner: Any = {
         "data": (torch, "save"),
         "checksums": (step_files, "describe"),
-        "list": (step_files.artifacts, "write_json"),
+        "list": (step_files.files, "write_json"),
         "rename": (os, "rename"),
         "copy": (storage, "own_part"),
     }[where]

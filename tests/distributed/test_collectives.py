@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mclclip.parallel import collectives, process_group
+from mclclip.ranks import collectives, process_group
 from tests.distributed.conftest import RankPool
 
 WORLDS = (1, 2, 3, 4)

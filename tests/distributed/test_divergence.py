@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.parallel import collectives
-from mclclip.parallel.class_centers import ShardedClassCenters, normal_rows
-from mclclip.parallel.finiteness import NotFinite
-from mclclip.parallel.process_group import Context
-from mclclip.profiling import PeakMemory
-from mclclip.recorder import Recorder
+from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
+from mclclip.ranks import collectives
+from mclclip.ranks.finiteness import NotFinite
+from mclclip.ranks.process_group import Context
+from mclclip.run.profiling import PeakMemory
+from mclclip.run.recorder import Recorder
 
 Ranks = Callable[..., list[Any]]
 

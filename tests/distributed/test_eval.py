@@ -16,8 +16,8 @@ from mclclip.config import BenchmarkConfig
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.features import Extractor
-from mclclip.parallel import collectives
-from mclclip.parallel.process_group import Context
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
 
 NUM_IMAGES = 14
 

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
+from mclclip.engines import build_engine
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
-from mclclip.parallel import collectives
-from mclclip.parallel.build_engine import build_engine
-from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context
-from mclclip.trainer import Trainee, prepare_model
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.train.loop import Trainee, prepare_model
 from tests import tiny
 from tests.distributed.test_engines import assert_close, whole
+from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS, NUM_CLASSES = 24, 20, 30
@@ -57,7 +58,7 @@ def make_engine(name: str, precision: str, **options: Any) -> Engine:
         context,
         blocks=model.blocks(),
         precision=precision,
-        head=centers,
+        outside=[centers],
         **options,
     )
     if engine.scaler.is_enabled():  # a scale at which no step overflows
@@ -73,8 +74,9 @@ def batch_of(step: int, dtype: torch.dtype) -> Batch:
     labels[labels[:, 0] == labels[:, 1], 1] = -1
     local = GLOBAL_BATCH // collectives.world_size()
     batch = Batch(
-        image=image.to(dtype),
-        labels=labels,
+        views=[image.to(dtype)],
+        labels=torch.zeros(GLOBAL_BATCH, 1, dtype=torch.int64),
+        classes=labels,
         sample_id=torch.arange(GLOBAL_BATCH),
         step=step,
         group_size=GLOBAL_BATCH,
@@ -104,7 +106,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", kept([2, 3], 1))
 def test_float64(ranks: Ranks, world_size: int, name: str, options: dict[str, Any]) -> None:
     alone = {n: v for n, v in options.items() if n != "micro_batch"}
     losses, norms, state = ranks(1, run, "ddp", "float64", alone)[0]
@@ -117,7 +119,7 @@ def test_float64(ranks: Ranks, world_size: int, name: str, options: dict[str, An
 
 
 @pytest.mark.parametrize("micro_batch", [None, 4])
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", kept(["ddp", "fsdp"], 1))
 def test_fp16_leaves_the_head_unscaled(ranks: Ranks, name: str, micro_batch: int | None) -> None:
     """Rounded to fp16 the trunk differs; the head moves as far as under fp32."""
     options = {"micro_batch": micro_batch, "clip_grad_norm": 1.0}
@@ -140,7 +142,7 @@ def run_one_bad(name: str, options: dict[str, Any]) -> tuple[dict[str, Any], ...
         if step == 0:
             engine.settle(batch)
         if step == 1 and collectives.rank() == 0:
-            batch.image[0] = float("inf")
+            batch.views[0][0] = float("inf")
         engine.update(batch, lr=1e-3)
         states.append(whole(engine.state_dict()))
     return tuple(states)
@@ -170,10 +172,10 @@ def test_a_step_that_is_left_out_leaves_the_head(
     assert later["class_centers.steps"].max() == 2
 
 
-@pytest.mark.parametrize(("stage", "options"), [
+@pytest.mark.parametrize(("stage", "options"), kept([
     (1, {"clip_grad_norm": 1.0}), (2, {}), (2, {"clip_grad_norm": 1.0, "micro_batch": 4}),
     (3, {"clip_grad_norm": 1.0}),
-])  # fmt: skip
+], 2, 3))  # fmt: skip
 def test_zero(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
     """In fp32, which DeepSpeed trains in; its clipping counts the class centers too."""
     pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.parallel import collectives
+from mclclip.ranks import collectives
 
 ROWS = 12
 

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from mclclip import cluster as verb
+from mclclip.clustering import assignment, centroids, kmeans, two_level
+from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
+from mclclip.clustering.assignment import Tally, assign, assign_blocks
 from mclclip.config import from_tree
-from mclclip.data import npy_files
-from mclclip.parallel import assignment, centroids, collectives, kmeans, two_level
-from mclclip.parallel.arithmetic import CHOSEN, Arithmetic
-from mclclip.parallel.assignment import Tally, assign, assign_blocks
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import NpyBlocks
-from tests.unit.parallel.test_assignment import LIMIT_MIB, growth_mib
+from mclclip.data import arrays
+from mclclip.data.arrays import NpyBlocks
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from tests.unit.clustering.test_assignment import LIMIT_MIB, growth_mib
 from tests.unit.test_cluster import BAD, contents, make_run
 from tests.unit.test_cluster import SIZES as SAMPLES
 
@@ -291,7 +292,7 @@ def test_no_rank_holds_what_grows_with_the_rows(ranks: Ranks) -> None:
 
 def run_on_a_full_disk(options: dict[str, Any]) -> str:
     """Full after the second block of labels."""
-    parts, left = npy_files.np.ascontiguousarray, [4]
+    parts, left = arrays.np.ascontiguousarray, [4]
 
     def full(array: Any, dtype: Any) -> Any:
         left[0] -= dtype in (np.int32, np.float16)
@@ -300,7 +301,7 @@ def run_on_a_full_disk(options: dict[str, Any]) -> str:
         return parts(array, dtype)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(npy_files.np, "ascontiguousarray", full)
+        patched.setattr(arrays.np, "ascontiguousarray", full)
         try:
             labels_and_similarities(options)
         except (OSError, RuntimeError) as error:

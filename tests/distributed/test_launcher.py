@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.matrix import kept
+
 NUM_RANKS = 2
 WORKER = """
 import os, sys, time
@@ -33,7 +35,7 @@ if moment == "importing":
 
 import torch
 from mclclip import process
-from mclclip.parallel import collectives, process_group
+from mclclip.ranks import collectives, process_group
 
 if moment == "joining":
     process.start()
@@ -128,11 +130,14 @@ def pids_when(folder: Path, count: int) -> list[int]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
 @pytest.mark.parametrize(
     ("moment", "count"),
-    [
-        ("importing", NUM_RANKS),
-        ("waiting in a collective", NUM_RANKS),
-        ("reading", 2 * NUM_RANKS),
-    ],
+    kept(
+        [
+            ("importing", NUM_RANKS),
+            ("waiting in a collective", NUM_RANKS),
+            ("reading", 2 * NUM_RANKS),
+        ],
+        2,
+    ),
 )
 def test_nobody_survives_a_killed_launcher(tmp_path: Path, moment: str, count: int) -> None:
     if moment == "importing" and b"python" in Path("/proc/1/cmdline").read_bytes():

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip.parallel import collectives
-from mclclip.parallel.process_group import Context
-from mclclip.profiling import PeakMemory
-from mclclip.recorder import Recorder
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run.profiling import PeakMemory
+from mclclip.run.recorder import Recorder
 
 Ranks = Callable[..., list[Any]]
 WAIT_S = 0.2

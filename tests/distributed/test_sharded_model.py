@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.lora import add_lora
 from mclclip.models.optimizer import build_optimizer
-from mclclip.parallel import collectives
+from mclclip.ranks import collectives
 from tests.tiny import MODEL
 
 

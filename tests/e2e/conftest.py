@@ -34,8 +34,8 @@ PRELOADED = [
     "mclclip.cli",
     "mclclip.config",
     "mclclip.pipeline",
-    "mclclip.parallel.process_group",
-    "mclclip.run_lock",
+    "mclclip.ranks.process_group",
+    "mclclip.run.lock",
     "torch.distributed.checkpoint",
     "torch._dynamo",  # what the first optimizer imports
     "sklearn.metrics",
@@ -80,7 +80,7 @@ class KillAfter:
 
     def __call__(self) -> None:
         from mclclip.checkpoint import Checkpoints
-        from mclclip.parallel.engines import Engine
+        from mclclip.engines.engine import Engine
 
         owner: Any = {"update": Engine, "save": Checkpoints}[self.what]
         original, calls = getattr(owner, self.what), itertools.count(1)
@@ -101,7 +101,7 @@ class RecordBatches:
     directory: Path
 
     def __call__(self) -> None:
-        from mclclip.parallel.engines import Engine
+        from mclclip.engines.engine import Engine
 
         original, calls = Engine.update, itertools.count()
         self.directory.mkdir(exist_ok=True)

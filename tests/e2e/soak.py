@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mclclip import artifacts
+from mclclip import files
 from tests import tiny
 from tests.e2e.conftest import Launched
+from tests.matrix import SOAK
 
 SEED = int(os.environ.get("MCLCLIP_SOAK_SEED", "0"))
-SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
 TARGETS = ("launcher", "worker", "both")
 
 
@@ -42,18 +42,18 @@ class Record:
         folder = tiny.ROOT / ".soak" if SOAK else temporary
         self.path = folder / f"{name}.json"
         code = tiny.digests(tiny.ROOT / "mclclip", "**/*.py")
-        self.sources = artifacts.digest_json([code, SEED, *options])
+        self.sources = files.digest_json([code, SEED, *options])
 
     def read(self) -> list[dict[str, Any]]:
         """The fields of every kill, in order."""
-        saved = artifacts.read_json(self.path) if self.path.exists() else {}
+        saved = files.read_json(self.path) if self.path.exists() else {}
         kills: list[dict[str, Any]] = saved["kills"] if saved.get("sources") == self.sources else []
         return kills
 
     def write(self, kills: Iterable[Any]) -> None:
         """Notes all kills (dataclasses) of the finished rounds."""
         fields = [asdict(kill) for kill in kills]
-        artifacts.write_json(self.path, {"sources": self.sources, "kills": fields})
+        files.write_json(self.path, {"sources": self.sources, "kills": fields})
 
     def close(self) -> None:
         """All kills are done: the next soak begins anew."""

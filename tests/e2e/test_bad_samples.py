@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import artifacts, checkpoint, make_dataset
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip import checkpoint, files, make_dataset
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Finished, KillAfter, RecordBatches, Shell
 
@@ -70,7 +71,7 @@ def done(shell: Shell, config: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_bad_samples_are_listed_beside_the_index_and_in_the_log(done: Run) -> None:
-    listed = artifacts.read_json(done.run_dir / "index" / "bad_samples.json")
+    listed = files.read_json(done.run_dir / "index" / "bad_samples.json")
     assert {key: entry["reason"].split(":")[0] for key, entry in listed.items()} == {
         f"patterns/{number:09d}": reason for number, reason in BROKEN.items()
     }

@@ -179,7 +179,7 @@ def test_from_scratch_and_then_the_text_tower(
     [
         (["train.objective.labels_per_sample=5"], "is more than cluster.labels_per_sample=4"),
         (["cluster.labels_per_sample=22"], "cluster.labels_per_sample"),
-        (["train.objective.kind=mldc"], "does not match any of the expected tags"),
+        (["train.objective.kind=mldc"], "there is no objective 'mldc' (nearest: mlc, mlcd"),
         (["train.objective.sample_rate=1.5"], "less than or equal to 1"),
         (["train.objective.kind=mlc", "train.objective.sample_rate=0"], "raise sample_rate"),
         (["train.objective.sample_rate=0.01"], "draws none of 21 classes"),

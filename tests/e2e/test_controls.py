@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import artifacts, cluster, config, embed, export, index, plan, train
+from mclclip import cluster, config, embed, export, index, plan, train
 from mclclip.config import Config
 from mclclip.data.coverage import coverage_report
+from mclclip.data.groups import StageGroups
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import StageGroups
-from mclclip.layout import Layout
-from mclclip.parallel.process_group import SINGLE
 from mclclip.plan import Machine
-from mclclip.profiling import PeakMemory
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run import artifacts
+from mclclip.run.layout import Layout
+from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
-from mclclip.train.job import Job
+from mclclip.train.parts import Job
 from tests import tiny
 
 CONTROLS = ("ungrouped", "random_groups")
@@ -109,7 +110,7 @@ def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor
     found = {}
     for batch in loader:
         assert batch.text is not None
-        rows = zip(batch.sample_id.tolist(), batch.image, batch.text, strict=True)
+        rows = zip(batch.sample_id.tolist(), batch.views[0], batch.text, strict=True)
         found.update({sample: (image, text) for sample, image, text in rows})
     return found
 

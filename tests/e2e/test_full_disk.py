@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import artifacts, checkpoint
+from mclclip import checkpoint
 from mclclip.checkpoint import Checkpoints
+from mclclip.run import artifacts
 from tests import tiny
 from tests.distributed.conftest import RankPool
 from tests.e2e.conftest import Finished, Shell

@@ -27,10 +27,12 @@ from typing import Any
 
 import pytest
 
-from mclclip import artifacts, checkpoint
+from mclclip import checkpoint, files
+from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Launched
-from tests.e2e.soak import SEED, SOAK, TARGETS, Record, hit
+from tests.e2e.soak import SEED, TARGETS, Record, hit
+from tests.matrix import SOAK
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +128,7 @@ def finished_artifacts(run_dir: Path) -> set[str]:
 def check_disk(run_dir: Path) -> None:
     """Whatever has its final name is whole."""
     for path in [*run_dir.rglob("manifest.json"), *run_dir.rglob("shards.json")]:
-        artifacts.read_json(path)
+        files.read_json(path)
     models_with_rows(run_dir)
     for directory in run_dir.rglob("checkpoints"):
         for step in checkpoint.steps(directory):
@@ -143,7 +145,7 @@ def check_log(log: str, finished_before: set[str], models_before: set[str]) -> N
 def state_of(run_dir: Path) -> dict[str, Any]:
     """All that a run leaves, but for times and the bytes of formats that hold them."""
     manifests = {
-        str(path.relative_to(run_dir)): {**artifacts.read_json(path), "finished": ""}
+        str(path.relative_to(run_dir)): {**files.read_json(path), "finished": ""}
         for path in run_dir.rglob("manifest.json")
     }
     kept = ("step", "samples_seen", "loss", "lr", "logit_scale", "grad_norm", "bad_samples")

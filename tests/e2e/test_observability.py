@@ -31,7 +31,7 @@ class Offline:
     leave_after: int = 0
 
     def __call__(self) -> None:
-        from mclclip.parallel.engines import Engine
+        from mclclip.engines.engine import Engine
 
         os.environ["WANDB_MODE"] = "offline"
         original, calls = Engine.update, itertools.count(1)

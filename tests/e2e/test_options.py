@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from safetensors.torch import load_file
 from mclclip import checkpoint
 from tests import tiny
 from tests.e2e.conftest import Shell
+from tests.matrix import kept
 
-SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
 WEIGHTS = "open_clip_model.safetensors"
 
 
@@ -147,19 +146,18 @@ def test_what_cannot_be_is_refused_in_a_line(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "engine"),
-    [
-        ("model", "ddp"),
-        ("step", "fsdp"),
-        *(
-            pytest.param(*case, marks=pytest.mark.skipif(not SOAK, reason="in 'make soak'"))
-            for case in (
-                ("step", "ddp"),
-                ("model", "fsdp"),
-                ("model", "deepspeed"),
-                ("step", "deepspeed"),
-            )
-        ),
-    ],
+    kept(
+        [
+            ("model", "ddp"),
+            ("step", "fsdp"),
+            ("step", "ddp"),
+            ("model", "fsdp"),
+            ("model", "deepspeed"),
+            ("step", "deepspeed"),
+        ],
+        0,
+        1,
+    ),
 )
 def test_compiling_changes_no_weights(
     shell: Shell, based: Any, plain: dict[str, torch.Tensor], tmp_path: Path, what: str, engine: str

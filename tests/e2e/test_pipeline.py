@@ -17,7 +17,7 @@ import torch
 
 import mclclip
 from mclclip import checkpoint
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.groups import GroupedIndex
 from tests import tiny
 from tests.e2e.conftest import Finished, KillAfter, RecordBatches, Shell
 

@@ -35,7 +35,7 @@ class After:
     ranks: tuple[int, ...]
 
     def __call__(self) -> None:
-        from mclclip.parallel.engines import Engine
+        from mclclip.engines.engine import Engine
 
         if int(os.environ.get("RANK", "0")) not in self.ranks:
             return
@@ -70,7 +70,7 @@ class SignalBeforeJoining:
     late: int
 
     def __call__(self) -> None:
-        from mclclip.parallel import process_group
+        from mclclip.ranks import process_group
 
         threading.Timer(1.0, Signal(signal.SIGTERM)).start()
         if int(os.environ["RANK"]) == self.late:
@@ -241,7 +241,7 @@ def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_p
     ("act", "words"),
     [
         (Signal(signal.SIGKILL), "has ended: the job ends"),
-        (sleep, "is waited for (rank 1 at trainer.py:"),
+        (sleep, "is waited for (rank 1 at loop.py:"),
         (Signal(signal.SIGSTOP), "has not been heard of for 3 s (peer_timeout_s)"),
     ],
     ids=["killed", "hangs", "stopped"],

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss
-from mclclip.parallel.class_centers import ShardedClassCenters
-from mclclip.parallel.margins import Margin
 
 K, D, B, L, SCALE = 50, 16, 32, 4, 30.0
 

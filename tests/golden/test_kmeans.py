@@ -8,9 +8,9 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score
 
-from mclclip.parallel import kmeans
-from mclclip.parallel.assignment import assign
-from mclclip.parallel.row_blocks import cut_blocks
+from mclclip.clustering import kmeans
+from mclclip.clustering.assignment import assign
+from mclclip.data.arrays import cut_blocks
 
 NUM_CLUSTERS, DIM, UPDATES = 12, 24, 15
 

@@ -19,7 +19,7 @@ def run(name: str, device: str, folder: Path) -> Any:
     """Makes one check on ``device`` (cuda or cpu)."""
     if device == "cpu":  # read when Triton is first imported
         os.environ["TRITON_INTERPRET"] = "1"
-    from mclclip.parallel.process_group import pick_device
+    from mclclip.ranks.process_group import pick_device
     from tests.gpu.checks import Where
 
     return entries()[name].work(Where(pick_device(device), folder))

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mclclip.eval import knn
-from mclclip.parallel import kmeans, two_level
-from mclclip.parallel.arithmetic import Arithmetic, sums_in_float32
-from mclclip.parallel.assignment import Assignment, assign
-from mclclip.parallel.nearest import Search, half_squares
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.row_blocks import Algorithm, cut_blocks
+from mclclip.clustering import kmeans, two_level
+from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
+from mclclip.clustering.assignment import Assignment, assign
+from mclclip.clustering.nearest import Search, half_squares
+from mclclip.clustering.rows import Algorithm
+from mclclip.data.arrays import cut_blocks
+from mclclip.eval import knn, ranking
+from mclclip.ranks.process_group import Context
 from tests.gpu.checks import Where, check, close, random, same_bits, unit
 from tests.nearest_checks import check_nearest, every_arithmetic
 
@@ -225,12 +226,14 @@ def _compare(got: Assignment, wanted: Assignment) -> float:
 
 @check("k nearest neighbours of the evaluation")
 def neighbours(where: Where) -> str:
-    """Similarities and rows, the first of equals, as on the CPU."""
+    """The device's similarities, sorted, are those that kNN finds on the CPU, ties too."""
     train = unit(where.size(20_000, 900), 64).numpy()
     train[100:110] = train[5]
     queries = np.concatenate([unit(50, 64, seed=1).numpy(), train[5:6]])
-    values, rows = knn.nearest(queries, train, 10, where.device)
-    wanted_values, wanted_rows = knn.nearest(queries, train, 10, CPU)
+    near = ranking.similarity(queries, train, where.device)
+    rows = np.argsort(-near, axis=1, kind="stable")[:, :10]
+    values = np.take_along_axis(near, rows, axis=1)
+    wanted_values, wanted_rows = knn.nearest(queries, train, 10)
     assert np.array_equal(rows, wanted_rows)
     assert np.abs(values - wanted_values).max() <= 1e-7
     return ""

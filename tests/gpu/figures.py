@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from mclclip.clustering import kmeans
+from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
+from mclclip.data.arrays import cut_blocks
+from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives.class_centers.kernels import Kernels, available
+from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
-from mclclip.parallel import kmeans
-from mclclip.parallel.arithmetic import Arithmetic, sums_in_float32
-from mclclip.parallel.class_centers import ShardedClassCenters, normal_rows
-from mclclip.parallel.class_kernels import Kernels, available
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import Context, pick_device
-from mclclip.parallel.row_blocks import cut_blocks
-from mclclip.trainer import Trainee
+from mclclip.ranks.process_group import Context, pick_device
+from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.benchmarks import synthetic
 from tests.gpu.checks import Check, Where, Work

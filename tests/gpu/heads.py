@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.mlcd import ClassCenterLoss, Kind, NegativeDraw
-from mclclip.parallel.class_batch import starts_of, weighted_sums
-from mclclip.parallel.class_centers import (
+from mclclip.objectives.class_centers.batch import starts_of, weighted_sums
+from mclclip.objectives.class_centers.kernels import Kernels, available
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import (
     HeadOptimizer,
     Rule,
     ShardedClassCenters,
     normal_rows,
 )
-from mclclip.parallel.class_kernels import Kernels, available
-from mclclip.parallel.margins import Margin
-from mclclip.parallel.pair_products import pair_products
-from mclclip.parallel.process_group import Context
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.mlcd import ClassCenterLoss, Kind, NegativeDraw
+from mclclip.pair_products import pair_products
+from mclclip.ranks.process_group import Context
 from tests.gpu.checks import Skip, Where, check, close, random, same_bits, unit
 
 CPU = torch.device("cpu")
@@ -210,7 +210,7 @@ def _need_triton(where: Where) -> None:
     if find_spec("triton") is None:
         raise Skip("triton is not installed")
     if not where.on_gpu:
-        from tests.unit.parallel import test_class_kernels
+        from tests.unit.objectives import test_class_kernels
 
         test_class_kernels._interpret()
     if not available(where.device):
@@ -218,7 +218,7 @@ def _need_triton(where: Where) -> None:
 
 
 def _on(where: Where) -> Callable[..., Any]:
-    """``call(function, case)`` of tests.unit.parallel.test_class_kernels on the device."""
+    """``call(function, case)`` of tests.unit.objectives.test_class_kernels on the device."""
 
     def call(function: Callable[[Any], tuple[Tensor, ...]], case: Any) -> tuple[Tensor, ...]:
         moved = copy.copy(case)
@@ -237,7 +237,7 @@ def _on(where: Where) -> Callable[..., Any]:
 def kernels_alone(where: Where, precision: str) -> str:
     """Row sums and pulls against float64 of the rounded inputs: ragged edges, pairs left out."""
     _need_triton(where)
-    from tests.unit.parallel import test_class_kernels as kernels
+    from tests.unit.objectives import test_class_kernels as kernels
 
     half, call = HALVES[precision], _on(where)
     sizes = [(1, 1, 16), (130, 257, 48), (33, 65, 272), (5, 9, 7)]

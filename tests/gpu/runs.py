@@ -15,15 +15,15 @@ from torch.utils.data import DataLoader
 
 from mclclip import checkpoint, cluster, demo, doctor, embed, export, index, pipeline
 from mclclip.config import Config, dump
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.coverage import build_groups
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import build_groups
-from mclclip.data.training_batches import Batch, TrainingBatches
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.layout import Layout
 from mclclip.models.clip import load_clip
-from mclclip.parallel.process_group import Context, start_loader_worker
+from mclclip.ranks.process_group import Context, start_loader_worker
+from mclclip.run.layout import Layout
 from tests import tiny
 from tests.gpu.checks import Skip, Where, check, close, same_bits
 
@@ -52,6 +52,7 @@ def _batches(where: Where) -> TrainingBatches:
         index=samples,
         grouped=grouped,
         transform=model.preprocess_train,
+        reads_captions=True,
         tokenizer=model.tokenizer,
         global_batch=24,
         policy="backoff",
@@ -78,14 +79,13 @@ def pinned(where: Where) -> str:
         pin_memory=where.on_gpu,
     )
     for got, want in zip(loader, wanted, strict=True):
-        for name in ("image", "text", "labels", "sample_id"):
-            tensor = getattr(got, name)
-            assert tensor.is_pinned() == where.on_gpu, f"{name} is not pinned"
-            moved = getattr(got.to(where.device, non_blocking=True), name)
+        moved = got.to(where.device, non_blocking=True)
+        for tensor, there, read in zip(got.tensors(), moved.tensors(), want.tensors(), strict=True):
+            assert tensor.is_pinned() == where.on_gpu, f"{list(tensor.shape)} is not pinned"
             busy = torch.ones(256, 256, device=where.device)
             for _ in range(5):
                 busy = busy @ busy * 1e-3
-            same_bits(name, moved, getattr(want, name))
+            same_bits(f"batch {got.step}", there, read)
     if not where.on_gpu:
         raise Skip("the CPU has no pinned memory; batches of workers are equal")
     return f"{len(steps)} batches"
@@ -238,7 +238,7 @@ def _left(run_dir: Path) -> dict[str, Any]:
 @check("a whole run with class centers, profiled", limit_s=200.0)
 def class_centers_run(where: Where) -> str:
     """Cluster, train MLCD in bf16 with the kernels the device has, export, evaluate."""
-    from mclclip.parallel import class_kernels
+    from mclclip.objectives.class_centers import kernels as class_kernels
 
     usable = where.on_gpu and class_kernels.available(where.device)
     kernel = "triton" if usable else "plain"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.gpu import bench, running
 from tests.gpu.all_checks import entries
 from tests.gpu.checks import Where
 from tests.gpu.running import Job
+from tests.matrix import SOAK
 
 CHEAP = (
     "nearest centroids: TF32 and bf16 products, as torch is set, change nothing",
@@ -33,9 +33,7 @@ def test_a_check_holds_on_the_cpu(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    os.environ.get("MCLCLIP_SOAK") != "1", reason="many minutes: 'make soak' runs it"
-)
+@pytest.mark.skipif(not SOAK, reason="many minutes: 'make soak' runs it")
 def test_all_checks_hold_on_the_cpu(capfd: pytest.CaptureFixture[str]) -> None:
     """Each in a process of its own, as on a GPU; minutes."""
     assert checks_main.main(["--device", "cpu", "--jobs", "2"]) == 0

@@ -15,21 +15,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.data.training_batches import Batch
+from mclclip.data.batches import Batch
+from mclclip.engines import gradient_cache
+from mclclip.engines.engine import Engine
+from mclclip.engines.fsdp import FsdpEngine
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.lora import add_lora
 from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss
-from mclclip.parallel import gradient_cache, process_group
-from mclclip.parallel.class_centers import ShardedClassCenters, normal_rows
-from mclclip.parallel.collectives import _GatherWithGrad
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.fsdp_engine import FsdpEngine
-from mclclip.parallel.process_group import Context
-from mclclip.parallel.side_group import SideGroup
-from mclclip.parallel.step_boundary import StepBoundary
-from mclclip.trainer import Trainee
+from mclclip.ranks import collectives, process_group
+from mclclip.ranks.collectives import _GatherWithGrad
+from mclclip.ranks.process_group import Context
+from mclclip.ranks.step_boundary import StepBoundary
+from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.gpu.checks import Skip, Where, check, close, make_repeatable, same_bits
 
@@ -44,7 +44,7 @@ def batch_of(step: int, device: torch.device, image_size: int = 32, context: int
     """Pictures and captions of a step: the same on every device."""
     generator = torch.Generator().manual_seed(step)
     return Batch(
-        image=torch.randn(BATCH, 3, image_size, image_size, generator=generator),
+        views=[torch.randn(BATCH, 3, image_size, image_size, generator=generator)],
         text=torch.randint(1, 400, (BATCH, context), generator=generator),
         labels=torch.arange(BATCH)[:, None] % 2,
         sample_id=torch.arange(BATCH),
@@ -95,7 +95,7 @@ def make_engine(
         return FsdpEngine(trainee, make, Context(device=device), blocks=blocks, **options)
     if find_spec("deepspeed") is None:
         raise Skip("deepspeed is not installed")
-    from mclclip.parallel.deepspeed_engine import DeepspeedEngine
+    from mclclip.engines.zero import DeepspeedEngine
 
     stage = int(name.removeprefix("zero "))
     return DeepspeedEngine(trainee, make, Context(device=device), zero_stage=stage, **options)
@@ -196,7 +196,7 @@ def scaled_head(where: Where) -> str:
         model = tiny_clip(device)
         model.lock("all", True, True, text=False, logit_scale=False)
         loss = ClassCenterLoss(centers, "mlcd", scale=16.0)
-        options = {"head": centers, "clip_grad_norm": 0.5}
+        options = {"outside": [centers], "clip_grad_norm": 0.5}
         engine = make_engine("plain", device, precision, model=model, objective=loss, **options)
         if engine.scaler.is_enabled():
             engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": scale})
@@ -437,7 +437,7 @@ def groups(where: Where) -> str:
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
         assert work is not None
         work.wait()
-        assert SideGroup().gather_objects(5) == [5]
+        assert collectives.gather_objects(5, collectives.side_group()) == [5]
         boundary = StepBoundary(Context(device=where.device), where.folder, poll_s=0.0)
         assert boundary.decide().leave is None
     return str(backend)

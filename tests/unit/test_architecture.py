@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
-GROUND = {"config", "layout", "run_lock", "artifacts", "runlog", "failures"}
-GROUND |= {"torchvision_fix", "parallel", "profiling", "randomness"}
-NOUNS = {"data", "models", "objectives", "checkpoint", "recorder", "run_state"}
-VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "train", "export", "doctor", "eval"}
-VERBS |= {"plan"}
-LEVELS = {name: level for level, names in enumerate(
-    [GROUND, NOUNS, {"trainer"}, VERBS, {"pipeline"}, {"demo"}, {"process"}, {"cli"}, {"__main__"}]
-) for name in names}  # fmt: skip
+# Ground: what every room may import. It imports nothing of ours but other ground.
+GROUND = {"files", "options", "randomness", "pair_products", "torchvision_fix"}
+# Room -> the rooms that it may import, beside ground and itself.
+ROOMS: dict[str, set[str]] = {
+    "ranks": set(),
+    "run": {"ranks"},
+    "engines": {"ranks"},
+    "objectives/class_centers": {"ranks"},
+    "objectives": {"ranks", "objectives/class_centers"},
+    "data": {"ranks", "run"},
+    "models": {"run"},
+    "clustering": {"ranks", "data"},
+    "checkpoint": {"ranks", "run"},
+    "config": {"objectives", "data", "models", "clustering"},
+    "eval": {"ranks", "run", "data", "models"},
+    "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
+}
+# A verb reads options and does its work with any room, and imports no other verb.
+VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "doctor", "plan"}
+VERBS |= {"train/verb", "train/parts", "eval/run"}
+ROOMS |= {verb: {*ROOMS} for verb in VERBS}
+# A part of a verb that is a package.
+ROOMS["train/parts"] = {*ROOMS} - VERBS
+ROOMS["train/verb"] |= {"train/parts"}
+ROOMS["train"] = {"train/verb", "train/parts"}
+# The method calls verbs, and what is above it the method.
+ROOMS["pipeline"] = {*ROOMS}
+ROOMS["demo"] = {*ROOMS}
+ROOMS["process"] = {"ranks", "run", "config"}
+ROOMS["cli"] = {*ROOMS}
+ROOMS["__main__"] = {"cli"}
+NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives/class_centers", "objectives", "data"}
+NO_CONFIG |= {"models", "clustering", "checkpoint", "train/loop", "eval"}
 MODULES = sorted(
     path.relative_to(PACKAGE)
     for top in (PACKAGE, PACKAGE / "eval")
@@ -26,9 +52,21 @@ MODULES = sorted(
 )
 
 
-def part_of(module: str) -> str:
-    """``mclclip.data.decode`` -> ``data``; the unit whose imports the law speaks of."""
-    return module.split(".")[1]
+def module_of(path: Path) -> str:
+    return ".".join(("mclclip", *path.with_suffix("").parts)).removesuffix(".__init__")
+
+
+NAMES = {module_of(path) for path in MODULES}
+
+
+def room_of(module: str) -> str:
+    """``mclclip.data.decode`` -> ``data``: the longest entry of the table that the name begins
+    with. A file that has none lacks a room."""
+    parts = module.removeprefix("mclclip").strip(".").split(".")
+    for length in range(len(parts), 0, -1):
+        if (name := "/".join(parts[:length])) in ROOMS or name in GROUND:
+            return name
+    return ""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -38,40 +76,77 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
-            if node.module == "mclclip":
-                yield from (f"mclclip.{alias.name}" for alias in node.names)
+            for alias in node.names:  # a module of a package, or a name in a module
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in NAMES else node.module
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_direction(path: Path) -> None:
-    """cli -> pipeline -> verbs -> nouns -> ground; none imports its equal."""
-    own = path.parts[0].removesuffix(".py")
-    assert own in LEVELS, f"{path}: give it a place in the layer table"
-    for module in imports(path):
-        if not module.startswith("mclclip.") or module == "mclclip.__version__":
-            continue
-        other = part_of(module)
-        if other == own and len(path.parts) > 1 or module == "mclclip.artifacts.Artifact":
-            continue
-        assert other in LEVELS, f"{path} imports {module}"
-        assert LEVELS[other] < LEVELS[own], f"{path} (level {LEVELS[own]}) imports {module}"
+def edges() -> dict[tuple[str, str], set[str]]:
+    """(room, room that it imports) -> the files that do."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for path in MODULES:
+        own = room_of(module_of(path))
+        for module in imports(path):
+            if module.startswith("mclclip.") and module != "mclclip.__version__":
+                other = room_of(module)
+                if other not in (own, ""):
+                    found.setdefault((own, other), set()).add(f"{path} imports {module}")
+    return found
+
+
+def test_every_file_has_a_room() -> None:
+    lost = [str(path) for path in MODULES if not room_of(module_of(path))]
+    assert not lost, f"give it a room in the table: {lost}"
+
+
+def test_direction() -> None:
+    """cli -> pipeline -> verbs -> rooms -> ground, by the table."""
+    wrong = {
+        edge: sorted(files)
+        for edge, files in edges().items()
+        if edge[1] not in GROUND and edge[1] not in ROOMS.get(edge[0], set())
+    }
+    assert not wrong
+
+
+def test_no_circle_of_rooms() -> None:
+    below: dict[str, set[str]] = {}
+    for own, other in edges():
+        below.setdefault(own, set()).add(other)
+    TopologicalSorter(below).prepare()  # raises CycleError with the circle
+
+
+def test_no_circle_of_files() -> None:
+    below = {module_of(path): {m for m in imports(path) if m in NAMES} for path in MODULES}
+    for own, others in below.items():  # a package's __init__ may gather its own files
+        others.discard(own)
+    TopologicalSorter(below).prepare()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_only_verbs_see_config(path: Path) -> None:
-    own = path.parts[0].removesuffix(".py")
-    if LEVELS[own] >= LEVELS["train"] or own == "config":
-        return
-    assert not any(module.startswith("mclclip.config") for module in imports(path))
+    if room_of(module_of(path)) in NO_CONFIG:
+        assert not any(module.startswith("mclclip.config") for module in imports(path))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
-def test_only_parallel_and_checkpoint_talk_to_torch_distributed(path: Path) -> None:
+def test_only_ranks_engines_and_checkpoint_talk_to_torch_distributed(path: Path) -> None:
     distributed = [m for m in imports(path) if m.startswith("torch.distributed")]
     if path.parts[0] == "checkpoint":
         distributed = [m for m in distributed if not m.startswith("torch.distributed.checkpoint")]
-    assert path.parts[0] == "parallel" or not distributed
+    assert path.parts[0] in ("ranks", "engines") or not distributed
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_nobody_asks_for_the_type_of_an_objective(path: Path) -> None:
+    """What a method needs is declared by its options; a kind is only shown."""
+    if room_of(module_of(path)) in ("objectives", "objectives/class_centers", "config"):
+        return
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            assert "bjective" not in ast.unparse(node), f"{path}:{node.lineno}"
+        if isinstance(node, ast.Compare):
+            assert "objective.kind" not in ast.unparse(node), f"{path}:{node.lineno}"
 
 
 def test_only_one_file_imports_open_clip() -> None:
@@ -113,18 +188,18 @@ STILL_ASKING = {
     "models/lora.py",
     "objectives/info_nce.py",
     "objectives/row_losses.py",
-    "parallel/class_centers.py",
-    "parallel/class_kernels.py",
-    "parallel/class_sums.py",
-    "parallel/collectives.py",
-    "parallel/deepspeed_engine.py",
-    "parallel/engines.py",
-    "parallel/fsdp_engine.py",
-    "parallel/gradient_cache.py",
-    "parallel/process_group.py",
-    "profiling.py",
+    "objectives/class_centers/rows.py",
+    "objectives/class_centers/kernels.py",
+    "objectives/class_centers/sums.py",
+    "ranks/collectives.py",
+    "engines/zero.py",
+    "engines/engine.py",
+    "engines/fsdp.py",
+    "engines/gradient_cache.py",
+    "ranks/process_group.py",
+    "run/profiling.py",
     "train/parts.py",
-    "trainer.py",
+    "train/loop.py",
 }
 
 

@@ -19,12 +19,12 @@ import fsspec
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_saver
 
 from mclclip import checkpoint
 from mclclip.checkpoint import Checkpoints, step_files, storage
 from mclclip.checkpoint.mirror import Mirror
-from mclclip.parallel.finiteness import NotFinite
+from mclclip.ranks.finiteness import NotFinite
+from tests.matrix import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -210,7 +210,7 @@ def test_steps_are_numbers_and_other_names_are_not_steps(tmp_path: Path) -> None
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mclclip import artifacts
+from mclclip import files
 from mclclip.checkpoint import Checkpoints, step_files, storage
 from tests.unit.test_checkpoint import Source
 
@@ -218,7 +218,7 @@ def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
 where = {"write": (storage.state_dict_saver, "save"), "checksum": (step_files, "describe"),
-         "publish": (artifacts, "write_json"), "rename": (os, "rename"),
+         "publish": (files, "write_json"), "rename": (os, "rename"),
          "remove": (step_files.shutil, "rmtree")}[sys.argv[2]]
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=1, asynchronous=sys.argv[3] == "True")
 setattr(*where, die)
@@ -229,14 +229,18 @@ checkpoints.wait()
 
 @pytest.mark.parametrize(
     ("moment", "left", "asynchronous"),
-    [
-        ("write", 3, False),
-        ("write", 3, True),
-        ("checksum", 3, True),
-        ("publish", 3, False),
-        ("rename", 3, True),
-        ("remove", 4, False),
-    ],
+    kept(
+        [
+            ("write", 3, False),
+            ("write", 3, True),
+            ("checksum", 3, True),
+            ("publish", 3, False),
+            ("rename", 3, True),
+            ("remove", 4, False),
+        ],
+        1,
+        3,
+    ),
 )
 def test_a_killed_save_leaves_a_whole_checkpoint(
     tmp_path: Path, moment: str, left: int, asynchronous: bool
@@ -366,56 +370,6 @@ def test_one_of_a_newer_mclclip_is_no_damage(tmp_path: Path) -> None:
     assert files(tmp_path) == ["step_00000004"]
 
 
-# --- schema 1: without a list of files ---------------------------------------------------------
-
-
-def save_as_schema_1(directory: Path, step: int) -> None:
-    """As mclclip 0.1 wrote it: nested, moments below ``optimizer.state``."""
-    model: dict[str, Any] = {}
-    optimizer: dict[str, Any] = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["scale"]}]}
-    for name, value in Source(step).state.items():
-        part, _, rest = name.partition(".")
-        if part == "model":
-            model[rest] = value
-        else:
-            own, _, moment = rest.rpartition(".")
-            optimizer["state"].setdefault(own, {})[moment] = value
-    path = checkpoint.path_of(directory, step)
-    writer = storage.FileSystemWriter(str(path))
-    state = {"model": model, "optimizer": optimizer}
-    state_dict_saver.save(state, storage_writer=writer, no_dist=True)
-    (path / "state.json").write_text(json.dumps({"step": step}))
-
-
-def test_checkpoints_without_a_list_still_load(tmp_path: Path) -> None:
-    save_as_schema_1(tmp_path, 6)
-    target = Source(1)
-    assert Checkpoints(tmp_path, keep=2).resume(target) == 6
-    assert_same(target, Source(6))
-    assert checkpoint.load_model_state(tmp_path, 6).keys() == {"seen", *SIZES}
-
-
-@pytest.mark.parametrize("how", ["cut short", "overwritten", "gone", "metadata cut short"])
-def test_damage_without_a_list_is_found_as_far_as_it_shows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
-    save_as_schema_1(tmp_path, 4)
-    save_as_schema_1(tmp_path, 6)
-    data, metadata = (tmp_path / "step_00000006" / n for n in ("__0_0.distcp", ".metadata"))
-    if how == "cut short":
-        os.truncate(data, data.stat().st_size // 2)
-    elif how == "overwritten":
-        data.write_bytes(b"\xff" * data.stat().st_size)
-    elif how == "gone":
-        data.unlink()
-    else:
-        os.truncate(metadata, 20)
-    target = Source(1)
-    assert Checkpoints(tmp_path, keep=2).resume(target) == 4
-    assert_same(target, Source(4))
-    assert len(warnings_of(caplog)) == 1
-
-
 # --- failed saves ------------------------------------------------------------------------------
 
 
@@ -426,7 +380,7 @@ def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner: Any = {
         "data": (storage.state_dict_saver, "save"),
         "checksums": (step_files, "describe"),
-        "list": (step_files.artifacts, "write_json"),
+        "list": (step_files.files, "write_json"),
         "rename": (step_files.os, "rename"),
         "folder": (Path, "mkdir"),
     }[where]

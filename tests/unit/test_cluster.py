@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_mutual_info_score
 
-from mclclip import artifacts, cluster, index
-from mclclip.artifacts import Artifact, digest_array, read_manifest
+from mclclip import cluster, index
+from mclclip.clustering import assignment
 from mclclip.config import Config, from_tree
-from mclclip.data import npy_files
+from mclclip.data import arrays
+from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.stage_groups import read_pseudo_labels
-from mclclip.layout import Layout
-from mclclip.parallel import assignment
-from mclclip.parallel.process_group import SINGLE, Context
+from mclclip.files import digest_array
+from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact, read_manifest
+from mclclip.run.layout import Layout
 
 SIZES = (40, 25, 35)  # samples per shard
 BAD = (3, 77)
@@ -207,7 +209,7 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     whole = {path.name for path in Layout.of(calm).clusters(0).glob("*.npy")}
     # At the end of each file, and at each of the three blocks of labels.
     places: list[tuple[Any, str, int]] = [(cluster, "write_npy_parts", n) for n in range(3)]
-    places += [(npy_files, "whole_file", n) for n in range(3)]
+    places += [(arrays, "whole_file", n) for n in range(3)]
     places += [(assignment, "_of_block", n) for n in range(3)]
     places += [(cluster, "save_npy", 0), (cluster, "digest_array", 0), (cluster, "digest_array", 1)]
     for module, name, number in places:
@@ -344,11 +346,10 @@ def test_two_levels(tmp_path: Path) -> None:
         cluster.run(change(tree, method="flat"), SINGLE, stage=0)
 
 
-def test_a_training_without_groups_gets_no_pseudo_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards"))
-    monkeypatch.setattr(cluster, "_needs_groups", lambda config: False)
+def test_a_training_without_groups_gets_no_pseudo_labels(tmp_path: Path) -> None:
+    tree = make_run(tmp_path / "run", tmp_path / "shards")
+    config = from_tree(tree, ["train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 1}"])
+    assert config.train.objective.reads.clusters == 1
     cluster.run(config, SINGLE, stage=0)
     assert not Layout.of(config).pseudo_labels(1).exists()
 
@@ -424,7 +425,7 @@ def test_a_part_that_cannot_be_made_is_not_told_later(
     def never(work: Any) -> None:
         raise AssertionError("another exchange was begun")
 
-    monkeypatch.setattr("mclclip.parallel.collectives.together", never)
+    monkeypatch.setattr("mclclip.ranks.collectives.together", never)
     with pytest.raises(OSError, match="no such block"):
         cluster._on_main_of_all(parts(), lambda every: sum(every), Context(0 if is_main else 1, 2))
 

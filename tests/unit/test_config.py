@@ -79,9 +79,8 @@ def test_a_dump_is_the_same_configuration(tmp_path: Path) -> None:
 def test_the_dump_names_every_option() -> None:
     dumped = yaml.safe_load(config.dump(load(None, ["run_dir=a"])))
     assert list(dumped) == [item.name for item in dataclasses.fields(Config)]
-    assert list(dumped["train"]["lock"]) == [
-        item.name for item in dataclasses.fields(config.LockConfig)
-    ]
+    lock = [item.name for item in dataclasses.fields(config.options.LockConfig)]
+    assert list(dumped["train"]["lock"]) == lock
 
 
 def test_configurations_do_not_change() -> None:

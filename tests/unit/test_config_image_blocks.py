@@ -10,7 +10,7 @@ import pytest
 
 from mclclip import config
 from mclclip.config.image_blocks import check_image_blocks
-from mclclip.models.memory import load_shapes
+from mclclip.models.memory import load_image_shapes
 from tests import tiny
 
 RECIPES = tiny.ROOT / "launch" / "recipes"
@@ -18,10 +18,17 @@ CONFIGS = tiny.ROOT / "tests" / "configs"
 
 
 @pytest.mark.parametrize(
-    "name", ["RN50-quickgelu", "ViT-B-32", CONFIGS / "tiny_resnet.json", CONFIGS / "tiny_vit.json"]
+    "name",
+    [
+        "RN50-quickgelu",
+        "ViT-B-32",
+        "convnext_tiny",
+        CONFIGS / "tiny_resnet.json",
+        CONFIGS / "tiny_vit.json",
+    ],
 )
 def test_it_counts_what_the_model_has(name: str | Path) -> None:
-    blocks = load_shapes(name).num_blocks
+    blocks = load_image_shapes(name).num_blocks
     check_image_blocks("lock", blocks, str(name))
     with pytest.raises(ValueError, match=f"has {blocks} blocks"):
         check_image_blocks("lock", blocks + 1, str(name))
@@ -67,7 +74,7 @@ def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
     [
         ("all", "ViT-B-32"),
         (99, "hf-hub:some/model"),
-        (99, "ViT-B-16-SigLIP"),  # a timm tower, which no lock understands
+        (99, {"embed_dim": 8, "vision_cfg": {"timm_model_name": "no_such"}, "text_cfg": {}}),
         (99, "no-such-model"),
         (99, {}),
         (99, {"vision_cfg": {"layers": "many"}}),
@@ -78,3 +85,12 @@ def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
 )
 def test_what_is_not_known_here_is_left_to_the_loader(number: Any, name: Any) -> None:
     check_image_blocks("lock", number, name)
+
+
+def test_a_tower_of_timm_is_built_only_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(_: Any) -> int:
+        raise AssertionError("it was built")
+
+    monkeypatch.setattr("mclclip.models.memory.load_image_shapes", build)
+    for number in ("all", 0):
+        check_image_blocks("lock", number, "MobileCLIP2-S0")

@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from mclclip import artifacts, config, export
-from mclclip.artifacts import Artifact
+from mclclip import config, export, files
 from mclclip.checkpoint import Checkpoints, load_model_state
 from mclclip.config import Config
-from mclclip.layout import Layout
+from mclclip.engines.engine import Engine
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.concat import ConcatEncoder, load_model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.parallel.engines import Engine
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
 from tests.unit.models.stages import vary
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny_vit.json"
@@ -128,7 +129,7 @@ def test_finished_exports_are_skipped(options: Config) -> None:
 
 def test_another_training_needs_force(options: Config) -> None:
     layout = Layout.of(options)
-    artifacts.move_aside(layout.train(1))
+    files.move_aside(layout.train(1))
     finish_training(layout.train(1), load_clip(layout.export(0)), seed=7)
     with pytest.raises(ValueError, match="inputs.train was"):
         export.stage(options, SINGLE, stage=1)
@@ -143,9 +144,9 @@ def test_partial_export_is_finished(options: Config) -> None:
     layout = Layout.of(options)
     directory = layout.export(1)
     whole = (directory / weights.WEIGHTS).read_bytes()
-    manifest = artifacts.read_json(directory / artifacts.MANIFEST)
+    manifest = files.read_json(directory / artifacts.MANIFEST)
     intent = {name: manifest[name] for name in ("kind", "config", "inputs")}
-    artifacts.write_json(directory / artifacts.INTENT, intent)
+    files.write_json(directory / artifacts.INTENT, intent)
     (directory / artifacts.MANIFEST).unlink()
     (directory / weights.WEIGHTS).unlink()
     (directory / f".{weights.WEIGHTS}.1.tmp").write_bytes(b"half")
@@ -191,7 +192,7 @@ def test_weights_that_are_not_finite_are_refused(
 ) -> None:
     """Such as an earlier version, or a damaged memory, may have saved."""
     layout, load = Layout.of(options), load_model_state
-    artifacts.move_aside(layout.export(1))
+    files.move_aside(layout.export(1))
 
     def spoiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         state = load(*args, **kwargs)

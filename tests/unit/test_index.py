@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from mclclip import config, index
-from mclclip.artifacts import read_manifest
 from mclclip.data.sample_index import KIND, SampleIndex
-from mclclip.parallel.process_group import SINGLE
+from mclclip.files import digest_keys
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
 
 
 def make_shard(path: Path, *keys: str, captions: str = "txt") -> Path:
@@ -79,7 +80,12 @@ def test_samples_of_all_sources_in_configured_order(tmp_path: Path, shards: Path
     assert data[found.image_offset[4] :][: found.image_size[4]] == b"image 0a"
     counts = read_manifest(tmp_path / "run" / "index", KIND).counts
     assert (counts["samples"], counts["captions"], counts["shards"]) == (5, 6, 3)
-    assert counts["sources"]["a"] == {"captions": "json:alt", "shards": 1, "samples": 1}
+    assert counts["sources"]["a"] == {
+        "captions": "json:alt",
+        "shards": 1,
+        "samples": 1,
+        "without_caption": 0,
+    }
     assert counts["findings"] == {}
 
 
@@ -215,9 +221,62 @@ def test_no_sources(tmp_path: Path) -> None:
 
 
 def test_no_usable_sample(tmp_path: Path, shards: Path) -> None:
-    with pytest.raises(ValueError, match=r"no usable sample in 4 shard.*8 samples without a capt"):
-        run(tmp_path / "run", s=(str(shards / "*.tar"), "json:caption"))
+    for path in shards.glob("*.tar"):
+        make_shard(path)
+    with pytest.raises(ValueError, match=r"no usable sample in 4 shard.*4 shards without members"):
+        run(tmp_path / "run", s=str(shards / "*.tar"))
     assert not (tmp_path / "run").exists()
+
+
+def test_samples_without_captions_are_kept_and_counted(
+    tmp_path: Path, shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_shard(tmp_path / "bare" / "x.tar", "xa", captions="json")
+    sources = {"s": str(shards / "*.tar"), "t": (str(tmp_path / "bare" / "x.tar"), "json:other")}
+    found = run(tmp_path / "run", **sources)
+    assert found.num_captions.tolist() == [1] * 8 + [0] and all_keys(found)[-1] == "t/xa"
+    assert found.caption_start.tolist() == [*range(9), 8]
+    counts = read_manifest(found.directory, KIND).counts
+    assert (counts["samples"], counts["captions"], counts["without_caption"]) == (9, 8, 1)
+    assert [counts["sources"][name]["without_caption"] for name in "st"] == [0, 1]
+    assert counts["findings"] == {"no_caption": {"count": 1, "examples": ["t/xa"]}}
+    assert "no sample of source t has a caption in json:other" in caplog.text
+    assert "1 samples without a caption, kept: what needs captions leaves them out" in caplog.text
+    assert found.without_caption("stage 1").tolist() == [8]
+    # New shards come after them as after any others.
+    make_shard(shards / "99.tar", "9a")
+    more = run(tmp_path / "run", **sources)
+    assert all_keys(more)[-2:] == ["t/xa", "s/9a"] and more.num_captions.tolist()[-2:] == [0, 1]
+
+
+def test_an_index_from_before_captions_were_optional_is_read_and_appended_to(
+    tmp_path: Path, shards: Path
+) -> None:
+    found = run(tmp_path / "run", s=str(shards / "*.tar"))
+    assert found.digest == digest_keys(all_keys(found))  # all have captions: that of the keys
+    manifest = json.loads((found.directory / "manifest.json").read_text())
+    for counts in (manifest["counts"], manifest["counts"]["sources"]["s"]):
+        del counts["without_caption"]
+    (found.directory / "manifest.json").write_text(json.dumps(manifest))
+    assert run(tmp_path / "run", s=str(shards / "*.tar")).digest == found.digest
+    make_shard(shards / "99.tar", "9a")
+    more = run(tmp_path / "run", s=str(shards / "*.tar"))
+    assert all_keys(more) == [*all_keys(found), "s/9a"]
+    assert read_manifest(more.directory, KIND).counts["without_caption"] == 0
+
+
+def test_which_samples_lack_captions_is_part_of_the_digest(tmp_path: Path, shards: Path) -> None:
+    digests = set()
+    for name, captions in (("txt", "txt"), ("none", "json:caption")):
+        digests.add(run(tmp_path / name, s=(str(shards / "*.tar"), captions)).digest)
+    assert len(digests) == 2  # of the same keys
+
+
+def test_who_needs_captions_is_told_that_there_are_none(tmp_path: Path, shards: Path) -> None:
+    found = run(tmp_path / "run", s=(str(shards / "*.tar"), "json:caption"))
+    message = r"stage 1 \(info_nce\) reads captions, and none of the 8 samples .* has one: set data"
+    with pytest.raises(ValueError, match=message):
+        found.without_caption("stage 1 (info_nce)")
 
 
 def test_compressed_shard(tmp_path: Path, shards: Path) -> None:
@@ -231,7 +290,8 @@ def test_compressed_shard(tmp_path: Path, shards: Path) -> None:
 def test_source_without_samples_is_warned_of(
     tmp_path: Path, shards: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(tmp_path / "run", s=f"{shards}/00.tar", t=(f"{shards}/01.tar", "json:caption"))
+    make_shard(shards / "01.tar")
+    run(tmp_path / "run", s=f"{shards}/00.tar", t=f"{shards}/01.tar")
     assert "no usable sample in source t" in caplog.text
 
 

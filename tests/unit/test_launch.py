@@ -310,7 +310,7 @@ def test_interrupted(folder: Path) -> None:
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
 def test_nothing_outlives_a_killed_script(folder: Path) -> None:
     process = start(folder, 1, "wait")
-    until((folder / "rank").exists)
+    until(lambda: (folder / "rank").exists() and (folder / "rank").read_text() != "")
     process.kill()
     pids = [seen(folder)["pid"], int((folder / "rank").read_text())]
     until(lambda: not any(map(runs, pids)))

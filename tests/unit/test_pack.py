@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mclclip import config, index
-from mclclip.artifacts import Manifest, read_manifest
 from mclclip.pack import KIND, pack
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import Manifest, read_manifest
 
 Rows = list[list[str]]
 
@@ -96,6 +96,31 @@ def test_tsv_columns_by_name_prefix_and_further_columns(tmp_path: Path, images: 
     assert (facts["captions"], facts["licence"], facts["file"]) == (["1", "2"], "by", "a.jpg")
 
 
+def test_a_table_without_captions_makes_shards_without_captions(
+    tmp_path: Path, images: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = write_table(tmp_path / "t.csv", [["filepath", "class"], ["a.jpg", "x"], ["b.PNG", "y"]])
+    manifest = pack(table, images, tmp_path / "out")
+    found = members(tmp_path / "out" / "00000.tar")
+    assert sorted(found) == [f"00000000{name}" for name in ("0.jpg", "0.json", "1.json", "1.png")]
+    assert json.loads(found["000000001.json"])["captions"] == []
+    assert json.loads(found["000000001.json"])["class"] == "y"
+    assert (manifest.counts["samples"], manifest.counts["captions"]) == (2, 0)
+    assert manifest.config["caption_column"] is None
+    assert manifest.counts["findings"] == {
+        "no_caption": {"count": 2, "examples": ["a.jpg", "b.PNG"]}
+    }
+    assert "no column 'title', it has ['filepath', 'class']: its images are packed" in caplog.text
+    assert "2 images without any caption, packed without one" in caplog.text
+    with pytest.raises(
+        ValueError, match="no column 'title', it has"
+    ):  # a named one has to be there
+        pack(table, images, tmp_path / "other", caption_column="title")
+    source = {"shards": str(tmp_path / "out" / "*.tar")}
+    options = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"s": source}}}
+    assert index.run(config.from_tree(options), SINGLE).num_captions.tolist() == [0, 0]
+
+
 def test_delimiter_and_byte_order_mark(tmp_path: Path, images: Path) -> None:
     table = tmp_path / "t.txt"
     table.write_text("filepath|title\na.jpg|one\n", encoding="utf-8-sig")
@@ -129,7 +154,9 @@ def test_what_cannot_be_packed_is_counted_by_reason(
     }
     assert counts["findings"]["missing_image"]["examples"] == ["none.jpg"]
     assert counts["findings"]["no_path"]["examples"] == ["t.csv line 4"]
-    assert counts["samples"] == 1
+    assert counts["samples"] == 3
+    packed = members(tmp_path / "out" / "00000.tar")
+    assert [name for name in packed if name.endswith("txt")] == ["000000000.txt"]
     assert "1 images that are not in the folder, left out (missing_image), e.g. none.jpg" in (
         caplog.text
     )
@@ -169,7 +196,6 @@ def test_killed_pack_is_made_again_with_the_same_bytes(tmp_path: Path, images: P
     ("content", "message"),
     [
         ("path,title\na.jpg,x\n", r"no column 'filepath', it has \['path', 'title'\]"),
-        ("filepath,caption\na.jpg,x\n", r"no column 'title', it has \['filepath', 'caption'\]"),
         ("", r"no column 'filepath', it has \[\]"),
         ("filepath,title\n", "no usable image in .*it has no rows"),
         ("filepath,title\nnone.jpg,x\n", "no usable image in .*1 images that are not in the fold"),

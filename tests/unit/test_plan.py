@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -15,9 +16,10 @@ import pytest
 
 from mclclip import config, plan
 from mclclip.config import Config
-from mclclip.layout import Layout
-from mclclip.parallel.process_group import SINGLE
+from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.plan import Machine, disk
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.layout import Layout
 from tests import tiny
 
 RECIPES = sorted((tiny.ROOT / "launch" / "recipes").glob("*.yaml"))
@@ -153,7 +155,7 @@ def test_shares_of_the_papers_setting() -> None:
     Of those backoff makes 338 more batches: 1,000 of 1,338 steps compare at the full label.
     """
     rows = epochs_of(recipe("cc12m_vitl14"))
-    assert list(rows) == [(s, sizes) for s in (1, 2, 3) for sizes in plan.groups.ASSUMED]
+    assert list(rows) == [(s, sizes) for s in (1, 2, 3) for sizes in plan.steps.ASSUMED]
     shares = {key: round(100 * row["full_label_share"], 1) for key, row in rows.items()}
     assert shares == {
         (1, "equal"): 99.4, (2, "equal"): 97.2, (3, "equal"): 74.7,
@@ -173,10 +175,10 @@ def test_shares_of_the_papers_setting() -> None:
 
 def test_assumed_sizes() -> None:
     """Zipf's law in every clustering, and no sample lost to rounding."""
-    grouped = plan.groups._grouped(1100, (2, 3), "long-tailed")
+    grouped = plan.steps._grouped(1100, (2, 3), "long-tailed")
     assert list(np.diff(grouped.group_starts)) == [400, 200, 133, 200, 100, 67]
-    assert plan.groups._grouped(7, (3, 3), "equal").num_groups == 7
-    assert plan.groups.assumed(100, (11, 11), 4, "backoff") == []
+    assert plan.steps._grouped(7, (3, 3), "equal").num_groups == 7
+    assert plan.steps.assumed_epochs(100, (11, 11), 4, "backoff") == []
 
 
 def test_what_has_no_groups_shows_none() -> None:
@@ -190,7 +192,7 @@ def test_what_has_no_groups_shows_none() -> None:
         "stage 1, equal groups",
         "stage 1, long-tailed groups",
     ]
-    assert shown[3:] == list(plan.groups.NOTE)
+    assert shown[3:] == list(plan.steps.NOTE)
 
 
 def test_kept_checkpoints() -> None:
@@ -211,7 +213,8 @@ def test_large_models_answer_in_seconds() -> None:
 
 def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     """Index, labels and begun trainings are read; what was trained is what was planned."""
-    from mclclip import artifacts, cluster, embed, export, index, train
+    from mclclip import cluster, embed, export, index, train
+    from mclclip.run import artifacts
 
     data = tiny.make_data(tmp_path / "data")
     options = tiny.make_config(
@@ -244,6 +247,53 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
         for step in checkpoints.glob("step_*")
     ]
     assert max(each) == pytest.approx(found["disk"]["trainings"][0]["each"], rel=0.1)
+    # Labels that were remade are counted instead of the groups that the training began with.
+    remade = tiny.make_config(
+        tmp_path / "run", data, "base=null", "num_stages=1", "cluster.num_clusters=2"
+    )
+    cluster.run(remade, SINGLE, stage=0, force=True)
+    (planned,) = plan.steps.count(remade, None)["trainings"]
+    assert planned["exact"] and planned["groups"] == (2, 2)
+    shutil.rmtree(layout.pseudo_labels(1))
+    (planned,) = plan.steps.count(remade, None)["trainings"]
+    assert not planned["exact"] and planned["groups"] == (1, 2)
+
+
+def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: Path) -> None:
+    """60 images, every third without a caption; of these one is broken, and one of the others."""
+    from mclclip import index
+    from mclclip.run.artifacts import Artifact
+
+    captions = [[] if number % 3 == 0 else ["a caption"] for number in range(60)]
+    packed = [PackedSample(f"{n:04d}", b"image", "jpg", texts) for n, texts in enumerate(captions)]
+    write_shards(packed, tmp_path / "data/shards", 25)
+    overrides = ("base=null", "num_stages=1", "train.steps=null", "train.epochs=1",
+                 "train.global_batch=4", "controls=[random_groups]")  # fmt: skip
+    options = tiny.make_config(tmp_path / "run", tmp_path / "data", *overrides)
+    samples = index.run(options, SINGLE)
+    samples.add_bad({0: "truncated", 1: "truncated"})
+    counted = plan.steps.count(options, None)
+    assert counted["samples"] == {
+        "number": 60, "usable": 58, "captions": 40, "without_caption": 19, "exact": True
+    }  # fmt: skip
+    assert [t["steps_per_epoch"] for t in counted["trainings"]] == [(9, 9)] * 2  # of 39 samples
+    labels = (np.arange(60) > 50).astype(np.int64)  # 33 usable ones of 0, 6 of 1
+    directory = Layout.of(options).pseudo_labels(1)
+    artifact = Artifact.open(directory, kind="pseudo_labels", config={},
+                             inputs={"index": samples.digest})  # fmt: skip
+    np.save(directory / "pseudo_labels.npy", labels[:, None])
+    artifact.finish({"radices": [3]})
+    dropping = tiny.make_config(tmp_path / "run", tmp_path / "data", *overrides,
+                                "train.plan.policy=drop")  # fmt: skip
+    (training, _) = plan.steps.count(dropping, None)["trainings"]
+    assert training["exact"] and training["steps_per_epoch"] == (33 // 4 + 6 // 4,) * 2
+    mlcd = "train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 0.5}"
+    without = tiny.make_config(tmp_path / "run", tmp_path / "data", *overrides[:-1], mlcd)
+    (training,) = plan.steps.count(without, None)["trainings"]
+    assert training["steps_per_epoch"] == (58 // 4,) * 2
+    machine = {"run_dir": "run", "nodes": 1, "gpus_per_node": 1, "ranks": 1}
+    _, heading = plan.table._heading(machine | counted)
+    assert heading == "samples: 60 in the index, 2 of them undecodable, 19 more have no caption"
 
 
 def test_labels_of_many_samples_are_counted() -> None:

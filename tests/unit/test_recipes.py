@@ -220,7 +220,7 @@ def test_the_shares_in_headers_and_readme_are_those_of_the_plan() -> None:
 
     ours, paper = rows("cc12m_vitl14"), rows("cc12m_vitl14_paper")
     equal, tailed = ([percent(row["full_label_share"]) for row in ours[n::2]] for n in (0, 1))
-    header, readme = words(FOLDER / "cc12m_vitl14.yaml"), words(tiny.ROOT / "README.md")
+    header, readme = words(FOLDER / "cc12m_vitl14.yaml"), words(FOLDER.parent / "README.md")
     for shares, groups in ((equal, "equal groups"), (tailed, "long-tailed ones")):
         assert re.search("{}, {} and {} %[^;]*{}".format(*shares, groups), header)
     for stage in range(3):
@@ -280,7 +280,7 @@ def test_the_released_recipe_differs_where_it_says() -> None:
 def test_mlcd_recipes_are_the_papers(name: str, trained: str, epochs: int) -> None:
     """Section 4.1, Tables 6, 8 and 9, A.2; activation and augmentation are CLIP's."""
     options = config.load(FOLDER / f"{name}.yaml")
-    train, centers = options.train, options.train.class_centers
+    train, centers = options.train, options.train.objective
     assert options.trained_model is not None and centers is not None
     assert options.trained_model.name == f"{trained}-quickgelu"
     assert options.trained_model.pretrained is None and not options.trained_model.augmentation
@@ -314,7 +314,7 @@ def test_the_text_tower_is_trained_as_the_image_tower() -> None:
     """MLCD, 4.1 and A.2: from scratch, that is on the export of the recipe from scratch."""
     lit, laion = (config.load(FOLDER / f"{name}.yaml") for name in ("lit", "mlcd_laion_vitl14"))
     assert lit.model.name == f"local-dir:{laion.run_dir}/stage_1/export"
-    assert lit.model.name in (tiny.ROOT / "README.md").read_text()
+    assert lit.model.name in (FOLDER.parent / "README.md").read_text()
     text, image = lit.base, laion.train
     assert text is not None and (lit.num_stages, text.lock.text) == (0, True)
     assert (text.lock.image_blocks, text.lock.image_norm) == (0, False)

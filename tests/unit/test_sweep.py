@@ -53,7 +53,7 @@ def test_every_run_of_table_6_is_valid_and_another() -> None:
     assert {c.cluster.num_clusters for c in found} == {
         10_000, 20_000, 50_000, 1_000_000, 2_000_000, 5_000_000,
     }  # fmt: skip
-    centers = [c.train.class_centers for c in found if c.train.class_centers is not None]
+    centers = [c.train.objective for c in found if c.train.objective.reads.clusters]
     assert {c.sample_rate for c in centers} == {0.01, 0.05, 0.1, 0.2, 0.5, 1.0}
     assert {c.labels_per_sample for c in centers} == {1, 2, 4, 8, 16, 32}
     assert {c.threshold for c in centers} == {0.95, 0.93, 0.91, 0.89, 0.87, 0.85, None}

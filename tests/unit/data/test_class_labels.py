@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip.artifacts import Artifact
-from mclclip.data.class_labels import ClassLabels
+from mclclip.data.labels import ClassLabels
+from mclclip.run.artifacts import Artifact
 
 LABELS = np.array([[3, 1, 2], [0, 4, 1], [2, 0, 3], [-1, -1, -1]], dtype=np.int32)
 SIMILARITIES = np.array(

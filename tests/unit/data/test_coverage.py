@@ -9,8 +9,7 @@ import pytest
 
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.group_tree import Policy
-from mclclip.data.pseudo_labels import GroupedIndex
+from mclclip.data.groups import GroupedIndex, Policy
 
 GROUPED = GroupedIndex.build(np.repeat([0, 1, 2, 3], [500, 130, 61, 9]), (2, 2))
 
@@ -42,7 +41,7 @@ def test_negatives_are_those_of_the_plan(policy: Policy) -> None:
         plan = EpochPlan(grouped, batch, policy, "round_robin", seed=0, stage=2, epoch=0)
         found = []
         for step in range(plan.steps_per_epoch):
-            ids, labels = plan.batch(step), plan.labels_at(step)
+            ids, labels = plan.batch(step).ids, plan.batch(step).labels
             same = (labels[:, None] == labels) & (ids[:, None] != ids)
             found += [len(set(ids[row])) for row in same]
         assert len(found) == report.steps * batch

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from mclclip.data import epoch_plan
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.pseudo_labels import GroupedIndex, truncate
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import truncate
 from mclclip.randomness import mix, permute
 
 stable = settings(max_examples=35, deadline=None, derandomize=True, database=None)
@@ -74,7 +75,7 @@ def cases(draw: st.DrawFn, policies=POLICIES, batch=st.integers(1, 24)) -> Case:
 
 
 def batches_of(plan: EpochPlan) -> list[list[int]]:
-    return [plan.batch(step).tolist() for step in range(plan.steps_per_epoch)]
+    return [plan.batch(step).ids.tolist() for step in range(plan.steps_per_epoch)]
 
 
 # --- the reference: every list in full ---------------------------------------------------------
@@ -175,7 +176,7 @@ def check_against_lists(case: Case) -> None:
     expected = [next(pending[unit]) for unit in visits]
     plan = case.plan(order="round_robin")
     assert batches_of(plan) == expected
-    lengths = [plan.prefix_length(step) for step in range(plan.steps_per_epoch)]
+    lengths = [plan.batch(step).prefix_length for step in range(plan.steps_per_epoch)]
     assert lengths == [nodes[unit].prefix_length for unit in visits]
     assert sorted(batches_of(case.plan(order="proportional"))) == sorted(expected)
 
@@ -209,9 +210,9 @@ def test_wrap_fills_the_last_batch_of_a_group_with_its_first_samples(case: Case)
 @given(cases(policies=("mask",)))
 def test_mask_makes_the_pure_batches_first_and_runs_of_groups_after(case: Case) -> None:
     plan, size = case.plan(), case.global_batch
-    lengths = {plan.prefix_length(step) for step in range(plan.steps_per_epoch)}
+    lengths = {plan.batch(step).prefix_length for step in range(plan.steps_per_epoch)}
     assert lengths == {len(case.radices)}
-    rows = [plan.labels_at(step).tolist() for step in range(plan.steps_per_epoch)]
+    rows = [plan.batch(step).labels.tolist() for step in range(plan.steps_per_epoch)]
     assert len(rows) == sum(case.sizes) // size
     # Each group is one run, so that its rows keep negatives.
     assert all(len(list(groupby(row))) == len(set(row)) for row in rows)
@@ -230,7 +231,7 @@ def test_ranks_share_each_global_batch_between_them(case: Case, world_size: int)
     """(i), (iii), (iv), (vi): a rank's batch is its columns, nothing else is known about ranks."""
     plan, width = case.plan(), case.global_batch // world_size
     for step in range(plan.steps_per_epoch):
-        batch = plan.batch(step)
+        batch = plan.batch(step).ids
         assert batch.dtype == np.int64 and batch.shape == (case.global_batch,)
         columns = [batch[rank * width : (rank + 1) * width] for rank in range(world_size)]
         assert np.concatenate(columns).tolist() == batch.tolist()
@@ -285,16 +286,17 @@ def test_backoff_and_mask_leave_out_less_than_a_batch(case: Case) -> None:
 @stable
 @given(cases())
 def test_the_rows_of_a_step_share_the_label_it_is_masked_at(case: Case) -> None:
-    """(iv): pure at the step's prefix length in all but mixed batches; labels_at is the truth."""
+    """(iv): pure at the step's prefix length in all but mixed batches; labels are the truth."""
     plan = case.plan()
     for step in range(plan.steps_per_epoch):
-        labels, length = plan.labels_at(step), plan.prefix_length(step)
-        truth = truncate(case.labels[plan.batch(step)], case.radices, length)
+        batch = plan.batch(step)
+        labels = batch.labels
+        truth = truncate(case.labels[batch.ids], case.radices, batch.prefix_length)
         assert labels.dtype == np.int64 and np.array_equal(labels, truth)
         counts = Counter(labels.tolist())
         assert case.policy == "mask" or len(counts) == 1
         compared = sum(n * n for n in counts.values()) / case.global_batch
-        assert plan.group_size(step) == round(compared)
+        assert batch.group_size == round(compared)
 
 
 @stable
@@ -304,15 +306,15 @@ def test_a_batch_is_a_pure_function_of_its_step(case: Case, random) -> None:
     expected = batches_of(case.plan())
     plan, steps = case.plan(), list(range(len(expected)))
     random.shuffle(steps)
-    assert all(plan.batch(step).tolist() == expected[step] for step in steps)
-    assert all(case.plan().batch(step).tolist() == expected[step] for step in steps[:5])
+    assert all(plan.batch(step).ids.tolist() == expected[step] for step in steps)
+    assert all(case.plan().batch(step).ids.tolist() == expected[step] for step in steps[:5])
 
 
 def test_algorithm_1_order() -> None:
     """(ix): groups of 3, 1 and 2 batches are visited 0, 1, 2, 0, 2, 0."""
     labels = np.repeat([0, 1, 2], [7, 3, 5])
     plan = EpochPlan(GroupedIndex.build(labels, (3,)), 2, "drop", "round_robin", 0, 1, 0)
-    visited = [int(plan.labels_at(step)[0]) for step in range(plan.steps_per_epoch)]
+    visited = [int(plan.batch(step).labels[0]) for step in range(plan.steps_per_epoch)]
     assert visited == [0, 1, 2, 0, 2, 0]
 
 
@@ -329,12 +331,27 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
         plan = EpochPlan(grouped, size, policy, "proportional", 0, 1, 0)
         for step in (0, plan.steps_per_epoch - 1):
             plan.batch(step)
-            plan.labels_at(step)
         held, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert held < 200_000 and peak < 2_500_000 < 8 * samples / 9
-        entries = [value.size for value in vars(plan).values() if isinstance(value, np.ndarray)]
+        tree = (vars(plan) | vars(plan._tree)).values()
+        entries = [value.size for value in tree if isinstance(value, np.ndarray)]
         assert max(entries) <= max(plan.steps_per_epoch, groups)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_epochs_share_what_none_of_them_changes(policy, order, monkeypatch) -> None:
+    grouped = GroupedIndex.build(LABELS, (2, 2))
+    new = [EpochPlan(grouped, 32, policy, order, 4, 1, epoch) for epoch in range(3)]
+    built: list[int] = []
+    build = epoch_plan.build_levels
+    monkeypatch.setattr(epoch_plan, "build_levels", lambda *a: built.append(1) or build(*a))
+    first = EpochPlan(grouped, 32, policy, order, 4, 1, 0)
+    later = [first.of_epoch(epoch) for epoch in (0, 1, 2)]
+    assert [batches_of(plan) for plan in later] == [batches_of(plan) for plan in new]
+    assert batches_of(first) == batches_of(new[0])  # the plans of later epochs left it as it was
+    assert [plan.epoch for plan in later] == [0, 1, 2] and len(built) == 1
 
 
 # --- epochs, seeds, orders ---------------------------------------------------------------------
@@ -394,7 +411,7 @@ def test_what_remains_changes_wherever_something_remains(case: Case) -> None:
 def test_proportional_spreads_a_large_group_over_the_epoch() -> None:
     labels = np.repeat([0, 1, 2], [800, 100, 100])
     plan = EpochPlan(GroupedIndex.build(labels, (3,)), 5, "drop", "proportional", 3, 1, 0)
-    visited = np.array([int(plan.labels_at(step)[0]) for step in range(plan.steps_per_epoch)])
+    visited = np.array([int(plan.batch(step).labels[0]) for step in range(plan.steps_per_epoch)])
     assert np.bincount(visited).tolist() == [160, 20, 20]
     halves = [(half == 0).mean() for half in np.split(visited, 2)]
     assert all(abs(share - 0.8) < 0.08 for share in halves)
@@ -404,9 +421,11 @@ def test_one_group_is_an_ordinary_epoch_shuffle() -> None:
     for radices in ((), (1,), (5, 5)):
         grouped = GroupedIndex.build(np.zeros(103, dtype=np.int64), radices)
         plan = EpochPlan(grouped, 10, "backoff", "round_robin", 0, 1, 0)
-        seen = np.concatenate([plan.batch(step) for step in range(10)])
+        seen = np.concatenate([plan.batch(step).ids for step in range(10)])
         assert len(np.unique(seen)) == 100 and not np.array_equal(seen, np.sort(seen))
-        first = [EpochPlan(grouped, 10, "drop", "round_robin", 0, 1, e).batch(0) for e in range(90)]
+        first = [
+            EpochPlan(grouped, 10, "drop", "round_robin", 0, 1, e).batch(0).ids for e in range(90)
+        ]
         assert len(np.unique(first)) == 103  # any sample may come first
 
 
@@ -414,16 +433,16 @@ def test_last_labels_back_off_straight_to_the_root() -> None:
     labels = np.repeat(np.arange(9), 7)
     grouped = GroupedIndex.build(labels, (9,))
     plan = EpochPlan(grouped, 4, "backoff", "round_robin", 0, 1, 0)
-    lengths = [plan.prefix_length(step) for step in range(plan.steps_per_epoch)]
+    lengths = [plan.batch(step).prefix_length for step in range(plan.steps_per_epoch)]
     assert lengths == [1] * 9 + [0] * 6
 
 
 def test_backoff_pools_the_longest_prefix_first() -> None:
     grouped = GroupedIndex.build(np.repeat(np.arange(4), 6), (2, 2))
     plan = EpochPlan(grouped, 4, "backoff", "round_robin", 0, 1, 0)
-    lengths = [plan.prefix_length(step) for step in range(plan.steps_per_epoch)]
+    lengths = [plan.batch(step).prefix_length for step in range(plan.steps_per_epoch)]
     assert lengths == [2] * 4 + [1] * 2
-    assert [plan.labels_at(step)[0] for step in (4, 5)] == [0, 1]
+    assert [plan.batch(step).labels[0] for step in (4, 5)] == [0, 1]
 
 
 # --- errors, and what was said before ------------------------------------------------------------
@@ -449,22 +468,21 @@ def test_what_makes_no_plan_is_refused(labels, size, policy, order, message: str
 
 def test_wrap_may_repeat_beyond_the_data() -> None:
     plan = EpochPlan(GroupedIndex.build(np.zeros(5, int), ()), 8, "wrap", "round_robin", 0, 1, 0)
-    assert plan.steps_per_epoch == 1 and set(plan.batch(0).tolist()) == set(range(5))
+    assert plan.steps_per_epoch == 1 and set(plan.batch(0).ids.tolist()) == set(range(5))
 
 
 def test_steps_outside_the_epoch_are_refused() -> None:
     plan = EpochPlan(GroupedIndex.build(np.zeros(5, int), ()), 2, "drop", "round_robin", 0, 1, 0)
-    for ask in (plan.batch, plan.labels_at, plan.prefix_length):
-        for step in (-1, 2):
-            with pytest.raises(ValueError, match=f"step is {step}: wanted 0 <= step < 2"):
-                ask(step)
+    for step in (-1, 2):
+        with pytest.raises(ValueError, match=f"step is {step}: wanted 0 <= step < 2"):
+            plan.batch(step)
 
 
 @stable
 @given(cases())
 def test_coverage_says_before_what_a_plan_does(case: Case) -> None:
     plan, report = case.plan(), coverage_report(case.grouped, case.global_batch, case.policy)
-    lengths = Counter(plan.prefix_length(step) for step in range(plan.steps_per_epoch))
+    lengths = Counter(plan.batch(step).prefix_length for step in range(plan.steps_per_epoch))
     assert {n: k for n, k in report.steps_by_prefix.items() if k} == dict(lengths)
     assert report.steps == plan.steps_per_epoch
     assert (report.scheduled, report.remainder) == (plan.scheduled, plan.remainder)

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mclclip.artifacts import Artifact, digest_keys
 from mclclip.data.sample_index import (
     BAD_SAMPLES,
     KIND,
@@ -24,6 +23,8 @@ from mclclip.data.sample_index import (
     write_tables,
 )
 from mclclip.data.shard_scan import ROW, Findings
+from mclclip.files import digest_keys
+from mclclip.run.artifacts import Artifact
 
 
 def rows(*keys: str, captions: int = 1) -> pa.RecordBatch:

@@ -112,10 +112,26 @@ def test_split_member_name(name: str, expected: tuple[str, str] | None) -> None:
     [
         ("txt", [("c.txt", b"t")], "no_image"),
         ("txt", [("c.seg.png", b"i"), ("c.txt", b"t")], "no_image"),
+        ("txt", [("c.jpg", b""), ("c.txt", b"t")], "zero_byte_image"),
+        ("txt", [("c.jpg", b"")], "zero_byte_image"),
+    ],
+)
+def test_reasons_for_leaving_a_sample_out(
+    tmp_path: Path, captions: str, members: Members, reason: str
+) -> None:
+    good = [("a.jpg", b"i"), ("a.txt", b"t"), ("a.json", b'{"x": "t"}')]
+    found = scan(make_tar(tmp_path / "x.tar", [*good, *members]), captions)
+    assert found.rows["key"].to_pylist() == ["s/a"]
+    assert found.findings.to_json() == {reason: {"count": 1, "examples": ["s/c"]}}
+    assert reason in REASONS
+
+
+@pytest.mark.parametrize(
+    ("captions", "members", "reason"),
+    [
         ("txt", [("c.jpg", b"i")], "no_caption"),
         ("txt", [("c.jpg", b"i"), ("c.json", b'{"caption": "t"}')], "no_caption"),
         ("txt", [("c.jpg", b"i"), ("c.txt", b" \n\t")], "no_caption"),
-        ("txt", [("c.jpg", b""), ("c.txt", b"t")], "zero_byte_image"),
         ("txt", [("c.jpg", b"i"), ("c.txt", b"")], "zero_byte_caption"),
         ("json:x", [("c.jpg", b"i"), ("c.txt", b"t")], "no_caption"),
         ("json:x", [("c.jpg", b"i"), ("c.json", b"{}")], "no_caption"),
@@ -128,14 +144,17 @@ def test_split_member_name(name: str, expected: tuple[str, str] | None) -> None:
         ("json:x", [("c.jpg", b"i"), ("c.json", b"")], "zero_byte_caption"),
     ],
 )
-def test_reasons_for_leaving_a_sample_out(
+def test_a_sample_without_captions_is_kept_and_counted(
     tmp_path: Path, captions: str, members: Members, reason: str
 ) -> None:
     good = [("a.jpg", b"i"), ("a.txt", b"t"), ("a.json", b'{"x": "t"}')]
-    found = scan(make_tar(tmp_path / "x.tar", [*good, *members]), captions)
-    assert found.rows["key"].to_pylist() == ["s/a"]
+    path = make_tar(tmp_path / "x.tar", [*good, *members])
+    found = scan(path, captions)
+    text = dict(members).get("c.txt" if captions == "txt" else "c.json", b"")
+    assert samples(path, found)["s/c"] == (b"i", text)
+    assert found.rows["num_captions"].to_pylist() == [1, 0]
     assert found.findings.to_json() == {reason: {"count": 1, "examples": ["s/c"]}}
-    assert reason in REASONS
+    assert "kept" in REASONS[reason]
 
 
 def test_first_image_is_used_where_there_are_several(tmp_path: Path) -> None:
@@ -196,7 +215,10 @@ def test_every_cut_keeps_exactly_what_comes_before_it(tmp_path: Path) -> None:
     for cut in [*range(600, content_end, 97), *(row["text_offset"] for row in rows), content_end]:
         path.write_bytes(whole[:cut])
         found = scan(path)
-        kept = [row for row in rows if row["text_offset"] + row["text_size"] <= cut]
+        kept = [row for row in rows if row["image_offset"] + row["image_size"] <= cut]
+        for number, row in enumerate(kept):
+            if row["text_offset"] + row["text_size"] > cut:
+                kept[number] = row | {"text_offset": 0, "text_size": 0, "num_captions": 0}
         assert found.rows.to_pylist() == kept, cut
         assert counts(found)["truncated_shard"] == 1, cut
 
@@ -334,7 +356,7 @@ def test_real_cc12m_shard(shared_data: Path) -> None:
 @pytest.mark.real_data
 def test_real_shards_without_captions(shared_data: Path) -> None:
     found = scan(shared_data / "webdataset_fixtures" / "test_tars" / "image1.tar")
-    assert (len(found.rows), counts(found)) == (0, {"no_caption": 4})
+    assert (len(found.rows), counts(found)) == (4, {"no_caption": 4})
 
 
 # --- findings, processes ----------------------------------------------------------------------
@@ -350,13 +372,13 @@ def test_findings_count_all_and_keep_a_few_examples() -> None:
     assert (entry["count"], len(entry["examples"])) == (30, MAX_EXAMPLES)
     assert entry["examples"][:15] == [str(n) for n in range(15)]
     assert Findings(json.loads(json.dumps(left.to_json()))).to_json() == left.to_json()
-    assert left.lines(REASONS)[0].startswith("7 samples without a caption, left out (no_caption)")
+    assert left.lines(REASONS)[0].startswith("7 samples without a caption, kept: ")
 
 
 _POOL = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from mclclip.parallel.parent_death import die_with_parent
+from mclclip.ranks.parent_death import die_with_parent
 if __name__ == "__main__":
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=die_with_parent)

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mclclip.data.coverage import coverage_report
-from mclclip.data.group_tree import Policy
-from mclclip.data.pseudo_labels import GroupedIndex
-from mclclip.data.step_counts import steps_per_epoch
+from mclclip.data.epoch_plan import steps_per_epoch
+from mclclip.data.groups import GroupedIndex, Policy
 
 POLICIES = ("drop", "backoff", "mask", "wrap")
 

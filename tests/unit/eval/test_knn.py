@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,10 @@ def few_directions(count: int, seed: int) -> np.ndarray:
     return np.eye(4, dtype=np.float32)[np.random.default_rng(seed).integers(0, 4, count)]
 
 
-@pytest.fixture(params=[(1024, 8192), (3, 4), (1, 1)])
-def chunks(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block, blocks smaller than k, blocks of one."""
-    monkeypatch.setattr(knn, "QUERIES", request.param[0])
-    monkeypatch.setattr(knn, "CANDIDATES", request.param[1])
+@pytest.fixture(params=[16, 1, 0])
+def spare(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As shipped, one candidate more than k, and just k: nothing here hangs on the margin."""
+    monkeypatch.setattr(knn, "SPARE", request.param)
 
 
 def by_definition(
@@ -53,7 +53,7 @@ def by_definition(
     return answers
 
 
-@pytest.mark.usefixtures("chunks")
+@pytest.mark.usefixtures("spare")
 @pytest.mark.parametrize("k", [1, 5, 40])
 def test_neighbours_are_those_of_scikit_learn(k: int) -> None:
     train, queries = unit_rows(40), unit_rows(7, seed=1)
@@ -74,7 +74,7 @@ def test_majority_of_two_classes_is_scikit_learn_s(k: int) -> None:
     assert np.array_equal(knn.vote(similarity, labels[rows], 2), reference.predict(queries))
 
 
-@pytest.mark.usefixtures("chunks")
+@pytest.mark.usefixtures("spare")
 @pytest.mark.parametrize("weights", ["majority", "similarity"])
 @pytest.mark.parametrize("make", [unit_rows, few_directions])
 @pytest.mark.parametrize("k", [1, 4, 10])
@@ -92,6 +92,39 @@ def test_equally_near_rows_are_taken_in_their_order() -> None:
     train = np.eye(3, dtype=np.float32)[[1, 0, 1, 0, 1, 0]]
     similarity, rows = knn.nearest(np.eye(3, dtype=np.float32)[:1], train, 4)
     assert rows.tolist() == [[1, 3, 5, 0]] and similarity.tolist() == [[1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("copies", [1, 40, 3000])
+def test_any_number_of_equal_features_ties_exactly(copies: int) -> None:
+    """More of them than k and what faiss is asked for beside; its own blocks hold 1,024 rows."""
+    different, queries = unit_rows(7, 24), unit_rows(30, 24, seed=1)
+    train = np.tile(different, (copies, 1))  # row n and row n + 7 are equal
+    similarity, rows = knn.nearest(queries, train, 5)
+    exact = (queries.astype(np.float64) @ different.astype(np.float64).T).astype(np.float32)
+    place = np.arange(len(train))
+    for query in range(30):
+        wanted = np.lexsort((place, -np.tile(exact[query], copies)))[:5]
+        assert rows[query].tolist() == wanted.tolist()
+        assert np.array_equal(similarity[query], exact[query, wanted % 7])
+
+
+def test_a_share_of_the_queries_has_the_neighbours_of_the_whole() -> None:
+    """faiss multiplies few queries otherwise than many, which must not show."""
+    train, queries = unit_rows(2000, 48), unit_rows(90, 48, seed=1)
+    whole, rows = knn.nearest(queries, train, 9)
+    for share in (slice(0, 0), slice(0, 1), slice(1, 15), slice(15, 90)):
+        near, found = knn.nearest(queries[share], train, 9)
+        assert np.array_equal(found, rows[share]) and np.array_equal(near, whole[share])
+
+
+def test_without_faiss_one_line_says_what_to_install(
+    folders: Path, planted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    encoder = by_class(planted)
+    with pytest.raises(ValueError, match="kNN needs the package faiss.*pip install faiss-cpu$"):
+        run(encoder, folders)
+    assert not encoder.seen_batches  # before any image is encoded
 
 
 @pytest.mark.parametrize(

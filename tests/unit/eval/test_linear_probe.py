@@ -216,7 +216,7 @@ def test_pooled_features_are_the_tower_s_and_a_resnet_has_none(tmp_path: Path) -
     np.testing.assert_allclose(data.train, encoder.encode_pooled(inputs).numpy(), atol=1e-5)
     assert data.protocol["feature"] == "pooled" and data.train_labels.tolist() == [0, 0, 1, 1]
     resnet = SingleEncoder(load_clip(CONFIGS / "tiny_resnet.json", seed=1))
-    with pytest.raises(ValueError, match="ResNet tower has no features before its projection"):
+    with pytest.raises(ValueError, match="pool is its projection, so it has no features before"):
         linear_probe.evaluate(Extractor(resnet), root, feature="pooled")
 
 

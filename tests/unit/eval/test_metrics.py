@@ -92,13 +92,11 @@ def test_ranks_refuse_nan_and_queries_without_a_positive() -> None:
         metrics.ranks_with_ties(np.array([[1.0, 0.0]]), ~positive & False)
 
 
-def test_recall_at() -> None:
+def test_hits_at() -> None:
     ranks = np.array([1, 2, 5, 11])
-    assert [metrics.recall_at(ranks, k) for k in (1, 5, 10, 100)] == [0.25, 0.75, 0.75, 1.0]
+    assert [metrics.hits_at(ranks, k) for k in (1, 5, 10, 100)] == [1, 3, 3, 4]
     with pytest.raises(ValueError, match="k counts from 1"):
-        metrics.recall_at(ranks, 0)
-    with pytest.raises(ValueError, match="no queries"):
-        metrics.recall_at(ranks[:0], 1)
+        metrics.hits_at(ranks, 0)
 
 
 def test_mean_per_class_weighs_classes_equally() -> None:
@@ -109,7 +107,11 @@ def test_mean_per_class_weighs_classes_equally() -> None:
     assert shares.tolist() == [0.0, 0.75] and counts.tolist() == [1, 4]
 
 
-def test_pair_outcomes_by_hand() -> None:
+def right(margins: np.ndarray) -> list[bool]:
+    return [bool(answer) for answer in (margins > 0).all(axis=1)]
+
+
+def test_pair_margins_by_hand() -> None:
     similarity = np.array(
         [
             [[0.9, 0.1], [0.2, 0.8]],  # right in every direction
@@ -118,23 +120,34 @@ def test_pair_outcomes_by_hand() -> None:
             [[0.1, 0.9], [0.9, 0.1]],  # wrong in every direction
         ]
     )
-    outcomes = metrics.pair_outcomes(similarity)
-    assert outcomes.right("statement_to_image").tolist() == [True, True, False, False]
-    assert outcomes.right("image_to_text").tolist() == [True, False, True, False]
-    assert outcomes.right("group").tolist() == [True, False, False, False]
-    assert outcomes.margins("group").shape == (4, 4)
-    with pytest.raises(ValueError, match="unknown direction"):
-        outcomes.right("sideways")
+    margins = metrics.pair_margins(similarity)
+    assert right(margins["statement_to_image"]) == [True, True, False, False]
+    assert right(margins["image_to_text"]) == [True, False, True, False]
+    assert right(margins["group"]) == [True, False, False, False]
+    assert margins["group"].shape == (4, 4)
+    assert margins["statement_to_image"][1] == pytest.approx([0.1, 0.1])
+    assert margins["image_to_text"][1] == pytest.approx([-0.3, 0.5])
 
 
 def test_pair_ties_count_against_the_model() -> None:
-    outcomes = metrics.pair_outcomes(np.full((3, 2, 2), 0.25, dtype=np.float32))
-    assert not outcomes.statements.any() and not outcomes.images.any()
-    half = metrics.pair_outcomes(np.array([[[0.5, 0.5], [0.1, 0.9]]]))
-    assert half.statements.tolist() == [[False, True]]
-    assert not half.right("statement_to_image").any()
+    margins = metrics.pair_margins(np.full((3, 2, 2), 0.25, dtype=np.float32))
+    assert not (margins["statement_to_image"] > 0).any()
+    assert not (margins["image_to_text"] > 0).any()
+    half = metrics.pair_margins(np.array([[[0.5, 0.5], [0.1, 0.9]]]))["statement_to_image"]
+    assert (half > 0).tolist() == [[False, True]]
+    assert right(half) == [False]
 
 
-def test_pair_outcomes_refuse_nan() -> None:
+@given(st.lists(st.floats(-1, 1, width=32), min_size=4, max_size=4))
+def test_a_margin_above_zero_is_a_larger_similarity(values: list[float]) -> None:
+    """In float32 too, where a difference might be rounded to zero: it is not."""
+    similarity = np.array(values, dtype=np.float32).reshape(1, 2, 2)
+    (a, b), (c, d) = similarity[0]
+    margins = metrics.pair_margins(similarity)
+    assert (margins["statement_to_image"] > 0).tolist() == [[a > b, d > c]]
+    assert (margins["image_to_text"] > 0).tolist() == [[a > c, d > b]]
+
+
+def test_pair_margins_refuse_nan() -> None:
     with pytest.raises(ValueError, match="NaN"):
-        metrics.pair_outcomes(np.full((1, 2, 2), np.nan))
+        metrics.pair_margins(np.full((1, 2, 2), np.nan))

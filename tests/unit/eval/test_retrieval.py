@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.eval import retrieval
+from mclclip.eval import datasets, ranking, retrieval
+from mclclip.eval.datasets import CaptionRule, read_captions
 from mclclip.eval.features import Extractor
-from mclclip.eval.retrieval import rank_queries, read_captions
+from mclclip.eval.ranking import rank_queries
 
 
 def brute_force(
@@ -72,8 +73,8 @@ def test_equal_to_brute_force_for_any_chunk(
 def test_candidate_blocks_do_not_change_similarities() -> None:
     rng = np.random.default_rng(0)
     texts, images = unit(rng, 50, 30), unit(rng, 20, 30)
-    whole = retrieval._similarity(texts, images, None)
-    assert np.array_equal(whole, retrieval._similarity(texts, images, None, block=3))
+    whole = ranking.similarity(texts, images)
+    assert np.array_equal(whole, ranking.similarity(texts, images, block=3))
     assert np.allclose(whole, texts @ images.T, atol=1e-6)
 
 
@@ -197,10 +198,14 @@ def coco(path: Path, captions: Sequence[int]) -> Path:
     return path
 
 
-def test_coco_json_and_the_first_five_captions(tmp_path: Path) -> None:
-    data = read_captions(coco(tmp_path / "coco.json", [5, 7, 6]), tmp_path)
+def test_coco_json_and_the_first_five_captions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = coco(tmp_path / "coco.json", [5, 7, 6])
+    data = read_captions(path, tmp_path)
     assert (len(data.images), len(data.captions)) == (3, 18)
-    first = data.first_captions(5)
+    monkeypatch.setitem(datasets.CAPTION_RULES, "first5", CaptionRule(None, 5))
+    first = read_captions(path, tmp_path, "first5")
     assert (len(first.images), len(first.captions)) == (3, 15)
     assert [c for c, i in zip(first.captions, first.caption_image, strict=True) if i == 1] == [
         f"caption {n}, of 1" for n in range(5)
@@ -240,9 +245,9 @@ def test_flickr_tokens(tmp_path: Path) -> None:
         read_captions(path, tmp_path)
 
 
-@pytest.mark.parametrize("protocol", [name for name in retrieval.PROTOCOLS if name != "table"])
+@pytest.mark.parametrize("protocol", [name for name in datasets.CAPTION_RULES if name != "table"])
 def test_a_named_protocol_has_its_size(tmp_path: Path, protocol: str) -> None:
-    rule = retrieval.PROTOCOLS[protocol]
+    rule = datasets.CAPTION_RULES[protocol]
     path = coco(tmp_path / "coco.json", [5, 5])
     with pytest.raises(ValueError, match=f"2 images and 10 captions, {protocol} has"):
         read_captions(path, tmp_path, protocol)

@@ -12,7 +12,7 @@ from mclclip import config as configuration
 from mclclip.config import BenchmarkConfig
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
 
 
 @pytest.fixture
@@ -86,6 +86,7 @@ def test_the_shipped_suite(tmp_path: Path) -> None:
     evaluation.check(suite.benchmarks)  # every option is known to its evaluator
     assert {r.benchmark for r in suite.references} == set(suite.benchmarks)
     assert all(r.source and 0 <= r.value <= 100 for r in suite.references)
+    assert all(r.model.count("base") == 1 for r in suite.references)  # fine-tuned from what
     averages = {(r.model, r.source): r.value for r in suite.references if r.metric == "average"}
     for key, average in averages.items():  # a published average is the mean of its nine Types
         types = [
@@ -97,9 +98,9 @@ def test_the_shipped_suite(tmp_path: Path) -> None:
 
 
 def test_suite_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no suite 'nothing'.* mcl"):
+    with pytest.raises(FileNotFoundError, match=r"no suite 'nothing'.* own\.yaml, .* mcl"):
         evaluation.load_suite("nothing")
-    with pytest.raises(ValueError, match="variable 'data': set data=VALUE"):
+    with pytest.raises(ValueError, match="variable 'data': set data=VALUE, .* --set data=/"):
         evaluation.load_suite("mcl")
     path = tmp_path / "own.yaml"
     for text, message in {
@@ -186,10 +187,12 @@ def test_named_models_suites_and_benchmarks(
 
 
 def test_nothing_to_evaluate(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has no exports: run 'mclclip export' first"):
+    with pytest.raises(
+        FileNotFoundError, match="has no exports: run 'mclclip export' first, .* --model"
+    ):
         evaluation.run(make_config(tmp_path / "empty", folder), SINGLE)
     bare = configuration.from_tree({"run_dir": str(tmp_path)})
-    with pytest.raises(ValueError, match=r"set eval\.suite or give a suite"):
+    with pytest.raises(ValueError, match=r"set eval\.suite or give a suite, such as --suite mcl"):
         evaluation.run(bare, SINGLE)
 
 

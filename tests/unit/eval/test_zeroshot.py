@@ -169,6 +169,39 @@ def test_classes_that_share_a_name_tie_and_are_told(
     assert "1 names stand for several classes, such as 'thing 1'" in caplog.text
 
 
+def test_class_names_that_are_bare_numbers_are_told_once(
+    tmp_path: Path,
+    draw: Callable[[Path, int], None],
+    planted: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the folders of many downloads are called: a photo of a 0."""
+    for number in (0, 1, 7):
+        draw(tmp_path / str(number) / "x.png", number)
+    draw(tmp_path / "class_8" / "x.png", 8)
+    assert run(planted("perfect", 9), tmp_path)["top1"].value == 100.0  # they are used all the same
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("3 of 4 class names are bare numbers (0, 1, 7), which prompts take for")
+    assert "set classes=FILE with a line '0<TAB>name' for each" in line and "\n" not in line
+    caplog.clear()
+    (tmp_path / "names.txt").write_text("0\n1\tno 1\n7\tno 7\nclass_8\tno 8\n")
+    run(planted("perfect", 9), tmp_path, classes="names.txt")  # 0 is asked for by the user
+    assert not caplog.records
+
+
+def test_many_numbers_are_not_all_named(
+    tmp_path: Path,
+    draw: Callable[[Path, int], None],
+    planted: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for number in range(100):
+        draw(tmp_path / f"{number:03d}" / "x.png", number)
+    run(planted("perfect", 100), tmp_path)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "100 of 100 class names" in line and "(000, 001, 002" in line and len(line) < 250
+
+
 def test_classifier_equals_open_clips() -> None:
     model = load_clip(TINY)
     names, templates = ["tench", "giant panda", "pizza"], find_templates("clip_80", Path())

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, save_export
 
 
-def vary(model: ClipModel, seed: int) -> None:
+def vary(model: nn.Module, seed: int) -> None:
     """Moves every trainable parameter a little."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from mclclip.eval import run as evaluation
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, architecture, load_clip, save_export
 from mclclip.models.concat import load_model, save_concat
-from mclclip.parallel.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE
 from tests.unit.models.conftest import CONFIGS
 
 pytest.importorskip("transformers")
@@ -110,15 +111,22 @@ def refused(found: Any, message: str) -> None:
             {"tokenizer_config": {"tokenizer_class": "AutoConfig"}, "config": CONFIG},
             "is 'AutoConfig', wanted a fast tokenizer",
         ),
-        ({"hf_tokenizer_name": NAME}, {"config": CONFIG}, "has no tokenizer_config.json"),
     ],
-    ids=["told", "told_by_config", "asked", "asked_by_class", "asked_by_config"],
+    ids=["told", "told_by_config", "asked", "asked_by_class"],
 )
 def test_python_beside_a_tokenizer_never_runs(
     stranger: Stranger, vit: ClipModel, text_cfg: Any, records: Any, message: str
 ) -> None:
     directory = stranger.model(vit, text_cfg, **records)
     refused(lambda: load_clip(directory), message)
+
+
+def test_python_beside_a_model_without_a_tokenizer_never_runs(
+    stranger: Stranger, vit: ClipModel
+) -> None:
+    """Its tokenizer comes from the hub by its name, and nothing in the directory is asked."""
+    model = load_clip(stranger.model(vit, {"hf_tokenizer_name": NAME}, config=CONFIG))
+    refused(lambda: model.tokenizer(["a"]), f"tokenizer files of {NAME!r} are neither cached nor")
 
 
 def test_every_way_to_a_directory(stranger: Stranger, vit: ClipModel, tmp_path: Path) -> None:
@@ -263,10 +271,39 @@ def test_open_clips_own_configurations_are_not_refused() -> None:
         assert architecture(config) == config
 
 
-def test_a_tokenizer_that_cannot_be_fetched_is_one_line() -> None:
+def test_a_tokenizer_that_cannot_be_fetched_is_one_line_once_it_is_needed(tmp_path: Path) -> None:
     name = "timm/ViT-gopt-16-SigLIP2-384"
-    for config in (tiny(hf_tokenizer_name=name), "ViT-gopt-16-SigLIP2-384"):
-        refused(lambda config=config: load_clip(config), f"tokenizer files of {name!r} are neither")
+    model = load_clip(tiny(hf_tokenizer_name=name))
+    images = torch.zeros(1, 3, 32, 32)
+    features = model.encode_image(images)
+    assert model.tokenizer.context_length == 16
+    save_export(model, tmp_path)
+    encoder = load_model(tmp_path)
+    found = encoder.encode_image(images)
+    torch.testing.assert_close(found, model.encode_image(images, normalize=True).detach())
+    assert torch.equal(copy.deepcopy(model).encode_image(images), features)
+    for use in (
+        lambda: model.tokenizer(["a dog"]),
+        lambda: encoder.tokenizer(["a dog"]),
+        lambda: pickle.dumps(model.tokenizer),  # a worker could not say it in one line
+    ):
+        refused(use, f"tokenizer files of {name!r} are neither cached nor reachable")
+
+
+def test_a_tokenizer_is_made_once_and_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def make(name: str, **options: Any) -> Any:
+        made.append(name)
+        return open_clip.SimpleTokenizer(context_length=options["context_length"])
+
+    monkeypatch.setattr("mclclip.models.clip.HFTokenizer", make)
+    model = load_clip(tiny(hf_tokenizer_name=NAME))
+    assert not made
+    sent = pickle.loads(pickle.dumps(model.tokenizer))
+    tokens = model.tokenizer(["a dog"])
+    assert torch.equal(sent(["a dog"]), tokens) and tokens.shape == (1, 16)
+    assert made == [NAME]
 
 
 # --- harmless tokenizers ------------------------------------------------------------------------

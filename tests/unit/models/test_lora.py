@@ -19,7 +19,7 @@ from tests.unit.models.conftest import CONFIGS
 WIDTH = 64  # of tiny_vit, whose MLP is 4 times as wide
 
 
-def lock(model: ClipModel, image_blocks: Any = 2, **parts: bool) -> list[str]:
+def lock(model: ClipModel, image_blocks: Any = 2, **parts: Any) -> list[str]:
     flags = dict.fromkeys(("image_norm", "image_projection", "text", "logit_scale"), False)
     return model.lock(image_blocks, **(flags | parts))
 
@@ -257,13 +257,41 @@ def test_export_is_a_plain_model_with_an_untouched_trunk(
     assert changed - {"logit_scale"} == expected
 
 
+def test_a_resnet_is_adapted_in_its_convolutions(
+    resnet: ClipModel, images: Tensor, tmp_path: Path
+) -> None:
+    lock(resnet, 1, image_norm=True)
+    names = adapt(resnet, rank=2)
+    layer = "clip.visual.layer4.0."
+    places = {name.split(".parametrizations.")[0].removeprefix(layer) for name in names}
+    assert places == {"conv1", "conv2", "conv3", "downsample.0"}  # and no batch norm
+    disturb(resnet)
+    wanted = resnet.encode_image(images)
+    merge_lora(resnet)
+    save_export(resnet, tmp_path / "export")
+    plain = open_clip.create_model(f"local-dir:{tmp_path / 'export'}").eval()
+    torch.testing.assert_close(plain.encode_image(images), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_unlocked_blocks_of_a_text_tower_are_adapted_on_request(custom: bool) -> None:
+    config = json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"custom_text": custom}
+    model = load_clip(config)
+    tokens = model.tokenizer(["a red square", "nothing"])
+    plain = model.encode_text(tokens)
+    lock(model, 0, text=True, text_blocks=1)
+    names = adapt(model, text=True)
+    assert len([n for n in names if "resblocks.1." in n and "lora_" in n]) == len(names) - 3 == 8
+    assert {n.rsplit(".", 2)[-2] for n in names if "lora_" not in n} <= {"clip", "text", "ln_final"}
+    torch.testing.assert_close(model.encode_text(tokens), plain)
+    disturb(model)
+    adapted = model.encode_text(tokens)
+    assert not torch.allclose(adapted, plain, atol=1e-3)
+    merge_lora(model)
+    torch.testing.assert_close(model.encode_text(tokens), adapted, rtol=0, atol=1e-5)
+
+
 # --- what is refused -------------------------------------------------------------------------
-
-
-def test_a_resnet_has_no_linear_layers_to_adapt(resnet: ClipModel) -> None:
-    lock(resnet, 1)
-    with pytest.raises(ValueError, match="image tower is a ResNet"):
-        adapt(resnet)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw, build_class_center_loss
-from mclclip.parallel.class_centers import HeadOptimizer, ShardedClassCenters
-from mclclip.parallel.class_kernels import Kernels
-from mclclip.parallel.margins import Margin
-from mclclip.parallel.process_group import SINGLE
+from mclclip.objectives.base import Setting
+from mclclip.objectives.class_centers.kernels import Kernels
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import ShardedClassCenters
+from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw, Options
+from mclclip.ranks.process_group import SINGLE
 from tests.slow_heads import dense_loss
 
 K, D, B, L = 40, 6, 10, 3
@@ -422,10 +424,10 @@ def test_centroids_that_are_no_start(bad: float) -> None:
     centroids = np.ones((K, D), np.float32)
     centroids[7] = bad
     with pytest.raises(ValueError, match="a centroid is zero or not finite.*centers=normal"):
-        build_class_center_loss(
-            K, D, centroids, kind="mlcd", context=SINGLE, seed=0, scale=16.0, margin=NONE,
-            sample_rate=1.0, optimizer=HeadOptimizer(),
-        )  # fmt: skip
+        options = Options(scale=16.0, margin="none", sample_rate=1.0)
+        model = SimpleNamespace(embed_dim=D)
+        classes = SimpleNamespace(centroids=lambda: centroids)
+        options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
 
 
 def test_a_rate_that_draws_nothing_is_refused() -> None:

@@ -1,0 +1,387 @@
+"""Loaders: folders and files of data sets -> what the protocols are measured on. No torch here.
+
+MMVP-VLM's minimal pairs, images with captions (tables, COCO's and Karpathy's JSON, Flickr30k's
+tokens), and images with classes (a folder per class, a table, ``train/`` and ``test/`` of folders).
+FileNotFoundError and ValueError, one line each, where something is not as it should be.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip.eval.metrics import IntArray
+
+MMVP_COLUMNS = ("Question ID", "Type", "Statement")
+MMVP_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")
+MMVP_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+SUFFIXES = (*MMVP_SUFFIXES, ".bmp", ".tif", ".tiff")
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[int, list[str]]]:
+    """The line and the cells under ``columns`` of every row of a CSV (or .tsv) with a header.
+
+    Blanks after a delimiter do not count. FileNotFoundError says that there is no ``what``.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no {what} at {path}")
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        delimiter = "\t" if path.suffix == ".tsv" else ","
+        reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+        if missing := [name for name in columns if name not in reader.fieldnames]:
+            raise ValueError(
+                f"{path} has the columns {reader.fieldnames}, missing {missing}: its first line "
+                f"must name them, such as '{delimiter.join(columns)}'"
+            )
+        return [(reader.line_num, [row[name] or "" for name in columns]) for row in reader]
+
+
+def read_json(
+    path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """The content of a JSON file; ValueError where it is not JSON."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+# --- minimal pairs -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two images and two statements; statement i is true of image i. The odd id comes first."""
+
+    type: str
+    question_ids: tuple[int, int]
+    statements: tuple[str, str]
+    images: tuple[Path, Path]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """One row of Questions.csv."""
+
+    line: int
+    id: int
+    type: str
+    statement: str
+
+
+def read_pairs(root: Path) -> list[Pair]:
+    """The pairs of a folder in MMVP-VLM's layout, in file order.
+
+    ``Questions.csv`` has the columns Question ID, Type, Statement; two consecutive rows are a pair,
+    an odd id and then an even one, of one Type. Images lie at ``MLLM_VLM Images/<Type>/<Question
+    ID>.jpg`` (or ``MLLM_VLM_Images``; jpeg, png and webp too).
+    """
+    questions = _read_questions(Path(root) / "Questions.csv")
+    folder = next((f for name in MMVP_FOLDERS if (f := Path(root) / name).is_dir()), None)
+    if folder is None:
+        raise FileNotFoundError(f"no folder {MMVP_FOLDERS[0]!r} (or with _) in {root}")
+    files = {kind: _images_of_type(folder, kind) for kind in sorted({q.type for q in questions})}
+    pairs = []
+    for a, b in zip(questions[::2], questions[1::2], strict=True):
+        where = f"Questions.csv lines {a.line} and {b.line} form a pair, but their"
+        if a.type != b.type:
+            raise ValueError(f"{where} Types are {a.type!r} and {b.type!r}")
+        if a.id % 2 != 1 or b.id % 2 != 0:
+            raise ValueError(
+                f"{where} Question IDs are {a.id} and {b.id}: expected an odd one (image 1) and "
+                f"then an even one (image 2), such as {a.id | 1} and {(a.id | 1) + 1}"
+            )
+        for number in (a.id, b.id):
+            if str(number) not in files[a.type]:
+                raise FileNotFoundError(
+                    f"no image {folder / a.type / str(number)}.jpg (nor .jpeg, .png, .webp) for "
+                    f"question {number}"
+                )
+        images = (files[a.type][str(a.id)], files[a.type][str(b.id)])
+        pairs.append(Pair(a.type, (a.id, b.id), (a.statement, b.statement), images))
+    return pairs
+
+
+def _read_questions(path: Path) -> list[_Question]:
+    questions = []
+    for line, cells in read_rows(path, MMVP_COLUMNS, "questions of MMVP-VLM"):
+        number, kind, statement = (cell.strip() for cell in cells)
+        if not number.isdecimal() or not kind or not statement:
+            raise ValueError(
+                f"{path} line {line}: got Question ID {number!r}, Type {kind!r}, Statement "
+                f"{statement!r}; expected a whole number and two texts"
+            )
+        questions.append(_Question(line, int(number), kind, statement))
+    if not questions or len(questions) % 2:
+        raise ValueError(
+            f"{path} has {len(questions)} questions, expected an even number above zero: "
+            f"two consecutive rows form a pair"
+        )
+    first, times = Counter(question.id for question in questions).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{path} has the Question ID {first} more than once")
+    return questions
+
+
+def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
+    """Question ID -> image; where one has several files, the first of the suffixes wins."""
+    names = (kind, kind.replace(" ", "_"))
+    own = next((f for name in names if (f := folder / name).is_dir()), None)
+    if own is None:
+        raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
+    files = [path for path in own.iterdir() if path.suffix.lower() in MMVP_SUFFIXES]
+    files.sort(key=lambda path: MMVP_SUFFIXES.index(path.suffix.lower()), reverse=True)
+    return {path.stem: path for path in files}
+
+
+# --- images with captions ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CaptionRule:
+    """What a named protocol of retrieval reads and what size it must have.
+
+    ``captions_per_image``: only the first so many, in file order; None: all of them.
+    ``num_images``, ``num_captions``: the size that makes it this protocol; None: any.
+    """
+
+    split: str | None = None
+    captions_per_image: int | None = None
+    num_images: int | None = None
+    num_captions: int | None = None
+
+
+CAPTION_RULES = {
+    "coco_val2017_5k_first5": CaptionRule(None, 5, 5000, 25_000),
+    "karpathy_coco5k": CaptionRule("test", None, 5000, 25_010),
+    "karpathy_flickr1k": CaptionRule("test", None, 1000, 5000),
+    "flickr30k_all_31k": CaptionRule(None, None, 31_783, 158_915),
+    "table": CaptionRule(),
+}
+
+
+@dataclass(frozen=True)
+class ImageTexts:
+    """Images and captions; ``caption_image`` [C] is the row of each caption's image."""
+
+    images: list[Path]
+    captions: list[str]
+    caption_image: IntArray
+
+
+def read_captions(
+    path: Path, images: Path, protocol: str = "table", *, split: str | None = None
+) -> ImageTexts:
+    """The images and captions of a named protocol, of the size that the protocol has.
+
+    ``path``: .csv or .tsv with the columns filepath, title and perhaps split; .json, COCO's or
+    Karpathy's; or .token, Flickr30k's. Files are named from the folder ``images``. ``split``
+    overrides the protocol's. COCO's images without a caption are kept as candidates.
+    """
+    if protocol not in CAPTION_RULES:
+        raise ValueError(f"unknown protocol {protocol!r}: use one of {', '.join(CAPTION_RULES)}")
+    path, rule = Path(path), CAPTION_RULES[protocol]
+    for needed in (path, Path(images)):
+        if not needed.exists():
+            raise FileNotFoundError(f"no {needed}: retrieval needs captions and an image folder")
+    if path.suffix not in _CAPTION_READERS:
+        raise ValueError(f"{path}: captions come as .csv, .tsv, .json or .token")
+    split = split or rule.split
+    names, pairs = _CAPTION_READERS[path.suffix](path, split)
+    data = _joined(Path(images), names, pairs, rule.captions_per_image or math.inf)
+    got, wanted = (len(data.images), len(data.captions)), (rule.num_images, rule.num_captions)
+    if 0 in got:
+        raise ValueError(f"{path} has no captions" + (f" in the split {split!r}" if split else ""))
+    if wanted not in (got, (None, None)):
+        raise ValueError(
+            f"{path} has {got[0]} images and {got[1]} captions, {protocol} has {wanted[0]} and "
+            f"{wanted[1]}: use the protocol 'table' for other data"
+        )
+    return data
+
+
+def _joined(
+    root: Path, names: Iterable[str], pairs: Iterable[tuple[str, str]], limit: float
+) -> ImageTexts:
+    """Of (file, caption) pairs: equal files are one image, of which ``limit`` captions are kept."""
+    rows = {name: row for row, name in enumerate(names)}
+    seen: Counter[int] = Counter()
+    owners, captions = [], []
+    for name, caption in pairs:
+        row = rows.setdefault(name, len(rows))
+        seen[row] += 1
+        if seen[row] <= limit:
+            owners.append(row)
+            captions.append(caption)
+    return ImageTexts([root / name for name in rows], captions, np.array(owners, dtype=np.int64))
+
+
+_NamedTexts = tuple[Iterable[str], Iterable[tuple[str, str]]]
+"""Files that are candidates with or without a caption, and (file, caption) pairs."""
+
+
+def _caption_table(path: Path, split: str | None) -> _NamedTexts:
+    rows = read_rows(
+        path, ["filepath", "title", *(["split"] if split else [])], "table of captions"
+    )
+    return (), [(file, title) for _, (file, title, *where) in rows if where in ([], [split])]
+
+
+def _caption_json(path: Path, split: str | None) -> _NamedTexts:
+    content = read_json(path)
+    keys = content.keys() if isinstance(content, dict) else set()
+    if {"images", "annotations"} <= keys:
+        names = {image["id"]: image["file_name"] for image in content["images"]}
+        if strangers := {a["image_id"] for a in content["annotations"]} - names.keys():
+            raise ValueError(
+                f"{path} has captions of images it does not list, such as {min(strangers)}"
+            )
+        pairs = [(names[a["image_id"]], a["caption"]) for a in content["annotations"]]
+        return dict.fromkeys(names.values()), pairs
+    if "images" not in keys or not all("sentences" in image for image in content["images"]):
+        raise ValueError(
+            f"{path} holds neither COCO captions (images, annotations) nor Karpathy's split "
+            f"(images with sentences)"
+        )
+    return (), [
+        (str(Path(image.get("filepath", "")) / image["filename"]), sentence["raw"])
+        for image in content["images"]
+        if split is None or image["split"] == split
+        for sentence in image["sentences"]
+    ]
+
+
+def _caption_tokens(path: Path, split: str | None) -> _NamedTexts:
+    """``results_20130124.token``: lines of ``FILE#NUMBER<TAB>caption``; it has no splits."""
+    pairs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        head, tab, caption = line.partition("\t")
+        if not tab or "#" not in head:
+            raise ValueError(f"{path} line {number} is not FILE#NUMBER<TAB>caption: {line!r}")
+        pairs.append((head.rpartition("#")[0], caption))
+    return (), pairs
+
+
+_CAPTION_READERS = {
+    ".csv": _caption_table,
+    ".tsv": _caption_table,
+    ".json": _caption_json,
+    ".token": _caption_tokens,
+}
+
+
+# --- images with classes -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images with their classes; ``labels`` [N] are rows of ``class_names`` [K]."""
+
+    images: list[Path]
+    labels: IntArray
+    class_names: list[str]
+
+
+def readable(label: str) -> str:
+    """A label as words: underscores as spaces."""
+    return label.replace("_", " ")
+
+
+def labels_of(root: Path, table: str | None = None) -> list[str]:
+    """The labels of a benchmark, sorted: its folders, with or without images, or those of the
+    table ``root/table``.
+
+    FileNotFoundError for a missing folder or table, ValueError where there is no class.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"no folder {root}: zero-shot evaluation needs images")
+    labels = {label for _, label in _table_rows(root, table)} if table else _class_folders(root)
+    if not labels:
+        wanted = (
+            "a row per image, such as 1.jpg,cat" if table else "a folder per class, such as cat/"
+        )
+        raise ValueError(f"{root / (table or '')} has no images: wanted {wanted}")
+    return sorted(labels)
+
+
+def read_labelled(root: Path, names: Mapping[str, str], table: str | None = None) -> LabelledImages:
+    """A folder per class under ``root``, or the images of the table ``root/table``: a CSV (or .tsv)
+    with the columns filepath, from ``root`` on, and label.
+
+    ``names``: label -> class name, of every label at least; the classes are those of ``names``, in
+    its order. ValueError where there is no image.
+    """
+    pairs = _table_rows(root, table) if table else _images_in(root)
+    return _labelled(pairs, names, root / (table or ""))
+
+
+def read_split(root: Path) -> tuple[LabelledImages, LabelledImages]:
+    """``root/train`` and ``root/test``, each with a folder per class, under the same classes.
+
+    The classes are those that have images to learn from. FileNotFoundError where a folder is
+    missing; ValueError for fewer than two classes, or a class that only ``test`` has.
+    """
+    train, test = Path(root) / "train", Path(root) / "test"
+    for folder in (train, test):
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"no folder {folder}: wanted train/ and test/ with a folder per class, "
+                "such as train/cat/1.jpg"
+            )
+    known, asked = _images_in(train), _images_in(test)
+    names = {label: readable(label) for label in sorted({label for _, label in known})}
+    if len(names) < 2:
+        raise ValueError(f"{train} has images of {len(names)} classes: wanted at least 2 folders")
+    if strangers := sorted({label for _, label in asked} - names.keys()):
+        raise ValueError(
+            f"{test} has {len(strangers)} classes that {train} lacks, such as {strangers[0]!r}"
+        )
+    return _labelled(known, names, train), _labelled(asked, names, test)
+
+
+def _class_folders(root: Path) -> dict[str, Path]:
+    folders = [path for path in Path(root).iterdir() if path.is_dir()]
+    return {path.name: path for path in sorted(folders) if not path.name.startswith(".")}
+
+
+def _images_in(root: Path) -> list[tuple[Path, str]]:
+    return [
+        (path, label)
+        for label, folder in _class_folders(root).items()
+        for path in sorted(folder.iterdir())
+        if path.suffix.lower() in SUFFIXES
+    ]
+
+
+def _table_rows(root: Path, table: str) -> list[tuple[Path, str]]:
+    found = []
+    for line, (file, label) in read_rows(root / table, ("filepath", "label"), "table of labels"):
+        if not file or not label.strip():
+            raise ValueError(
+                f"line {line} of {root / table} has no filepath or no label: complete it"
+            )
+        found.append((root / file, label.strip()))
+    return found
+
+
+def _labelled(
+    pairs: Sequence[tuple[Path, str]], names: Mapping[str, str], where: Path
+) -> LabelledImages:
+    if not pairs:
+        raise ValueError(f"{where} has no images")
+    row = {label: number for number, label in enumerate(names)}
+    labels = np.array([row[label] for _, label in pairs], dtype=np.int64)
+    return LabelledImages([path for path, _ in pairs], labels, list(names.values()))

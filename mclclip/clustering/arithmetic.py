@@ -1,0 +1,141 @@
+"""How k-means and the search for nearest centroids compute on a device: chosen here, nowhere else.
+
+Every choice has a name (a Literal), so that a test can force each of them on any machine. Labels
+and centroids are the same for every choice, with one exception: the two routines of ``Scores`` add
+up in different orders, so where two centroids are equally near but for the rounding of float32,
+they may disagree about which of them is the nearer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Products = Literal["float32", "bfloat16"]
+"""Type of the numbers in the matrix product of all rows and all centroids."""
+
+Rounding = Literal["none", "inputs", "output", "partial_sums"]
+"""What that product rounds, beside its sums in float32.
+
+``none`` and ``inputs`` belong to float32: ``inputs`` means that a product may round the numbers it
+multiplies to 8 significant bits or more (TF32 keeps 11). ``output`` and ``partial_sums`` belong to
+bfloat16: either the sum is rounded once, or the sums of parts of a row may be rounded as well.
+"""
+
+Scores = Literal["pair_products", "blocks"]
+"""How the candidates are scored: by a loop in C++ that copies no row, or by torch in blocks."""
+
+Tile = Literal["cache", "large"]
+"""Of all scores, the part that is made at once: one that stays in a CPU's cache, or a large one."""
+
+Threads = Literal["per_block", "per_operation"]
+"""Blocks of rows are shared out to threads, with one thread per operation; or blocks come one after
+the other, and each operation has all threads.
+"""
+
+TILES: dict[Tile, tuple[int, int]] = {"cache": (1024, 2048), "large": (4096, 16_384)}
+"""Rows and centroids of a tile."""
+
+BFLOAT16_FROM = 64  # centroids; below, casting rows to bfloat16 costs more than it saves
+_ROUNDINGS: dict[Products, tuple[Rounding, ...]] = {
+    "float32": ("none", "inputs"),
+    "bfloat16": ("output", "partial_sums"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """What is forced; a field that is None is chosen for the device by the functions below."""
+
+    products: Products | None = None
+    rounding: Rounding | None = None
+    scores: Scores | None = None
+    tile: Tile | None = None
+    threads: Threads | None = None
+
+
+CHOSEN = Arithmetic()  # nothing is forced
+
+
+def choose_products(device: torch.device, num_centroids: int, forced: Arithmetic) -> Products:
+    """bfloat16 for 64 centroids or more on a CPU that multiplies bfloat16 (AVX512-BF16 or AMX)."""
+    if forced.products:
+        return forced.products
+    # On CUDA it stays float32 until `make gpu-bench` has shown on a GPU which of both is faster.
+    if device.type != "cpu" or num_centroids < BFLOAT16_FROM:
+        return "float32"
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    fast = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return "bfloat16" if fast else "float32"
+
+
+def choose_rounding(device: torch.device, products: Products, forced: Arithmetic) -> Rounding:
+    """What a product on this device rounds as torch is set now.
+
+    Raises ValueError where a rounding is forced that ``products`` cannot have.
+    """
+    if forced.rounding:
+        if forced.rounding not in _ROUNDINGS[products]:
+            raise ValueError(
+                f"rounding is {forced.rounding!r} with products in {products}: wanted one of "
+                f"{', '.join(_ROUNDINGS[products])}"
+            )
+        return forced.rounding
+    if products == "float32":
+        return "inputs" if _rounds_float32() else "none"
+    # CUDA splits a long sum where that is faster, and may round the sum of each part.
+    splits = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    return "partial_sums" if device.type == "cuda" and splits else "output"
+
+
+def choose_scores(device: torch.device, forced: Arithmetic) -> Scores:
+    """The loop in C++ on a CPU. On a GPU its order of summing is unknown: blocks there."""
+    return forced.scores or ("pair_products" if device.type == "cpu" else "blocks")
+
+
+def choose_tile(device: torch.device, forced: Arithmetic) -> tuple[int, int]:
+    """Rows and centroids of a tile: one that stays in the cache on a CPU, a large one on a GPU."""
+    return TILES[forced.tile or ("cache" if device.type == "cpu" else "large")]
+
+
+def choose_threads(device: torch.device, forced: Arithmetic) -> Threads:
+    """Threads share out the blocks on a CPU; a GPU is fed by one thread."""
+    return forced.threads or ("per_block" if device.type == "cpu" else "per_operation")
+
+
+def choose_cache_bytes(device: torch.device, forced: int | None) -> int:
+    """Bytes for prepared rows: 1 GiB of main memory, or half of what a GPU has free."""
+    if forced is not None:
+        return forced
+    return int(torch.cuda.mem_get_info(device)[0]) // 2 if device.type == "cuda" else 1 << 30
+
+
+@contextmanager
+def sums_in_float32() -> Iterator[None]:
+    """Runs a block in which CUDA's bfloat16 products do not round the sums of parts of a row.
+
+    The error bound of products that round them is so wide that nearly every pair is a candidate.
+    The setting is torch's own, of the whole process, and is restored at the end.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    if before:
+        matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        if before:
+            matmul.allow_bf16_reduced_precision_reduction = True
+
+
+def _rounds_float32() -> bool:
+    """Whether torch is set to round the inputs of float32 products, on whichever device."""
+    owners = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    found = [getattr(owner, "fp32_precision", None) for owner in owners]
+    if any(found):  # torch 2.9 and newer, whose older question fails after a newer setting
+        return any(precision not in (None, "none", "ieee") for precision in found)
+    return torch.get_float32_matmul_precision() != "highest"

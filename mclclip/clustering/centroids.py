@@ -1,0 +1,258 @@
+"""Which rank holds which centroids, and how all rows are compared with all centroids.
+
+``WholeCentroids``: every rank holds all centroids and compares them with its own rows, and sums
+[K, D] are added up over the ranks. ``ShardedCentroids``: each rank holds a contiguous range of the
+centroids with their sums and counts, and rows travel instead. In each round every rank sends one of
+its blocks to all, each rank finds the nearest of its own centroids, and the largest of one packed
+int64 per row decides (ties go to the lowest id). Both add up the same integers, so their results
+are equal bit for bit. Of a sharded clustering only vectors [K], 8 bytes a centroid, stand on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mclclip.clustering.arithmetic import choose_tile
+from mclclip.clustering.nearest import (
+    NOTHING,
+    ROWS_PER_PASS,
+    Search,
+    pack,
+    squared_distance,
+    unpack,
+)
+from mclclip.clustering.rows import Integers, Rows, add_rows, tiles
+from mclclip.ranks.process_group import Context
+
+SHARDED_FROM = 2**25  # numbers in all centroids: whole, they and their sums take about a GiB
+
+
+def passes(num_clusters: int) -> list[range]:
+    """The ids of all centroids in passes, which are handled at once. A rank holds whole passes, so
+    operations on centroids have the same shapes for any number of ranks.
+    """
+    size = min(ROWS_PER_PASS, -(-num_clusters // 16))
+    ids = range(num_clusters)
+    return [ids[first : first + size] for first in ids[::size]]
+
+
+def held_by(rank: int, world_size: int, num_clusters: int) -> range:
+    """The ids that a rank holds where centroids are sharded: whole passes, shared out evenly."""
+    cut = passes(num_clusters)
+    first, stop = (len(cut) * r // world_size for r in (rank, rank + 1))
+    return range(cut[first].start, cut[stop - 1].stop) if first < stop else range(0)
+
+
+def hold(rows: Rows, num_clusters: int, sharded: bool | None) -> WholeCentroids:
+    """The holder of K centroids for ``rows``. ``sharded`` None: sharded if there are several ranks
+    and K D is at least ``SHARDED_FROM``.
+    """
+    if sharded is None:
+        sharded = rows.context.world_size > 1 and num_clusters * rows.dim >= SHARDED_FROM
+    return (ShardedCentroids if sharded else WholeCentroids)(rows, num_clusters)
+
+
+class WholeCentroids:
+    """All ranks hold all centroids, and each looks at its own rows.
+
+    ``held``: the ids of the centroids that this rank holds; tensors of centroids [k, D] here are
+    of these.
+    """
+
+    def __init__(self, rows: Rows, num_clusters: int) -> None:
+        self.rows, self.num_clusters = rows, num_clusters
+        self.held = self._held(rows.context)
+        self._rows_per_tile = choose_tile(rows.context.device, rows.arithmetic)[0]
+        self._labels: dict[int, Tensor] = {}  # of own blocks, from the last sums
+
+    def _held(self, context: Context) -> range:
+        return range(self.num_clusters)
+
+    # --- passes of all rows ---
+
+    def sums(self, centroids: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+        """(int64 [k, D], int64 [k]): sums in fixed point and counts of the rows nearest to each."""
+        search = self._search(centroids)
+        no_labels = torch.zeros(0, dtype=torch.int64, device=centroids.device)
+
+        def add_run(numbers: list[int]) -> tuple[Tensor, Tensor]:
+            sums, counts = _nothing(centroids)
+            for number in numbers:
+                labels = []
+                for tile in tiles(self.rows.block(number), self._rows_per_tile):
+                    labels.append(unpack(search.best(tile)[:, 0])[1])
+                    add_rows(sums, counts, labels[-1], tile, unit)
+                self._labels[number] = torch.cat(labels) if labels else no_labels
+            return sums, counts
+
+        parts = self.rows.each(add_run, self.rows.runs())
+        sums, counts = parts[0] if parts else _nothing(centroids)
+        for more_sums, more_counts in parts[1:]:
+            sums += more_sums
+            counts += more_counts
+        return self.rows.total(sums), self.rows.total(counts)
+
+    def farthest(self, centroids: Tensor) -> Tensor:
+        """int64 [k], packed: of the rows that the last ``sums`` assigned to each centroid, the
+        largest squared distance, and the lowest number of a row that has it.
+        """
+
+        def look(number: int) -> Tensor:
+            nearest = centroids[self._labels[number]]
+            return self._distances(nearest, self.rows.block(number), self.rows.ids(number))
+
+        largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
+        own = self.rows.own
+        for number, packed in zip(own, self.rows.each(look, own), strict=True):
+            largest.scatter_reduce_(0, self._labels[number], packed, "amax")
+        return self.rows.largest(largest)
+
+    def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yields for each own block its number, its rows [n, D], and packed int64 [n, count]: the
+        scores and ids of the nearest ``count`` of all centroids.
+        """
+        search, step = self._search(centroids), self.rows.num_threads
+
+        def look(number: int) -> tuple[int, Tensor, Tensor]:
+            block = self.rows.block(number)
+            return number, block, search.best(block, count)
+
+        for first in range(0, len(self.rows.own), step):
+            yield from self.rows.each(look, self.rows.own[first : first + step])
+
+    def shown(self, own: Tensor) -> Tensor:
+        """Sends [n, ...], made of one of this rank's blocks, to all ranks: returns [W, m, ...] in
+        rank order, padded to m, the most rows of any block. A rank without a block gives n = 0.
+        """
+        most = int(np.diff(self.rows.starts).max())
+        padded = own.new_zeros((most, *own.shape[1:]))
+        padded[: len(own)] = own
+        return self.rows.of_all(padded)
+
+    # --- over centroids ---
+
+    def prepare(self, initial: Tensor) -> Tensor:
+        """The centroids that this rank holds of ``initial`` [K, D], prepared like rows."""
+        return self.rows.prepare(initial[self.held.start : self.held.stop])
+
+    def take(self, ids: Integers) -> Tensor:
+        """Of the rows with these ascending numbers [K], which k-means starts from, those whose
+        clusters this rank holds.
+        """
+        taken = torch.empty((len(self.held), self.rows.dim), device=self.rows.context.device)
+        for some in passes(self.num_clusters):
+            found = self.rows.gather(ids[some.start : some.stop])
+            if some.start in self.held:
+                taken[some.start - self.held.start : some.stop - self.held.start] = found
+        return taken
+
+    def passes(self) -> list[slice]:
+        """The passes of the centroids that this rank holds, as slices of its tensors."""
+        start = self.held.start
+        own = [some for some in passes(self.num_clusters) if some.start in self.held]
+        return [slice(some.start - start, some.stop - start) for some in own]
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        """Numbers [K] of all centroids, on every rank's CPU, from each rank's [k]."""
+        return self.rows.of_first_rank(x).cpu()
+
+    def agreed(self, centroids: Tensor) -> Tensor:
+        """Centroids that are equal on all ranks. Where several ranks have computed them, rank 0's
+        are taken, as unlike machines may compute other last bits.
+        """
+        return self.rows.of_first_rank(centroids)
+
+    # --- details ---
+
+    def _search(self, centroids: Tensor) -> Search:
+        rows = self.rows
+        return Search(centroids, rows.algorithm, self.held.start, rows.arithmetic)
+
+    def _distances(self, nearest: Tensor, rows: Tensor, ids: Integers) -> Tensor:
+        distances = squared_distance(nearest, rows).float().to(rows.device)
+        return pack(distances, torch.from_numpy(ids).to(rows.device))
+
+
+class ShardedCentroids(WholeCentroids):
+    """Each rank holds the ids ``held_by`` and sees all rows, one block of every rank at a time."""
+
+    def _held(self, context: Context) -> range:
+        return held_by(context.rank, context.world_size, self.num_clusters)
+
+    def sums(self, centroids: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+        """See WholeCentroids; of this rank's centroids."""
+        search = self._search(centroids)
+        sums, counts = _nothing(centroids)
+        for numbers, blocks in self._rounds():
+            best = torch.cat(self.rows.each(search.best, blocks))[:, 0]
+            labels = unpack(self.rows.largest(best))[1]
+            parts = torch.split(labels, [len(block) for block in blocks])
+            for number, block, some in zip(numbers, blocks, parts, strict=True):
+                if number % self.rows.context.world_size == self.rows.context.rank:
+                    self._labels[number] = some
+                here = torch.nonzero(self._here(some)).flatten()
+                for ids in tiles(here, self._rows_per_tile):
+                    add_rows(sums, counts, some[ids] - self.held.start, block[ids], unit)
+        return sums, counts
+
+    def farthest(self, centroids: Tensor) -> Tensor:
+        """See WholeCentroids; of this rank's centroids."""
+        largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
+        none = torch.zeros(0, dtype=torch.int64, device=centroids.device)
+        for numbers, blocks in self._rounds():
+            labels = self.shown(self._labels.get(numbers[0] + self.rows.context.rank, none))
+            for number, block, some in zip(numbers, blocks, labels, strict=False):
+                here = self._here(some[: len(block)])
+                own = some[: len(block)][here] - self.held.start
+                ids = self.rows.ids(number)[here.cpu().numpy()]
+                packed = self._distances(centroids[own], block[here], ids)
+                largest.scatter_reduce_(0, own, packed, "amax")
+        return largest
+
+    def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """See WholeCentroids; the best of those that all ranks find among their centroids."""
+        search, rank = self._search(centroids), self.rows.context.rank
+        for numbers, blocks in self._rounds():
+            best = self.rows.each(lambda block: search.best(block, count), blocks)
+            every = self.rows.of_all(torch.cat(best)).movedim(0, 1).flatten(1)
+            merged = every.sort(dim=1, descending=True).values[:, :count]
+            parts = torch.split(merged, [len(block) for block in blocks])
+            if rank < len(numbers):
+                yield numbers[rank], blocks[rank], parts[rank]
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        """See WholeCentroids; each rank fills in its range of ids."""
+        every = torch.zeros(self.num_clusters, dtype=x.dtype, device=x.device)
+        every[self.held.start : self.held.stop] = x
+        return self.rows.total(every).cpu()
+
+    def agreed(self, centroids: Tensor) -> Tensor:
+        """See WholeCentroids; here no two ranks compute the same centroid."""
+        return centroids
+
+    def _here(self, labels: Tensor) -> Tensor:
+        """bool [n]: whether a row's nearest centroid is one of this rank's."""
+        return (labels >= self.held.start) & (labels < self.held.stop)
+
+    def _rounds(self) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Yields, round by round, the numbers and rows of one block of every rank, in rank order;
+        the last round may have fewer.
+        """
+        every, world_size = list(range(len(self.rows.blocks))), self.rows.context.world_size
+        for first in every[::world_size]:
+            numbers, own = every[first : first + world_size], first + self.rows.context.rank
+            none = torch.zeros((0, self.rows.dim), device=self.rows.context.device)
+            shown = self.shown(self.rows.block(own) if own in numbers else none)
+            sizes = [len(self.rows.ids(number)) for number in numbers]
+            yield numbers, [rows[:size] for rows, size in zip(shown, sizes, strict=False)]
+
+
+def _nothing(centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and counts that are zero."""
+    sums = torch.zeros_like(centroids, dtype=torch.int64)
+    return sums, torch.zeros(len(centroids), dtype=torch.int64, device=centroids.device)

@@ -1,0 +1,265 @@
+"""Lloyd's k-means over ranks: centroids, the same for any number of ranks.
+
+rows.py says how ranks share the rows and why sums do not depend on it, nearest.py how the
+nearest centroid is found, centroids.py which rank holds which centroids, and assignment.py how all
+rows get their labels in the end.
+
+Source: MCL, section 3. ``spherical`` assigns by cosine; ``euclidean``, by squared distance,
+is what the authors' released code does (with scikit-learn's mini-batches; here all rows take part).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
+from mclclip.clustering.centroids import WholeCentroids, hold, passes
+from mclclip.clustering.nearest import ROWS_PER_PASS, unpack
+from mclclip.clustering.rows import Algorithm, Mask, Rows, Survey
+from mclclip.clustering.start import Init, is_plus_plus, plus_plus
+from mclclip.data.arrays import Floats
+from mclclip.ranks.collectives import all_reduce_sum
+from mclclip.ranks.process_group import SINGLE, Context
+
+log = logging.getLogger("mclclip")
+
+_SAMPLE, _START = 1, 2  # words of the seeds of the sample, and of each start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Centroids float32 on the CPU (unit rows if spherical).
+
+    ``centroids`` [k, D] are those with the ids ``held``: all ``num_clusters`` of them, or this
+    rank's where centroids are sharded (``each_pass`` gives all, part by part). ``iterations`` is
+    the number of updates, ``restart`` the start that won.
+    """
+
+    centroids: Tensor
+    held: range
+    num_clusters: int
+    iterations: int
+    restart: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KMeans(Found):
+    """Centroids and how they were found.
+
+    ``inertia`` is the sum over rows of 1 - cosine (spherical) or of the squared distance to the
+    nearest centroid, ``counts`` int64 [K] the rows nearest to each: what ``assign_blocks`` with
+    these centroids gives. ``history`` is the inertia before each update and at the end.
+    """
+
+    counts: Tensor
+    inertia: float
+    history: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """When iteration ends, and whether clusters may stay empty where distinct rows are lacking."""
+
+    max_iterations: int
+    tolerance: float
+    keep_empty: bool
+
+
+def fit(
+    blocks: Sequence[Floats],
+    num_clusters: int,
+    *,
+    algorithm: Algorithm = "spherical",
+    seed: int | Sequence[int] = 0,
+    restarts: int = 1,
+    max_iterations: int = 100,
+    tolerance: float = 1e-5,
+    init: Init = "auto",
+    init_samples: int = 100_000,
+    initial: Tensor | None = None,
+    keep_empty: bool = False,
+    valid: Mask | None = None,
+    context: Context = SINGLE,
+    sharded: bool | None = None,
+    cache_bytes: int | None = None,
+    arithmetic: Arithmetic = CHOSEN,
+) -> KMeans:
+    """Clusters the rows of ``blocks`` ([n_i, D] float16 or wider, given whole to each rank) into K.
+
+    Each of ``restarts`` starts is drawn by ``seed``: ``init`` ``random`` takes K distinct usable
+    rows; ``plus_plus`` draws K by k-means++ from max(init_samples, 256 K) rows, at a cost that
+    grows with the square of K; ``auto`` does the latter up to 1,000 clusters. The lowest inertia
+    wins, the first of equals. ``initial`` [K, D] replaces the drawn start (one start then).
+    Iteration ends when an update lowers inertia by at most ``tolerance`` of itself, or after
+    ``max_iterations`` updates. An empty cluster restarts at the farthest row of the largest
+    cluster. Rows where ``valid`` [N] is false take no part. The ranks of ``context`` share the
+    work; with ``sharded`` the centroids too (None: where there are several ranks and K D is at
+    least 2^25, such as 65,536 clusters of width 512): the result is the same, memory for centroids
+    is divided by the ranks (not that of a k-means++ start), and rows travel to all ranks in every
+    iteration. Up to ``cache_bytes`` of a rank's rows (None: 1 GiB, half of a GPU's free memory)
+    stay on its device as float32. What ``arithmetic`` leaves open is chosen for the device.
+
+    Raises ValueError for NaN or infinite rows, and for more clusters than there are rows or (but
+    with ``keep_empty``) distinct rows: on all ranks alike.
+    """
+    rows = Rows(blocks, valid, algorithm, context, cache_bytes, arithmetic)
+    if not 1 <= num_clusters <= rows.num_valid:
+        raise ValueError(too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
+    if initial is not None and tuple(initial.shape) != (num_clusters, rows.dim):
+        raise ValueError(f"initial is {list(initial.shape)}: wanted {[num_clusters, rows.dim]}")
+    holder = hold(rows, num_clusters, sharded)
+    words = [seed] if isinstance(seed, int) else list(seed)
+    rule = _Rule(max_iterations, tolerance, keep_empty)
+    samples = init_samples if is_plus_plus(init, num_clusters) else None
+    with rows.torch_settings():
+        survey = rows.survey()
+        starts = _starts(holder, words, restarts, samples)
+        if initial is not None:
+            starts = iter([holder.prepare(initial)])
+        every = (_lloyd(holder, survey, start, rule, number) for number, start in enumerate(starts))
+        return min(every, key=lambda found: found.inertia)
+
+
+def _starts(
+    holder: WholeCentroids, words: Sequence[int], restarts: int, samples: int | None
+) -> Iterator[Tensor]:
+    """Yields the first centroids of each start: those of them that this rank holds.
+
+    They are drawn by k-means++ from at least ``samples`` rows, or (None) at random.
+    """
+    rows, num_clusters = holder.rows, holder.num_clusters
+    if samples is not None:
+        rng = np.random.default_rng([*words, _SAMPLE])
+        sample = rows.gather(rows.draw(max(samples, 256 * num_clusters), rng))
+    for number in range(max(1, restarts)):
+        rng = np.random.default_rng([*words, number, _START])
+        if samples is not None:
+            drawn = plus_plus(rows, sample, num_clusters, rng)
+            yield drawn[holder.held.start : holder.held.stop]
+        else:
+            yield holder.take(rows.draw(num_clusters, rng))
+
+
+def each_pass(found: Found, context: Context) -> Iterator[Tensor]:
+    """Yields all centroids in order, in parts [p, D], on every rank. All ranks have to call it."""
+    for some in passes(found.num_clusters):
+        part = torch.zeros((len(some), found.centroids.shape[1]))
+        if some.start in found.held:
+            first = some.start - found.held.start
+            part = found.centroids[first : first + len(some)]
+        whole = len(found.held) == found.num_clusters
+        yield part if whole else all_reduce_sum(part.to(context.device)).cpu()
+
+
+# --- Lloyd's iteration ---
+
+
+def _lloyd(
+    holder: WholeCentroids, survey: Survey, start: Tensor, rule: _Rule, restart: int
+) -> KMeans:
+    """Assigns rows and updates centroids until inertia settles. The centroids it returns are those
+    of the last assignment.
+    """
+    centroids = start
+    history: list[float] = []
+    stuck = False  # whether no row is left to restart an empty cluster at
+    while True:
+        sums, own_counts = holder.sums(centroids, survey.unit)
+        counts = holder.everywhere(own_counts)
+        history.append(_inertia(holder, survey, centroids, sums, own_counts))
+        log.debug("k-means: start %d, inertia %.8g", restart, history[-1])
+        settled = len(history) > 1 and history[-2] - history[-1] <= rule.tolerance * history[-2]
+        any_empty = bool((counts == 0).any())
+        if (settled and (stuck or not any_empty)) or len(history) > rule.max_iterations:
+            break
+        means = _means(holder, survey, centroids, sums, own_counts)
+        if any_empty:
+            stuck = not _restart(holder, centroids, means, counts, rule.keep_empty)
+        centroids = holder.agreed(means)
+    return KMeans(
+        centroids=centroids.cpu(),
+        held=holder.held,
+        num_clusters=holder.num_clusters,
+        iterations=len(history) - 1,
+        counts=counts,
+        inertia=history[-1],
+        history=tuple(history),
+        restart=restart,
+    )
+
+
+def _inertia(
+    holder: WholeCentroids, survey: Survey, centroids: Tensor, sums: Tensor, counts: Tensor
+) -> float:
+    """The inertia of the assignment that gave ``sums`` s and ``counts`` n, in float64.
+
+    It is the sum of |x|^2 - 2 c.s + n |c|^2; half of that if spherical, as for unit vectors half of
+    the squared distance is 1 - cosine.
+    """
+    own = torch.zeros(len(centroids), dtype=torch.float64, device=centroids.device)
+    for some in holder.passes():
+        wide, total = centroids[some].double(), sums[some].double() / survey.unit
+        own[some] = (wide * (wide * counts[some, None] - 2.0 * total)).sum(dim=1)
+    inertia = survey.squares + float(holder.everywhere(own).numpy().sum())
+    return max(inertia / 2.0 if holder.rows.algorithm == "spherical" else inertia, 0.0)
+
+
+def _means(
+    holder: WholeCentroids, survey: Survey, centroids: Tensor, sums: Tensor, counts: Tensor
+) -> Tensor:
+    """The means of the clusters (unit length if spherical).
+
+    A cluster that is empty, or whose unit rows add up to nothing, keeps its centroid.
+    """
+    updated = torch.empty_like(centroids)
+    for some in holder.passes():
+        means = sums[some].double() / (survey.unit * counts[some].clamp_min(1)[:, None])
+        usable = counts[some] > 0
+        if holder.rows.algorithm == "spherical":
+            norms = torch.linalg.vector_norm(means, dim=1, keepdim=True)
+            usable &= norms.flatten() > 1e-12
+            means = means / norms.clamp_min(1e-12)
+        updated[some] = torch.where(usable[:, None], means.float(), centroids[some])
+    return updated
+
+
+def _restart(
+    holder: WholeCentroids, centroids: Tensor, updated: Tensor, counts: Tensor, keep_empty: bool
+) -> int:
+    """Moves the first empty cluster to the farthest row of the largest cluster, the second to that
+    of the next largest, and so on, leaving out clusters whose rows are all equal. Returns how many
+    have moved. Raises ValueError where none can move, unless ``keep_empty``.
+    """
+    empty = np.flatnonzero(counts.numpy() == 0)
+    spread, farthest = unpack(holder.everywhere(holder.farthest(centroids)))
+    by_size = np.argsort(-counts.numpy(), kind="stable")
+    donors = by_size[spread.numpy()[by_size] > 0.0][: len(empty)]
+    if not len(donors):
+        if keep_empty:
+            return 0
+        distinct = int((counts > 0).sum())
+        raise ValueError(too_many(len(counts), f"only {distinct:,} distinct usable rows"))
+    log.info("k-means: %d of %d empty clusters restart", len(donors), len(empty))
+    ids = farthest.numpy()[donors]
+    order = np.argsort(ids)
+    places = empty[: len(ids)][order] - holder.held.start
+    for first in range(0, len(ids), ROWS_PER_PASS):
+        some = slice(first, first + ROWS_PER_PASS)
+        found = holder.rows.gather(ids[order][some])
+        here = (places[some] >= 0) & (places[some] < len(updated))
+        updated[torch.from_numpy(places[some][here])] = found[torch.from_numpy(here)]
+    return len(ids)
+
+
+def too_many(num_clusters: int, limit: str) -> str:
+    """The error message for more clusters than rows."""
+    return (
+        f"num_clusters is {num_clusters:,}, but there are {limit}: "
+        "set cluster.num_clusters to at most that (and at least 1)"
+    )

@@ -1,0 +1,302 @@
+"""The nearest centroids of rows: a matrix product finds candidates, their exact scores decide.
+
+The score of a row x and a centroid c is x.c (spherical) or x.c - |c|^2 / 2 (euclidean), summed by
+one fixed routine that sees only the two vectors. So it does not depend on what else is compared,
+on how many centroids a rank holds, or on the shape of a matrix product.
+
+Scoring every pair that way would be slow. So a matrix product of all rows and all centroids comes
+first (in bfloat16 where that is faster), and only the pairs that could still be among the nearest,
+by the product's error bound, are scored. The bound follows from Cauchy and Schwarz's inequality and
+from what rounding can do to inputs, sums and output. The product never exceeds it, so the result is
+that of scoring all pairs. The mean centroid is subtracted first: that shifts all scores of a row
+alike, and makes the bound narrow where embeddings share a direction.
+
+Which arithmetic a device uses is said in arithmetic.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mclclip.clustering.arithmetic import (
+    CHOSEN,
+    Arithmetic,
+    Scores,
+    choose_products,
+    choose_rounding,
+    choose_scores,
+    choose_tile,
+)
+from mclclip.clustering.rows import Algorithm, tiles
+from mclclip.pair_products import pair_products
+
+NOTHING = -(2**63)  # packed: no candidate
+ROWS_PER_PASS = 1024  # rows of centroids that are changed in one operation
+_CONSTANT_COLUMNS = 4  # of the euclidean product: three hold -|c|^2 / 2, the fourth is zero
+_LEAST_PART = 8  # numbers of a row in the shortest part whose sum a product may round by itself
+_LOW_32 = 2**32 - 1
+SAME_ROW = 1e-12  # squared distance, as a share of |row|^2, that float32's rounding may make
+
+
+def pack(values: Tensor, ids: Tensor) -> Tensor:
+    """float32 values and ids (0 to 2^32 - 1) as int64, ordered by value, then by the lower id."""
+    bits = (values + 0.0).view(torch.int32)  # + 0.0: minus zero is no smaller than zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return ordered.long() * 2**32 + (_LOW_32 - ids)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """(float32 values, int64 ids) of ``pack``."""
+    ordered = (packed >> 32).int()
+    bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return bits.view(torch.float32), _LOW_32 - (packed & _LOW_32)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of a row of a tile and a centroid, and the product's score of each pair."""
+
+    row: Tensor
+    centroid: Tensor
+    coarse: Tensor
+
+
+class Search:
+    """Finds the nearest of centroids float32 [k, D], whose ids count from ``first_id``.
+
+    Holds a second copy of the centroids, in the type of the products. ``arithmetic`` forces how to
+    compute; what it leaves open is chosen for the centroids' device.
+    """
+
+    def __init__(
+        self,
+        centroids: Tensor,
+        algorithm: Algorithm,
+        first_id: int = 0,
+        arithmetic: Arithmetic = CHOSEN,
+    ) -> None:
+        device = centroids.device
+        products = choose_products(device, len(centroids), arithmetic)
+        self._rounding = choose_rounding(device, products, arithmetic)
+        self._scores = choose_scores(device, arithmetic)
+        self._rows_per_tile, self._columns_per_tile = choose_tile(device, arithmetic)
+        self.centroids, self.first_id = centroids, first_id
+        self.half_squares = half_squares(centroids) if algorithm == "euclidean" else None
+        self._extra = 0 if self.half_squares is None else _CONSTANT_COLUMNS
+        self._coarse = torch.zeros(
+            (_padded(len(centroids)), centroids.shape[1] + self._extra),
+            dtype=torch.bfloat16 if products == "bfloat16" else torch.float32,
+            device=device,
+        )
+        # The largest |c|^2 / 2, and the largest lengths: of the centroids, of the shifted
+        # centroids, and of what casting these to the type of the products takes off.
+        self._constant = self._length = self._shifted = self._lost = 0.0
+        if self.half_squares is not None and len(centroids):
+            self._constant = float(self.half_squares.max())
+        # Any common shift keeps the ranking; that by the mean tightens the error bound.
+        mean = centroids.mean(dim=0)
+        for first in range(0, len(centroids), ROWS_PER_PASS):
+            self._cast(slice(first, min(first + ROWS_PER_PASS, len(centroids))), mean)
+
+    def _cast(self, some: slice, mean: Tensor) -> None:
+        """Fills the second copy for a slice of the centroids, and measures what it loses."""
+        centroids, coarse = self.centroids[some], self._coarse[some]
+        dim = centroids.shape[1]
+        shifted = centroids - mean
+        coarse[:, :dim] = shifted
+        if self.half_squares is not None:
+            # Each centroid's constant in three columns of 8 bits, which no product rounds.
+            left = -self.half_squares[some]
+            for column in range(dim, dim + 3):
+                coarse[:, column] = left.bfloat16()
+                left = left - coarse[:, column].float()
+        lost = _longest(shifted - coarse[:, :dim].float())
+        self._length = max(self._length, _longest(centroids))
+        self._shifted = max(self._shifted, _longest(shifted))
+        self._lost = max(self._lost, lost)
+
+    def best(self, rows: Tensor, count: int = 1) -> Tensor:
+        """int64 [n, count]: the packed scores and ids of the nearest ``count`` centroids of rows
+        [n, D], best first, the lowest id of equals; ``NOTHING`` where there are fewer.
+        """
+        found = [self._tile(part, count) for part in tiles(rows, self._rows_per_tile)]
+        return torch.cat(found) if found else rows.new_zeros((0, count), dtype=torch.int64)
+
+    def _tile(self, rows: Tensor, count: int) -> Tensor:
+        if not len(self.centroids):
+            return torch.full((len(rows), count), NOTHING, device=rows.device)
+        pairs = self._candidates(rows, count)
+        scores = score_pairs(rows, self.centroids, pairs.row, pairs.centroid, self._scores)
+        if self.half_squares is not None:
+            scores -= self.half_squares[pairs.centroid]
+        packed = pack(scores, pairs.centroid + self.first_id)
+        return _largest(packed, pairs.row, len(rows), count)
+
+    def _candidates(self, rows: Tensor, count: int) -> _Pairs:
+        """All pairs that may be among the ``count`` best of their row, sorted by row."""
+        coarse, error = self._lower(rows)
+        top = torch.full((len(rows), count), -torch.inf, device=rows.device)
+        threshold, found = top[:, -1:], []
+        step = self._columns_per_tile
+        for first in range(0, len(self._coarse), step):
+            scores = multiply(coarse, self._coarse[first : first + step])
+            scores[:, max(len(self.centroids) - first, 0) :] = -torch.inf  # the padding
+            # Groups of columns that lie apart: so their maxima are taken of whole vectors.
+            scores = scores.view(len(rows), -1, _num_groups(scores.shape[1]))
+            maxima = scores.amax(dim=1).float()
+            # Maxima are scores of different centroids: the last of ``count`` is a lower bound.
+            top = _top(top, maxima)
+            threshold = self._threshold(top[:, -1:], error)
+            row, group = torch.nonzero(maxima >= threshold).unbind(1)
+            members = scores[row, :, group].float()
+            open_ = (members >= threshold[row]) & (members > -torch.inf)
+            which, member = torch.nonzero(open_).unbind(1)
+            ids = first + member * scores.shape[2] + group[which]
+            found.append(_Pairs(row[which], ids, members[which, member]))
+        if len(found) == 1:
+            return found[0]
+        row = torch.cat([pairs.row for pairs in found])
+        coarse_scores = torch.cat([pairs.coarse for pairs in found])
+        kept = torch.nonzero(coarse_scores >= threshold.flatten()[row]).flatten()
+        kept = kept[row[kept].sort(stable=True).indices]
+        ids = torch.cat([pairs.centroid for pairs in found])
+        return _Pairs(row[kept], ids[kept], coarse_scores[kept])
+
+    def _lower(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [n, D] in the type of the products, and the error bound [n, 1] of a row's products.
+
+        The bound holds for the product before its output is rounded, and for the score that
+        ``score_pairs`` gives: both together differ by no more from the exact value.
+        """
+        coarse = rows.to(self._coarse.dtype)
+        lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        error = lengths * self._lost
+        if coarse.dtype != rows.dtype:
+            lost = torch.linalg.vector_norm(coarse.float().sub_(rows), dim=1, keepdim=True)
+            error = error + lost * (self._shifted + self._lost)
+        if self._rounding == "inputs":  # each by up to 2^-7 of itself, where 8 bits are kept
+            error = error + lengths * self._shifted * 2.0**-6
+        if self._rounding == "partial_sums":
+            # Up to as many roundings as parts, and one more, each by 2^-8 of what is summed so far.
+            parts = -(-self._coarse.shape[1] // _LEAST_PART)
+            growth = (1.0 + 2.0**-8) ** (parts + 1) - 1.0
+            summed = lengths * (self._shifted + self._lost) + self._constant
+            error = error + growth * (1.0 + 2.0**-6) * summed
+        # Sums in float32, in any order, of the product and of the score; and the shift itself.
+        rounding = 2.0 * (rows.shape[1] + 16) * 2.0**-24
+        error = error + rounding * (lengths * (self._shifted + self._length) + 2.0 * self._constant)
+        # Products may take numbers below the smallest normal one for zero.
+        error = error + 2.0**-110 * (lengths + self._shifted + 1.0)
+        if self._extra:
+            ones = torch.ones((len(rows), self._extra), dtype=coarse.dtype, device=rows.device)
+            coarse = torch.cat([coarse, ones], dim=1)
+        return coarse, error
+
+    def _threshold(self, bound: Tensor, error: Tensor) -> Tensor:
+        """The product [n, 1] that a centroid needs to be a candidate, where as many as are wanted
+        have a product of ``bound`` [n, 1] or more.
+        """
+        if self._coarse.dtype == torch.bfloat16:  # the output is rounded once more
+            error = error + 2.0**-8 * bound.abs()
+        # Twice: the better one may be too high and the other too low; 1 / 16 for second orders.
+        return bound - (2.0 + 1 / 16) * error
+
+
+def multiply(rows: Tensor, columns: Tensor) -> Tensor:
+    """[n, k]: the products of all rows [n, D] and columns [k, D]. Tests put others in its place."""
+    return rows @ columns.T
+
+
+def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
+    """float64 [n] on the CPU: distances of rows [n, D] to centroids [n, D] or [D].
+
+    They are computed from differences, because the rounding of products would give equal rows a
+    distance; a distance that float32's rounding alone could make is set to zero.
+    """
+    squared = (rows - centroids).square().sum(dim=1)
+    same = squared <= SAME_ROW * rows.square().sum(dim=1)
+    return squared.masked_fill(same, 0.0).double().cpu()
+
+
+def half_squares(centroids: Tensor) -> Tensor:
+    """[k]: |c|^2 / 2 of centroids [k, D]. A centroid's does not depend on its neighbours."""
+    halves = [centroids.new_zeros(0)]
+    for part in torch.split(centroids, ROWS_PER_PASS):
+        # All parts have one shape, from which the order of a sum follows on a GPU.
+        padded = torch.nn.functional.pad(part, (0, 0, 0, ROWS_PER_PASS - len(part)))
+        halves.append(padded.square().sum(dim=1)[: len(part)] / 2.0)
+    return torch.cat(halves)
+
+
+def _padded(num_centroids: int) -> int:
+    """Columns of the products for so many centroids: a number that ``_num_groups`` divides."""
+    lanes = 16 if num_centroids <= 64 else 32 if num_centroids < 512 else 512
+    return -(-num_centroids // lanes) * lanes
+
+
+def _num_groups(columns: int) -> int:
+    """Into how many groups the columns of a tile are put, whose maxima are looked at first.
+
+    Up to 64 columns are their own groups. Above, there are 32 groups, or groups of 16 columns where
+    there are 512 columns or more (then ``columns`` is a multiple of 512).
+    """
+    if columns <= 64:
+        return columns
+    return 32 if columns < 512 else columns // 16
+
+
+def _top(top: Tensor, more: Tensor) -> Tensor:
+    """[n, count]: the largest numbers of each row of ``top`` and ``more``, descending."""
+    if top.shape[1] == 1:
+        return torch.maximum(top, more.amax(dim=1, keepdim=True))
+    return torch.cat([top, more], dim=1).topk(top.shape[1], dim=1).values
+
+
+def _longest(rows: Tensor) -> float:
+    """The length of the longest row, rounded up."""
+    return float(torch.linalg.vector_norm(rows, dim=1).max()) * (1.0 + 2.0**-16)
+
+
+def score_pairs(
+    rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor, scores: Scores
+) -> Tensor:
+    """float32 [P]: the products of rows[row] and centroids[centroid], where ``row`` ascends.
+
+    Each depends on its two vectors and on ``scores`` alone.
+    """
+    if scores == "blocks":
+        return _scored_in_blocks(rows, centroids, row, centroid)
+    starts = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
+    starts[1:] = torch.bincount(row, minlength=len(rows)).cumsum(0)
+    return pair_products(rows, centroids, starts, centroid)
+
+
+def _scored_in_blocks(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
+    """``score_pairs`` by sums over tensors of one fixed shape, from which their order follows."""
+    size = 8192
+    padding = -len(row) % size
+    row = torch.nn.functional.pad(row, (0, padding))
+    centroid = torch.nn.functional.pad(centroid, (0, padding))
+    parts = zip(torch.split(row, size), torch.split(centroid, size), strict=True)
+    products = [(rows[r] * centroids[c]).sum(dim=1) for r, c in parts]
+    found = torch.cat(products) if products else rows.new_zeros(0)
+    return found[: len(found) - padding]
+
+
+def _largest(packed: Tensor, row: Tensor, num_rows: int, count: int) -> Tensor:
+    """[num_rows, count]: the largest ``packed`` of each row, descending."""
+    if count == 1:
+        none = torch.full((num_rows,), NOTHING, device=packed.device)
+        return none.scatter_reduce_(0, row, packed, "amax")[:, None]
+    order = packed.sort(descending=True).indices
+    order = order[row[order].sort(stable=True).indices]
+    row, packed = row[order], packed[order]
+    per_row = torch.bincount(row, minlength=num_rows)
+    place = torch.arange(len(row), device=row.device) - (per_row.cumsum(0) - per_row)[row]
+    kept = place < count
+    largest = torch.full((num_rows, count), NOTHING, device=packed.device)
+    largest[row[kept], place[kept]] = packed[kept]
+    return largest

@@ -1,0 +1,321 @@
+"""A step of a stage -> this rank's `Batch`: the last hop before the model.
+
+Everything here is a pure function of (data, plan, seed, stage, step, columns). A rank, a loader
+worker or a resumed process computes the same sample in the same column as a single process does.
+
+Replacement of samples that cannot be used. Let sample x, in column p of the global batch, be
+undecodable, and let positions count along ``GroupedIndex.sample_ids`` (sorted by label). Candidates
+for column p are the positions q with q = p modulo global_batch. They are tried group by group,
+from x's own leaf group over the groups with ever shorter common prefixes to the whole index; inside
+a group in ascending order and around its end, from an offset hashed from (seed, epoch, x). Passed
+over are ids that the plan put into this global batch, known bad ids and undecodable ones. The first
+one left takes the column, with its own label truncated at the step's prefix length.
+
+Two columns never share a candidate, so that replacements cannot collide with each other, on
+whichever ranks they are made and in whichever order, without any communication; and since planned
+ids are passed over, no sample comes twice into a global batch that had none twice. A known bad id
+is passed over with the same result as one that is decoded in vain, so a resumed run, which knows
+more of them, makes the same batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mclclip.data.epoch_plan import EpochPlan, Order
+from mclclip.data.groups import GroupedIndex, Policy
+from mclclip.data.labels import ClassLabels, truncate
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import BadSample, Sample, TarDataset, TextFeatures, Tokenizer, Transform
+from mclclip.randomness import mix
+
+# Purposes of the randomness, part of its key.
+_AUGMENTATION, _CAPTION, _REPLACEMENT = (
+    int.from_bytes(word, "big") for word in (b"augment", b"caption", b"replace")
+)
+
+
+@dataclass
+class Batch:
+    """One rank's columns of one global batch; b = global_batch / world_size.
+
+    views          one or more [b, 3, H, W]: the images, transformed once for each view
+    text           int64 [b, context], or None (captions are not read, or text_features instead)
+    text_features  float32 [b, D] text embeddings from disk, or None
+    labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
+                   mask compares
+    classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None
+    sample_id      int64 [b]
+    step           global step of the stage
+    group_size     samples that a row is compared with over all ranks (`PlannedBatch.group_size`)
+    replaced       {sample_id that could not be used in this rank's columns: reason}
+    """
+
+    views: list[Tensor]
+    labels: Tensor
+    sample_id: Tensor
+    step: int
+    group_size: int
+    text: Tensor | None = None
+    text_features: Tensor | None = None
+    classes: Tensor | None = None
+    replaced: dict[int, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """A part of this rank's samples."""
+        return self._each_tensor(lambda tensor: tensor[start:stop])
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory; DataLoader(pin_memory=True) calls this."""
+        return self._each_tensor(lambda tensor: tensor.pin_memory())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on ``device`` (non_blocking needs pinned memory to be asynchronous)."""
+        return self._each_tensor(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the batch, each view among them."""
+        return [*self.views, *(v for v in vars(self).values() if isinstance(v, Tensor))]
+
+    def _each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
+        return Batch(**(values | changed | {"views": [change(view) for view in self.views]}))
+
+
+@contextmanager
+def keyed_rng(key: int) -> Iterator[None]:
+    """Inside, the global CPU generators (torch, random, numpy) start from ``key``, 0 <= key < 2^64;
+    afterwards they are as before. torchvision draws from the first, timm's transforms from all."""
+    before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed([key & 0xFFFFFFFF, key >> 32])
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+class TrainingBatches(Dataset[Batch]):
+    """Map-style over the global steps of a stage: ``batches[step]`` is this rank's `Batch`.
+
+    To be read as ``DataLoader(batches, batch_size=None, sampler=range(start, total))`` with any
+    ``num_workers``; step = epoch * steps_per_epoch + step within the epoch, without an end.
+    Resuming is another ``start``, another world size another slice of the same global batches.
+
+    index, transform, reads_captions, tokenizer, text_features, max_image_pixels, max_open_files
+                  see `TarDataset`; the transform is the training transform
+    num_views     how many times each image is transformed, each time with other random draws
+    grouped       the stage's grouped index, made for this index
+    global_batch  samples per step over all ranks
+    policy, order, seed, stage   see `EpochPlan`; seed also keys augmentation and captions
+    rank, world_size   this process takes columns [rank * b, (rank + 1) * b), b = global_batch / W
+    class_labels  gives the classes of samples; without them there are none
+    bad_ids       samples known to be unusable: never tried as a replacement
+
+    A sample's augmentation is keyed by (seed, stage, epoch, sample_id) and in views after the first
+    by the number of the view; which of its captions is drawn, by the same four.
+    Replacement of undecodable samples: see the head of this module. Where captions are read, a
+    sample without one counts as undecodable.
+    Raises ValueError where world_size does not divide global_batch, rank is outside the world,
+    num_views is below 1, or captions are read and there is nothing to read them with.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: SampleIndex,
+        grouped: GroupedIndex,
+        transform: Transform,
+        reads_captions: bool,
+        tokenizer: Tokenizer | None = None,
+        text_features: TextFeatures | None = None,
+        num_views: int = 1,
+        global_batch: int,
+        policy: Policy,
+        order: Order,
+        seed: int,
+        stage: int,
+        rank: int = 0,
+        world_size: int = 1,
+        class_labels: ClassLabels | None = None,
+        bad_ids: Iterable[int] | npt.NDArray[np.int64] = (),
+        max_image_pixels: int,
+        max_open_files: int = 64,
+    ) -> None:
+        if world_size < 1 or global_batch % world_size != 0:
+            raise ValueError(
+                f"global_batch is {global_batch} and world_size {world_size}: wanted a multiple, "
+                "change the global batch or start another number of processes"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}, wanted 0 <= rank < world_size = {world_size}")
+        if num_views < 1:
+            raise ValueError(f"num_views is {num_views}: wanted at least 1")
+        self.dataset = TarDataset(
+            index,
+            transform,
+            reads_captions=reads_captions,
+            tokenizer=tokenizer,
+            text_features=text_features,
+            max_image_pixels=max_image_pixels,
+            max_open_files=max_open_files,
+        )
+        self.num_views = num_views
+        self.grouped, self._class_labels = grouped, class_labels
+        self.global_batch = global_batch
+        self.local_batch = global_batch // world_size
+        self.rank = rank
+        self._seed, self._stage = seed, stage
+        self._bad_ids = frozenset(int(sample_id) for sample_id in bad_ids)
+        self._plan = EpochPlan(grouped, global_batch, policy, order, seed, stage, epoch=0)
+        self.steps_per_epoch = self._plan.steps_per_epoch
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The plan of an epoch; the last one asked for is kept."""
+        if epoch != self._plan.epoch:
+            self._plan = self._plan.of_epoch(epoch)
+        return self._plan
+
+    def __getitem__(self, step: int) -> Batch:
+        """This rank's batch of a global step of the stage.
+
+        Raises IndexError for a negative step, RuntimeError where a sample cannot be replaced.
+        """
+        if step < 0:
+            raise IndexError(f"step is {step}, wanted at least 0")
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
+        planned = self.plan(epoch).batch(epoch_step)
+        in_batch = frozenset(planned.ids.tolist())
+        first = self.rank * self.local_batch
+        mine = slice(first, first + self.local_batch)
+        labels = planned.labels[mine].copy()
+        samples: list[Sample] = []
+        replaced: dict[int, str] = {}
+        for row, sample in enumerate(self._samples(planned.ids[mine], epoch)):
+            if isinstance(sample, BadSample):
+                replaced[sample.sample_id] = sample.reason
+                positions = self._candidates(
+                    sample.sample_id, first + row, int(labels[row]), planned.prefix_length, epoch
+                )
+                sample, position = self._replacement(sample, positions, in_batch, epoch)
+                labels[row] = self._label_at(position, planned.prefix_length)
+            samples.append(sample)
+        sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
+        classes = self._class_labels
+        return Batch(
+            views=[torch.stack(view) for view in zip(*(s.views for s in samples), strict=True)],
+            labels=torch.from_numpy(labels[:, None]),
+            classes=None if classes is None else torch.from_numpy(classes[sample_id]),
+            sample_id=torch.from_numpy(sample_id),
+            step=step,
+            group_size=planned.group_size,
+            text=_stack([sample.text for sample in samples]),
+            text_features=_stack([sample.text_features for sample in samples]),
+            replaced=replaced,
+        )
+
+    def caption_numbers(
+        self, sample_ids: npt.NDArray[np.int64] | Sequence[int], epoch: int
+    ) -> npt.NDArray[np.int64]:
+        """Which caption of each sample an epoch draws: int64 [n], keyed by (seed, stage, epoch,
+        sample_id)."""
+        num_captions = self.dataset.index.num_captions[np.asarray(sample_ids, dtype=np.int64)]
+        keys = self._keys(_CAPTION, epoch, sample_ids)
+        return (keys % np.maximum(num_captions, 1).astype(np.uint64)).astype(np.int64)
+
+    def _keys(
+        self,
+        purpose: int,
+        epoch: int,
+        sample_ids: npt.NDArray[np.int64] | Sequence[int],
+        *further: int,
+    ) -> npt.NDArray[np.uint64]:
+        ids = np.asarray(sample_ids, dtype=np.int64)
+        words = mix(self._seed, self._stage, epoch, purpose, ids, *further)
+        return np.asarray(words, dtype=np.uint64)
+
+    def _view_keys(
+        self, epoch: int, sample_ids: npt.NDArray[np.int64] | Sequence[int]
+    ) -> npt.NDArray[np.uint64]:
+        """[n, num_views] keys of the augmentation; the first view's key does not name the view."""
+        views = [[], *([view] for view in range(1, self.num_views))]
+        return np.stack([self._keys(_AUGMENTATION, epoch, sample_ids, *v) for v in views], axis=1)
+
+    def _samples(
+        self, sample_ids: npt.NDArray[np.int64] | Sequence[int], epoch: int
+    ) -> list[Sample | BadSample]:
+        """Read, augmented and with a caption, whatever else is asked for with them."""
+        raws = self.dataset.read_many(sample_ids)
+        numbers = self.caption_numbers(sample_ids, epoch).tolist()
+        keys = self._view_keys(epoch, sample_ids).tolist()
+        return [
+            self.dataset.prepare(raw, number, contexts=[keyed_rng(key) for key in of_sample])
+            for raw, number, of_sample in zip(raws, numbers, keys, strict=True)
+        ]
+
+    def _replacement(
+        self, bad: BadSample, positions: Iterable[int], in_batch: frozenset[int], epoch: int
+    ) -> tuple[Sample, int]:
+        """The first usable candidate and its position in the grouped index."""
+        for position in positions:
+            candidate = int(self.grouped.sample_ids[position])
+            if candidate in in_batch or candidate in self._bad_ids:
+                continue
+            sample = self._samples([candidate], epoch)[0]
+            if isinstance(sample, Sample):
+                return sample, position
+        key = self.dataset.index.keys([bad.sample_id])[0]
+        raise RuntimeError(
+            f"sample {key} is unusable ({bad.reason}) and no sample is left to take its place in a "
+            f"global batch of {self.global_batch} from {self.grouped.num_samples} samples: "
+            "lower the global batch, or take the sample out of the shards"
+        )
+
+    def _candidates(
+        self, sample_id: int, column: int, label: int, prefix_length: int, epoch: int
+    ) -> Iterator[int]:
+        """Positions congruent to the column, nearest group first, each at most once.
+
+        label is the bad sample's, truncated at prefix_length: it bounds the search for its leaf.
+        """
+        start, stop = self.grouped.group_range(label, prefix_length)
+        own = start + int(np.flatnonzero(self.grouped.sample_ids[start:stop] == sample_id)[0])
+        key = int(mix(self._seed, epoch, _REPLACEMENT, sample_id))
+        tried = range(0)
+        for length in range(len(self.grouped.radices), -1, -1):
+            start, stop = self.grouped.group_range(self._label_at(own, length), length)
+            positions = range(start + (column - start) % self.global_batch, stop, self.global_batch)
+            for number in range(len(positions)):
+                position = positions[(key + number) % len(positions)]
+                if position not in tried:
+                    yield position
+            tried = positions
+
+    def _label_at(self, position: int, prefix_length: int) -> int:
+        """The label at a position of the grouped index, truncated."""
+        group = int(np.searchsorted(self.grouped.group_starts, position, side="right")) - 1
+        label = np.asarray(self.grouped.group_labels[group : group + 1])
+        return int(truncate(label, self.grouped.radices, prefix_length)[0])
+
+
+def _stack(rows: list[Tensor | None]) -> Tensor | None:
+    present = [row for row in rows if row is not None]
+    return torch.stack(present) if present else None

@@ -1,0 +1,248 @@
+"""Groups of samples with one pseudo label: on disk, and as the tree that a plan schedules.
+
+Groups form a tree: level j holds the leaves (full labels), level L the prefixes of length L, level
+0 the root. A leaf makes floor(n_c / B) pure batches; a policy says what becomes of its leftovers:
+
+    drop      never used in this epoch (the authors' released sampler)
+    backoff   pooled by the parent, whose leftovers go to its parent, up to the root, which leaves
+              fewer than B out, others in every epoch
+    mask      pooled over all groups, unshuffled, so that batches hold long runs of one group
+    wrap      one more batch, filled up with earlier samples of the same group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from mclclip.data.arrays import open_npy, save_npy
+from mclclip.data.labels import check_labels, label_space
+from mclclip.files import digest_array, digest_json, read_json, write_json
+
+_ARRAYS = ("sample_ids", "group_starts", "group_labels")
+Integers = npt.NDArray[np.int64]
+Policy = Literal["drop", "backoff", "mask", "wrap"]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedIndex:
+    """Sample ids by group. Pickles as its path when it was opened from one.
+
+    sample_ids    int64 [M], sorted by pseudo label, ties by id
+    group_starts  int64 [G + 1], group g is sample_ids[group_starts[g] : group_starts[g + 1]]
+    group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
+    radices       clusters per stage of the label; () for one group (no labels)
+    """
+
+    sample_ids: Integers
+    group_starts: Integers
+    group_labels: Integers
+    radices: tuple[int, ...]
+    directory: Path | None = None
+
+    @classmethod
+    def build(cls, labels: npt.NDArray[np.integer], radices: tuple[int, ...]) -> GroupedIndex:
+        """From the pseudo labels int64 [N] of all samples of the index; -1 is left out.
+
+        Raises ValueError for labels beyond the radices.
+        """
+        radices = tuple(int(radix) for radix in radices)
+        checked = check_labels(labels, label_space(radices), "pseudo labels")
+        inside = np.flatnonzero(checked >= 0)
+        inside = inside[np.argsort(checked[inside], kind="stable")]
+        group_labels, starts = np.unique(checked[inside], return_index=True)
+        group_starts = np.append(starts, len(inside)).astype(np.int64)
+        return cls(inside.astype(np.int64), group_starts, group_labels, radices)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_labels)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the contents; read from disk when the index was opened from there."""
+        if self.directory is not None:
+            return str(_read_header(self.directory)["digest"])
+        return digest_json([self.radices, *(digest_array(getattr(self, a)) for a in _ARRAYS)])
+
+    def group_range(self, label: int, prefix_length: int) -> tuple[int, int]:
+        """Where the samples whose label has this prefix lie: [start, stop) of sample_ids."""
+        width = label_space(self.radices[prefix_length:])
+        first, last = np.searchsorted(self.group_labels, [label * width, (label + 1) * width])
+        return int(self.group_starts[first]), int(self.group_starts[last])
+
+    def save(self, directory: str | Path) -> None:
+        """Writes three .npy files, then grouped_index.json, without which none of them counts."""
+        directory = Path(directory)
+        header = {"radices": list(self.radices), "digest": self.digest}
+        counts = {"num_samples": self.num_samples, "num_groups": self.num_groups}
+        (directory / "grouped_index.json").unlink(missing_ok=True)
+        for name in _ARRAYS:
+            save_npy(directory / f"{name}.npy", getattr(self, name))
+        write_json(directory / "grouped_index.json", header | counts)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> GroupedIndex:
+        """Memory-mapped, read only. FileNotFoundError where there is no finished index,
+        RuntimeError where its files do not fit each other."""
+        directory = Path(directory)
+        header = _read_header(directory)
+        ids, starts, labels = (open_npy(directory / f"{name}.npy", "train") for name in _ARRAYS)
+        got = (len(ids), len(labels), len(starts))
+        wanted = (header["num_samples"], header["num_groups"], header["num_groups"] + 1)
+        if got != wanted:
+            raise RuntimeError(
+                f"grouped index {directory}: its arrays have {got} rows, its header says {wanted}: "
+                "remove the directory and run 'mclclip train' again"
+            )
+        return cls(ids, np.asarray(starts), np.asarray(labels), tuple(header["radices"]), directory)
+
+    def __reduce__(self) -> tuple[Callable[..., GroupedIndex], tuple[Any, ...]]:
+        if self.directory is not None:  # loader workers map the files instead of copying them
+            return GroupedIndex.open, (self.directory,)
+        arrays = (self.sample_ids, self.group_starts, self.group_labels)
+        return GroupedIndex, (*arrays, self.radices)
+
+
+def _read_header(directory: Path) -> dict[str, Any]:
+    path = directory / "grouped_index.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} not found: no finished grouped index in that directory")
+    header: dict[str, Any] = read_json(path)
+    return header
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """All nodes of one level of the tree. Element (node, position) of a level is a leaf's sample or
+    an element that a node of the level below could not place."""
+
+    prefix_length: int  # the length at which its batches are masked
+    labels: Integers  # [n]
+    sizes: Integers  # [n] elements of each node
+    batches: Integers  # [n] global batches made from them
+    leftovers: Integers  # [n] elements for the level above
+    first_child: Integers  # [n] into the level below (leaves: into sample_ids)
+
+
+def build_levels(grouped: GroupedIndex, global_batch: int, policy: Policy) -> list[Level]:
+    """The tree, leaves first; nothing in it depends on the epoch."""
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy is {policy!r}: wanted one of {', '.join(get_args(Policy))}")
+    if global_batch < 1:
+        raise ValueError(f"global_batch is {global_batch}: wanted at least 1")
+    length, labels = len(grouped.radices), np.asarray(grouped.group_labels)
+    sizes = np.diff(grouped.group_starts)
+    level = _level(length, labels, sizes, global_batch, np.asarray(grouped.group_starts[:-1]))
+    if policy == "wrap":
+        batches = -(-sizes // global_batch)
+        return [Level(length, labels, sizes, batches, np.zeros_like(sizes), level.first_child)]
+    levels = [level]
+    if policy == "mask":
+        pool, zero = np.array([level.leftovers.sum()]), np.zeros(1, dtype=np.int64)
+        levels.append(_level(length, zero, pool, global_batch, zero))
+    while policy == "backoff" and length > 0:
+        length, children = length - 1, levels[-1]
+        labels, first_child = np.unique(
+            children.labels // grouped.radices[length], return_index=True
+        )
+        sizes = np.add.reduceat(children.leftovers, first_child) if len(labels) else labels
+        levels.append(_level(length, labels, sizes, global_batch, first_child))
+    if len(levels) > 1 and not levels[-1].batches.any() and _has_stuck(levels):
+        _lend_batch(levels, global_batch)
+    return levels
+
+
+def _level(
+    prefix_length: int, labels: Integers, sizes: Integers, global_batch: int, first_child: Integers
+) -> Level:
+    batches, leftovers = np.divmod(sizes, global_batch)
+    return Level(prefix_length, labels, sizes, batches, leftovers, first_child.astype(np.int64))
+
+
+def _has_stuck(levels: list[Level]) -> bool:
+    """Whether a group has no batch of its own nor a share in one of any node above it."""
+    stuck = (levels[0].batches == 0) & (levels[0].sizes > 0)
+    for level in levels[1:] if len(stuck) else []:
+        stuck = (level.batches == 0) & np.logical_or.reduceat(stuck, level.first_child)
+    return bool(stuck.any())
+
+
+def _lend_batch(levels: list[Level], global_batch: int) -> None:
+    """Passes one batch of a node up to a root that cannot fill any, where groups would be stuck.
+
+    Fewer than global_batch samples reach the root then, always with the same small groups among
+    them; with a batch lent by the node nearest to the root (the one that has most) the root makes
+    one batch and its remainder is drawn anew every epoch.
+    """
+    lender = max((n for n, level in enumerate(levels) if level.batches.any()), default=None)
+    if lender is None:
+        return  # fewer samples than one global batch
+    node = int(levels[lender].batches.argmax())
+    levels[lender].batches[node] -= 1
+    levels[lender].leftovers[node] += global_batch
+    for level in levels[lender + 1 :]:
+        node = int(np.searchsorted(level.first_child, node, side="right")) - 1
+        level.sizes[node] += global_batch
+        level.leftovers[node] += global_batch
+    levels[-1].batches[0] += 1
+    levels[-1].leftovers[0] -= global_batch
+
+
+def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int:
+    """Distinct samples of an epoch."""
+    if policy == "wrap":
+        return int(levels[0].sizes.sum())
+    return global_batch * int(sum(level.batches.sum() for level in levels))
+
+
+def require_steps(levels: list[Level], global_batch: int, policy: Policy) -> int:
+    """The number of steps of an epoch; ValueError where there is none."""
+    steps, sizes = int(sum(level.batches.sum() for level in levels)), levels[0].sizes
+    if steps:
+        return steps
+    if not sizes.sum():
+        raise ValueError("no sample has a pseudo label: check the index, then 'mclclip cluster'")
+    most = sizes.max() if policy == "drop" else sizes.sum()
+    raise ValueError(
+        f"global_batch is {global_batch:,}, but {sizes.sum():,} samples in {len(sizes):,} groups "
+        f"(largest {sizes.max():,}) fill no batch under policy {policy!r}: wanted at "
+        f"most {most:,}; lower the global batch, or cluster into fewer groups"
+    )
+
+
+class StageGroups:
+    """The grouped index of one training, written once: a resumed run uses what it began with.
+
+    Samples found undecodable meanwhile stay in the plan of a begun stage (and are replaced), so
+    that the resumed run's order is the first run's; they are outside the plans of later stages.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+
+    @property
+    def written(self) -> bool:
+        """True where the grouped index is whole on disk."""
+        return (self.directory / "known_bad.json").exists()
+
+    def write(self, grouped: GroupedIndex, bad_ids: np.ndarray) -> None:
+        """Saves the grouped index and the ids that were left out of it."""
+        grouped.save(self.directory)
+        # Last: marks the grouped index as whole.
+        write_json(self.directory / "known_bad.json", [int(i) for i in bad_ids])
+
+    def read(self) -> tuple[GroupedIndex, np.ndarray]:
+        """The grouped index (memory-mapped) and the ids that were left out of it."""
+        known_bad = read_json(self.directory / "known_bad.json")
+        return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

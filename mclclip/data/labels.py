@@ -1,0 +1,293 @@
+"""Labels of samples: pseudo labels, which group them, and classes, which they are positive for.
+
+A pseudo label is a mixed-radix number whose digits are the cluster labels of stages 0, 1, ...; its
+prefix of length L is what the first L stages say. -1 marks a sample outside every plan
+(undecodable) and stays -1 everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mclclip.data.arrays import open_npy
+from mclclip.data.sample_index import SampleIndex
+from mclclip.run import artifacts
+
+Integers = npt.NDArray[np.int64]
+LabelMode = Literal["prefix", "last"]
+_Value = TypeVar("_Value", bound=np.generic)
+_MAX_LABEL = int(np.iinfo(np.int64).max)
+
+
+def label_space(radices: Sequence[int]) -> int:
+    """How many labels there can be: the product of the radices (Eq. 4's K^j), 1 for none.
+
+    Raises ValueError for a radix below 1 and where int64 could not hold the labels.
+    """
+    if any(radix < 1 for radix in radices):
+        raise ValueError(f"radices are {tuple(radices)}: wanted at least 1 cluster in every stage")
+    space = math.prod(int(radix) for radix in radices)
+    if space > _MAX_LABEL:
+        raise ValueError(
+            f"radices {tuple(radices)} allow {space:,} labels, int64 holds {_MAX_LABEL:,}: "
+            "use fewer clusters or fewer stages, or label_mode 'last'"
+        )
+    return space
+
+
+def check_labels(
+    labels: npt.NDArray[np.integer], num_labels: int, name: str = "labels"
+) -> Integers:
+    """The labels as int64 [N], after a check that they are integers in [-1, num_labels)."""
+    labels = np.asarray(labels)
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(
+            f"{name} have shape {labels.shape} and type {labels.dtype}: wanted integers [N]"
+        )
+    if labels.size and (labels.min() < -1 or labels.max() >= num_labels):
+        raise ValueError(
+            f"{name} run from {labels.min()} to {labels.max()}: wanted -1 (outside) to "
+            f"{num_labels - 1:,}; the labels and their radices are not of one run"
+        )
+    return labels.astype(np.int64, copy=False)
+
+
+def combine_stages(
+    cluster_labels: Sequence[npt.NDArray[np.integer]],
+    radices: Sequence[int],
+    mode: LabelMode = "prefix",
+) -> tuple[Integers, tuple[int, ...]]:
+    """The pseudo labels of a stage from the cluster labels [N] of all stages before it.
+
+    "prefix" is the paper's Eq. 2 (MCL): sum over s of y_s times the radices after s, a bijection of
+    the tuple (y_0, ..., y_{j-1}). "last" is y_{j-1} alone, which is what the authors' released
+    code computes. In both modes a sample that lacks a label (-1) in any stage gets -1, so that the
+    two modes train on the same samples. Returns (int64 [N], the radices of the result).
+    Raises ValueError for lengths or values that do not fit, and where int64 would overflow.
+    """
+    if not cluster_labels or len(cluster_labels) != len(radices):
+        raise ValueError(
+            f"got {len(cluster_labels)} arrays of cluster labels for {len(radices)} radices: "
+            "wanted one radix per stage and at least one stage"
+        )
+    if mode not in ("prefix", "last"):
+        raise ValueError(f"label_mode is {mode!r}: wanted 'prefix' or 'last'")
+    used = tuple(int(radix) for radix in radices)
+    label_space(used[-1:] if mode == "last" else used)
+    stages = [
+        check_labels(labels, radix, f"cluster labels of stage {number}")
+        for number, (labels, radix) in enumerate(zip(cluster_labels, used, strict=True))
+    ]
+    lengths = [len(labels) for labels in stages]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"cluster labels of the stages have {lengths} rows: wanted the rows of one index; "
+            "run 'mclclip cluster' again for the stages that differ"
+        )
+    outside = np.logical_or.reduce([labels < 0 for labels in stages])
+    if mode == "last":
+        stages, used = stages[-1:], used[-1:]
+    combined = np.zeros(lengths[0], dtype=np.int64)
+    for labels, radix in zip(stages, used, strict=True):
+        combined = combined * radix + labels
+    combined[outside] = -1
+    return combined, used
+
+
+def split_stages(labels: npt.NDArray[np.integer], radices: Sequence[int]) -> list[Integers]:
+    """The inverse of combine_stages' "prefix": one int64 [N] per stage (-1 stays -1 in all)."""
+    rest = check_labels(labels, label_space(radices))
+    digits: list[Integers] = []
+    for radix in reversed(radices):
+        digits.append(np.where(rest < 0, -1, rest % radix))
+        rest = rest // radix
+    return digits[::-1]
+
+
+def truncate(
+    labels: npt.NDArray[np.integer], radices: Sequence[int], prefix_length: int
+) -> Integers:
+    """What the first prefix_length stages say: int64 of labels' shape; -1 stays -1.
+
+    Length 0 puts all samples into one group 0; the full length returns the labels.
+    """
+    if not 0 <= prefix_length <= len(radices):
+        raise ValueError(f"prefix_length is {prefix_length}: wanted 0 to {len(radices)}")
+    divisor = label_space(radices[prefix_length:])
+    return np.asarray(labels, dtype=np.int64) // divisor  # floors, so that -1 stays -1
+
+
+def compact(labels: npt.NDArray[np.integer]) -> Integers:
+    """The labels renamed to 0 .. G-1 in ascending order (int64 [N]); -1 stays -1."""
+    labels = np.asarray(labels, dtype=np.int64)
+    inside = labels >= 0
+    renamed = np.full(labels.shape, -1, dtype=np.int64)
+    renamed[inside] = np.unique(labels[inside], return_inverse=True)[1]
+    return renamed
+
+
+def size_statistics(sizes: npt.NDArray[np.integer]) -> dict[str, float]:
+    """Of group sizes [G] (empty groups ignored): num_groups, smallest, median, largest group,
+    max_share of one group, effective_groups = e^H with H the entropy of the shares.
+    """
+    sizes = np.asarray(sizes, dtype=np.int64)
+    sizes = sizes[sizes > 0]
+    if not sizes.size:
+        return dict.fromkeys(
+            ("num_groups", "smallest", "median", "largest", "max_share", "effective_groups"), 0
+        )
+    share = sizes / sizes.sum()
+    return {
+        "num_groups": len(sizes),
+        "smallest": int(sizes.min()),
+        "median": float(np.median(sizes)),
+        "largest": int(sizes.max()),
+        "max_share": float(share.max()),
+        "effective_groups": float(np.exp(-(share * np.log(share)).sum())),
+    }
+
+
+def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) -> dict[str, Any]:
+    """size_statistics of the labels [N], for a manifest: JSON-able, with the number of samples
+    inside and outside (-1) and the label space.
+    """
+    checked = check_labels(labels, label_space(radices))
+    inside = checked[checked >= 0]
+    return {
+        "num_samples": len(inside),
+        "num_outside": len(checked) - len(inside),
+        "radices": [int(radix) for radix in radices],
+        "label_space": label_space(radices),
+        **size_statistics(np.unique(inside, return_counts=True)[1]),
+    }
+
+
+def join_by_key(
+    keys_from: Sequence[str], values: npt.NDArray[_Value], keys_to: Sequence[str]
+) -> npt.NDArray[_Value]:
+    """values [N, ...], whose rows belong to keys_from, in the order of keys_to.
+
+    For arrays whose digest of ordered keys differs from the index's. Raises ValueError with counts
+    where the two do not hold the same keys, each once: a guess would train on wrong labels.
+    """
+    if len(keys_from) != len(values):
+        raise ValueError(
+            f"join by key: {len(values):,} rows for {len(keys_from):,} keys: wanted one row per key"
+        )
+    row = {key: number for number, key in enumerate(keys_from)}
+    wanted = set(keys_to)
+    missing, extra = len(wanted - row.keys()), len(row.keys() - wanted)
+    repeated = len(keys_from) - len(row) + len(keys_to) - len(wanted)
+    if missing or extra or repeated:
+        raise ValueError(
+            f"join by key: {missing:,} of the {len(keys_to):,} samples wanted have no row, "
+            f"{extra:,} of {len(keys_from):,} rows belong to no sample, {repeated:,} keys are "
+            "repeated: run 'mclclip embed' and 'mclclip cluster' again on this index"
+        )
+    order = np.fromiter((row[key] for key in keys_to), dtype=np.int64, count=len(keys_to))
+    return values[order]
+
+
+def read_pseudo_labels(
+    directory: Path, index: SampleIndex
+) -> tuple[np.ndarray, tuple[int, ...], str]:
+    """Pseudo labels int64 [N] in index order, their radices, and their digest.
+
+    Raises RuntimeError where they were made from another index.
+    """
+    manifest = artifacts.read_manifest(directory, "pseudo_labels")
+    labels = open_npy(directory / "pseudo_labels.npy", "cluster").reshape(-1)
+    if len(labels) != len(index) or manifest.inputs["index"] != index.digest:
+        raise RuntimeError(
+            f"pseudo_labels has {len(labels):,} rows, the index has {len(index):,} (or other "
+            f"keys): run 'mclclip cluster' again after 'mclclip index'"
+        )
+    return labels, tuple(manifest.counts["radices"]), manifest.digest
+
+
+def permute_labels(labels: np.ndarray, seed: int, stage: int) -> np.ndarray:
+    """The labels of all labelled samples in random order: group sizes stay, meaning goes."""
+    permuted = labels.copy()
+    labelled = np.flatnonzero(labels >= 0)
+    permuted[labelled] = np.random.default_rng([seed, stage, 1]).permutation(labels[labelled])
+    return permuted
+
+
+class ClassLabels:
+    """The first ``labels_per_sample`` clusters of each sample, nearest first, from ``clusters/``.
+
+    With ``threshold`` only those of at least this similarity, and the nearest in any case. Arrays
+    are memory-mapped. Raises RuntimeError where the clusters are those of another index or their
+    files do not fit each other, ValueError where fewer clusters per sample are stored.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        index: SampleIndex,
+        labels_per_sample: int,
+        threshold: float | None = None,
+    ) -> None:
+        manifest = artifacts.read_manifest(directory, "clusters")
+        self.directory, self.digest = Path(directory), manifest.digest
+        self.labels_per_sample, self.threshold = labels_per_sample, threshold
+        self.num_classes = int(manifest.config["num_clusters"])
+        self._map()
+        if manifest.inputs["index"] != index.digest:
+            raise RuntimeError(
+                f"clusters at {directory} are those of another index: run 'mclclip cluster' again "
+                "after 'mclclip index'"
+            )
+        stored = manifest.config["labels_per_sample"]
+        for array in (self._labels, self._similarities):
+            self._check(array.shape == (len(index), stored), f"rows of {list(array.shape)}")
+        found = self.centroids()
+        self._check(len(found) == self.num_classes, f"{len(found):,} centroids")
+        if stored < labels_per_sample:
+            raise ValueError(
+                f"clusters at {directory} have {stored} labels per sample, wanted "
+                f"{labels_per_sample}: raise cluster.labels_per_sample and run 'mclclip cluster "
+                "--force' again"
+            )
+
+    def centroids(self) -> npt.NDArray[np.float32]:
+        """[K, D], memory-mapped."""
+        return self._open("centroids")
+
+    def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """int64 [n, l]: the classes of these samples; -1 where there is none."""
+        labels = self._labels[sample_ids, : self.labels_per_sample].astype(np.int64)
+        most = labels.max(initial=-1)
+        self._check(most < self.num_classes, f"a label {most:,}")
+        if self.threshold is not None:
+            near = self._similarities[sample_ids, : self.labels_per_sample] >= self.threshold
+            near[:, 0] = True
+            labels[~near] = -1
+        return labels
+
+    def _check(self, fits: bool, found: str) -> None:
+        if not fits:
+            raise RuntimeError(
+                f"clusters at {self.directory} hold {found}, and their manifest tells of "
+                f"{self.num_classes:,} clusters: run 'mclclip cluster --force' to make them again"
+            )
+
+    def _open(self, name: str) -> np.ndarray:
+        return open_npy(self.directory / f"{name}.npy", "cluster")
+
+    def _map(self) -> None:
+        self._labels, self._similarities = self._open("cluster_labels"), self._open("similarities")
+
+    # A mapping would travel to a loader worker by its content.
+    def __getstate__(self) -> dict[str, object]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_labels", "_similarities")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._map()

@@ -1,0 +1,385 @@
+"""sample_id -> decoded sample: the one way samples are read.
+
+`ShardReader` reads byte ranges of tar shards, `TarDataset` turns them into images and captions,
+`TextFeatures` looks up the text embeddings that a frozen text tower has already made. Whatever is
+wrong with a sample's bytes becomes a `BadSample`; what is wrong with the machine or the set-up (a
+missing shard, an I/O error) is raised, for it says nothing about the sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import mclclip.torchvision_fix  # noqa: F401
+from mclclip.data.arrays import open_npy
+from mclclip.data.decode import DecodeError, decode_image
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.shard_scan import parse_captions
+from mclclip.ranks import collectives
+
+Integers = npt.NDArray[np.int64]
+Transform = Callable[[Image.Image], Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
+log = logging.getLogger("mclclip")
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that cannot be used, with one short word why (see `decode.DecodeError`)."""
+
+    sample_id: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """The members of a sample as they lie in the shard; ``text`` is the .txt or .json member (empty
+    where it is not read, or where there is none)."""
+
+    sample_id: int
+    image: bytes
+    text: bytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """views: [3, H, W] each; text int64 [context] or None; text_features float32 [D] or None."""
+
+    sample_id: int
+    views: list[Tensor]
+    caption_number: int
+    text: Tensor | None = None
+    text_features: Tensor | None = None
+
+
+class ShardReader:
+    """Byte ranges of shards through at most ``max_open_files`` open files (least recent closed).
+
+    Reads are positional (``pread``), so a file handle carries no state: processes that inherit it
+    over a fork do not disturb each other. Handles are not pickled. Threads may share a reader;
+    their reads take turns.
+
+    Raises ValueError for ``max_open_files`` below 1.
+    """
+
+    def __init__(self, paths: Sequence[str], max_open_files: int = 64) -> None:
+        if max_open_files < 1:
+            raise ValueError(f"max_open_files is {max_open_files}, wanted at least 1")
+        self._paths, self._max_open_files = list(paths), max_open_files
+        self._start_empty()
+
+    def read(self, shard: int, offset: int, size: int) -> bytes:
+        """``size`` bytes at ``offset`` of shard number ``shard``; fewer where the file ends.
+
+        Raises FileNotFoundError if the shard is gone, OSError if it cannot be read.
+        """
+        if self._pid != os.getpid():
+            # The lock may have been held at the fork; the inherited handles are this process's own.
+            self._start_empty(close=list(self._handles.values()))
+        parts: list[bytes] = []
+        with self._lock:
+            handle = self._handle(shard)
+            while size > 0:
+                part = os.pread(handle, size, offset)
+                if not part:
+                    break
+                parts.append(part)
+                offset += len(part)
+                size -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Close every handle; a later read opens again."""
+        with self._lock:
+            while self._handles:
+                os.close(self._handles.popitem()[1])
+
+    @property
+    def num_open_files(self) -> int:
+        return len(self._handles)
+
+    def _start_empty(self, close: Iterable[int] = ()) -> None:
+        for handle in close:
+            os.close(handle)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[int, int] = OrderedDict()
+
+    def _handle(self, shard: int) -> int:
+        if shard in self._handles:
+            self._handles.move_to_end(shard)
+            return self._handles[shard]
+        while len(self._handles) >= self._max_open_files:
+            os.close(self._handles.popitem(last=False)[1])
+        path = self._paths[shard]
+        try:
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"shard {path} is in the index but not on disk: put it back, "
+                "or run 'mclclip index' on the shards there are"
+            ) from error
+        self._handles[shard] = handle
+        return handle
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self._paths, "max_open_files": self._max_open_files}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._paths, self._max_open_files = state["paths"], state["max_open_files"]
+        self._start_empty()
+
+    def __del__(self) -> None:
+        for handle in getattr(self, "_handles", {}).values():
+            os.close(handle)
+
+
+class TextFeatures:
+    """Text embeddings on disk, one row per caption, looked up by (sample_id, caption number).
+
+    ``directory`` holds one array per shard of the index, named by the shard's number: ``00007.npy``
+    [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
+    after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
+    first caption). Arrays are memory-mapped when first needed, at most ``max_open_files`` at once.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], index: SampleIndex, max_open_files: int = 64
+    ) -> None:
+        self._directory = Path(directory)
+        self._index = index
+        self._max_open_files = max_open_files
+        self._arrays: OrderedDict[int, npt.NDArray[np.floating]] = OrderedDict()
+        if not self._directory.is_dir():
+            raise FileNotFoundError(
+                f"no text embeddings at {self._directory}: run 'mclclip embed' with text first"
+            )
+
+    def get(self, sample_id: int, caption_number: int) -> Tensor:
+        """The text embedding, float32 [D].
+
+        Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
+        without text embeddings, ValueError for an array that does not fit the index.
+        """
+        num_captions = int(self._index.num_captions[sample_id])
+        if not 0 <= caption_number < num_captions:
+            raise IndexError(
+                f"caption {caption_number} of sample {sample_id} was asked for, it has "
+                f"{num_captions}"
+            )
+        shard = int(self._index.shard_of[sample_id])
+        # Summed within the shard: the index's caption_start would be an array [N + 1] per worker.
+        before = self._index.num_captions[self._index.shards[shard].start : sample_id]
+        row = int(before.sum()) + caption_number
+        return torch.from_numpy(self._array(shard)[row].astype(np.float32))
+
+    def _array(self, shard: int) -> npt.NDArray[np.floating]:
+        if shard in self._arrays:
+            self._arrays.move_to_end(shard)
+            return self._arrays[shard]
+        while len(self._arrays) >= max(self._max_open_files, 1):
+            self._arrays.popitem(last=False)
+        path = self._directory / f"{shard:05d}.npy"
+        array: npt.NDArray[np.floating] = open_npy(path, "embed --text")
+        here = self._index.shards[shard]
+        wanted = int(self._index.num_captions[here.start : here.stop].sum())
+        if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
+            raise ValueError(
+                f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
+                f"float32 [{wanted}, D]: run 'mclclip embed' again after 'mclclip index'"
+            )
+        self._arrays[shard] = array
+        return array
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_arrays": OrderedDict()}  # a mapped array pickles as its content
+
+
+class TarDataset(Dataset["Sample | BadSample"]):
+    """Random access to the samples of an index; item i is sample_id i.
+
+    ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
+    validation transform). It may be None where only `captions` and `read_many` are wanted.
+    ``reads_captions`` says whether samples carry text: False gives images alone, and caption
+    members are not read. With True it is tokenized with ``tokenizer`` (a list of captions -> int64
+    [n, context]) or looked up in ``text_features``, which goes first; a sample without a caption is
+    then a `BadSample`.
+
+    Through `__getitem__` and `__getitems__` a sample comes with one view and its first caption.
+    Raises ValueError where captions are to be read and there is nothing to read them with.
+    """
+
+    def __init__(
+        self,
+        index: SampleIndex | str | os.PathLike[str],
+        transform: Transform | None,
+        *,
+        reads_captions: bool,
+        tokenizer: Tokenizer | None = None,
+        text_features: TextFeatures | None = None,
+        max_image_pixels: int,
+        max_open_files: int = 64,
+    ) -> None:
+        if reads_captions and tokenizer is None and text_features is None:
+            raise ValueError("reads_captions is True: wanted a tokenizer or text_features as well")
+        self.index = index if isinstance(index, SampleIndex) else SampleIndex.open(Path(index))
+        self.transform = transform
+        self.reads_captions = reads_captions
+        self.tokenizer = tokenizer if reads_captions and text_features is None else None
+        self.text_features = text_features if reads_captions else None
+        self.max_image_pixels = max_image_pixels
+        self.reader = ShardReader([shard.path for shard in self.index.shards], max_open_files)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, sample_id: int) -> Sample | BadSample:
+        return self.__getitems__([sample_id])[0]
+
+    def __getitems__(self, sample_ids: Sequence[int]) -> list[Sample | BadSample]:
+        """Samples in the order asked, read in the order of (shard, offset); never raises for one
+        that is bad, see `BadSample`."""
+        return [self.prepare(raw) for raw in self.read_many(sample_ids)]
+
+    def read_many(self, sample_ids: Sequence[int] | Integers) -> list[RawSample | BadSample]:
+        """The undecoded members, in the order asked; ``text`` is empty unless it is tokenized.
+
+        A member that ends beyond its shard gives BadSample "truncated".
+        Raises IndexError for a sample_id outside the index.
+        """
+        ids = [self._checked(int(sample_id)) for sample_id in sample_ids]
+        shards, offsets = self.index.shard_of, self.index.image_offset
+        order = sorted(range(len(ids)), key=lambda k: (shards[ids[k]], offsets[ids[k]]))
+        found = {k: self._read(ids[k]) for k in order}
+        return [found[k] for k in range(len(ids))]
+
+    def captions(self, sample_id: int) -> list[str]:
+        """All captions of a sample, read from its shard; none for a sample without captions.
+
+        Raises RuntimeError where the shard does not hold what was indexed.
+        """
+        if not self._has_caption(self._checked(sample_id)):
+            return []
+        data = self._text_member(sample_id)
+        captions = [] if data is None else self._parse(sample_id, data)
+        if len(captions) != int(self.index.num_captions[sample_id]):
+            raise RuntimeError(
+                f"sample {self.index.keys([sample_id])[0]} has {len(captions)} readable captions, "
+                f"the index says {int(self.index.num_captions[sample_id])}: its shard has changed, "
+                "put the old one back or run 'mclclip index' again"
+            )
+        return captions
+
+    def prepare(
+        self,
+        raw: RawSample | BadSample,
+        caption_number: int = 0,
+        contexts: Sequence[AbstractContextManager[object]] = (nullcontext(),),
+    ) -> Sample | BadSample:
+        """Decodes once, transforms once per view, and tokenizes.
+
+        ``contexts`` has one entry per view. A view is transformed inside its entry, where the
+        caller settles the random state; the tokenizer runs inside the first, after the transform.
+        A BadSample passes through. Raises RuntimeError for a data set without a transform.
+        """
+        if isinstance(raw, BadSample):
+            return raw
+        if self.transform is None:
+            raise RuntimeError("this TarDataset has no transform: it reads captions and bytes only")
+        try:
+            image = decode_image(raw.image, self.max_image_pixels)
+        except DecodeError as error:
+            return BadSample(raw.sample_id, error.reason)
+        text = text_features = None
+        with contexts[0]:
+            views = [self.transform(image)]
+            if self.text_features is not None:
+                text_features = self.text_features.get(raw.sample_id, caption_number)
+            elif self.tokenizer is not None:
+                captions = self._parse(raw.sample_id, raw.text)
+                if caption_number >= len(captions):
+                    return BadSample(raw.sample_id, "no_caption")
+                text = self.tokenizer([captions[caption_number]])[0]
+        for context in contexts[1:]:
+            with context:
+                views.append(self.transform(image))
+        return Sample(raw.sample_id, views, caption_number, text, text_features)
+
+    def _read(self, sample_id: int) -> RawSample | BadSample:
+        if self.reads_captions and not self._has_caption(sample_id):
+            return BadSample(sample_id, "no_caption")
+        image = self._member(sample_id, self.index.image_offset, self.index.image_size)
+        text = self._text_member(sample_id) if self.tokenizer is not None else b""
+        if image is None or text is None:
+            return BadSample(sample_id, "truncated")
+        return RawSample(sample_id, image, text)
+
+    def _has_caption(self, sample_id: int) -> bool:
+        return bool(self.index.num_captions[sample_id])
+
+    def _text_member(self, sample_id: int) -> bytes | None:
+        return self._member(sample_id, self.index.text_offset, self.index.text_size)
+
+    def _member(self, sample_id: int, offsets: Integers, sizes: Integers) -> bytes | None:
+        """The bytes of a member; None where the shard ends before it does."""
+        shard, offset, size = (
+            int(column[sample_id]) for column in (self.index.shard_of, offsets, sizes)
+        )
+        data = self.reader.read(shard, offset, size)
+        return data if len(data) == size else None
+
+    def _parse(self, sample_id: int, data: bytes) -> list[str]:
+        shard = self.index.shards[int(self.index.shard_of[sample_id])]
+        try:
+            return parse_captions(data, shard.captions)
+        except ValueError:
+            return []  # it did parse when it was indexed; the callers say what follows
+
+    def _checked(self, sample_id: int) -> int:
+        if not 0 <= sample_id < len(self.index):
+            raise IndexError(f"sample_id {sample_id}, the index has 0..{len(self.index) - 1}")
+        return sample_id
+
+
+class BadSamples:
+    """The undecodable samples of an index, as one verb comes to know them."""
+
+    def __init__(self, index: SampleIndex, max_bad_fraction: float) -> None:
+        self.index = index
+        self.max_bad_fraction = max_bad_fraction
+        self.known = {int(sample_id) for sample_id in index.bad_ids()}
+
+    def share(self, found: Mapping[int, str]) -> int:
+        """Joins what each rank found (sample_id -> reason) and returns how many are known.
+
+        A collective: every rank calls it. New ones are written beside the index by rank 0 and
+        named in the log. Raises ValueError on all ranks together where the known ones exceed
+        ``max_bad_fraction`` of the index.
+        """
+        everywhere = {
+            i: r for part in collectives.gather_objects(dict(found)) for i, r in part.items()
+        }
+        new = {i: reason for i, reason in everywhere.items() if i not in self.known}
+        self.known |= new.keys()
+        if new and collectives.rank() == 0:
+            self.index.add_bad(new)
+            keys = self.index.keys(np.asarray(sorted(new)[:5]))
+            reasons = [f"{key} ({new[i]})" for i, key in zip(sorted(new)[:5], keys, strict=True)]
+            log.warning("%d sample(s) cannot be decoded: %s", len(new), ", ".join(reasons))
+        self.index.check_bad_fraction(len(self.known), self.max_bad_fraction)
+        return len(self.known)

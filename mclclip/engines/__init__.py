@@ -1,0 +1,48 @@
+"""How a training step runs on this hardware: engines, behind one interface."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from mclclip.engines.engine import Engine, MakeOptimizer
+from mclclip.ranks.process_group import Context
+
+
+def build_engine(
+    name: str,
+    module: nn.Module,
+    make_optimizer: MakeOptimizer,
+    context: Context,
+    *,
+    blocks: Sequence[nn.Module] = (),
+    shard_ranks: int | None = None,
+    zero_stage: int = 2,
+    elementwise: bool = True,
+    **options: Any,
+) -> Engine:
+    """``ddp``, ``fsdp`` (shards ``blocks`` one by one) or ``deepspeed`` around ``module``.
+
+    One process has nothing to share, so every engine is the plain one there. ``elementwise``: the
+    optimizer's update of an element depends on that element alone. ``options`` are Engine's.
+    Raises ValueError for combinations that an engine does not have, and for a missing package.
+    """
+    given = module, make_optimizer, context
+    if name == "ddp" or context.world_size == 1:
+        return Engine(*given, **options)
+    if name == "fsdp":
+        from mclclip.engines.fsdp import FsdpEngine
+
+        return FsdpEngine(*given, blocks=blocks, shard_ranks=shard_ranks, **options)
+    if name == "deepspeed":
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ValueError(
+                "engine.name=deepspeed needs deepspeed: pip install 'mclclip[deepspeed]'"
+            )
+        from mclclip.engines.zero import DeepspeedEngine
+
+        return DeepspeedEngine(*given, zero_stage=zero_stage, elementwise=elementwise, **options)
+    raise ValueError(f"engine.name is {name!r}: wanted ddp, fsdp or deepspeed")

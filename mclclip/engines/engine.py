@@ -1,0 +1,269 @@
+"""How a training step runs on this hardware, behind one small interface.
+
+The training loop hands over a module and calls ``update``; which engine runs it is not its
+business. Engines differ in how they wrap the module, reduce gradients, and name their state; what
+is here holds for all, and DDP, which needs nothing else, is here too.
+
+The module maps a batch to ``{"loss": ..., parts}``, and for gradient caching also to features and
+back (``gradient_cache.Cacheable``). It sets its own autocast, so that precision does not depend on
+the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mclclip.engines import gradient_cache
+from mclclip.engines.batch_norm import synchronize_batch_norms
+from mclclip.engines.moving_average import MovingAverage
+from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks.process_group import Context
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # formats of ``precision``
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Engine:
+    """Data-parallel training of ``module``: DDP over ranks, the plain module for one.
+
+    make_optimizer  called with the module once it is wrapped: some engines replace its parameters
+    precision       ``fp16`` scales the loss; everything else is the module's business
+    clip_grad_norm  largest norm of the gradient (None: no clipping)
+    micro_batch     samples per rank and forward; bigger batches are computed by gradient caching
+    ema_decay       keeps a moving average of the trained parameters (None: none)
+    outside         parameters that the engine trains too but does not wrap
+
+    Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        context: Context,
+        *,
+        precision: str = "fp32",
+        clip_grad_norm: float | None = None,
+        micro_batch: int | None = None,
+        ema_decay: float | None = None,
+        outside: Sequence[OutsideParameters] = (),
+    ) -> None:
+        self.module, self.context, self.outside = module, context, tuple(outside)
+        # Told when a phase of an update has ended: "forward", "backward", "optimizer".
+        self.phase_ended: Callable[[str], None] = lambda phase: None
+        self.clip_grad_norm, self.micro_batch = clip_grad_norm, micro_batch
+        if micro_batch is not None:
+            gradient_cache.check(module)
+        if context.world_size > 1:
+            synchronize_batch_norms(module)
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
+        self.optimizer, self.run = self._set_up(make_optimizer)
+        self.average = MovingAverage(self.local_parameters(), ema_decay) if ema_decay else None
+
+    # --- what engines differ in ----------------------------------------------------------------
+
+    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Any]:
+        """Wraps the module; returns the optimizer and what runs a forward."""
+        optimizer = make_optimizer(self.module)
+        if self.context.world_size == 1:
+            return optimizer, self.module
+        on_gpu = self.context.device.type == "cuda"
+        return optimizer, DistributedDataParallel(
+            self.module, device_ids=[self.context.local_rank] if on_gpu else None
+        )
+
+    def reducing(self, last: bool) -> AbstractContextManager[Any]:
+        """Around one of several backwards of a step: only the last reduces over the ranks."""
+        if isinstance(self.run, DistributedDataParallel) and not last:
+            return self.run.no_sync()
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of ``loss`` (this rank's mean), times the loss scale of fp16."""
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> Tensor:
+        """Moves the parameters along the reduced gradients; returns their norm before clipping.
+
+        Under fp16 a step whose gradients are not finite is left out and the scale is lowered.
+        """
+        self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self.with_outside(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if self.clip_grad_norm is not None:
+            factor = self.clip_factor(norm)
+            for gradient in gradients:
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                local.mul_(factor)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return norm
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step whose gradients are not finite is left out."""
+        return self.scaler.is_enabled()
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """What this rank holds of each trained parameter, by name: the whole, or its shard."""
+        return {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a resumed training needs, by engine-neutral names (a collective).
+
+        ``model.NAME``, ``optimizer.NAME.MOMENT``, ``ema.NAME``, ``scaler.NAME``. A value is the
+        same tensor on all ranks, or a DTensor.
+        """
+        state = {f"model.{name}": value for name, value in self.module.state_dict().items()}
+        fresh = not self.optimizer.state
+        moments = get_optimizer_state_dict(self.module, self.optimizer, options=_FLAT)
+        for name, value in moments.items():
+            if name.startswith("state."):
+                state[f"optimizer.{name.removeprefix('state.')}"] = value
+        groups = self.optimizer.param_groups
+        counts = [group["step"] for group in groups if group.get("step") is not None]
+        if counts:  # timm's LAMB and Adan count in their groups
+            state["optimizer_step"] = torch.tensor(float(counts[0]), dtype=torch.float64)
+        if fresh:  # torch made the moments by a step of rate zero, which was counted
+            self.optimizer.state.clear()
+            for group in groups:
+                group.pop("step", None)
+        return state | self._extra_state()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes what ``state_dict`` gave, filled with other values (a collective)."""
+        self.module.load_state_dict(_part(state, "model"))
+        moments = get_optimizer_state_dict(self.module, self.optimizer, options=_FLAT)
+        loaded = {f"state.{name}": value for name, value in _part(state, "optimizer").items()}
+        values: Any = moments | loaded
+        set_optimizer_state_dict(
+            self.module, self.optimizer, optim_state_dict=values, options=_FLAT
+        )
+        for group in self.optimizer.param_groups:
+            if (count := group.get("step")) is not None:
+                saved = state["optimizer_step"]
+                group["step"] = saved.to(count) if isinstance(count, Tensor) else int(saved)
+        self._load_extra_state(state)
+
+    # --- what they share -----------------------------------------------------------------------
+
+    def settle(self, batch: Any) -> None:
+        """Fixes the order of DDP's sums before the first step, and after every resume.
+
+        DDP rebuilds its buckets after the first backward, which changes the order in which
+        gradients of three or more ranks are summed; two discarded backwards of a zero loss settle
+        it, so that a resumed run repeats the undisturbed one bit for bit. Buffers and the state of
+        random generators (dropout draws from them) are restored.
+        """
+        if not isinstance(self.run, DistributedDataParallel):
+            return
+        if self.micro_batch is not None:
+            batch = batch.rows(0, self.micro_batch)
+        for part in self.outside:
+            part.begin(batch.step)
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        devices = [self.context.device] if self.context.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            for _ in range(2):
+                loss: Tensor = self.run(batch)["loss"]
+                (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+                self.zero_grad()
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(buffers[name])
+
+    def update(self, batch: Any, lr: float) -> dict[str, Tensor]:
+        """The gradient of the global batch's loss, and one optimizer step at learning rate ``lr``.
+
+        Returns the module's dictionary, detached, with ``grad_norm`` (before clipping) added.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        self.zero_grad()
+        cached = self.micro_batch is not None and len(batch) > self.micro_batch
+        for part in self.outside:
+            part.zero_grad()
+            # Gradient caching scales what it pulls back, not the loss of the features.
+            part.begin(batch.step, 1.0 if cached else self.scaler.get_scale())
+        if cached:
+            assert self.micro_batch is not None
+            parts = gradient_cache.backward(self, batch, self.micro_batch)
+        else:
+            parts = self.run(batch)
+            self.phase_ended("forward")
+            self.backward(parts["loss"])
+        self.phase_ended("backward")
+        norm = self.step()
+        if self.outside and (not self.leaves_out or bool(torch.isfinite(norm))):
+            for part in self.outside:
+                part.step(lr, self.clip_factor(norm))
+        if self.average is not None:
+            self.average.update()
+        self.phase_ended("optimizer")
+        if self.scaler.is_enabled():
+            parts["loss_scale"] = torch.tensor(self.scaler.get_scale())
+        return {name: value.detach() for name, value in parts.items()} | {"grad_norm": norm}
+
+    def with_outside(self, norm: Tensor) -> Tensor:
+        """The norm of the whole gradient, of which ``norm`` is that of the module's."""
+        if not self.outside:
+            return norm
+        square = norm.double().square()
+        for part in self.outside:
+            square = square + part.grad_square()
+        return square.sqrt().to(norm.dtype)
+
+    def clip_factor(self, norm: Tensor) -> Tensor | float:
+        """What gradients of this total norm are multiplied by."""
+        if self.clip_grad_norm is None:
+            return 1.0
+        return (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def _extra_state(self) -> dict[str, Tensor]:
+        """What the module and its optimizer do not hold: parameters outside, the moving average
+        and the loss scale."""
+        state: dict[str, Tensor] = {}
+        for part in self.outside:
+            state |= part.state_dict()
+        if self.average is not None:
+            state |= {f"ema.{name}": value for name, value in self.average.tensors.items()}
+        if self.scaler.is_enabled():
+            scaler = self.scaler.state_dict()
+            state["scaler.scale"] = torch.tensor(scaler["scale"], dtype=torch.float64)
+            state["scaler.growth_tracker"] = torch.tensor(scaler["_growth_tracker"])
+        return state
+
+    def _load_extra_state(self, state: dict[str, Tensor]) -> None:
+        for part in self.outside:
+            part.load_state_dict(state)
+        if self.average is not None:
+            self.average.load(_part(state, "ema"))
+        if self.scaler.is_enabled():
+            values = self.scaler.state_dict()
+            values["scale"] = float(state["scaler.scale"])
+            values["_growth_tracker"] = int(state["scaler.growth_tracker"])
+            self.scaler.load_state_dict(values)
+
+
+def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The entries below ``prefix``, without it."""
+    start = f"{prefix}."
+    return {n.removeprefix(start): value for n, value in state.items() if n.startswith(start)}

@@ -1,0 +1,130 @@
+"""Batches larger than memory: the exact gradient of a contrastive loss in micro-batches.
+
+A contrastive loss couples all samples of the global batch, so gradients cannot simply be added up
+over micro-batches. Gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size
+under Memory Limited Setup", 2021) cuts the graph at the features, which are small: a first pass
+without graph gives all features; the loss of the whole batch gives the gradient of each; a second
+pass, with the random state of the first, pulls them back micro-batch by micro-batch. Only one
+micro-batch's activations exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mclclip.ranks.process_group import Context
+
+
+@dataclass
+class Pullback:
+    """Gradients of the loss: of features by name, and of the objective's own parameters."""
+
+    features: dict[str, Tensor]
+    parameters: list[Tensor | None]
+
+
+class Cacheable(Protocol):
+    """A module that an engine runs.
+
+    ``module(batch)`` gives ``{"loss": ..., parts}``; ``module(batch, only_features=True)`` the
+    features: those with a first axis belong to the samples, others to the whole batch;
+    ``module(batch, pullback=P)`` the sum of all that ``P`` names times its gradient there, as
+    ``{"loss": ...}``. ``loss`` maps features of the whole local batch to ``{"loss": ..., parts}``.
+    """
+
+    objective: nn.Module
+
+    def loss(self, features: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
+        """This rank's share of the objective."""
+
+
+class Runner(Protocol):
+    """What is used of an engine: how it runs forward and backward, and when it reduces."""
+
+    module: nn.Module
+    context: Context
+    run: Callable[..., Any]
+    phase_ended: Callable[[str], None]
+
+    def reducing(self, last: bool) -> AbstractContextManager[Any]:
+        """Around one of several backwards of a step: only the last reduces over the ranks."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of ``loss``."""
+
+
+def check(module: nn.Module) -> None:
+    """Raises ValueError where micro-batches would change the result."""
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and any(p.requires_grad for p in child.parameters()):
+            raise ValueError(
+                "engine.micro_batch with trained batch norms would not be exact, since their "
+                "statistics are those of a forward: leave it out, or set lock.image_norm=false"
+            )
+
+
+def backward(engine: Runner, batch: Any, micro_batch: int) -> dict[str, Tensor]:
+    """Adds the gradient of the global batch's loss to ``engine``'s; returns the loss and parts."""
+    module: Any = engine.module
+    starts = range(0, len(batch), micro_batch)
+    pieces = [batch.rows(start, start + micro_batch) for start in starts]
+    with torch.no_grad():
+        states, features = _first_pass(engine, pieces)
+    engine.phase_ended("forward")
+    leaves = {n: f.requires_grad_() for n, f in features.items() if f.is_floating_point()}
+    own = [p for p in module.objective.parameters() if p.requires_grad]
+    parts: dict[str, Tensor] = module.loss(features, batch)
+    wanted = [*leaves.values(), *own]
+    gradients = torch.autograd.grad(parts["loss"], wanted, allow_unused=True)
+    found = {n: g for n, g in zip(leaves, gradients, strict=False) if g is not None}
+    for number, start in enumerate(starts):
+        last = number == len(starts) - 1
+        pullback = Pullback(
+            {n: g[start : start + micro_batch] for n, g in found.items() if g.ndim}, []
+        )
+        if last:  # what belongs to the whole batch is pulled back once
+            pullback.features |= {n: g for n, g in found.items() if not g.ndim}
+            pullback.parameters = list(gradients[len(leaves) :])
+        with _replay(states[number], engine.context.device), engine.reducing(last):
+            engine.backward(engine.run(pieces[number], pullback=pullback)["loss"])
+    return parts
+
+
+def _first_pass(engine: Runner, pieces: list[Any]) -> tuple[list[_State], dict[str, Tensor]]:
+    """The random state before each micro-batch, and the features of the whole local batch."""
+    states, found = [], []
+    for piece in pieces:
+        states.append(_random_state(engine.context.device))
+        found.append(engine.run(piece, only_features=True))
+    joined = {
+        name: torch.cat([features[name] for features in found]) if value.ndim else value.clone()
+        for name, value in found[0].items()
+    }
+    return states, joined
+
+
+_State = tuple[Tensor, Tensor | None]
+
+
+def _random_state(device: torch.device) -> _State:
+    """States of the CPU's generator and of the device's."""
+    on_gpu = device.type != "cpu"
+    state = torch.get_device_module(device).get_rng_state(device) if on_gpu else None
+    return torch.get_rng_state(), state
+
+
+@contextmanager
+def _replay(state: _State, device: torch.device) -> Iterator[None]:
+    """Inside, the generators give again what they gave after ``state``."""
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.get_device_module(device).set_rng_state(state[1], device)
+        yield

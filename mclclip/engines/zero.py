@@ -1,0 +1,360 @@
+"""DeepSpeed's ZeRO: optimizer state (1), gradients (2) and parameters (3) shared by the ranks.
+
+DeepSpeed only moves data here. The module keeps its fp32 weights and its own autocast, so that
+results are those of DDP, and state is named and shaped as everywhere else, so that any engine
+resumes from any other. DeepSpeed's own checkpoints are not used: they need the same ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mclclip.engines.engine import Engine, MakeOptimizer
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+
+BUCKET = 50_000_000  # elements reduced at once; the default's buffer takes 2 GB
+KEPT_WHOLE = 100_000  # ZeRO-3 does not share parameters up to this many elements
+
+_joined: Any = None
+
+
+class DeepspeedEngine(Engine):
+    """ZeRO around the module; other arguments as for Engine.
+
+    zero_stage    1: shards optimizer state; 2: gradients too; 3: parameters too
+    elementwise   whether the optimizer's update of an element depends on that element alone
+
+    At stages 2 and 3 gradient caching reduces at every micro-batch, since no rank keeps whole
+    gradients. A step whose gradients are not finite is left out under every precision, and its
+    norm is infinite. Raises ValueError for parameters that are not fp32 (ZeRO would update fp32
+    copies), and for an optimizer that is not elementwise: ZeRO hands it flat slices that begin
+    and end inside of parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        context: Context,
+        *,
+        zero_stage: int = 2,
+        elementwise: bool = True,
+        **options: Any,
+    ) -> None:
+        if zero_stage not in (1, 2, 3):
+            raise ValueError(f"engine.zero_stage is {zero_stage}: wanted 1, 2 or 3")
+        if not elementwise:
+            raise ValueError(
+                "engine.name=deepspeed does not run optimizers that look at whole parameters, "
+                "such as LARS and LAMB: take another optimizer, or engine.name=ddp or fsdp"
+            )
+        other = {p.dtype for p in module.parameters() if p.requires_grad} - {torch.float32}
+        if other:
+            raise ValueError(f"engine.name=deepspeed trains float32 parameters, got {other}")
+        self.zero_stage = zero_stage
+        super().__init__(module, make_optimizer, context, **options)
+
+    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Any]:
+        deepspeed = _join(self.context)
+        self._inner = make_optimizer(self.module)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # the loss is a mean already: divided by nothing
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.clip_grad_norm or 0.0,  # its default is to clip
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "reduce_bucket_size": BUCKET,
+                "stage3_param_persistence_threshold": KEPT_WHOLE,
+                # Else it replaces torch's linear in the whole process for good, by one that rounds
+                # otherwise: what is embedded after a training would depend on its having run here.
+                "memory_efficient_linear": False,
+            },
+            "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU at each step
+        }
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=self.module, optimizer=self._inner, config=config, dist_init_required=False
+        )
+        if self.outside:
+            self._count_outside(optimizer)
+        weakref.finalize(self, _release, engine, self.module).atexit = False
+        return optimizer, engine
+
+    def _count_outside(self, optimizer: Any) -> None:
+        """Makes the gradients of parameters outside a part of the norm by which ZeRO clips."""
+        name = "_get_norm_groups" if self.zero_stage == 3 else "scaled_global_norm"
+        inner = getattr(optimizer, name)
+
+        def with_outside(*arguments: Any, **options: Any) -> Any:
+            found = inner(*arguments, **options)
+            scale = self.scaler.get_scale()  # ZeRO's gradients are still multiplied by it
+            if self.zero_stage == 3:  # one group more
+                whole = self.with_outside(torch.zeros_like(found[0])) * scale
+                return [*found, whole]
+            return self.with_outside(found / scale) * scale
+
+        setattr(optimizer, name, with_outside)
+
+    @property
+    def leaves_out(self) -> bool:
+        """ZeRO leaves out steps whose gradients are not finite under every precision."""
+        return True
+
+    def reducing(self, last: bool) -> AbstractContextManager[Any]:
+        """Tells ZeRO whether more backwards follow before the step."""
+        self.run.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients; from here to the step the loss scale is fixed."""
+        super().zero_grad()
+        if self.zero_stage == 3:
+            # Else a parameter that the first micro-batch does not reach, such as the logit scale
+            # under gradient caching, would add to its gradient of the step before.
+            self.optimizer.grad_partitions_flat_buffer.zero_()
+        if self.scaler.is_enabled():
+            self.optimizer.override_loss_scale(self.scaler.get_scale())
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of ``loss`` (this rank's mean), times the loss scale of fp16."""
+        self.run.backward(loss)
+
+    def step(self) -> Tensor:
+        """Moves the parameters along the reduced gradients; returns their norm before clipping.
+
+        ZeRO takes the loss scale out again, and leaves the step out where gradients overflow.
+        """
+        self.run.step()
+        if self.scaler.is_enabled():
+            self._move_scale(self.optimizer.overflow)
+        return torch.as_tensor(self.run.get_global_grad_norm(), device=self.context.device)
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """What this rank holds of each trained parameter: at stage 3 a flat, padded shard."""
+        if self.zero_stage < 3:
+            return super().local_parameters()
+        return {name: p.ds_tensor for name, p in self._trained().items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As Engine's; full tensors on every rank, in main memory where they had to be gathered."""
+        own: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        state = {}
+        for name, tensor in own.items():
+            shared = _is_shared(tensor)
+            state[f"model.{name}"] = _whole(tensor.ds_tensor, tensor) if shared else tensor.detach()
+        fresh = not self._inner.state
+        if fresh:
+            self._first_moments()
+        for name, parameter in self._trained().items():
+            for moment, value in self._moments().items():
+                flat = _is_flat(value)
+                whole = self._moment(parameter, moment).whole(parameter) if flat else value
+                state[f"optimizer.{name}.{moment}"] = torch.as_tensor(whole)
+        if fresh:
+            self._inner.state.clear()  # the step of ``_first_moments`` was counted
+            self.optimizer._hp_optimizer_states_linked = False
+        return state | self._extra_state()
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes what ``state_dict`` gave, filled with other values (a collective)."""
+        if not self._inner.state:
+            self._first_moments()
+        own: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        for name, tensor in own.items():
+            value = state[f"model.{name}"]
+            if _is_shared(tensor):
+                _piece_of(tensor.ds_tensor, tensor).take(value)
+            if tensor.numel() == value.numel():  # empty where only the shard is here
+                tensor.copy_(value)
+        self.optimizer.refresh_fp32_params()
+        for name, parameter in self._trained().items():
+            for moment, value in self._moments().items():
+                loaded = state[f"optimizer.{name}.{moment}"]
+                if _is_flat(value):
+                    self._moment(parameter, moment).take(loaded)
+                else:
+                    self._set_count(moment, loaded)
+        self._load_extra_state(state)
+
+    # --- the optimizer's state -----------------------------------------------------------------
+
+    def _trained(self) -> dict[str, Any]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def _moments(self) -> dict[str, Any]:
+        """What the optimizer keeps of one of ZeRO's flat tensors, by name; of all the same."""
+        return next((s for s in self._inner.state.values() if s), {})
+
+    def _first_moments(self) -> None:
+        """Gives the optimizer its initial state, by a step of rate zero along zero gradients."""
+        rates = [group["lr"] for group in self._inner.param_groups]
+        for group in self._inner.param_groups:
+            group["lr"] = 0.0
+        for number, flat in enumerate(self._flats()):
+            flat.grad = torch.zeros_like(flat)
+            self.optimizer._optimizer_step(number)
+            flat.grad = None
+        for group, rate in zip(self._inner.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _flats(self) -> list[Tensor]:
+        """The tensors that ZeRO gives to the optimizer."""
+        if self.zero_stage == 3:
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def _moment(self, parameter: Any, moment: str) -> Piece:
+        """This rank's piece of a moment of ``parameter``, which may be empty."""
+        if self.zero_stage == 3:
+            from deepspeed.utils import safe_get_local_optimizer_state
+
+            return _piece_of(safe_get_local_optimizer_state(parameter, moment), parameter)
+        found = parameter._hp_mapping  # None where the parameter lies on other ranks
+        if found is None:
+            return Piece(0, torch.empty(0, device=parameter.device))
+        flat = self._flats()[found.param_group_index]
+        start, numel = found.hp_fragment_address.start, found.hp_fragment_address.numel
+        values = self._inner.state[flat][moment][start : start + numel]
+        return Piece(found.lp_fragment_address.start, values)
+
+    def _set_count(self, moment: str, value: Tensor) -> None:
+        """Sets what is one number, such as the step: all flat tensors have gone the same way."""
+        for state in self._inner.state.values():
+            if isinstance(state[moment], Tensor):
+                state[moment].copy_(value)
+            else:
+                state[moment] = type(state[moment])(value.item())
+
+    # --- the rest of the state -----------------------------------------------------------------
+
+    def _extra_state(self) -> dict[str, Tensor]:
+        state = super()._extra_state()
+        if self.zero_stage == 3 and self.average is not None:
+            trained = self._trained()
+            for name, shard in self.average.tensors.items():
+                state[f"ema.{name}"] = _whole(shard, trained[name])
+        return state
+
+    def _load_extra_state(self, state: dict[str, Tensor]) -> None:
+        if self.zero_stage == 3 and self.average is not None:
+            trained = self._trained()
+            for name, shard in self.average.tensors.items():
+                _piece_of(shard, trained[name]).take(state[f"ema.{name}"])
+                state = state | {f"ema.{name}": shard}
+        super()._load_extra_state(state)
+
+    def _move_scale(self, overflow: bool) -> None:
+        """The loss scale after a step, as GradScaler would have it if it saw ZeRO's gradients."""
+        state = self.scaler.state_dict()
+        state["_growth_tracker"] = 0 if overflow else state["_growth_tracker"] + 1
+        if overflow:
+            state["scale"] *= state["backoff_factor"]
+        elif state["_growth_tracker"] == state["growth_interval"]:
+            state["scale"] *= state["growth_factor"]
+            state["_growth_tracker"] = 0
+        self.scaler.load_state_dict(state)
+
+
+def _join(context: Context) -> Any:
+    """DeepSpeed, imported and brought into the process group that is open."""
+    global _joined
+    # It picks its device while it is imported, and asks for the variable of torchrun.
+    os.environ.setdefault("DS_ACCELERATOR", context.device.type)
+    os.environ.setdefault("LOCAL_RANK", str(context.local_rank))
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups
+
+    used = get_accelerator().device_name()
+    if used != context.device.type:
+        raise ValueError(
+            f"engine.name=deepspeed works on {used} here, but device is {context.device.type}: "
+            f"set the environment variable DS_ACCELERATOR={context.device.type}"
+        )
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # On CPUs it would compile a C++ extension for minutes; torch's collectives do the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if dist.group.WORLD is not _joined:  # it remembers groups that have been closed since
+        deepspeed.comm.comm.cdb = None
+        groups._WORLD_GROUP = None
+        _joined = dist.group.WORLD
+    return deepspeed
+
+
+def _release(engine: Any, module: nn.Module) -> None:
+    """Lets go of an engine's memory, which its hooks hold in circles that Python does not see.
+
+    After ZeRO-3 the module is empty. Once the process group is closed DeepSpeed cannot do that.
+    """
+    if not dist.is_initialized():
+        return
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    optimizer = engine.optimizer
+    engine.destroy()
+    while module in FWD_MODULE_STACK:  # ZeRO-3 puts its module there for good
+        FWD_MODULE_STACK.remove(module)
+    shared = [parameter for parameter in module.parameters() if _is_shared(parameter)]
+    for parameter in shared:
+        parameter.data = parameter.data.new_empty(0)
+        vars(parameter).clear()
+    if shared:
+        optimizer.state.clear()
+        vars(optimizer).clear()
+
+
+# --- pieces: what this rank holds of what ZeRO flattens, and the wholes they make --------------
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 has shared this parameter among the ranks."""
+    return hasattr(tensor, "ds_tensor")
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a part of the optimizer's state has a value for every element."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+@dataclass
+class Piece:
+    """This rank's part of a flattened tensor: ``values``, which are live, from ``start`` on."""
+
+    start: int
+    values: Tensor
+
+    def whole(self, parameter: Any) -> Tensor:
+        """All ranks' pieces as one tensor, shaped as ``parameter``, in main memory."""
+        shape = parameter.ds_shape if _is_shared(parameter) else parameter.shape
+        flat = self.values.new_zeros(shape.numel())
+        flat[self.start : self.start + len(self.values)] = self.values
+        return collectives.all_reduce_sum(flat).view(shape).cpu()
+
+    def take(self, whole: Tensor) -> None:
+        """Copies this piece of ``whole`` into it."""
+        self.values.copy_(whole.reshape(-1)[self.start : self.start + len(self.values)])
+
+
+def _piece_of(shard: Tensor, parameter: Any) -> Piece:
+    """ZeRO-3's shard, without what pads the last ones to equal size."""
+    start = len(shard) * collectives.rank()
+    return Piece(start, shard.detach()[: max(0, parameter.ds_numel - start)])
+
+
+def _whole(shard: Tensor, parameter: Any) -> Tensor:
+    """All ranks' shards of ZeRO-3 as one tensor, shaped as ``parameter``, in main memory."""
+    return _piece_of(shard, parameter).whole(parameter)

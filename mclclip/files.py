@@ -1,0 +1,148 @@
+"""Files written whole, and digests: what every room needs of a disk.
+
+A process may be killed at any instruction. So a file that another one reads is written under a
+temporary name and renamed: it is either the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+# --- atomic writes ---------------------------------------------------------------------------
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Gives a file to write, which takes the place of ``path`` after the block, whole and durable
+    (rename after fsync); where the block ends with an error, ``path`` stays what it was."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Process numbers are equal on two nodes that run containers.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file that is either the old one or the whole new one."""
+    with whole_file(path) as file:
+        file.write(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes ``value`` as indented JSON, atomically; paths and numpy numbers are plain there."""
+    write_bytes(path, (json.dumps(value, indent=2, default=_plain) + "\n").encode())
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: a path as text, a numpy number as a number."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} does not fit into JSON: {value!r}")
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file; ValueError names the file when it is not JSON."""
+    try:
+        return json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def as_json(value: Any) -> Any:
+    """``value`` as it would come back from JSON: with lists for tuples and text for paths."""
+    return json.loads(json.dumps(value, default=_plain))
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes a rename in ``directory`` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def now() -> str:
+    """The time in UTC to the second, as it stands in records."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    path = Path(path).absolute()
+    return next(above for above in (path, *path.parents) if above.exists())
+
+
+def move_aside(directory: Path, name: str | None = None) -> Path:
+    """Renames a directory to ``NAME.old-N`` with the first free N and returns the new path.
+
+    With ``name`` it becomes the first free one of ``name``, ``name_2``, ``name_3`` ...
+    """
+    number, stem = 1, f"{name}_" if name else f"{directory.name}.old-"
+    aside = directory.with_name(name or f"{stem}1")
+    while aside.exists():
+        number += 1
+        aside = directory.with_name(f"{stem}{number}")
+    os.rename(directory, aside)
+    return aside
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes temporary files and directories that a killed process left in ``directory``."""
+    for path in list(Path(directory).glob(".*.tmp")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+# --- digests ---------------------------------------------------------------------------------
+
+
+def digest_json(value: Any) -> str:
+    """Digest of a JSON-able value; the order of mapping keys does not matter."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """Digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_array(array: np.ndarray) -> str:
+    """Digest of an array's dtype, shape and values."""
+    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).data)  # no copy: arrays may fill half the memory
+    return digest.hexdigest()
+
+
+def digest_keys(keys: Iterable[str]) -> str:
+    """Digest of ordered sample keys: equal digests allow a join by position."""
+    digest = hashlib.sha256()
+    for key in keys:
+        digest.update(key.encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,127 @@
+"""What training, planning and exporting need of a model, whatever it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from mclclip.models.towers import ImageLayout
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A module with an image tower, and perhaps a text tower; `ClipModel` and `ImageEncoder`.
+
+    It is an `nn.Module` too; of that only what is needed here is repeated.
+    """
+
+    embed_dim: int
+    """D, width of `encode_image`'s features, which exports give."""
+    feature_dim: int
+    """Width of the features that an objective is given; another one with a projector."""
+    image_size: int | tuple[int, int]
+    """Pixels of an image's side, or height and width."""
+    preprocess_train: Callable[[Any], Tensor]
+    """PIL image -> [3, H, W] with augmentation."""
+    preprocess_val: Callable[[Any], Tensor]
+    """PIL image -> [3, H, W]."""
+    num_frozen_blocks: int
+    """Blocks from the images on that train nothing: they run without a graph."""
+
+    @property
+    def tokenizer(self) -> Callable[..., Tensor]:
+        """List of N strings -> int64 [N, context]; it raises where there are no texts."""
+        ...
+
+    @property
+    def layout(self) -> ImageLayout:
+        """What the image tower consists of; ValueError for towers that are not understood."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the image tower."""
+        ...
+
+    @property
+    def pooled_dim(self) -> int | None:
+        """Width of `encode_tail`'s features without the projection; None where there are none."""
+        ...
+
+    @property
+    def exported(self) -> nn.Module:
+        """The part whose state dict an export holds."""
+        ...
+
+    @property
+    def upper_bounds(self) -> Mapping[str, float]:
+        """Largest values of parameters, which the optimizer keeps."""
+        ...
+
+    def __call__(
+        self,
+        image: Tensor | None = None,
+        text: Tensor | None = None,
+        text_features: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Features for an objective, by name: `image_features`, `text_features`, `logit_scale`."""
+        ...
+
+    def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
+        """[B, 3, H, W] -> [B, D], raw or unit length."""
+        ...
+
+    def encode_text(self, tokens: Tensor, normalize: bool = False) -> Tensor:
+        """[B, context] int64 -> [B, D], raw or unit length; ValueError without a text tower."""
+        ...
+
+    def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
+        """[B, 3, H, W] -> what the first blocks give."""
+        ...
+
+    def encode_tail(self, hidden: Tensor, num_trunk_blocks: int, project: bool = True) -> Tensor:
+        """What `encode_trunk` gave -> raw features [B, D]; pooled ones without the projection."""
+        ...
+
+    def lock(
+        self,
+        image_blocks: int | Literal["all"],
+        image_norm: bool,
+        image_projection: bool,
+        text: bool,
+        logit_scale: bool,
+        text_blocks: int | Literal["all"] = "all",
+    ) -> list[str]:
+        """Makes exactly the named parts trainable; returns the names of trainable parameters."""
+        ...
+
+    def update_frozen(self) -> list[str]:
+        """Takes note of what is trainable now; returns the names."""
+        ...
+
+    def layers_above(self, name: str) -> int:
+        """Layers above that of a parameter in its tower, for layer-wise decay."""
+        ...
+
+    def blocks(self) -> list[nn.Module]:
+        """What is sharded or compiled one by one."""
+        ...
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Has every block compiled by torch when it first runs."""
+        ...
+
+    def set_grad_checkpointing(self, enabled: bool = True) -> None:
+        """Recomputes blocks in the backward; ValueError where they have batch norms."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters by name."""
+        ...
+
+    def save(self, directory: Path, base_digest: str | None = None) -> None:
+        """Writes what `mclclip.load_model` reads: configuration and safetensors."""
+        ...

@@ -1,0 +1,268 @@
+"""What an objective is: options that declare what it reads, and a module that computes the loss.
+
+Data, model, engine, plan, pipeline and export ask these two; nobody asks for an objective's type. A
+new method is one module with two classes: ``Options(ObjectiveOptions)``, whose ``build`` makes the
+``Objective``. ``kind`` names the module: one of this folder, or an entry point of the group
+``mclclip.objectives`` in another package. Only that module is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Annotated, Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import PlainValidator, SerializeAsAny, TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic_core import PydanticCustomError
+from torch import Tensor, nn
+
+from mclclip.options import STRICT
+from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks.process_group import Context
+
+ENTRY_POINTS = "mclclip.objectives"
+# Kinds that share a module with another one.
+SHARED = {"mlc": "mlcd", "single_label": "mlcd"}
+# Modules of this folder that hold parts of objectives.
+_PARTS = ("base", "row_losses", "class_centers")
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What an objective reads beside images.
+
+    captions      features of a sample's text; the text tower rests where they are not read
+    logit_scale   the model's logit scale; it rests where it is not read
+    groups        batches are drawn from samples with one pseudo label
+    clusters      this many nearest clusters of each sample, found at the stage before (0: none)
+    threshold     clusters less similar than this are left out, but for the nearest (None: none are)
+    """
+
+    captions: bool = False
+    logit_scale: bool = False
+    groups: bool = False
+    clusters: int = 0
+    threshold: float | None = None
+
+
+class Classes(Protocol):
+    """The clusters that an objective takes for classes."""
+
+    def centroids(self) -> npt.NDArray[np.float32]:
+        """[K, D], memory-mapped."""
+
+
+class HasFeatures(Protocol):
+    """The model that an objective is built for."""
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the features."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an objective is built for.
+
+    ``betas`` and ``eps`` are those of the training's AdamW; ``seed`` depends on the stage too.
+    ``classes`` are there where the objective reads clusters.
+    """
+
+    model: HasFeatures
+    context: Context
+    seed: int
+    precision: str = "fp32"
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    classes: Classes | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run before it begins; None where it is not known yet.
+
+    num_clusters  fewest clusters of any stage
+    stored        clusters that are stored of every sample
+    engine        name of the engine
+    device        where it will run
+    widths        of the features that were clustered, and of those that are trained
+    """
+
+    num_clusters: int
+    stored: int
+    precision: str
+    engine: str
+    device: torch.device | None = None
+    widths: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a cost depends on: samples of one rank, ranks, width of the features, classes.
+
+    ``peak_bytes`` runs a function on tensors without values and returns the most bytes that it
+    holds at a time.
+    """
+
+    local_batch: int
+    num_ranks: int
+    dim: int
+    num_classes: int
+    dtype: torch.dtype
+    peak_bytes: Callable[[Callable[[], None]], int]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an objective takes on one rank, in bytes.
+
+    ``step`` is held between the features and their gradients, ``lasting`` over all steps (by part),
+    ``checkpoint`` is written by all ranks together. ``details`` is for the plan's reader.
+    """
+
+    step: int
+    lasting: Mapping[str, int] = field(default_factory=dict)
+    checkpoint: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Batch(Protocol):
+    """What an objective sees of a batch (``data.batches.Batch``)."""
+
+    views: list[Tensor]
+    labels: Tensor
+    sample_id: Tensor
+    classes: Tensor | None
+    text: Tensor | None
+    text_features: Tensor | None
+
+
+class Objective(nn.Module):
+    """A loss of named features, with the parameters and buffers it owns.
+
+    ``forward`` takes features by name, ``labels`` [b, 1] (groups), ``sample_id`` [b], and
+    ``classes`` [b, l] where clusters are read. It returns ``loss``, whose mean over the ranks is
+    the loss of the global batch, and other 0-dimensional parts.
+    Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
+    frozen copy of the model, such as a momentum encoder, is a submodule without gradients.
+    """
+
+    def outside(self) -> Sequence[OutsideParameters]:
+        """Parameters that engines do not wrap; none by default."""
+        return ()
+
+    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """What is compared: the model's features of this rank's batch, by name.
+
+        ``image_features`` are those of the first view, ``image_features_1`` of the second, and so
+        on. Features with a first axis belong to the samples, others to the whole batch. An
+        objective may change what the model sees here, differentiably, or add features of a copy of
+        the model.
+        """
+        first, *others = batch.views
+        found: dict[str, Tensor] = model(
+            image=first, text=batch.text, text_features=batch.text_features
+        )
+        for number, view in enumerate(others, 1):
+            found[f"image_features_{number}"] = model(image=view)["image_features"]
+        return found
+
+    def begin(self, step: int, total: int) -> None:
+        """Called before every step, of which there are ``total``."""
+
+    def stepped(self, model: nn.Module) -> None:
+        """Called after every step, with the model as the optimizer has left it."""
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class ObjectiveOptions:
+    """Options of an objective, told apart by ``kind``."""
+
+    kind: str
+
+    num_views: ClassVar[int] = 1
+    """Augmented views of every image."""
+    controls: ClassVar[tuple[str, ...]] = ()
+    """Controls that say something of it: ``ungrouped``, ``random_groups``."""
+    starts_anew: ClassVar[bool] = False
+    """Whether stages may start from another encoder than the one that was clustered."""
+    engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp", "deepspeed")
+    """Engines that can carry its parameters and buffers."""
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads beside images."""
+        return Reads()
+
+    def check(self, facts: Facts) -> None:
+        """Raises ValueError where the run cannot give what the objective needs."""
+        if facts.engine not in self.engines:
+            raise ValueError(
+                f"engine.name={facts.engine} does not run objective.kind={self.kind}: set it to "
+                f"{' or '.join(self.engines)}"
+            )
+        if self.reads.clusters > facts.stored:
+            raise ValueError(
+                f"train.objective.labels_per_sample={self.reads.clusters} is more than "
+                f"cluster.labels_per_sample={facts.stored}, what is stored: raise the latter"
+            )
+
+    def build(self, setting: Setting) -> Objective:
+        """The objective. All ranks call it together."""
+        raise NotImplementedError(f"{type(self).__name__} builds nothing")
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """Memory that the loss takes; by default that of the gathered features."""
+        return Cost(step=4 * sizes.local_batch * sizes.num_ranks * sizes.dim * sizes.dtype.itemsize)
+
+
+# --- kinds -------------------------------------------------------------------------------------
+
+
+def kinds() -> list[str]:
+    """Every kind that can be named: those of this folder and those of other packages."""
+    here = importlib.import_module(__package__)
+    own = [module.name for module in pkgutil.iter_modules(here.__path__)]
+    others = [point.name for point in entry_points(group=ENTRY_POINTS)]
+    return sorted({*own, *SHARED, *others} - {*_PARTS})
+
+
+def options_class(kind: str) -> type[ObjectiveOptions]:
+    """The options of a kind. ValueError, with the nearest kinds, where there is none."""
+    found: Any = None
+    if kind in kinds():
+        points = entry_points(group=ENTRY_POINTS, name=kind)
+        if points:
+            found = next(iter(points)).load()
+        else:
+            found = importlib.import_module(f"{__package__}.{SHARED.get(kind, kind)}")
+    options = getattr(found, "Options", found)
+    if options is None:
+        near = difflib.get_close_matches(kind, kinds(), n=3, cutoff=0.0)
+        raise ValueError(f"there is no objective {kind!r} (nearest: {', '.join(near)})")
+    if not (isinstance(options, type) and issubclass(options, ObjectiveOptions)):
+        raise ValueError(f"objective {kind!r} has no class Options that is an ObjectiveOptions")
+    return options
+
+
+def parse(value: Any) -> ObjectiveOptions:
+    """A mapping with ``kind``, or options already, as checked options."""
+    if isinstance(value, ObjectiveOptions):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("wanted options of an objective, such as {kind: info_nce}")
+    if not isinstance(value.get("kind"), str):
+        raise PydanticCustomError("union_tag_not_found", "option kind is required")
+    return TypeAdapter(options_class(value["kind"])).validate_python(dict(value))
+
+
+AnyObjective = SerializeAsAny[Annotated[ObjectiveOptions, PlainValidator(parse)]]
+"""The type of an option that is an objective of any kind."""

@@ -1,0 +1,138 @@
+"""What a batch has to do with the classes of one rank: pairs, negatives, tiles of their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.objectives.class_centers.kernels import Kernels
+from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.rows import ShardedClassCenters
+from mclclip.pair_products import pair_products
+
+_LARGEST_EXPONENT = 85.0  # exp overflows fp32 beyond 88
+
+
+class ClassBatch:
+    """What a batch has to do with the classes of this rank."""
+
+    def __init__(
+        self,
+        centers: ShardedClassCenters,
+        labels: Tensor,
+        scale: float,
+        margin: Margin,
+        tile: int,
+        kernels: Kernels | None,
+    ) -> None:
+        self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
+        self.kernels = kernels
+        self.shape = labels.shape
+        self.counted = (labels >= 0).any(dim=1)
+        self.num_positives = (labels >= 0).sum().clamp_min(1)
+        self.negatives = centers.negatives(labels)
+        # Kernels sum in fp32: exp(shift) is divided out where that could overflow.
+        self.shift = max(0.0, scale + math.log(centers.num_classes) - _LARGEST_EXPONENT)
+        self._find_pairs(labels)
+        self._find_touched()
+        self._find_collisions()
+        self.figures: dict[str, Tensor] = {}
+
+    def _find_pairs(self, labels: Tensor) -> None:
+        """The (row, positive) of this rank, by row, and the order in which they are by class."""
+        self.own = (labels >= self.centers.start) & (labels < self.centers.stop)
+        self.row = self.own.nonzero()[:, 0]
+        self.row_starts = starts_of(self.own.sum(dim=1))
+        self.positives = labels[self.own] - self.centers.start
+        self.by_class = self.positives.argsort(stable=True)
+
+    def _find_touched(self) -> None:
+        """The classes that take part, and where negatives and positives are among them."""
+        rows = self.centers.rows
+        uses = torch.bincount(self.positives, minlength=len(rows))
+        takes_part = uses > 0
+        takes_part[self.negatives] = True
+        self.touched = takes_part.nonzero()[:, 0]
+        self.uses = uses[self.touched]
+        place = takes_part.cumsum(0) - 1
+        self.of_negatives, self.of_positives = place[self.negatives], place[self.positives]
+        squares = pair_products(rows, rows, starts_of(takes_part), self.touched)
+        self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
+
+    def _find_collisions(self) -> None:
+        """Where a row's own positive was drawn, in the order of the tiles."""
+        column = _inverse(self.of_negatives, len(self.touched))[self.of_positives]
+        drawn = column >= 0
+        row, column = self.row[drawn], column[drawn]
+        self.collisions = row, column
+        per_column = -(-self.shape[0] // self.tile)
+        number = column // self.tile * per_column + row // self.tile
+        order = number.argsort(stable=True)
+        self._in_tiles = row[order] % self.tile, column[order] % self.tile
+        num_tiles = per_column * -(-len(self.negatives) // self.tile)
+        counts = torch.bincount(number, minlength=num_tiles)
+        self._ends = [0, *counts.cumsum(0).tolist()]
+
+    def negative_blocks(self) -> Iterator[tuple[Tensor, Tensor, list[tuple[slice, int]]]]:
+        """(unit class centers [m, D], their places [m], [(rows, tile number)])."""
+        rows = [slice(first, first + self.tile) for first in range(0, self.shape[0], self.tile)]
+        for block, first in enumerate(range(0, len(self.negatives), self.tile)):
+            places = self.of_negatives[first : first + self.tile]
+            tiles = [(r, block * len(rows) + i) for i, r in enumerate(rows)]
+            yield self._unit(places), places, tiles
+
+    def scores(self, scaled: Tensor, centers: Tensor, number: int, memory: Tensor) -> Tensor:
+        """[r, m]: scores of a tile, -inf for a row's own positives; valid until the next call."""
+        shape = (len(scaled), len(centers))
+        out = torch.mm(scaled, centers.T, out=memory[: shape[0] * shape[1]].view(shape))
+        first, stop = self._ends[number], self._ends[number + 1]
+        if first < stop:
+            row, column = (index[first:stop] for index in self._in_tiles)
+            out[row, column] = float("-inf")
+        return out
+
+    def all_negatives(self) -> Tensor:
+        """The unit class centers of all negatives [n, D], as the kernels read them."""
+        assert self.kernels is not None
+        dtype, device = self.kernels.half or torch.float32, self.negatives.device
+        unit = torch.empty((len(self.negatives), self.centers.dim), dtype=dtype, device=device)
+        for first in range(0, len(self.negatives), self.tile):
+            part = slice(first, first + self.tile)
+            unit[part] = self._unit(self.of_negatives[part])
+        return unit
+
+    def _unit(self, places: Tensor) -> Tensor:
+        """Unit class centers at these places of the touched ones."""
+        return self.centers.rows.index_select(0, self.touched[places]).mul_(
+            self.inverse[places, None]
+        )
+
+    def memory(self, like: Tensor) -> Tensor:
+        """Room for a tile."""
+        return like.new_empty(min(self.tile, self.shape[0]) * min(self.tile, len(self.negatives)))
+
+
+def starts_of(counts: Tensor) -> Tensor:
+    """[n + 1]: where each of n runs of these lengths starts, and where the last one ends."""
+    return functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _inverse(places: Tensor, size: int) -> Tensor:
+    """[size]: i at ``places[i]``, -1 elsewhere."""
+    found = places.new_full((size,), -1)
+    found[places] = torch.arange(len(places), device=places.device)
+    return found
+
+
+def weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
+
+    Rows are read where they are, too, and always added in the same order.
+    """
+    return functional.embedding_bag(
+        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )

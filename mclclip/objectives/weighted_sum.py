@@ -1,0 +1,162 @@
+"""A weighted sum of objectives on the same features, such as MCL's loss with a regulariser."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import PositiveFloat
+from torch import Tensor, nn
+
+from mclclip.objectives.base import (
+    AnyObjective,
+    Batch,
+    Cost,
+    Facts,
+    Objective,
+    ObjectiveOptions,
+    Reads,
+    Setting,
+    Sizes,
+)
+from mclclip.options import STRICT
+from mclclip.ranks.outside import OutsideParameters
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Term:
+    """One objective of a sum."""
+
+    objective: AnyObjective
+    """What is added, by its ``kind``."""
+    weight: PositiveFloat = 1.0
+    """Factor of its loss."""
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ObjectiveOptions):
+    """Several objectives, trained together."""
+
+    terms: list[Term]
+    """The objectives and their weights."""
+    kind: Literal["weighted_sum"] = "weighted_sum"
+    """Which objective."""
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("terms is empty: give at least one objective")
+        views = {term.objective.num_views for term in self.terms}
+        if len(views) > 1:
+            raise ValueError(f"terms want {sorted(views)} views of an image: wanted one number")
+        wanted = {(r.clusters, r.threshold) for r in self._reads() if r.clusters}
+        if len(wanted) > 1:
+            raise ValueError("terms read different clusters: give them one labels_per_sample")
+
+    def _reads(self) -> list[Reads]:
+        return [term.objective.reads for term in self.terms]
+
+    @property
+    def num_views(self) -> int:  # type: ignore[override]
+        """Views that every term wants."""
+        return self.terms[0].objective.num_views
+
+    @property
+    def controls(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Controls of any term."""
+        return tuple(dict.fromkeys(name for t in self.terms for name in t.objective.controls))
+
+    @property
+    def starts_anew(self) -> bool:  # type: ignore[override]
+        """True where all terms allow it."""
+        return all(term.objective.starts_anew for term in self.terms)
+
+    @property
+    def engines(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Engines that can carry every term."""
+        every = [term.objective.engines for term in self.terms]
+        return tuple(name for name in every[0] if all(name in names for names in every))
+
+    @property
+    def reads(self) -> Reads:
+        """What any term reads."""
+        every = self._reads()
+        return Reads(
+            captions=any(r.captions for r in every),
+            logit_scale=any(r.logit_scale for r in every),
+            groups=any(r.groups for r in every),
+            clusters=max(r.clusters for r in every),
+            threshold=next((r.threshold for r in every if r.clusters), None),
+        )
+
+    def check(self, facts: Facts) -> None:
+        """Raises ValueError where one of the terms does."""
+        super().check(facts)
+        for term in self.terms:
+            term.objective.check(facts)
+
+    def build(self, setting: Setting) -> Objective:
+        """The sum of what every term builds."""
+        built = [term.objective.build(setting) for term in self.terms]
+        names = [f"{number}_{t.objective.kind}" for number, t in enumerate(self.terms)]
+        return WeightedSum(built, [term.weight for term in self.terms], names)
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """The sum of the terms' costs."""
+        costs = [term.objective.cost(sizes) for term in self.terms]
+        lasting = Counter[str]()
+        for cost in costs:
+            lasting.update(cost.lasting)
+        details = next((cost.details for cost in costs if cost.details), {})
+        return Cost(sum(c.step for c in costs), lasting, sum(c.checkpoint for c in costs), details)
+
+
+class WeightedSum(Objective):
+    """The weighted sum of several losses of the same features.
+
+    The parts of every term carry its number and kind, such as ``1_info_nce/loss``. Terms that
+    change what the model sees, or that add features, have to agree: each sees the features that the
+    terms before it have made.
+    """
+
+    def __init__(
+        self, terms: Sequence[Objective], weights: Sequence[float], names: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.terms, self.weights, self.names = nn.ModuleList(terms), list(weights), list(names)
+
+    def _each(self) -> list[Objective]:
+        return [term for term in self.terms if isinstance(term, Objective)]
+
+    def outside(self) -> Sequence[OutsideParameters]:
+        """The parameters outside of all terms."""
+        return [part for term in self._each() for part in term.outside()]
+
+    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The features of the term that makes its own, or the model's."""
+        own = [t for t in self._each() if type(t).features is not Objective.features]
+        if len(own) > 1:
+            raise ValueError("more than one term of weighted_sum makes features of its own")
+        return own[0].features(model, batch) if own else super().features(model, batch)
+
+    def forward(self, **features: Tensor) -> dict[str, Tensor]:
+        """Returns the weighted sum as ``loss``, and every term's parts by its name."""
+        losses: list[Tensor] = []
+        parts: dict[str, Tensor] = {}
+        for term, weight, name in zip(self._each(), self.weights, self.names, strict=True):
+            found = term(**features)
+            losses.append(weight * found["loss"])
+            parts |= {f"{name}/{part}": value for part, value in found.items()}
+        return {"loss": torch.stack(losses).sum()} | parts
+
+    def begin(self, step: int, total: int) -> None:
+        """Begins a step of every term."""
+        for term in self._each():
+            term.begin(step, total)
+
+    def stepped(self, model: nn.Module) -> None:
+        """Ends a step of every term."""
+        for term in self._each():
+            term.stepped(model)

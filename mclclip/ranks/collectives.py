@@ -1,0 +1,176 @@
+"""The few collectives the project needs; each is the identity where there is one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mclclip.ranks.process_group import TIMEOUT
+
+T = TypeVar("T")
+# Its name since torch 2.13, which warns of the older one.
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+def world_size() -> int:
+    """Number of processes (1 where no process group is open)."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank (0 where no process group is open)."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class _GatherWithGrad(torch.autograd.Function):
+    """All-gather whose backward sums every rank's gradient back to the owner of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return sum_to_owner(grad_outputs[0].clone(memory_format=torch.contiguous_format))
+
+
+def sum_to_owner(x: Tensor) -> Tensor:
+    """[W*b, ...] on each rank -> the sum over ranks of this rank's [b, ...]. Overwrites ``x``."""
+    if world_size() == 1:
+        return x
+    if x.device.type == "cuda":
+        own = torch.empty_like(x[: len(x) // world_size()])
+        _reduce_scatter(own, x)
+        return own
+    # all_reduce, then take the own slice: gloo has no reduce_scatter for every dtype.
+    dist.all_reduce(x)
+    return x.chunk(world_size())[rank()]
+
+
+def gather_with_grad(x: Tensor) -> Tensor:
+    """[b, ...] on each rank -> [W*b, ...] in rank order; gradients flow back to the owner.
+
+    The backward sums over ranks: with each rank's loss a mean over its own rows and DDP averaging
+    parameter gradients, the result is the gradient of the mean over the global batch. All ranks
+    must pass the same shape.
+    """
+    if world_size() == 1:
+        return x
+    gathered: Tensor = _GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _SumWithGrad(torch.autograd.Function):
+    """All-reduce whose backward is an all-reduce: every rank's loss depends on every input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_reduce_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return all_reduce_sum(grad_outputs[0])
+
+
+def all_reduce_with_grad(x: Tensor) -> Tensor:
+    """Sum of ``x`` over the ranks; the gradient is summed over the ranks too."""
+    if world_size() == 1:
+        return x
+    total: Tensor = _SumWithGrad.apply(x)  # type: ignore[no-untyped-call]
+    return total
+
+
+def gather(x: Tensor) -> Tensor:
+    """[b, ...] on each rank -> [W*b, ...] in rank order, without gradient."""
+    if world_size() == 1:
+        return x.detach()
+    parts = [torch.empty_like(x) for _ in range(world_size())]
+    dist.all_gather(parts, x.detach().contiguous())
+    return torch.cat(parts)
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    """Sum of ``x`` over the ranks, a new tensor without gradient."""
+    total = x.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def all_reduce_max(x: Tensor) -> Tensor:
+    """The largest ``x`` over the ranks, element by element; a new tensor without gradient."""
+    largest = x.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+def side_group() -> Any:
+    """A gloo group of all ranks, for a background thread or for tensors of the CPU (None: alone).
+
+    Collectives of two threads on one group would meet in any order, and NCCL groups move nothing of
+    the CPU. To be opened by all ranks at the same point of their main threads.
+    """
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
+
+
+def gather_objects(item: T, group: Any = None) -> list[T]:
+    """Each rank's picklable object, in rank order, on every rank (``group``: see side_group)."""
+    if world_size() == 1:
+        return [item]
+    items: list[Any] = [None] * world_size()
+    dist.all_gather_object(items, item, group=group)
+    return items
+
+
+def broadcast_object(item: T) -> T:
+    """The first rank's picklable object on every rank."""
+    if world_size() == 1:
+        return item
+    box: list[Any] = [item]
+    dist.broadcast_object_list(box)
+    result: T = box[0]
+    return result
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def together(work: Callable[[], T], what: str = "") -> T:
+    """Runs ``work`` on this rank; if it failed on any rank, raises on all of them.
+
+    The failing rank raises its own error; the others raise a RuntimeError that repeats its line,
+    so that no rank waits for a peer that has left.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    failures = gather_objects(None if error is None else (type(error).__name__, str(error)))
+    if error is not None:
+        raise error
+    for number, failure in enumerate(failures):
+        if failure is not None:
+            kind = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
+            message = f"rank {number}{' ' + what if what else ''}: {failure[1]}"
+            raise kind.get(failure[0], RuntimeError)(message)
+    return result  # type: ignore[return-value]
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Runs ``work`` on rank 0 only; every rank gets its (picklable) result or its error."""
+    if world_size() == 1:
+        return work()
+    result = together(lambda: work() if rank() == 0 else None)
+    return broadcast_object(result)  # type: ignore[return-value]

@@ -1,0 +1,109 @@
+"""Processes that end with the process that started them (needs no torch)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from mclclip.ranks import signals
+
+log = logging.getLogger("mclclip")
+_PR_SET_PDEATHSIG = 1
+_UNKNOWN_S = 1.0  # how long a worker may take to end where it cannot be asked what it ignores
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent dies, however the parent dies.
+
+    torchrun's workers outlive a torchrun that was killed with -9 by seconds, and pool workers may
+    outlive their owner; a restart would then write beside survivors. A worker whose torchrun died
+    while the worker was still importing ends here. Elsewhere than on Linux this does nothing.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        log.warning("prctl(PR_SET_PDEATHSIG) failed: a worker may outlive a killed launcher")
+    # The parent may have died between the two calls, or long before them.
+    if os.getppid() != parent or _launcher_is_gone(parent):
+        log.error("the launcher of process %d has died: the process ends", os.getpid())
+        os._exit(1)
+
+
+def start_pool_worker() -> None:
+    """``initializer`` of every pool and loader process: it ends with its process, not by signals.
+
+    A signal to the whole job must not end a loader before its trainer has saved. So the SIGTERM by
+    which Python asks such workers to end when the program ends must not end them either:
+    ``_end_workers`` does, in every process that has imported this module.
+    """
+    die_with_parent()
+    signals.ignore_in_child()
+
+
+def _end_workers() -> None:
+    """Ends the daemonic children of a process that exits, also those that ignore SIGTERM.
+
+    Python itself would ask them by SIGTERM, once, and wait for ever. A child that answers SIGTERM
+    in its own way has all the time that it needs, as without this function.
+    """
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    if workers and threading.current_thread() is threading.main_thread():
+        # torch's handler would raise an error for a loader worker that was killed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in workers:
+        worker.terminate()
+    asked = time.monotonic()
+    while alive := [worker for worker in workers if worker.is_alive()]:
+        for worker in alive:
+            # Looked at each time: a worker that is just starting may ignore it from now on.
+            if _ignores_sigterm(worker.pid or 0, time.monotonic() - asked):
+                worker.kill()
+        time.sleep(0.01)
+
+
+def _ignores_sigterm(pid: int, asked_s: float) -> bool:
+    """Where there is no /proc to ask: whether it still runs so many seconds after it was asked."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return asked_s > _UNKNOWN_S
+    ignored = int(status.split("SigIgn:")[1].split()[0], 16)
+    return bool(ignored >> (signal.SIGTERM - 1) & 1)
+
+
+def _end_workers_at_exit(_: object = None) -> None:
+    """``multiprocessing`` calls it at exit before it asks and waits itself."""
+    multiprocessing.util.Finalize(None, _end_workers, exitpriority=0)
+
+
+_end_workers_at_exit()
+# A child process starts without what its parent does at exit.
+multiprocessing.util.register_after_fork(_end_workers_at_exit, _end_workers_at_exit)
+
+
+def _launcher_is_gone(parent: int) -> bool:
+    """True where torchrun, a Python program, started this process but is no ancestor any more."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    while parent > 0:
+        try:
+            command = Path(f"/proc/{parent}/cmdline").read_bytes()
+            stat = Path(f"/proc/{parent}/stat").read_text()
+        except OSError:  # cannot be known here: no reason to end
+            return False
+        # Process 1 adopts orphans and may be any Python program in a container.
+        launcher = b"torchrun" in command or b"torch.distributed" in command
+        if launcher or (b"python" in command and parent != 1):
+            return False
+        parent = int(stat.rsplit(")", 1)[1].split()[1])
+    return True

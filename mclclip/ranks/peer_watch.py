@@ -1,0 +1,217 @@
+"""Peers that hang, die with their node, or cannot be reached: named, and the job ended in time.
+
+A collective waits for its slowest rank without saying which. Each rank therefore reports to the
+store that the launcher opened: that it lives, and how often it got on with the training. Who is not
+heard of for ``timeout_s``, or is behind when nothing has moved for so long, is named, and the
+process ends. Two threads: one talks to the store, which may block for ever when the network is cut;
+the other only looks at clocks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from mclclip.ranks import collectives, signals
+from mclclip.ranks.process_group import Context
+
+log = logging.getLogger("mclclip")
+
+_PACKAGE = Path(__file__).parents[1]
+_MOST_NAMED = 8
+_QUIET = 4  # periods in which a living rank reports, even on a busy machine
+_GOES_ON = "the job ends; the same command goes on from the last checkpoint"
+_MISSED = 3  # reports in a row
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process is gone (see ``LostPeer``)."""
+    if isinstance(error, (LostPeer, dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+
+
+class LostPeer(RuntimeError):
+    """A collective failed because the named ranks are gone."""
+
+
+class _Progress:
+    """How often this process got on with its training; None outside of one."""
+
+    count = 0
+    since: float | None = None
+
+
+def note() -> None:
+    """To be called whenever the training got on: a batch was read, a step or a save was done."""
+    _Progress.count += 1
+    if _Progress.since is not None:
+        _Progress.since = time.monotonic()
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """Inside, a rank that does not call ``note`` for too long counts as hanging."""
+    _Progress.since = time.monotonic()
+    try:
+        yield
+    finally:
+        _Progress.since = None
+
+
+class PeerWatch:
+    """Watches over the other ranks from ``with`` to its end; nothing where there is one process.
+
+    ``on_lost`` is called with one line before the process ends with exit code 1.
+    """
+
+    def __init__(self, context: Context, timeout_s: float, on_lost: Callable[[str], None]) -> None:
+        self.context, self.timeout_s, self.on_lost = context, timeout_s, on_lost
+        self.period_s = min(max(timeout_s / 10, 0.1), 1.0)
+        self._stop = threading.Event()
+        self._names: list[str] = []
+        self._heard = time.monotonic()
+        # rank -> its last report, and when that was new here
+        self._reports: dict[int, tuple[str, float]] = {}
+
+    def __enter__(self) -> PeerWatch:
+        if self.context.world_size == 1 or "MASTER_ADDR" not in os.environ:
+            return self
+        mine = f"rank {self.context.rank} (host {socket.gethostname()}, process {os.getpid()})"
+        self._names = collectives.gather_objects(mine)
+        now = time.monotonic()
+        self._reports = {rank: ("", now) for rank in range(self.context.world_size)}
+        self._heard = now
+        for work in (self._talk, self._look):
+            threading.Thread(target=work, name="peer-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if self._names and error is not None and is_lost_peer(error):
+                signals.ignore()  # the launcher ends the ranks that are left
+                raise LostPeer(f"{self._gone()}: {_GOES_ON}") from error
+        finally:
+            self._stop.set()
+
+    def _gone(self) -> str:
+        """Who has stopped reporting, as far as that shows within a moment."""
+        deadline = time.monotonic() + 3 * _QUIET * self.period_s
+        while True:
+            now = time.monotonic()
+            quiet_s = {rank: now - at for rank, (_, at) in self._reports.items()}
+            longest_s = max(quiet_s.values())
+            if longest_s > _QUIET * self.period_s:
+                break
+            if now > deadline:
+                return "the connection to another rank is lost, though all report"
+            time.sleep(self.period_s / 4)
+        silent = [rank for rank, s in quiet_s.items() if s > longest_s - self.period_s]
+        if self.context.rank in silent:  # deaf: see _problem
+            return self._unreachable()
+        return f"{self._named(silent)} has ended"
+
+    # --- the thread that talks to the store ----------------------------------------------------
+
+    def _talk(self) -> None:
+        try:
+            store = self._open_store()
+            beat, everybody = 0, False
+            while not self._stop.wait(self.period_s):
+                beat += 1
+                store.set(str(self.context.rank), f"{beat} {_Progress.count} {_place()}")
+                present = [rank for rank in self._reports if everybody or store.check([str(rank)])]
+                everybody = len(present) == len(self._reports)
+                reports = store.multi_get([str(rank) for rank in present])
+                for rank, report in zip(present, reports, strict=True):
+                    if report.decode() != self._reports[rank][0]:
+                        self._reports[rank] = report.decode(), time.monotonic()
+                self._heard = time.monotonic()
+        except (RuntimeError, OSError) as error:
+            # The other thread ends the process if nothing else does before.
+            log.debug("the store does not answer: %s", error)
+
+    def _open_store(self) -> Store:
+        """A connection of its own: a blocked one must not hold up the training's."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"mclclip/peers/{start}", store)
+
+    # --- the thread that looks at clocks -------------------------------------------------------
+
+    def _look(self) -> None:
+        while not self._stop.wait(self.period_s):
+            problem = self._problem(time.monotonic())
+            if problem is not None and not self._stop.is_set():
+                self._end(problem)
+
+    def _problem(self, now: float) -> str | None:
+        """What is wrong, as one line, or None."""
+        # Who does not hear of itself has lost the store, and with it the news of all others.
+        deaf_s = now - min(self._heard, self._reports[self.context.rank][1])
+        if deaf_s > _MISSED * self.period_s:
+            return self._unreachable() if deaf_s > self.timeout_s else None
+        silent = [rank for rank, (_, at) in self._reports.items() if now - at > self.timeout_s]
+        if silent:
+            return f"{self._named(silent)} has not been heard of"
+        since = _Progress.since
+        if since is None or now - since <= self.timeout_s:
+            return None
+        # Whose reports have stopped counts as silent in a moment; its last one tells nothing.
+        if now - min(at for _, at in self._reports.values()) > _MISSED * self.period_s:
+            return None
+        counts = {r: int(said.split()[1]) if said else 0 for r, (said, _) in self._reports.items()}
+        behind = [rank for rank, count in counts.items() if count == min(counts.values())]
+        if len(behind) == len(counts):
+            return f"no rank has got on with the training ({self._places(behind)})"
+        if self.context.rank in behind:
+            # The others speak first: to them this rank's end would be that of any process.
+            if now - since <= self.timeout_s + _MISSED * self.period_s:
+                return None
+            faulthandler.dump_traceback(file=sys.stderr)
+        return f"{self._named(behind)} is waited for ({self._places(behind)})"
+
+    def _unreachable(self) -> str:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return f"{self._names[0]} or the launcher beside it at {where} cannot be reached"
+
+    def _named(self, ranks: list[int]) -> str:
+        return ", ".join(self._names[rank] for rank in ranks[:_MOST_NAMED])
+
+    def _places(self, ranks: list[int]) -> str:
+        places = [(rank, self._reports[rank][0].split(" ", 2)[2:]) for rank in ranks[:_MOST_NAMED]]
+        return ", ".join(f"rank {rank} at {' '.join(place) or '?'}" for rank, place in places)
+
+    def _end(self, problem: str) -> None:
+        line = f"{problem} for {self.timeout_s:g} s (peer_timeout_s): {_GOES_ON}"
+        recording = threading.Thread(target=self.on_lost, args=(line,), daemon=True)
+        recording.start()
+        recording.join(self.period_s)  # the disk may lie beyond the same cut link
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _place() -> str:
+    """Where the main thread stands in this package, such as ``recorder.py:70``."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGE):
+            return f"{path.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

@@ -1,0 +1,195 @@
+"""The process group: how many processes there are, which one this is, and how it ends."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mclclip.ranks.parent_death import die_with_parent, start_pool_worker
+
+log = logging.getLogger("mclclip")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where this process stands: its rank, the number of ranks, and its device."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes shared files and talks to the user."""
+        return self.rank == 0
+
+
+SINGLE = Context()
+_STARTED = time.monotonic()
+TIMEOUT = datetime.timedelta(days=1)
+
+
+def process_start() -> float:
+    """When this process began, on the clock of ``time.monotonic()``."""
+    return _STARTED
+
+
+def under_torchrun() -> bool:
+    """True where torchrun (or anything that sets its variables) started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) -> torch.device:
+    """``auto`` -> this rank's GPU where there is one, else the CPU; or a device by name.
+
+    On a GPU it also settles the arithmetic of this process: fp32 is fp32, and with
+    ``deterministic`` the same operations give the same bits. Raises ValueError where the named
+    device does not exist on this machine, or has no GPU for this rank.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device=cuda, but torch sees no GPU here: set device=cpu or auto")
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise ValueError(
+                f"this is process {local_rank} (counted from 0) of this machine, but torch sees "
+                f"{count} GPU(s) here: start one process for each GPU, or set device=cpu"
+            )
+        torch.cuda.set_device(local_rank)
+        _settle_arithmetic(deterministic)
+        return torch.device("cuda", local_rank)
+    if name != "cpu":
+        raise ValueError(f"device={name!r} is not known: use auto, cpu or cuda")
+    return torch.device("cpu")
+
+
+def _settle_arithmetic(deterministic: bool) -> None:
+    """What GPUs compute, in the rest of this process; no product may come before it."""
+    torch.backends.cudnn.allow_tf32 = False  # by default it rounds what convolutions multiply
+    if deterministic:
+        # Else the backward of attention and some convolutions add in any order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # What is never read need not be filled.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def init(
+    device: str = "auto",
+    *,
+    deterministic: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    timeout_s: float = TIMEOUT.total_seconds(),
+) -> Context:
+    """Joins the process group and returns this process's Context once all ranks have joined.
+
+    Without arguments the ranks come from torchrun's environment; without torchrun there is one
+    process and no group. Explicit ``rank``, ``world_size`` and ``init_method`` (such as
+    ``file:///tmp/x``) serve tests and other launchers. ``timeout_s`` of a collective is long, since
+    ranks may wait for hours while the first one indexes; the dead are found by ``peer_watch``.
+    ``device`` and ``deterministic`` are ``pick_device``'s.
+    """
+    if rank is None and not under_torchrun():
+        return Context(device=pick_device(device, deterministic=deterministic))
+    if rank is None:
+        die_with_parent()
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    where = pick_device(device, local_rank, deterministic=deterministic)
+    # Objects and barriers over gloo: who waits there learns at once of a peer's death.
+    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _join(backend, init_method=init_method, rank=rank, world_size=world_size or 1, timeout=timeout)
+    return Context(rank, world_size or 1, local_rank, where)
+
+
+def _join(backend: str, **options: Any) -> None:
+    """Opens the default group; returns once all ranks have.
+
+    In a thread: torch waits for the addresses of its peers without hearing signals, and a rank that
+    waits for one that was killed would stay until it is killed, too.
+    """
+    joined: Future[None] = Future()
+
+    def join() -> None:
+        try:
+            dist.init_process_group(backend, **options)
+            # Connected on this side is not connected on the other: were this rank to leave at once,
+            # that peer would fail to join ("connection closed by peer"), and not know why.
+            dist.barrier()
+            joined.set_result(None)
+        except BaseException as error:
+            joined.set_exception(error)
+
+    threading.Thread(target=join, name="join", daemon=True).start()
+    joined.result()
+
+
+def shutdown() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def leave(code: int, close_group: bool = True) -> NoReturn:
+    """Ends this process with ``code``, past the interpreter's own shutdown.
+
+    ``close_group``: not where a peer may be gone, for which the group's end would wait.
+
+    A gloo process that ran autograd may die at interpreter shutdown with SIGABRT ("terminate
+    called without an active exception"); a finished run must not look failed, so buffers are
+    flushed and the process leaves at once.
+    """
+    if close_group and code == 0:
+        shutdown()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def seed_everything(*words: int) -> None:
+    """Seeds torch's, numpy's and Python's global generators from the given words.
+
+    Only model randomness (dropout, initial weights) draws from them; data order never does.
+    """
+    state = np.random.SeedSequence([word & 0xFFFFFFFF for word in words]).generate_state(1)
+    torch.manual_seed(int(state[0]))
+    np.random.seed(int(state[0]))
+    random.seed(int(state[0]))
+
+
+def start_loader_worker(worker: int) -> None:
+    """``worker_init_fn`` of every DataLoader: one thread, no signals, an end with its process."""
+    start_pool_worker()
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def num_threads(count: int | None) -> Iterator[None]:
+    """Runs a block with ``count`` intra-op threads (None: unchanged)."""
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

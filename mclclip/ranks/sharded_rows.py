@@ -1,0 +1,68 @@
+"""Which rank holds what: rows of a table, as DTensor cuts them, and items dealt out by their cost.
+
+Checkpoints then hold one tensor of rows, which any other number of ranks can read.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mclclip.ranks.process_group import Context
+
+
+class ShardedRows:
+    """Which of ``num_rows`` rows this rank holds: those from ``start`` to ``stop``.
+
+    Every rank but the last ones has ceil(num_rows / world_size) rows; the last ranks may have fewer
+    or none. (Other splits come back wrong from a DTensor, without an error.) To be made by all
+    ranks together.
+    """
+
+    def __init__(self, num_rows: int, context: Context) -> None:
+        self.num_rows = num_rows
+        self.start, self.stop = shard_of(num_rows, context.rank, context.world_size)
+        self._mesh = choose_mesh(context) if context.world_size > 1 else None
+
+    def whole(self, local: Tensor) -> Tensor:
+        """This rank's rows [stop - start, ...], contiguous, as a part of the tensor of all rows."""
+        if self._mesh is None:
+            return local
+        shape = torch.Size((self.num_rows, *local.shape[1:]))
+        options: Any = {"run_check": False, "shape": shape, "stride": local.stride()}
+        return DTensor.from_local(local, self._mesh, [Shard(0)], **options)
+
+    @staticmethod
+    def local(value: Tensor) -> Tensor:
+        """This rank's rows of a tensor that ``whole`` gave."""
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+def choose_mesh(context: Context) -> DeviceMesh:
+    """All ranks in a row, with the collectives of their kind of device."""
+    return init_device_mesh(context.device.type, (context.world_size,))
+
+
+def shard_of(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
+    """First row of a rank, and the one after its last."""
+    rows = -(-num_rows // world_size)
+    return min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)
+
+
+def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """The items of each rank: costly items are dealt first, each to the rank with the least cost
+    so far.
+    """
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        load, rank = heapq.heappop(loads)
+        dealt[rank].append(item)
+        heapq.heappush(loads, (load + costs[item], rank))
+    return dealt

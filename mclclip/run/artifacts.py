@@ -1,0 +1,225 @@
+"""The run directory, and the manifests of what is in it.
+
+Verbs meet only on disk. Each writes one artifact: a directory whose ``manifest.json`` is written
+last, by rename. A directory without a manifest is unfinished work, never a result::
+
+    runs/NAME/
+      run.lock  run_state.json  config.yaml
+      index/                    samples.arrow  shards.json  bad_samples.json  manifest.json
+      stage_0/  embeddings/     00000.npy ...            one file per shard of the index
+                text_embeddings/
+                clusters/       centroids.npy  cluster_labels.npy  similarities.npy
+                train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
+                export/         open_clip_config.json  open_clip_model.safetensors
+      stage_1/  pseudo_labels/  pseudo_labels.npy
+                train/          grouped_index/  checkpoints/  metrics.jsonl
+                export/  embeddings/  clusters/
+      ...
+      exports/  concat_raw/  concat_stage_norm/  soup_uniform/
+      controls/ungrouped/       stage_1/ ... exports/    the same layout again
+      controls/random_groups/
+      results.jsonl
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mclclip import __version__, files
+
+MANIFEST = "manifest.json"
+INTENT = "in_progress.json"
+SCHEMA_VERSION = 1
+# Kinds that are not named as the verb that writes them.
+_WRITTEN_BY = {
+    "embeddings": "embed",
+    "text_embeddings": "embed --text",
+    "clusters": "cluster",
+    "pseudo_labels": "cluster",
+    "concat": "export",
+    "soup": "export",
+    "dataset": "make-dataset",
+}
+
+
+# --- manifests -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artifact is and what it was made from; ``digest`` names its content to readers."""
+
+    kind: str
+    config: dict[str, Any]
+    inputs: dict[str, str]
+    counts: dict[str, Any]
+    digest: str
+    dtype: str | None = None
+    schema_version: int = SCHEMA_VERSION
+    package_version: str = __version__
+    finished: str = ""
+
+
+def read_manifest(directory: Path, kind: str) -> Manifest:
+    """The manifest of a finished artifact.
+
+    Raises FileNotFoundError where there is none (the verb did not run or did not finish) and
+    ValueError where it is of another kind, of a newer schema, or damaged.
+    """
+    path = Path(directory) / MANIFEST
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no finished {kind} at {directory}: run 'mclclip {_WRITTEN_BY.get(kind, kind)}' first"
+        )
+    fields = files.read_json(path)
+    if not isinstance(fields, dict) or "kind" not in fields:
+        raise ValueError(f"{path} is not a manifest: remove {directory} and make it again")
+    if fields["kind"] != kind:
+        raise ValueError(f"{directory} holds {fields['kind']!r}, expected {kind!r}")
+    if fields.get("schema_version", 0) > SCHEMA_VERSION:
+        raise ValueError(
+            f"{directory} has schema {fields['schema_version']}, this mclclip {__version__} reads "
+            f"up to {SCHEMA_VERSION}: update mclclip"
+        )
+    try:
+        return Manifest(**fields)
+    except TypeError as error:  # a field too many, or one too few
+        raise ValueError(f"{path}: {error}: remove {directory} and make it again") from error
+
+
+def is_finished(directory: Path) -> bool:
+    """True where a manifest marks the artifact as complete."""
+    return (Path(directory) / MANIFEST).exists()
+
+
+def made_of(directory: Path) -> dict[str, Any]:
+    """Kind, config and inputs of an artifact that was begun or finished; empty for none."""
+    for name in (MANIFEST, INTENT):
+        if (Path(directory) / name).exists():
+            found: dict[str, Any] = files.read_json(Path(directory) / name)
+            return {key: found[key] for key in ("kind", "config", "inputs")}
+    return {}
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, Any]:
+    """Nested mappings and lists as one mapping from dotted names to plain values."""
+    below: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        below = {f"{prefix}.{key}" if prefix else str(key): value[key] for key in value}
+    elif isinstance(value, list):
+        below = {f"{prefix}[{number}]": item for number, item in enumerate(value)}
+    if not below:
+        return {prefix: value}
+    return {key: leaf for name, item in below.items() for key, leaf in _flatten(name, item).items()}
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """The first field in which two nested mappings differ, with both values; None if equal."""
+    flat = [_flatten("", files.as_json(fields)) for fields in (old, new)]
+    for key in sorted(flat[0].keys() | flat[1].keys()):
+        before, now = (repr(fields[key]) if key in fields else "absent" for fields in flat)
+        # By text too: nan is not equal to itself.
+        if before != now and ("absent" in (before, now) or flat[0][key] != flat[1][key]):
+            return f"{key} was {before}, now {now}"
+    return None
+
+
+@dataclass
+class Artifact:
+    """One verb's output directory: finished (skip), partial (resume) or fresh (start)."""
+
+    directory: Path
+    kind: str
+    config: dict[str, Any]
+    inputs: dict[str, str]
+    manifest: Manifest | None = field(default=None)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        kind: str,
+        config: Mapping[str, Any],
+        inputs: Mapping[str, str],
+        force: bool = False,
+        write: bool = True,
+    ) -> Artifact:
+        """Opens an artifact for writing, or finds it finished.
+
+        ``config`` holds the configuration fields that change the result, ``inputs`` the digests of
+        what it is made from. Where the directory was begun or finished with other values, raises
+        ValueError naming the field and both values; with ``force`` the old directory is moved
+        aside (``NAME.old-1``). A directory that was begun and holds no file yet is begun anew:
+        nothing is lost. Temporary files of a killed writer are removed. With ``write=False`` the
+        disk is only looked at. One rank opens, the others take its result.
+        """
+        directory = Path(directory)
+        artifact = cls(directory, kind, dict(config), dict(inputs))
+        identity = artifact._made_of()
+        if old := made_of(directory):
+            if write and not is_finished(directory):
+                for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
+                    files.remove_leftovers(below)
+            if (difference := _difference(old, identity)) is None:
+                if is_finished(directory):
+                    artifact.manifest = read_manifest(directory, kind)
+                return artifact
+            holds_work = _holds_work(directory)
+            if holds_work and not force:
+                raise ValueError(
+                    f"{directory} was made with other settings: {difference}. Use another run "
+                    f"directory, or --force to move the old one aside and make it again"
+                )
+            if holds_work and write:
+                files.move_aside(directory)
+        if write:
+            directory.mkdir(parents=True, exist_ok=True)
+            files.write_json(directory / INTENT, identity)
+        return artifact
+
+    def _made_of(self) -> dict[str, Any]:
+        return {"kind": self.kind, "config": self.config, "inputs": self.inputs}
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that the result depends on."""
+        return files.digest_json(self._made_of())
+
+    @property
+    def finished(self) -> bool:
+        """True where a matching manifest was found: there is nothing to do."""
+        return self.manifest is not None
+
+    def finish(
+        self,
+        counts: Mapping[str, Any],
+        *,
+        dtype: str | None = None,
+        content_digest: str | None = None,
+    ) -> Manifest:
+        """Writes the manifest, last and by rename; without it the artifact does not exist.
+
+        ``content_digest`` identifies the content for readers; without one the digest of kind,
+        configuration and inputs does (enough where the content is a function of them).
+        """
+        self.manifest = Manifest(
+            **self._made_of(),
+            counts=dict(counts),
+            digest=content_digest or self.identity,
+            dtype=dtype,
+            finished=files.now(),
+        )
+        files.write_json(self.directory / MANIFEST, dataclasses.asdict(self.manifest))
+        (self.directory / INTENT).unlink(missing_ok=True)
+        return self.manifest
+
+
+def _holds_work(directory: Path) -> bool:
+    """True where a directory holds any file beside the note that work on it began."""
+    inside = (path for path in directory.rglob("*") if not path.is_dir())
+    return any(path != directory / INTENT for path in inside)

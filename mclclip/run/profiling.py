@@ -1,0 +1,156 @@
+"""What single steps cost: peak memory by phase, and traces of chosen steps by torch.profiler."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+log = logging.getLogger("mclclip")
+
+PHASES = ("start", "data_wait", "forward", "backward", "optimizer", "checkpoint")
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_ROWS = 30  # operators in a profile's table
+
+
+class PeakMemory:
+    """Peak memory of this process since this object was made, in all and by phase.
+
+    On a GPU what torch has allocated there, otherwise resident main memory (loader workers are
+    processes of their own and not counted). Only host-side counters are read: the device is never
+    waited for. Phases are told by ``ended``, which costs nothing while ``watching`` is False.
+    Resident memory has phases only where /proc/self/clear_refs can be written (Linux).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.watching = True
+        self.by_phase: dict[str, int] = {}
+        self._whole = 0
+        on_gpu = device.type == "cuda"
+        self._counter = _DeviceMemory(device) if on_gpu else _MainMemory()
+        self._counter.reset()
+
+    def restart(self) -> None:
+        """Begins a phase that does not follow on the last one; what came between has no name."""
+        if self.watching:
+            self._take()
+
+    def ended(self, name: str) -> None:
+        """``name`` (of PHASES) was the phase since the last end or restart; the next one begins."""
+        if self.watching and self._counter.can_reset:
+            self.by_phase[name] = max(self.by_phase.get(name, 0), self._take())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around a phase that is rare enough to be measured every time."""
+        before, self.watching = self.watching, True
+        self.restart()
+        try:
+            yield
+            self.ended(name)
+        finally:
+            self.watching = before
+
+    def figures(self) -> dict[str, float]:
+        """``memory_gib``, and ``memory_PHASE_gib`` of every phase: 0 where it was never measured.
+
+        The highest so far, in GiB.
+        """
+        self._take()
+        named = {"memory_gib": self._whole}
+        named |= {f"memory_{name}_gib": self.by_phase.get(name, 0) for name in PHASES}
+        return {name: round(number / 2**30, 4) for name, number in named.items()}
+
+    def _take(self) -> int:
+        """Bytes at most since the last reading, which starts anew."""
+        peak = self._counter.peak()
+        self._whole = max(self._whole, peak)
+        self._counter.reset()
+        return peak
+
+
+class _DeviceMemory:
+    """The high-water mark of torch's allocator on a GPU."""
+
+    can_reset = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class _MainMemory:
+    """The high-water mark of resident memory, which not every kernel lets us set back."""
+
+    can_reset = True
+
+    def peak(self) -> int:
+        if not self.can_reset:
+            unit = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        found = next(line for line in _STATUS.read_text().splitlines() if line[:6] == "VmHWM:")
+        return int(found.split()[1]) * 1024
+
+    def reset(self) -> None:
+        if not self.can_reset:
+            return
+        try:
+            _CLEAR.write_text("5")  # the kernel's number for the mark of resident memory
+        except OSError as error:
+            self.can_reset = False
+            log.info("peak memory is not measured by phase: %s: %s", _CLEAR, error.strerror)
+
+
+class StepProfiler:
+    """Traces of the steps ``steps`` (the first step of a training is 0) below ``directory``.
+
+    A trace ``step_00000012_rank0.json.gz`` opens in chrome://tracing or ui.perfetto.dev; beside it
+    lies a table of the operators that took longest. Only the first rank is traced. Steps from
+    ``total`` on are warned of, since how many steps there are may depend on the data.
+    """
+
+    def __init__(
+        self, directory: Path, steps: Sequence[int], total: int, device: torch.device, rank: int = 0
+    ) -> None:
+        self.directory, self.device, self.rank = Path(directory), device, rank
+        self.steps = frozenset(steps) if rank == 0 else frozenset()
+        outside = sorted(step for step in self.steps if step >= total)
+        if outside:
+            log.warning("profile_steps: there is no step %s, the last is %d", outside, total - 1)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around the work of a step: recorded if it was chosen."""
+        if step not in self.steps:
+            yield
+            return
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize(self.device)  # what the steps before have begun is not this one
+        with profile(activities=activities) as recorded:
+            yield
+        self._save(recorded, self.directory / f"step_{step:08d}_rank{self.rank}")
+
+    def _save(self, recorded: profile, base: Path) -> None:
+        by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        trace, table = base.with_suffix(".json.gz"), base.with_suffix(".txt")
+        try:
+            base.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(trace))
+            table.write_text(recorded.key_averages().table(sort_by=by, row_limit=_ROWS))
+        except (OSError, RuntimeError) as error:  # such as a full disk
+            log.warning("profile %s cannot be written (%s): the training goes on", base, error)
+        else:
+            log.info("profile: %s and %s", trace, table.name)

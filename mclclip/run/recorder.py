@@ -1,0 +1,212 @@
+"""What a training leaves behind beside checkpoints: rows of metrics, and its bad samples.
+
+Between two rows nothing here waits for the device: figures stay tensors until a row is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mclclip.ranks import collectives
+from mclclip.ranks.finiteness import StepWatch
+from mclclip.ranks.process_group import Context
+from mclclip.run import runlog
+from mclclip.run.profiling import PeakMemory
+
+log = logging.getLogger("mclclip")
+
+# What a line of the log tells of an objective, where it has it.
+_SHOWN = {
+    "logit_scale": "scale %.1f",
+    "positive_loss": "positive %.3f",
+    "negative_loss": "negative %.3f",
+    "positive_cosine": "cosine %.3f",
+    "positives_per_row": "positives per row %.2f",
+}
+_WATCHED = 3  # first steps whose memory is measured by phase, besides those that give a row
+
+
+class _Read(Protocol):
+    """What the recorder looks at in a batch (data.batches.Batch)."""
+
+    group_size: int
+    replaced: dict[int, str]
+
+
+R = TypeVar("R", bound=_Read)
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Metrics of the steps since the last row, and the samples that had to be replaced.
+
+    directory        gets metrics.jsonl (a row per ``log_every`` steps and after the last),
+                     epochs.jsonl (a row per epoch, or the part of it that ran) and the sinks
+    start, total     steps done before, and in the whole training
+    share_bad        makes this rank's replaced samples known to all ranks and returns how many are
+                     known (data.bad_samples.BadSamples.share); called by all ranks at every row
+    track, config    names of the sinks, and what they note of the run
+    peaks            this rank's memory, its phase "start" under way; rows hold the ranks' maximum
+
+    ``watch`` counts the steps that are not finite, and every row judges them. Raises ValueError on
+    all ranks where the package of a sink is not installed.
+    """
+
+    directory: Path
+    context: Context
+    _: KW_ONLY
+    name: str
+    global_batch: int
+    start: int
+    total: int
+    steps_per_epoch: int
+    log_every: int
+    share_bad: Callable[[Mapping[int, str]], int]
+    track: list[str]
+    config: Mapping[str, Any]
+    peaks: PeakMemory
+
+    def __post_init__(self) -> None:
+        self.row = runlog.Meter(self.global_batch, self.context.world_size)
+        self.epoch = runlog.Meter(self.global_batch, self.context.world_size)
+        self.replaced: dict[int, str] = {}
+        self.group_size = 0
+        self.loss_sum: Tensor | float = 0.0
+        self.watch = StepWatch()
+        self.metrics = collectives.together(self._open_log)
+
+    def _open_log(self) -> runlog.MetricsLog | None:
+        if not self.context.is_main:
+            return None
+        where, start = self.directory, self.start
+        sinks = runlog.open_sinks(self.track, where, config=self.config, resume_step=start)
+        return runlog.MetricsLog(where, resume_step=start, sinks=sinks)
+
+    def reading(self, batches: Iterable[R]) -> Iterator[R]:
+        """Yields ``batches``, the steps from ``start`` on, and notes what reading them costs."""
+        self.peaks.ended("start")
+        self.row.read()
+        self.epoch.read()
+        source = iter(batches)
+        for done in itertools.count(self.start + 1):
+            self.peaks.watching = self._gives_row(done) or done <= self.start + _WATCHED
+            self.peaks.restart()
+            before = time.perf_counter()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            wait_s = time.perf_counter() - before
+            self.peaks.ended("data_wait")
+            self.row.wait_s += wait_s
+            self.epoch.wait_s += wait_s
+            self.replaced.update(batch.replaced)
+            self.group_size = batch.group_size
+            yield batch
+
+    def take(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
+        """Notes the step that was the ``done``-th; where a row is due, a collective.
+
+        Raises NotFinite, on all ranks, where a row tells that the training has diverged.
+        """
+        self.row.steps += 1
+        self.epoch.steps += 1
+        self.loss_sum = self.loss_sum + parts["loss"].detach().double()
+        self.watch.take(parts["loss"], parts["grad_norm"])
+        if self._gives_row(done):
+            self._write(done, parts, lr)
+
+    def judge(self, done: int) -> None:
+        """As a row after ``done`` steps would, without one; a collective. Raises NotFinite."""
+        every = self._gather(self.watch.counts())
+        self.watch.judge(done, **{name: int(max(values)) for name, values in every.items()})
+
+    def end_epoch(self, done: int, leaving: bool = False) -> None:
+        """Writes the row of the epoch if it ends after ``done`` steps; then a collective.
+
+        ``leaving``: the process ends here, and the row is that of the part that ran.
+        """
+        if self.epoch.steps and (leaving or done % self.steps_per_epoch == 0 or done == self.total):
+            self._write_epoch(done)
+
+    def close(self) -> None:
+        """Closes the files and the sinks; takes no longer than a process that must leave can."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _gives_row(self, done: int) -> bool:
+        return done % self.log_every == 0 or done == self.total
+
+    def _write(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
+        row = self._figures(done, self.row, {**parts, **self.watch.counts()})
+        counts = {name: int(row.pop(name)) for name in self.watch.counts()}
+        if self.metrics is not None:
+            self._tell(self.metrics, done, row | {"lr": lr, "group_size": self.group_size})
+        self.watch.judge(done, **counts)
+
+    def _tell(self, metrics: runlog.MetricsLog, done: int, row: dict[str, Any]) -> None:
+        metrics.write(done, row)
+        shown = "".join(f" {text % row[name]}" for name, text in _SHOWN.items() if name in row)
+        log.info(
+            "%s step %d: loss %.4f lr %.2e%s, %.0f samples/s, waiting %.0f %%",
+            self.name, done, row["loss"], row["lr"], shown,
+            row["samples_per_s"], 100 * row["data_wait_share"],
+        )  # fmt: skip
+
+    def _write_epoch(self, done: int) -> None:
+        steps = self.epoch.steps
+        mean = self.loss_sum / steps
+        self.loss_sum = 0.0
+        row = self._figures(done, self.epoch, {"loss": mean})
+        if self.metrics is None:
+            return
+        self.metrics.write_epoch(done, row | {"first_step": done - steps, "steps": steps})
+        log.info(
+            "%s epoch %d of %d (%d steps): loss %.4f, %.0f samples/s, waiting %.0f %%, "
+            "%d bad sample(s), peak memory %.2f GiB, %.1f s",
+            self.name, math.ceil(row["epoch"]), math.ceil(self.total / self.steps_per_epoch),
+            steps, row["loss"], row["samples_per_s"], 100 * row["data_wait_share"],
+            row["bad_samples"], row["memory_gib"], row["seconds"],
+        )  # fmt: skip
+
+    def _figures(
+        self, done: int, meter: runlog.Meter, parts: Mapping[str, Tensor | float]
+    ) -> dict[str, Any]:
+        """What every row has: ``parts`` over the ranks, progress, speed and memory."""
+        num_bad = self.share_bad(self.replaced)
+        self.replaced = {}
+        memory = self.peaks.figures()
+        every = self._gather({**parts, **memory, "wait_s": meter.wait_s})
+        # The slowest reader holds up all ranks; the fullest one is the first to fail.
+        return {
+            "epoch": round(done / self.steps_per_epoch, 6),
+            "samples_seen": done * self.global_batch,
+            **{name: _over_ranks(name, every[name]) for name in parts},
+            "bad_samples": num_bad,
+            **meter.read(max(every["wait_s"])),
+            **{name: max(every[name]) for name in memory if max(every[name])},
+        }
+
+    def _gather(self, values: Mapping[str, Tensor | float]) -> dict[str, list[float]]:
+        """Every rank's numbers, by one collective."""
+        mine = [
+            torch.as_tensor(value, dtype=torch.float64, device=self.context.device).reshape(())
+            for value in values.values()
+        ]
+        every = collectives.gather(torch.stack(mine)[None])
+        return dict(zip(values, every.T.tolist(), strict=True))
+
+
+def _over_ranks(name: str, values: list[float]) -> float:
+    """Every rank's part of a figure as one: the largest where its name says so, else the mean."""
+    return max(values) if name.startswith("max_") else sum(values) / len(values)

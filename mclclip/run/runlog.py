@@ -1,0 +1,283 @@
+"""What the user sees and what stays: log lines, progress bars, rows of metrics, sinks.
+
+A training never ends because a row could not be written: what fails is said once and counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import secrets
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from mclclip.files import write_bytes
+from mclclip.run.failures import line_of
+
+T = TypeVar("T")
+log = logging.getLogger("mclclip")
+
+CLOSE_S = 20.0  # for a sink to send what it still holds; a pre-empted process has little time
+
+
+def setup(rank: int = 0, level: str = "INFO") -> None:
+    """Sends mclclip's log to stderr: rank 0 at ``level``, the others warnings with their rank."""
+    handler = logging.StreamHandler(sys.stderr)
+    where = "" if rank == 0 else f" [rank {rank}]"
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s {'%(levelname).1s'}{where} %(message)s", "%H:%M:%S")
+    )
+    log.handlers[:] = [handler]
+    log.propagate = False
+    log.setLevel(level if rank == 0 else "WARNING")
+
+
+def progress(
+    items: Iterable[T], *, total: int | None, description: str, every_s: float = 15.0
+) -> Iterator[T]:
+    """Yields ``items`` under a progress bar on a terminal, with plain lines otherwise.
+
+    Silent where the log is (ranks other than the first).
+    """
+    if not log.isEnabledFor(logging.INFO):
+        yield from items
+        return
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        yield from track(items, description, total=total, console=Console(stderr=True))
+        return
+    last = time.monotonic()
+    for done, item in enumerate(items, start=1):
+        yield item
+        if time.monotonic() - last >= every_s:
+            last = time.monotonic()
+            log.info("%s: %d of %s", description, done, "?" if total is None else total)
+
+
+class Meter:
+    """Speed since the last reading: steps, samples per second, share of time waiting for data."""
+
+    def __init__(self, global_batch: int, world_size: int) -> None:
+        self.global_batch, self.world_size = global_batch, world_size
+        self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
+
+    def read(self, wait_s: float | None = None) -> dict[str, float]:
+        """The figures since the last reading, which starts anew.
+
+        ``wait_s``: the seconds of waiting to report instead of this process's own.
+        """
+        seconds = max(time.perf_counter() - self.since, 1e-9)
+        waited_s = self.wait_s if wait_s is None else wait_s
+        per_s = self.steps * self.global_batch / seconds
+        figures = {
+            "samples_per_s": round(per_s, 1),
+            "samples_per_s_per_rank": round(per_s / self.world_size, 1),
+            "data_wait_share": round(min(waited_s / seconds, 1.0), 4),
+            "seconds": round(seconds, 3),
+        }
+        self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
+        return figures
+
+
+class MetricSink(Protocol):
+    """Where a row of training metrics goes besides metrics.jsonl."""
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """Takes one row."""
+
+    def close(self) -> None:
+        """Flushes."""
+
+
+class TensorboardSink:
+    """Scalars for tensorboard under ``directory`` (needs the extra ``track``).
+
+    Points after ``resume_step``, which an earlier process left, are hidden.
+    """
+
+    def __init__(self, directory: Path, *, resume_step: int) -> None:
+        from torch.utils import tensorboard
+
+        writer: Any = tensorboard.SummaryWriter
+        self._writer = writer(str(directory), purge_step=resume_step + 1)
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """Writes every number of the row as a scalar; it is on disk afterwards."""
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Rows for Weights & Biases under ``directory`` (needs the extra ``track``).
+
+    wandb's own variables hold, such as WANDB_MODE=offline. Rows that a resumed training repeats
+    are left out by wandb, which has those steps already.
+    """
+
+    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        run_id, where = _run_id(directory), str(directory)
+        self._run: Any = wandb.init(
+            project="mclclip", id=run_id, resume="allow", dir=where, config=dict(config)
+        )
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """Logs the row at its step."""
+        self._run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        """Finishes the wandb run."""
+        self._run.finish()
+
+
+def _run_id(directory: Path) -> str:
+    """One id per training, kept on disk: a resumed training goes on in the same wandb run."""
+    path = directory / "run_id"
+    if not path.exists():
+        write_bytes(path, secrets.token_hex(4).encode())
+    return path.read_text().strip()
+
+
+def open_sinks(
+    names: Iterable[str], directory: Path, *, config: Mapping[str, Any], resume_step: int
+) -> dict[str, MetricSink]:
+    """The sinks ``tensorboard`` and ``wandb`` by name, each in a folder of its own.
+
+    One that does not start (no network, no key, a full disk) is warned of and left out; one whose
+    package is not installed is a ValueError.
+    """
+    sinks: dict[str, MetricSink] = {}
+    for name in names:
+        try:
+            if name == "tensorboard":
+                sinks[name] = TensorboardSink(directory / name, resume_step=resume_step)
+            else:
+                sinks[name] = WandbSink(directory / name, config)
+        except ImportError as error:
+            raise ValueError(
+                f"track: {name} is not installed: pip install 'mclclip[track]'"
+            ) from error
+        except Exception as error:  # whatever its package raises
+            log.warning(
+                "%s does not start (%s): the training goes on without", name, line_of(error)
+            )
+    return sinks
+
+
+class JsonLines:
+    """A file with one row of strict JSON per line, cut back to the step a run resumes from.
+
+    Every row has ``step``. Numbers that are not finite, which JSON does not have, are null. A row
+    that was written is in the file whole, or not at all where writing raised OSError.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab", buffering=0)
+        self._file.truncate(self._length(resume_step))
+
+    def _length(self, resume_step: int) -> int:
+        """Bytes of the whole rows up to ``resume_step``."""
+        length = 0
+        with open(self.path, "rb") as lines:
+            for line in lines:
+                try:
+                    step = json.loads(line)["step"] if line.endswith(b"\n") else None
+                except ValueError:
+                    step = None
+                if step is None:  # the row being written when the run was killed
+                    log.info("%s: dropped a half-written row", self.path)
+                if step is None or step > resume_step:
+                    break
+                length += len(line)
+        return length
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row; raises OSError, with the file as it was, where it does not fit."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+        length = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            self._file.truncate(length)
+            raise
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class MetricsLog:
+    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training; nothing here raises.
+
+    ``lost`` counts what could not be written, by its name.
+    """
+
+    def __init__(
+        self, directory: Path, *, resume_step: int, sinks: Mapping[str, MetricSink] | None = None
+    ) -> None:
+        self.sinks = dict(sinks or {})
+        self.lost: Counter[str] = Counter()
+        self._files = {
+            name: JsonLines(Path(directory) / name, resume_step=resume_step)
+            for name in ("metrics.jsonl", "epochs.jsonl")
+        }
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """Appends one row to metrics.jsonl and passes it to the sinks."""
+        self._append("metrics.jsonl", step, row)
+        for name, sink in self.sinks.items():
+            self._try(name, partial(sink.write, step, row))
+
+    def write_epoch(self, step: int, row: Mapping[str, Any]) -> None:
+        """Appends the row of an epoch, which ended after ``step``."""
+        self._append("epochs.jsonl", step, row)
+
+    def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
+        self._try(name, partial(self._files[name].write, {"step": step, **row}))
+
+    def close(self) -> None:
+        """Closes files and sinks, each within CLOSE_S seconds, and says how much was lost."""
+        for name, file in self._files.items():
+            self._try(name, file.close)
+        for name, sink in self.sinks.items():
+            # A thread, since a network may keep it for ever.
+            closing = threading.Thread(target=self._try, args=(name, sink.close), daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+            if closing.is_alive():
+                log.warning("%s was not done after %g s: left", name, CLOSE_S)
+        for name, count in self.lost.items():
+            log.warning("%s: %d write(s) failed in all", name, count)
+
+    def _try(self, name: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # a disk, a network, whatever a sink's package raises
+            self.lost[name] += 1
+            if self.lost[name] == 1:
+                log.warning("%s cannot be written (%s): the training goes on", name, line_of(error))

@@ -1,0 +1,216 @@
+"""The training loop, one for every method: read a step, update, record, save, or leave.
+
+Everything at step t is a function of t, so a run that resumes at t repeats the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mclclip.checkpoint import Checkpoints
+from mclclip.data.batches import Batch
+from mclclip.engines.engine import HALF, Engine
+from mclclip.engines.gradient_cache import Pullback
+from mclclip.models.clip import ClipModel
+from mclclip.models.lora import add_lora
+from mclclip.objectives.base import Objective
+from mclclip.ranks import peer_watch, signals
+from mclclip.ranks.finiteness import NotFinite
+from mclclip.ranks.process_group import seed_everything
+from mclclip.ranks.signals import Preempted
+from mclclip.ranks.step_boundary import StepBoundary
+from mclclip.run import runlog
+from mclclip.run.profiling import StepProfiler
+from mclclip.run.recorder import Recorder
+
+log = logging.getLogger("mclclip")
+
+MIRROR_S = 60.0  # for the mirror when the run must leave; the next start goes on with it
+MODEL = "model"  # what a trainee calls the model, and so the checkpoint
+
+
+def prepare_model(
+    model: ClipModel,
+    *,
+    lock: Mapping[str, Any],
+    lora: Mapping[str, Any] | None,
+    seed: int,
+    precision: str,
+    grad_checkpointing: bool,
+) -> None:
+    """Brings a model into the state in which it is trained, in place.
+
+    ``lock`` and ``lora`` are the arguments of ClipModel.lock and add_lora; ``seed`` draws adapters.
+    """
+    model.lock(**lock)
+    if lora is not None:
+        add_lora(model, **lora, seed=seed)
+    if precision == "float64":
+        model.double()
+    model.train()
+    if grad_checkpointing:
+        model.set_grad_checkpointing(True)
+
+
+class Trainee(nn.Module):
+    """Model and objective as one module, so that engine and optimizer see both's parameters.
+
+    It can be trained in micro-batches (``engines.gradient_cache.Cacheable``). ``precision``:
+    ``bf16`` and ``fp16`` are autocast around the model.
+    """
+
+    def __init__(self, model: ClipModel, objective: Objective, precision: str = "fp32") -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+        self.precision = precision
+
+    def forward(
+        self, batch: Batch, only_features: bool = False, pullback: Pullback | None = None
+    ) -> dict[str, Tensor]:
+        """This rank's batch -> {"loss": ..., parts}; or its features; or the pulled-back loss."""
+        with self._autocast(batch.views[0].device):
+            features = self.objective.features(self.model, batch)
+        if only_features:
+            return features
+        if pullback is None:
+            return self.loss(features, batch)
+        products = [(features[name] * g).sum() for name, g in pullback.features.items()]
+        own = [p for p in self.objective.parameters() if p.requires_grad]
+        products += [
+            (p * g).sum() for p, g in zip(own, pullback.parameters, strict=False) if g is not None
+        ]
+        return {"loss": torch.stack(products).sum()}
+
+    def loss(self, features: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """Features of the local batch -> {"loss": ..., parts}."""
+        parts: dict[str, Tensor] = self.objective(
+            **features, labels=batch.labels, sample_id=batch.sample_id, classes=batch.classes
+        )
+        return parts
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        dtype = HALF.get(self.precision)
+        return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Steps ``start`` to ``total`` of one training.
+
+    trainee         model and objective, which the engine runs
+    learning_rate   step -> learning rate
+    prepare         moves a batch to the device, in the training's number format
+    seed_words      words that, with the step and the rank, seed dropout
+    checkpoint_every   steps between checkpoints
+    profiler        records the steps it was told to
+    """
+
+    trainee: Trainee
+    engine: Engine
+    checkpoints: Checkpoints
+    recorder: Recorder
+    boundary: StepBoundary
+    learning_rate: Callable[[int], float]
+    prepare: Callable[[Batch], Batch]
+    seed_words: tuple[int, ...]
+    checkpoint_every: int
+    profiler: StepProfiler
+
+    def __post_init__(self) -> None:
+        self.engine.phase_ended = self.recorder.peaks.ended
+        self.recorder.watch.leaves_out = self.engine.leaves_out
+
+    def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> None:
+        """Trains on ``batches``, those of the steps ``start`` to ``total`` in order.
+
+        Raises Preempted, with everything saved, where the ranks agreed to leave; RuntimeError, one
+        line and on all ranks, where the training has diverged: what is not finite is not saved.
+        """
+        reading = self.recorder.reading(batches)
+        progress = runlog.progress(reading, total=total - start, description=description)
+        # The recorder is closed last: its sinks may take a while, which is no hanging of this rank.
+        with signals.deferred(), contextlib.closing(self.recorder), peer_watch.training():
+            try:
+                self._steps(progress, start, total)
+            except NotFinite as error:
+                raise self._diverged(error, description) from error
+
+    def _steps(self, batches: Iterable[Batch], start: int, total: int) -> None:
+        for batch in batches:
+            if batch.step == start:
+                self.engine.settle(self.prepare(batch))
+            self._step(batch, total)
+            if batch.step + 1 < total:
+                self._obey(batch.step + 1)
+        decision = self.boundary.finish()
+        self.checkpoints.wait()
+        if decision.leave is not None:
+            raise Preempted(decision.leave, decision.requeue)
+
+    def _step(self, batch: Batch, total: int) -> None:
+        """One update and what is due after it."""
+        peer_watch.note()
+        lr = self.learning_rate(batch.step)
+        with self.profiler.step(batch.step):
+            batch = self.prepare(batch)
+            seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
+            self.recorder.peaks.restart()
+            self.trainee.objective.begin(batch.step, total)
+            parts = self.engine.update(batch, lr)
+            self.trainee.objective.stepped(self.trainee.model)
+        peer_watch.note()
+        done = batch.step + 1
+        self.recorder.take(done, parts, lr)
+        if done % self.checkpoint_every == 0 or done == total:
+            self._save(done)
+        self.recorder.end_epoch(done)
+        peer_watch.note()
+
+    def _obey(self, done: int) -> None:
+        """Saves or leaves after ``done`` steps where all ranks have agreed on it."""
+        decision = self.boundary.decide()
+        if decision.save or decision.leave is not None:
+            if done % self.checkpoint_every:  # else it is saved already
+                self._save(done)
+        if decision.leave is not None:
+            self.checkpoints.wait(mirror_s=MIRROR_S)
+            self.recorder.end_epoch(done, leaving=True)
+            self.boundary.finish()
+            raise Preempted(decision.leave, decision.requeue)
+
+    def _save(self, done: int) -> None:
+        with self.recorder.peaks.phase("checkpoint"):
+            try:
+                self.checkpoints.save(done, self.engine)
+            except NotFinite:
+                self.recorder.judge(done)  # a step since the last row may have been the first
+                raise
+
+    def _diverged(self, error: NotFinite, description: str) -> RuntimeError:
+        """What the user is told; waits for the checkpoint that is being written, a collective."""
+        self.boundary.finish()
+        try:
+            self.checkpoints.wait(mirror_s=MIRROR_S)
+        except RuntimeError as failure:  # then an older one is the last
+            log.warning("%s", failure)
+        clip, saved = self.engine.clip_grad_norm, self.checkpoints.steps()
+        kept = (
+            f"the last good checkpoint, from which the same command goes on, is step {saved[-1]}"
+            if saved
+            else "no checkpoint had been saved"
+        )
+        return RuntimeError(
+            f"{error} ({description}): lower lr ({self.learning_rate(error.step - 1):.3g} there) "
+            f"or {'set clip_grad_norm' if clip is None else f'clip_grad_norm ({clip:g})'}; "
+            f"{kept} in {self.checkpoints.directory}. Other settings want another run directory, "
+            "or --force to move this training aside and make it again"
+        )

@@ -1,0 +1,130 @@
+"""Shards whose images have no captions, or some of whose have none: who trains on what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mclclip import make_dataset
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.run import artifacts
+from tests import tiny
+from tests.e2e.conftest import RecordBatches, Shell
+
+NUM_SAMPLES = 80
+OPTIONS = (
+    "num_stages=1",
+    "base=null",
+    "train.steps=3",
+    "train.global_batch=8",
+    "eval.suite={}",
+    "export.concat=[]",
+    "export.soup=false",
+)
+MLCD = (
+    "train.objective={kind: mlcd, labels_per_sample: 2, sample_rate: 0.5}",
+    "cluster.num_clusters=9",
+    "cluster.labels_per_sample=2",
+)
+
+
+def config_of(folder: Path, bare: Callable[[int], bool]) -> Path:
+    """A configuration over rendered shards in which the samples that are ``bare`` lack captions."""
+
+    def samples() -> Iterator[PackedSample]:
+        for number, sample in enumerate(make_dataset._samples(NUM_SAMPLES, 0)):
+            yield dataclasses.replace(sample, captions=[]) if bare(number) else sample
+
+    write_shards(samples(), folder / "shards", 30)
+    return tiny.write_config(folder / "config.yaml", folder / "unused", folder, *OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def none(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return config_of(tmp_path_factory.mktemp("none"), lambda number: True)
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole shard without captions, and every fourth sample of the others."""
+    return config_of(tmp_path_factory.mktemp("some"), lambda n: 30 <= n < 60 or n % 4 == 1)
+
+
+def test_mlcd_trains_on_images_without_captions(shell: Shell, none: Path, tmp_path: Path) -> None:
+    run_dir, recorded = tmp_path / "run", RecordBatches(tmp_path / "batches")
+    shell.ok("run", "--config", none, f"run_dir={run_dir}", *MLCD, inside=recorded)
+    counts = artifacts.read_manifest(run_dir / "index", "index").counts
+    assert (counts["samples"], counts["captions"], counts["without_caption"]) == (80, 0, 80)
+    assert (run_dir / "stage_1/export/open_clip_model.safetensors").exists()
+    assert not (run_dir / "stage_0/text_embeddings").exists()
+    assert (
+        "without_caption" not in artifacts.read_manifest(run_dir / "stage_1/train", "train").counts
+    )
+    assert recorded.sample_ids().shape == (3, 8) and len(set(recorded.sample_ids().flat)) == 24
+
+
+def test_what_reads_captions_is_refused_in_one_line(
+    shell: Shell, none: Path, tmp_path: Path
+) -> None:
+    given = ["--config", none, f"run_dir={tmp_path / 'run'}"]
+    refused = {
+        "train.objective.kind=info_nce": ("run",),
+        "base.objective.kind=info_nce": ("run", "base={}", *MLCD),
+        "cluster.feature=mean": ("run", "cluster.feature=mean", *MLCD),
+    }
+    for reader, (verb, *options) in refused.items():
+        finished = shell(verb, *given, *options)
+        (line,) = finished.complaints()
+        assert finished.code == 2
+        assert line.startswith(
+            f"mclclip: {reader} reads captions, and none of the 80 samples of the index at "
+        )
+    assert [path.name for path in (tmp_path / "run").glob("stage*")] == []
+    # The same of the verbs by themselves, with a stage 0 that is there.
+    shell.ok("run", *given, *MLCD, "num_stages=0")
+    for arguments in (("embed", "--stage", 0, "--text"), ("train", "--stage", 1)):
+        finished = shell(*arguments, *given)
+        assert finished.code == 2 and len(finished.complaints()) == 1
+        assert "reads captions, and none of the 80 samples" in finished.complaints()[0]
+    assert [path.name for path in (tmp_path / "run/stage_0").iterdir()] == ["export"]
+
+
+def test_samples_without_captions_are_left_out_of_what_reads_them(
+    shell: Shell, some: Path, tmp_path: Path
+) -> None:
+    run_dir, recorded = tmp_path / "run", RecordBatches(tmp_path / "batches")
+    options = ("train.lock.text=false", "controls=[random_groups]", "cluster.feature=mean")
+    given = ("--config", some, f"run_dir={run_dir}", *options)
+    finished = shell.ok("run", *given, inside=recorded)
+    index = SampleIndex.open(run_dir / "index")
+    bare = index.without_caption("this test")
+    assert (len(index), len(bare)) == (80, 43)
+    texts = run_dir / "stage_0/text_embeddings"
+    counts = artifacts.read_manifest(texts, "text_embeddings").counts
+    assert (counts["captions"], counts["without_caption"]) == (37, 43)
+    assert [len(np.load(texts / f"0000{shard}.npy")) for shard in range(3)] == [22, 0, 15]
+    labels = np.load(run_dir / "stage_0/clusters/cluster_labels.npy")
+    assert (labels >= 0).all()  # their images are clustered all the same
+    clusters = artifacts.read_manifest(run_dir / "stage_0/clusters", "clusters")
+    assert clusters.counts["without_caption"] == 43
+    groups = []
+    for folder in ("", "controls/random_groups/"):
+        train = run_dir / folder / "stage_1/train"
+        assert artifacts.read_manifest(train, "train").counts["without_caption"] == 43
+        groups.append(GroupedIndex.open(train / "grouped_index"))
+        in_plan = np.sort(groups[-1].sample_ids)
+        assert in_plan.tolist() == np.flatnonzero(index.num_captions > 0).tolist()
+    assert groups[0].group_starts.tolist() == groups[1].group_starts.tolist()
+    assert not set(recorded.sample_ids().flat) & set(bare.tolist())
+    assert finished.stderr.count("stage 1: 43 of 80 samples have no caption and are left out") == 2
+    finished = shell("run", "--config", some, f"run_dir={run_dir}", "train.global_batch=64")
+    assert finished.code == 2 and finished.complaints() == [
+        "mclclip: train.global_batch=64 is more than the index's 37 samples with a caption: lower "
+        "it, or set train.plan.policy=wrap"
+    ]

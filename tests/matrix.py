@@ -1,0 +1,25 @@
+"""Matrices of engines, ranks and options: `make test` runs one cell, `make soak` all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
+IN_SOAK = (pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="in 'make soak'"))
+
+
+def kept(cases: Sequence[Any], *indices: int) -> list[Any]:
+    """The cases of a ``parametrize``, of which all but those at ``indices`` are left to the soak.
+
+    A case is one value, or a tuple of one value per argument.
+    """
+    return [
+        case
+        if number in indices
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=IN_SOAK)
+        for number, case in enumerate(cases)
+    ]

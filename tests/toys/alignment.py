@@ -1,0 +1,34 @@
+"""How far images lie from their own captions: a term that is added to another objective."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import Tensor
+
+from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
+from mclclip.options import STRICT
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ObjectiveOptions):
+    """One minus the cosine of image and caption."""
+
+    kind: Literal["toy_alignment"] = "toy_alignment"
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(captions=True)
+
+    def build(self, setting: Setting) -> Objective:
+        return Alignment()
+
+
+class Alignment(Objective):
+    """Mean of one minus the cosine."""
+
+    def forward(
+        self, image_features: Tensor, text_features: Tensor, **unused: Any
+    ) -> dict[str, Tensor]:
+        return {"loss": 1.0 - (image_features * text_features).sum(dim=1).mean()}

@@ -1,0 +1,222 @@
+"""What is chosen for a device, and that k-means gives the same whatever is chosen."""
+
+import itertools
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.clustering import arithmetic, kmeans, two_level
+from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
+from mclclip.clustering.assignment import assign
+from mclclip.data.arrays import cut_blocks
+from mclclip.ranks.process_group import num_threads
+from tests.nearest_checks import ROUNDINGS
+from tests.unit.clustering.test_kmeans import ALGORITHMS, noise
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "wanted"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, "bfloat16"),
+        ({"avx512_bf16": False, "amx_bf16": True}, "bfloat16"),
+        ({"avx512_bf16": False, "avx512_f": True}, "float32"),
+        ({}, "float32"),
+    ],
+)
+def test_products_by_processor_and_number_of_centroids(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], wanted: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert arithmetic.choose_products(CPU, 64, CHOSEN) == wanted
+    assert arithmetic.choose_products(CPU, 63, CHOSEN) == "float32"
+    assert arithmetic.choose_products(CUDA, 1000, CHOSEN) == "float32"
+    for products, device in itertools.product(get_args(arithmetic.Products), (CPU, CUDA)):
+        assert arithmetic.choose_products(device, 2, Arithmetic(products=products)) == products
+
+
+def test_an_old_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert arithmetic.choose_products(CPU, 1000, CHOSEN) == "float32"
+
+
+def test_what_is_not_forced_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arithmetic.choose_scores(CPU, CHOSEN) == "pair_products"
+    assert arithmetic.choose_scores(CUDA, CHOSEN) == "blocks"
+    assert arithmetic.choose_tile(CPU, CHOSEN) == (1024, 2048)
+    assert arithmetic.choose_tile(CUDA, CHOSEN) == (4096, 16_384)
+    assert arithmetic.choose_threads(CPU, CHOSEN) == "per_block"
+    assert arithmetic.choose_threads(CUDA, CHOSEN) == "per_operation"
+    assert arithmetic.choose_cache_bytes(CPU, None) == 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    assert arithmetic.choose_cache_bytes(CUDA, None) == 300
+    for device in (CPU, CUDA):
+        for scores, threads in zip(
+            get_args(arithmetic.Scores), get_args(arithmetic.Threads), strict=True
+        ):
+            forced = Arithmetic(scores=scores, threads=threads)
+            assert arithmetic.choose_scores(device, forced) == scores
+            assert arithmetic.choose_threads(device, forced) == threads
+        for tile in get_args(arithmetic.Tile):
+            forced = Arithmetic(tile=tile)
+            assert arithmetic.choose_tile(device, forced) == arithmetic.TILES[tile]
+        assert arithmetic.choose_cache_bytes(device, 7) == 7
+
+
+# --- what products round ---
+
+
+def test_cuda_may_round_partial_sums_of_bfloat16_as_torch_is_set() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        for allowed, wanted in ((True, "partial_sums"), (False, "output")):
+            matmul.allow_bf16_reduced_precision_reduction = allowed
+            assert arithmetic.choose_rounding(CUDA, "bfloat16", CHOSEN) == wanted
+            assert arithmetic.choose_rounding(CPU, "bfloat16", CHOSEN) == "output"
+            with arithmetic.sums_in_float32():
+                assert arithmetic.choose_rounding(CUDA, "bfloat16", CHOSEN) == "output"
+            assert matmul.allow_bf16_reduced_precision_reduction is allowed
+        matmul.allow_bf16_reduced_precision_reduction = True
+        with pytest.raises(ZeroDivisionError), arithmetic.sums_in_float32():
+            _ = 1 / 0
+        assert matmul.allow_bf16_reduced_precision_reduction is True
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize("device", (CPU, CUDA), ids=str)
+def test_float32_may_round_its_inputs_as_torch_is_set(device: torch.device) -> None:
+    assert arithmetic.choose_rounding(device, "float32", CHOSEN) == "none"
+    try:
+        for precision in ("high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            assert arithmetic.choose_rounding(device, "float32", CHOSEN) == "inputs"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert arithmetic.choose_rounding(device, "float32", CHOSEN) == "none"
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 and newer"
+)
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 and newer")
+@pytest.mark.parametrize("number", range(3))
+def test_torch_may_be_set_by_its_newer_names(number: int) -> None:
+    """After which ``torch.get_float32_matmul_precision()`` may raise a RuntimeError."""
+    backends = torch.backends
+    owners: list[Any] = [backends, backends.cuda.matmul, backends.mkldnn.matmul]
+    before = [owner.fp32_precision for owner in owners]
+    try:
+        for owner in owners:
+            owner.fp32_precision = "none"
+        assert arithmetic.choose_rounding(CUDA, "float32", CHOSEN) == "none"
+        owners[number].fp32_precision = "tf32"
+        assert arithmetic.choose_rounding(CUDA, "float32", CHOSEN) == "inputs"
+    finally:
+        for owner, precision in zip(owners, before, strict=True):
+            owner.fp32_precision = precision
+
+
+def test_an_old_torch_that_has_no_newer_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        pass
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Old())
+    monkeypatch.setattr(torch.backends, "mkldnn", Old())
+    assert arithmetic.choose_rounding(CPU, "float32", CHOSEN) == "none"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert arithmetic.choose_rounding(CPU, "float32", CHOSEN) == "inputs"
+
+
+def test_a_rounding_has_to_fit_the_products() -> None:
+    for products, rounding in itertools.product(
+        get_args(arithmetic.Products), get_args(arithmetic.Rounding)
+    ):
+        forced = Arithmetic(rounding=rounding)
+        if (products, rounding) in ROUNDINGS:
+            assert arithmetic.choose_rounding(CUDA, products, forced) == rounding
+        else:
+            with pytest.raises(ValueError, match=f"'{rounding}' with products in {products}"):
+                arithmetic.choose_rounding(CUDA, products, forced)
+
+
+# --- the same k-means ---
+
+
+WAYS = [
+    Arithmetic(products=products, scores=scores, tile=tile, threads=threads)
+    for products, scores, tile, threads in itertools.product(
+        *map(get_args, (arithmetic.Products, arithmetic.Scores, arithmetic.Tile)),
+        get_args(arithmetic.Threads),
+    )
+]
+FEW = [WAYS[0], WAYS[-1], *(WAYS[2**bit] for bit in range(4))]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_k_means_is_the_same_bit_for_bit(algorithm: Any) -> None:
+    """One choice changed at a time, and all of them."""
+    compare_k_means(FEW, algorithm, 1300, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_k_means_is_the_same_bit_for_bit_in_every_way(algorithm: Any) -> None:
+    compare_k_means(WAYS, algorithm, 5000, 4)
+
+
+def compare_k_means(
+    ways: list[Arithmetic], algorithm: Any, num_rows: int, max_iterations: int
+) -> None:
+    """With one thread and two, and more rows in a block than a small tile has."""
+    blocks = cut_blocks([noise(num_rows, 6)], 1200)
+    results = []
+    for how in ways:
+        with num_threads(2 if how.tile == "large" else 1):
+            options: dict[str, Any] = {"algorithm": algorithm, "arithmetic": how}
+            found = kmeans.fit(blocks, 70, init="random", max_iterations=max_iterations, **options)
+            results.append((found, assign(blocks, found.centroids, labels_per_sample=2, **options)))
+    wanted, labels = results[0]
+    for how, (found, near) in zip(ways, results, strict=True):
+        assert torch.equal(found.centroids, wanted.centroids), how
+        assert found.history == wanted.history, how
+        assert torch.equal(near.labels, labels.labels), how
+        torch.testing.assert_close(near.distances, labels.distances, atol=1e-5, rtol=1e-5)
+
+
+def two_levels(rows: np.ndarray, num_clusters: int, how: Arithmetic, **options: Any) -> Any:
+    blocks = cut_blocks([rows])
+    found = two_level.fit(blocks, num_clusters, max_iterations=2, arithmetic=how, **options)
+    return found.centroids, assign(blocks, found.centroids, arithmetic=how).labels
+
+
+@pytest.mark.parametrize(
+    ("num_clusters", "num_splits"),
+    [(66, 65), (200, 2)],  # a first and a second level of a hundred clusters or nearly so
+)
+def test_two_levels_with_the_numbers_of_the_table_6_sweep(
+    num_clusters: int, num_splits: int
+) -> None:
+    rows = noise(300, 5)
+    float32, bfloat16 = (
+        two_levels(rows, num_clusters, Arithmetic(products=products), num_splits=num_splits)
+        for products in get_args(arithmetic.Products)
+    )
+    assert torch.equal(float32[0], bfloat16[0]) and torch.equal(float32[1], bfloat16[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_clusters", "num_splits"), [(10_000, 100), (20_000, 141)])
+def test_two_levels_of_k_10k_and_k_20k(num_clusters: int, num_splits: int) -> None:
+    """As many groups and clusters as the sweep has, of fewer rows; the groups are uneven."""
+    rows = noise(3 * num_clusters, 16)
+    float32, bfloat16 = (
+        two_levels(rows, num_clusters, Arithmetic(products=products))
+        for products in get_args(arithmetic.Products)
+    )
+    assert len(float32[0]) == num_clusters and round(num_clusters**0.5) == num_splits
+    assert torch.equal(float32[0], bfloat16[0]) and torch.equal(float32[1], bfloat16[1])

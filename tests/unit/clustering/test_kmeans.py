@@ -1,0 +1,310 @@
+"""k-means in one process, against definitions written out slowly."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import adjusted_mutual_info_score
+from torch import Tensor
+
+from mclclip.clustering import kmeans
+from mclclip.clustering.assignment import assign
+from mclclip.data.arrays import NpyBlocks, cut_blocks
+from mclclip.ranks.process_group import num_threads
+
+ALGORITHMS = ("spherical", "euclidean")
+BLOCK = 100
+
+
+def noise(num_rows: int = 700, dim: int = 16, seed: int = 0) -> np.ndarray:
+    rows: np.ndarray = np.random.default_rng(seed).normal(size=(num_rows, dim)).astype(np.float32)
+    return rows
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    wide: np.ndarray = rows.astype(np.float64)
+    wide /= np.linalg.norm(wide, axis=1, keepdims=True)
+    return wide
+
+
+def mixture(spread: float, dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """600 rows around 8 directions, and which direction each belongs to."""
+    rng = np.random.default_rng(1)
+    truth = rng.integers(8, size=600)
+    rows = unit(rng.normal(size=(8, 32)))[truth] + spread * rng.normal(size=(600, 32))
+    return unit(rows).astype(dtype), truth
+
+
+def slow_distances(rows: np.ndarray, centroids: Tensor, algorithm: str) -> np.ndarray:
+    """float64 [N, K]: 1 - cosine, or the squared distance."""
+    wide = centroids.double().numpy()
+    if algorithm == "spherical":
+        cosine: np.ndarray = 1.0 - unit(rows) @ unit(wide).T
+        return cosine
+    squared: np.ndarray = ((rows.astype(np.float64)[:, None] - wide[None]) ** 2).sum(axis=2)
+    return squared
+
+
+def start(rows: np.ndarray, *numbers: int) -> Tensor:
+    return torch.from_numpy(rows[list(numbers)])
+
+
+# --- fit ---
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_update_is_the_mean_of_each_cluster(algorithm: Any) -> None:
+    rows = noise()
+    initial = start(rows, 0, 1, 2, 3, 4)
+    found = kmeans.fit(
+        cut_blocks([rows], BLOCK), 5, algorithm=algorithm, initial=initial, max_iterations=1
+    )
+    labels = slow_distances(rows, initial, algorithm).argmin(axis=1)
+    used = unit(rows) if algorithm == "spherical" else rows
+    means = np.stack([used[labels == k].mean(axis=0) for k in range(5)])
+    if algorithm == "spherical":
+        means = unit(means)
+    np.testing.assert_allclose(found.centroids.numpy(), means, rtol=1e-5, atol=1e-6)
+    assert found.iterations == 1
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_result_describes_its_own_assignment(algorithm: Any) -> None:
+    rows = noise()
+    found = kmeans.fit(cut_blocks([rows], BLOCK), 6, algorithm=algorithm, max_iterations=4)
+    near = assign(cut_blocks([rows], BLOCK), found.centroids, algorithm=algorithm)
+    assert torch.equal(found.counts, torch.bincount(near.labels[:, 0], minlength=6))
+    assert found.counts.sum() == len(rows)
+    distances = slow_distances(rows, found.centroids, algorithm)
+    assert np.array_equal(near.labels[:, 0], distances.argmin(axis=1))
+    np.testing.assert_allclose(near.distances[:, 0], distances.min(axis=1), atol=1e-5)
+    assert found.inertia == pytest.approx(distances.min(axis=1).sum(), rel=1e-6)
+    assert found.history[-1] == found.inertia
+    assert len(found.history) == found.iterations + 1 <= 5
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_inertia_never_rises(algorithm: Any, seed: int) -> None:
+    rows = noise(seed=seed)
+    # The same row five times: clusters that start empty restart elsewhere.
+    initial = start(rows, 0, 0, 0, 0, 0, 1, 2)
+    blocks = cut_blocks([rows], BLOCK)
+    for options in ({"initial": initial}, {"seed": seed}):
+        found = kmeans.fit(blocks, 7, algorithm=algorithm, tolerance=0.0, **options)
+        falls = np.diff(found.history) / found.history[0]
+        assert found.iterations > 3
+        assert falls.max() <= 1e-7
+        assert int((found.counts == 0).sum()) == 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", (np.float16, np.float32, np.float64))
+def test_planted_mixture_is_recovered(algorithm: Any, dtype: Any) -> None:
+    rows, truth = mixture(0.05, dtype)
+    blocks = cut_blocks([rows], BLOCK)
+    found = kmeans.fit(blocks, 8, algorithm=algorithm, restarts=2)
+    labels = assign(blocks, found.centroids, algorithm=algorithm).labels[:, 0]
+    assert adjusted_mutual_info_score(truth, labels) == pytest.approx(1.0, abs=1e-12)
+    assert found.centroids.dtype == torch.float32
+
+
+def test_float16_sums_are_made_wide() -> None:
+    """20,000 equal rows: a float16 sum would stop at 2048, a float32 sum would drift."""
+    rows = np.full((20_000, 2), 0.70703125, dtype=np.float16)
+    rows[10_000:] = [0.9, -0.43603516]
+    found = kmeans.fit(cut_blocks([rows]), 2, algorithm="euclidean")
+    assert sorted(found.centroids.tolist()) == sorted(rows[[0, -1]].astype(np.float64).tolist())
+    assert found.inertia == pytest.approx(0.0, abs=1e-6)
+
+
+def test_spherical_labels_do_not_depend_on_length() -> None:
+    rows = noise()
+    lengths = 2.0 ** np.random.default_rng(0).integers(-6, 7, size=(len(rows), 1))
+    found = kmeans.fit(cut_blocks([rows], BLOCK), 5)
+    scaled = kmeans.fit(cut_blocks([(rows * lengths).astype(np.float32)], BLOCK), 5)
+    assert torch.equal(found.centroids, scaled.centroids)
+    norms = torch.linalg.vector_norm(found.centroids.double(), dim=1)
+    torch.testing.assert_close(norms, torch.ones(5, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_order_of_rows_does_not_matter(algorithm: Any) -> None:
+    rows = noise()
+    shuffled = np.random.default_rng(5).permutation(len(rows))
+    options: dict[str, Any] = {"algorithm": algorithm, "initial": start(rows, 0, 1, 2, 3)}
+    found = kmeans.fit(cut_blocks([rows], BLOCK), 4, **options)
+    again = kmeans.fit(cut_blocks([rows[shuffled]], BLOCK), 4, **options)
+    torch.testing.assert_close(found.centroids, again.centroids, atol=1e-6, rtol=0)
+    assert found.inertia == pytest.approx(again.inertia, rel=1e-7)
+
+
+def test_threads_and_cache_do_not_change_a_bit() -> None:
+    rows = noise(1500, 64).astype(np.float16)
+    options: dict[str, Any] = {"restarts": 2, "init_samples": 700}
+    results = []
+    for threads, cache_bytes in ((1, None), (1, 0), (2, 50_000), (3, 0)):
+        with num_threads(threads):
+            blocks = cut_blocks([rows[:800], rows[800:]], BLOCK)
+            results.append(kmeans.fit(blocks, 9, cache_bytes=cache_bytes, **options))
+            assert torch.get_num_threads() == threads
+    for other in results[1:]:
+        assert torch.equal(other.centroids, results[0].centroids)
+        assert other.history == results[0].history
+
+
+def test_starts_are_seeded_and_the_best_wins() -> None:
+    blocks = cut_blocks([noise()], BLOCK)
+    one = [kmeans.fit(blocks, 9, seed=[7, 1], restarts=n) for n in (1, 5, 5)]
+    assert one[1].inertia <= one[0].inertia
+    assert torch.equal(one[1].centroids, one[2].centroids)
+    assert one[1].restart == one[2].restart
+    assert not torch.equal(one[0].centroids, kmeans.fit(blocks, 9, seed=[7, 2]).centroids)
+
+
+def test_a_subsample_can_start_it() -> None:
+    """Of 5000 rows 1024 (256 per cluster) are looked at, and still the clusters are found."""
+    rows = np.tile(mixture(0.05)[0], (9, 1))[:5000]
+    found = kmeans.fit(cut_blocks([rows], BLOCK), 4, init_samples=0, max_iterations=0)
+    assert found.iterations == 0
+    assert found.counts.sum() == 5000
+    distances = slow_distances(rows, found.centroids, "spherical")
+    assert (distances.min(axis=0) < 1e-6).all()  # centroids are rows
+
+
+def test_masked_rows_take_no_part() -> None:
+    rows, truth = mixture(0.05)
+    valid = np.random.default_rng(2).random(len(rows)) < 0.8
+    valid[:BLOCK] = False  # a whole block
+    spoilt = rows.copy()
+    spoilt[~valid] = np.nan
+    options: dict[str, Any] = {"initial": start(rows, *np.unique(truth, return_index=True)[1])}
+    found = kmeans.fit(cut_blocks([spoilt], BLOCK), 8, valid=valid, **options)
+    alone = kmeans.fit(cut_blocks([rows[valid]], BLOCK), 8, **options)
+    torch.testing.assert_close(found.centroids, alone.centroids, atol=1e-6, rtol=0)
+    assert found.counts.sum() == valid.sum()
+    near = assign(cut_blocks([spoilt], BLOCK), found.centroids, valid=valid, labels_per_sample=2)
+    assert (near.labels[~valid] == -1).all() and (near.distances[~valid] == 0).all()
+    assert (near.labels[valid] >= 0).all()
+
+
+def test_an_empty_cluster_restarts_at_the_farthest_row_of_the_largest() -> None:
+    """Two far rows belong to the large cluster; the farther one is where cluster 1 restarts."""
+    rows = np.array([[0, 0], [0, 1], [1, 0], [6, 0], [8, 0], [50, 0], [52, 0]], dtype=np.float32)
+    initial = torch.tensor([[1.0, 0.0], [-900.0, 0.0], [51.0, 0.0]])
+    once = kmeans.fit(
+        cut_blocks([rows], 3), 3, algorithm="euclidean", initial=initial, max_iterations=1
+    )
+    assert once.centroids.tolist() == [[3.0, pytest.approx(0.2)], [8.0, 0.0], [51.0, 0.0]]
+    found = kmeans.fit(cut_blocks([rows], 3), 3, algorithm="euclidean", initial=initial)
+    assert found.counts.tolist() == [3, 2, 2]
+    # Of two equally far rows the first is taken, whatever the blocks.
+    tied = np.array([[0, 0], [3, 0], [-3, 0], [0, 1], [0, -1]], dtype=np.float32)
+    for rows_per_block in (1, 2, 5):
+        twice = kmeans.fit(
+            cut_blocks([tied], rows_per_block),
+            2,
+            algorithm="euclidean",
+            initial=torch.tensor([[0.0, 0.0], [0.0, 99.0]]),
+            max_iterations=1,
+        )
+        assert twice.centroids[1].tolist() == [3.0, 0.0]
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_more_clusters_than_rows_or_distinct_rows(algorithm: Any) -> None:
+    rows = noise(20)
+    with pytest.raises(ValueError, match="is 21, but there are 20 usable rows: set cluster.num"):
+        kmeans.fit(cut_blocks([rows]), 21, algorithm=algorithm)
+    with pytest.raises(ValueError, match="is 11, but there are 10 usable rows"):
+        kmeans.fit(cut_blocks([rows]), 11, algorithm=algorithm, valid=np.arange(20) < 10)
+    with pytest.raises(ValueError, match="num_clusters is 0"):
+        kmeans.fit(cut_blocks([rows]), 0, algorithm=algorithm)
+    repeated = np.repeat(rows[:3], 40, axis=0)
+    assert kmeans.fit(cut_blocks([repeated]), 3, algorithm=algorithm).counts.tolist() == [40] * 3
+    with pytest.raises(ValueError, match="is 4, but there are only 3 distinct usable rows"):
+        kmeans.fit(cut_blocks([repeated]), 4, algorithm=algorithm)
+    # As directions, rows of another length are not distinct.
+    if algorithm == "spherical":
+        longer = repeated * np.linspace(0.5, 3.0, len(repeated), dtype=np.float32)[:, None]
+        with pytest.raises(ValueError, match="only 3 distinct usable rows"):
+            kmeans.fit(cut_blocks([longer]), 4, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_that_are_not_finite(algorithm: Any) -> None:
+    rows = noise(300)
+    rows[7, 2], rows[299, 0], rows[299, 1] = np.nan, np.inf, np.nan
+    centroids = torch.eye(16)[:3]
+    with pytest.raises(ValueError, match="2 of 300 rows hold NaN or infinite values"):
+        kmeans.fit(cut_blocks([rows], BLOCK), 3, algorithm=algorithm)
+    with pytest.raises(ValueError, match="2 of 300 rows hold NaN or infinite values"):
+        assign(cut_blocks([rows], BLOCK), centroids, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_too_long_for_float32(algorithm: Any) -> None:
+    """Their values are finite, their squares are not; a distance would be infinite."""
+    rows = noise(300)
+    rows[[7, 299]] *= np.float32(1e20)
+    with pytest.raises(ValueError, match="2 of 300 rows .* too long for float32"):
+        kmeans.fit(cut_blocks([rows], BLOCK), 3, algorithm=algorithm)
+    with pytest.raises(ValueError, match="2 of 300 rows .* too long for float32"):
+        assign(cut_blocks([rows], BLOCK), torch.eye(16)[:3], algorithm=algorithm)
+    rows[[7, 299]] *= np.float32(1e-4)
+    found = kmeans.fit(cut_blocks([rows], BLOCK), 3, algorithm=algorithm)
+    assert np.isfinite(found.inertia) and found.inertia > 0.0
+
+
+def test_shapes_that_do_not_fit() -> None:
+    rows = noise(30)
+    with pytest.raises(ValueError, match="blocks of float32 .*8.*wanted float rows"):
+        kmeans.fit([rows, rows[:, :8]], 2)
+    with pytest.raises(ValueError, match="blocks of int64"):
+        kmeans.fit([rows.astype(np.int64)], 2)
+    with pytest.raises(ValueError, match="blocks of nothing"):
+        kmeans.fit([], 2)
+    with pytest.raises(ValueError, match="valid has 29 rows, the blocks have 30"):
+        kmeans.fit([rows], 2, valid=np.ones(29, dtype=bool))
+    with pytest.raises(ValueError, match=r"initial is \[3, 16\]: wanted \[2, 16\]"):
+        kmeans.fit([rows], 2, initial=start(rows, 0, 1, 2))
+    with pytest.raises(ValueError, match=r"centroids are \[2, 8\]: wanted \[K, 16\]"):
+        assign([rows], torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="labels_per_sample is 3: wanted 1 to 2"):
+        assign([rows], start(rows, 0, 1), labels_per_sample=3)
+    with pytest.raises(ValueError, match="'cosine': wanted 'spherical' or 'euclidean'"):
+        kmeans.fit([rows], 2, algorithm="cosine")  # type: ignore[arg-type]
+
+
+# --- blocks ---
+
+
+def test_blocks_never_cross_two_arrays() -> None:
+    arrays = [noise(5), noise(3, seed=1), noise(0, seed=2), noise(4, seed=3)]
+    blocks = cut_blocks(arrays, 2)
+    assert [len(block) for block in blocks] == [2, 2, 1, 2, 1, 2, 2]
+    assert np.array_equal(np.concatenate(blocks), np.concatenate(arrays))
+    assert all(block.base is not None for block in blocks)
+
+
+def test_npy_blocks_equal_arrays_and_hold_no_files(tmp_path: Path) -> None:
+    arrays = [noise(5), noise(0, seed=2), noise(4, seed=3)]
+    paths = [tmp_path / f"{number}.npy" for number in range(len(arrays))]
+    for path, array in zip(paths, arrays, strict=True):
+        np.save(path, array)
+    blocks = NpyBlocks(paths, 2)
+    assert blocks.num_rows == [5, 0, 4]
+    for found, wanted in zip(blocks, cut_blocks(arrays, 2), strict=True):
+        assert np.array_equal(found, wanted)
+    assert [len(block) for block in blocks[1:3]] == [2, 1]
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+    del found
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert str(tmp_path) not in maps.read_text()

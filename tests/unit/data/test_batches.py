@@ -1,0 +1,522 @@
+"""Batches of a stage: one global batch for any number of ranks and workers, and replacements."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Container, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from mclclip.data.batches import Batch, TrainingBatches, keyed_rng
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import truncate
+from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard, write_tables
+from mclclip.data.samples import TextFeatures
+from mclclip.data.shard_scan import Findings
+from mclclip.data.shard_writer import PackedSample, write_shards
+
+NUM_SAMPLES, RADICES = 240, (3, 2)
+LABELS = np.sort(np.random.default_rng(5).integers(0, 6, NUM_SAMPLES))[
+    np.random.default_rng(6).permutation(NUM_SAMPLES)
+].astype(np.int64)
+
+
+def png(number: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (4, 4), (number % 256, number // 256, 7)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def make_index(directory: Path, bad: set[int], bare: Container[int] = ()) -> SampleIndex:
+    """240 samples of one to four captions; ``bad`` ones are no images, ``bare`` have no caption."""
+    samples = [
+        PackedSample(
+            f"{number:05d}",
+            b"broken" if number in bad else png(number),
+            "png",
+            [f"{number} caption {k}" for k in range(1 + number % 4) if number not in bare],
+        )
+        for number in range(NUM_SAMPLES)
+    ]
+    paths = write_shards(samples, directory / "shards", 50)
+    scans = [scan_shard(str(path), "test", "json:captions").rows for path in paths]
+    stops = np.cumsum([len(rows) for rows in scans]).tolist()
+    shards = [
+        Shard(str(path), "test", "json:captions", stop - len(rows), stop, path.stat().st_size)
+        for path, rows, stop in zip(paths, scans, stops, strict=True)
+    ]
+    (directory / "index").mkdir()
+    digest = write_tables(directory / "index", join_rows(None, 0, scans, Findings()), shards)
+    return SampleIndex(directory / "index", digest)
+
+
+def augment(image: Image.Image) -> torch.Tensor:
+    """Pixels plus draws from all three global generators."""
+    noise = torch.rand(()) + random.random() + float(np.random.random())
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).to(torch.float64) + noise
+
+
+def plain(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def tokenize(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([list(text.encode()[:24].ljust(24)) for text in texts])
+
+
+def text_of(row: torch.Tensor) -> str:
+    return bytes(row.tolist()).decode().strip()
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
+    return make_index(tmp_path_factory.mktemp("good"), set())
+
+
+BAD = set(np.random.default_rng(7).choice(NUM_SAMPLES, 60, replace=False).tolist())
+
+
+@pytest.fixture(scope="module")
+def bad_index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
+    """A quarter of all samples cannot be decoded."""
+    return make_index(tmp_path_factory.mktemp("bad"), BAD)
+
+
+def make(index: SampleIndex, **changes: Any) -> TrainingBatches:
+    options: dict[str, Any] = dict(
+        index=index,
+        grouped=GroupedIndex.build(LABELS, RADICES),
+        transform=augment,
+        reads_captions=True,
+        tokenizer=tokenize,
+        global_batch=16,
+        policy="backoff",
+        order="round_robin",
+        seed=3,
+        stage=1,
+        max_image_pixels=10_000,
+    )
+    return TrainingBatches(**(options | changes))
+
+
+def assert_equal(left: Batch, right: Batch) -> None:
+    for item in fields(Batch):
+        a, b = getattr(left, item.name), getattr(right, item.name)
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype and torch.equal(a, b), item.name
+        elif item.name == "views":
+            assert all(map(torch.equal, a, b)) and len(a) == len(b), item.name
+        else:
+            assert a == b, item.name
+
+
+def steps_of(batches: TrainingBatches, num_epochs: int = 2) -> Iterator[int]:
+    yield from range(num_epochs * batches.steps_per_epoch)
+
+
+# --- randomness --------------------------------------------------------------------------------
+
+
+def draws() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.random())
+
+
+def test_keyed_rng_starts_from_the_key_and_restores_what_was() -> None:
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    wanted = [draws(), draws()]
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert draws() == wanted[0]
+    with keyed_rng(2**64 - 1):
+        inside = draws()
+    with pytest.raises(KeyError), keyed_rng(5):
+        draws()
+        raise KeyError
+    assert draws() == wanted[1]
+    with keyed_rng(2**64 - 1):
+        assert draws() == inside
+    with keyed_rng(2**64 - 2):
+        other = draws()
+    assert all(a != b for a, b in zip(inside, other, strict=True))
+
+
+def test_batches_neither_read_nor_move_the_global_generators(index: SampleIndex) -> None:
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    wanted = draws()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    first = make(index)[4]
+    assert draws() == wanted
+    assert_equal(make(index)[4], first)
+
+
+def test_order_of_the_steps_does_not_matter(index: SampleIndex) -> None:
+    batches = make(index)
+    forward = {step: batches[step] for step in steps_of(batches)}
+    other = make(index)
+    for step in np.random.default_rng(0).permutation(len(forward)).tolist():
+        assert_equal(other[step], forward[step])
+
+
+def test_augmentation_depends_on_sample_epoch_stage_and_seed_alone(index: SampleIndex) -> None:
+    def offsets(**changes: Any) -> dict[int, float]:
+        """What `augment` added to each sample, over a whole epoch."""
+        batches = make(index, **changes)
+        epoch = batches.steps_per_epoch * changes.pop("epoch", 0)
+        found = {}
+        for step in range(epoch, epoch + batches.steps_per_epoch):
+            batch = batches[step]
+            for sample_id, image in zip(batch.sample_id.tolist(), batch.views[0], strict=True):
+                found[sample_id] = float(image[0, 0, 0]) - sample_id % 256
+        return found
+
+    base = offsets()
+    assert len(set(base.values())) == len(base)
+    # Another batch size and another plan: the same sample is augmented the same way.
+    for changes in ({"global_batch": 24}, {"policy": "drop"}, {"order": "proportional"}):
+        other = offsets(**changes)
+        assert all(other[i] == base[i] for i in other.keys() & base.keys())
+    for changes in ({"seed": 4}, {"stage": 2}):
+        other = offsets(**changes)
+        assert all(other[i] != base[i] for i in other.keys() & base.keys())
+    batches = make(index)
+    second = {}
+    for step in range(batches.steps_per_epoch, 2 * batches.steps_per_epoch):
+        batch = batches[step]
+        for sample_id, image in zip(batch.sample_id.tolist(), batch.views[0], strict=True):
+            second[sample_id] = float(image[0, 0, 0]) - sample_id % 256
+    assert all(second[i] != base[i] for i in second.keys() & base.keys())
+
+
+# --- what a batch holds ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["drop", "backoff", "mask"])
+@pytest.mark.parametrize("order", ["round_robin", "proportional"])
+def test_a_batch_is_what_the_plan_says(index: SampleIndex, policy: Any, order: Any) -> None:
+    batches = make(index, policy=policy, order=order, transform=plain)
+    for step in steps_of(batches):
+        epoch, epoch_step = divmod(step, batches.steps_per_epoch)
+        plan = EpochPlan(batches.grouped, 16, policy, order, 3, 1, epoch)
+        batch = batches[step]
+        planned = plan.batch(epoch_step)
+        ids = planned.ids
+        assert batch.sample_id.tolist() == ids.tolist() and batch.step == step and len(batch) == 16
+        assert batch.sample_id.dtype == batch.labels.dtype == torch.int64
+        wanted = truncate(LABELS[ids], RADICES, planned.prefix_length)
+        assert batch.labels.shape == (16, 1) and batch.labels[:, 0].tolist() == wanted.tolist()
+        assert batch.group_size == planned.group_size
+        assert batch.views[0][:, 0, 0, 0].tolist() == ids.tolist()
+        assert batch.text is not None and batch.text_features is None and batch.replaced == {}
+        numbers = batches.caption_numbers(ids, epoch).tolist()
+        for row, sample_id, number in zip(batch.text, ids.tolist(), numbers, strict=True):
+            assert text_of(row) == f"{sample_id} caption {number}"
+
+
+def test_every_caption_is_drawn_in_its_turn(index: SampleIndex) -> None:
+    batches = make(index)
+    ids = list(range(4, 24))
+    numbers = np.stack([batches.caption_numbers(ids, epoch) for epoch in range(200)], axis=1)
+    for row, sample_id in zip(numbers, ids, strict=True):
+        num_captions = 1 + sample_id % 4
+        counts = np.bincount(row, minlength=num_captions)
+        assert len(counts) == num_captions
+        assert np.abs(counts - 200 / num_captions).max() < 40
+    for changes in ({"stage": 2}, {"seed": 4}):
+        other = make(index, **changes).caption_numbers(ids, 0)
+        assert other.tolist() != numbers[:, 0].tolist()
+
+
+def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for number, shard in enumerate(index.shards):
+        ids = range(shard.start, shard.stop)
+        rows = [(i, k) for i in ids for k in range(int(index.num_captions[i]))]
+        np.save(tmp_path / "text" / f"{number:05d}.npy", np.array(rows, dtype=np.float16))
+    features = TextFeatures(tmp_path / "text", index)
+    cached, live = make(index, text_features=features), make(index)
+    for step in steps_of(live):
+        with_features, with_text = cached[step], live[step]
+        assert with_features.text is None and with_features.text_features is not None
+        assert with_text.text is not None
+        assert with_features.text_features.dtype == torch.float32
+        for (sample_id, number), row in zip(
+            with_features.text_features.long().tolist(), with_text.text, strict=True
+        ):
+            assert text_of(row) == f"{sample_id} caption {number}"
+        assert torch.equal(with_features.views[0], with_text.views[0])
+
+
+def test_images_alone_and_no_labels(index: SampleIndex) -> None:
+    grouped = GroupedIndex.build(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
+    batch = make(index, reads_captions=False, grouped=grouped)[0]
+    assert batch.text is None and batch.text_features is None
+    assert batch.labels.tolist() == [[0]] * 16
+
+
+# --- ranks, workers, resuming ------------------------------------------------------------------
+
+
+def joined(parts: list[Batch]) -> Batch:
+    assert all(part.text is not None for part in parts)
+    replaced: dict[int, str] = {}
+    for part in parts:
+        replaced |= part.replaced
+    return Batch(
+        views=[torch.cat(views) for views in zip(*(part.views for part in parts), strict=True)],
+        labels=torch.cat([part.labels for part in parts]),
+        sample_id=torch.cat([part.sample_id for part in parts]),
+        step=parts[0].step,
+        group_size=parts[0].group_size,
+        text=torch.cat([part.text for part in parts if part.text is not None]),
+        replaced=replaced,
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("which", ["index", "bad_index"])
+@pytest.mark.parametrize("policy", ["backoff", "mask"])
+def test_the_ranks_together_have_the_single_process_batch(
+    which: str, policy: Any, world_size: int, request: pytest.FixtureRequest
+) -> None:
+    index = request.getfixturevalue(which)
+    single = make(index, policy=policy)
+    ranks = [
+        make(index, policy=policy, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    for step in steps_of(single):
+        parts = [batches[step] for batches in ranks]
+        assert all(len(part) == 16 // world_size for part in parts)
+        assert_equal(joined(parts), single[step])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_workers_and_a_later_start_change_nothing(
+    bad_index: SampleIndex, num_workers: int, tmp_path: Path
+) -> None:
+    GroupedIndex.build(LABELS, RADICES).save(tmp_path)
+    batches = make(bad_index, grouped=GroupedIndex.open(tmp_path))
+    total = 2 * batches.steps_per_epoch
+    reference = make(bad_index)
+    for start in (0, batches.steps_per_epoch - 1):
+        loader = DataLoader(
+            batches, batch_size=None, sampler=range(start, total), num_workers=num_workers
+        )
+        found = list(loader)
+        assert [batch.step for batch in found] == list(range(start, total))
+        for batch in found:
+            assert_equal(batch, reference[batch.step])
+
+
+def test_spawned_workers(bad_index: SampleIndex) -> None:
+    loader = DataLoader(
+        make(bad_index),
+        batch_size=None,
+        sampler=range(3),
+        num_workers=1,
+        multiprocessing_context="spawn",
+    )
+    reference = make(bad_index)
+    for batch in loader:
+        assert_equal(batch, reference[batch.step])
+
+
+# Reads a batch and ends with its loader alive.
+PROGRAM = """
+import sys
+from torch.utils.data import DataLoader
+from mclclip.data.sample_index import SampleIndex
+from mclclip.ranks.process_group import start_loader_worker
+from tests.unit.data.test_batches import make
+
+if __name__ == "__main__":
+    directory, digest, method, persistent, how = sys.argv[1:]
+    loader = DataLoader(
+        make(SampleIndex(directory, digest)),
+        batch_size=None,
+        sampler=range(100),
+        num_workers=2,
+        worker_init_fn=start_loader_worker,
+        multiprocessing_context=method,
+        persistent_workers=persistent == "persistent",
+    )
+    batches = iter(loader)
+    print(next(batches).step)
+    if how == "raise":
+        raise KeyError("its own error")
+    if how == "exit":
+        sys.exit(7)
+    for batch in batches:
+        break
+"""
+ENDS = {"break": 0, "exit": 7, "raise": 1}
+
+
+def check_end(index: SampleIndex, folder: Path, method: str, persistent: str, how: str) -> None:
+    (folder / "program.py").write_text(PROGRAM)
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, folder / "program.py", index.directory, index.digest]
+        + [method, persistent, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    assert (done.returncode, done.stdout) == (ENDS[how], "0\n")
+    said = done.stderr.strip()
+    assert said.endswith("KeyError: 'its own error'") if how == "raise" else not said
+
+
+def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: Path) -> None:
+    check_end(index, tmp_path, "fork", "persistent", "raise")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(
+    ("method", "persistent"),
+    [("fork", "passing"), ("spawn", "passing"), ("spawn", "persistent"), ("forkserver", "passing")],
+)
+def test_a_program_that_stops_reading_ends(
+    index: SampleIndex, tmp_path: Path, method: str, persistent: str, how: str
+) -> None:
+    check_end(index, tmp_path, method, persistent, how)
+
+
+def test_moving_a_batch(index: SampleIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make(index)[0]
+    moved = batch.to("meta")
+    assert (
+        all(view.is_meta for view in moved.views)
+        and moved.labels.is_meta
+        and moved.sample_id.is_meta
+    )
+    assert moved.text is not None and moved.text.is_meta and moved.text_features is None
+    assert (moved.step, moved.group_size, moved.replaced) == (0, batch.group_size, {})
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    assert_equal(batch.pin_memory(), batch)
+    assert len(pinned) == 4
+
+
+# --- replacement -------------------------------------------------------------------------------
+
+
+def check_replacements(batches: TrainingBatches, num_epochs: int) -> tuple[int, int]:
+    """The rule, written out slowly for one process; returns (replaced, of these in their leaf)."""
+    grouped, size = batches.grouped, batches.global_batch
+    position_of = {int(i): q for q, i in enumerate(grouped.sample_ids)}
+    num_replaced = num_in_leaf = 0
+    for step in steps_of(batches, num_epochs):
+        epoch, epoch_step = divmod(step, batches.steps_per_epoch)
+        plan = batches.plan(epoch)
+        planned, batch = plan.batch(epoch_step).ids.tolist(), batches[step]
+        prefix_length = plan.batch(epoch_step).prefix_length
+        got = batch.sample_id.tolist()
+        assert len(set(got)) == size and not BAD & set(got)
+        assert batch.replaced == {i: "unidentified" for i in planned if i in BAD}
+        labels = truncate(LABELS[got], RADICES, prefix_length)
+        assert batch.labels[:, 0].tolist() == labels.tolist()
+        assert batch.views[0][:, 0, 0, 0].tolist() == got
+        for column, (before, after) in enumerate(zip(planned, got, strict=True)):
+            if before not in BAD:
+                assert after == before
+                continue
+            usable = [
+                int(i)
+                for q, i in enumerate(grouped.sample_ids)
+                if q % size == column and int(i) not in BAD and int(i) not in planned
+            ]
+            shared = [common_prefix(LABELS[i], LABELS[before]) for i in usable]
+            assert position_of[after] % size == column
+            assert common_prefix(LABELS[after], LABELS[before]) == max(shared)
+            num_replaced += 1
+            num_in_leaf += int(LABELS[after] == LABELS[before])
+    return num_replaced, num_in_leaf
+
+
+def common_prefix(left: int, right: int) -> int:
+    values = np.array([left, right], dtype=np.int64)
+    return max(n for n in range(3) if len(set(truncate(values, RADICES, n).tolist())) == 1)
+
+
+@pytest.mark.parametrize("policy", ["drop", "backoff", "mask"])
+@pytest.mark.parametrize("global_batch", [4, 8, 16])
+def test_replacements_follow_the_rule(
+    bad_index: SampleIndex, policy: Any, global_batch: int
+) -> None:
+    batches = make(bad_index, policy=policy, global_batch=global_batch, transform=plain)
+    num_replaced, num_in_leaf = check_replacements(batches, 2)
+    assert num_replaced > 50
+    assert num_in_leaf > (0.9 if global_batch == 4 else 0.3) * num_replaced
+
+
+def test_replacements_are_spread_and_change_with_the_epoch(bad_index: SampleIndex) -> None:
+    batches = make(bad_index, global_batch=4, transform=plain, reads_captions=False)
+    by_sample: dict[int, set[int]] = {}
+    for step in steps_of(batches, 12):
+        epoch, epoch_step = divmod(step, batches.steps_per_epoch)
+        planned = batches.plan(epoch).batch(epoch_step).ids.tolist()
+        for before, after in zip(planned, batches[step].sample_id.tolist(), strict=True):
+            if before in BAD:
+                by_sample.setdefault(before, set()).add(after)
+    assert np.mean([len(found) for found in by_sample.values()]) > 4
+
+
+def test_replacements_are_deterministic_and_known_bad_ids_change_nothing(
+    bad_index: SampleIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignorant, knowing = make(bad_index), make(bad_index, bad_ids=np.array(sorted(BAD)))
+    tried: list[int] = []
+    read_many = knowing.dataset.read_many
+
+    def recording(ids: Any) -> Any:
+        if len(ids) == 1:
+            tried.extend(int(i) for i in ids)
+        return read_many(ids)
+
+    monkeypatch.setattr(knowing.dataset, "read_many", recording)
+    for step in steps_of(ignorant):
+        assert_equal(knowing[step], ignorant[step])
+    assert tried and not BAD & set(tried)
+
+
+def test_no_sample_left_is_a_clear_error(tmp_path: Path) -> None:
+    index = make_index(tmp_path, {11})
+    for global_batch in (240, 200):  # 200: some columns have a second candidate, 11's may not
+        batches = make(index, global_batch=global_batch, policy="backoff", transform=plain)
+        outcomes = set()
+        for step in range(8):
+            try:
+                outcomes.add(11 in batches[step].replaced)
+            except RuntimeError as error:
+                assert "sample test/00011 is unusable (unidentified)" in str(error)
+                assert "lower the global batch" in str(error)
+                outcomes.add(None)
+        assert None in outcomes
+        assert global_batch == 240 or True in outcomes
+
+
+def test_wrong_arithmetic_is_refused(index: SampleIndex) -> None:
+    with pytest.raises(ValueError, match="global_batch is 16 and world_size 3"):
+        make(index, world_size=3)
+    with pytest.raises(ValueError, match="rank is 2, wanted 0 <= rank < world_size = 2"):
+        make(index, rank=2, world_size=2)
+    with pytest.raises(IndexError, match="step is -1"):
+        make(index)[-1]

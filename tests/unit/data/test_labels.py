@@ -1,0 +1,296 @@
+"""Pseudo labels against their definition, one sample at a time."""
+
+import json
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mclclip.cluster import ami
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import (
+    combine_stages,
+    compact,
+    group_statistics,
+    join_by_key,
+    label_space,
+    split_stages,
+    truncate,
+)
+
+stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def clusterings(draw: st.DrawFn) -> tuple[list[np.ndarray], list[int]]:
+    """Cluster labels of 1 to 4 stages with their radices; some samples lack labels."""
+    radices = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    rows = draw(st.integers(0, 40))
+    column = [st.lists(st.integers(-1, k - 1), min_size=rows, max_size=rows) for k in radices]
+    return [np.array(draw(values), dtype=np.int64) for values in column], radices
+
+
+@stable
+@given(clusterings())
+def test_prefix_labels_are_the_mixed_radix_number_of_the_stages(case) -> None:
+    stages, radices = case
+    labels, used = combine_stages(stages, radices)
+    assert used == tuple(radices) and labels.dtype == np.int64
+    for row, label in enumerate(labels.tolist()):
+        expected = 0
+        for stage, radix in zip(stages, radices, strict=True):
+            expected = expected * radix + int(stage[row])
+        outside = any(stage[row] < 0 for stage in stages)
+        assert label == (-1 if outside else expected)
+        assert label < np.prod(radices)
+
+
+@stable
+@given(clusterings())
+def test_labels_and_tuples_are_in_bijection(case) -> None:
+    stages, radices = case
+    labels, _ = combine_stages(stages, radices)
+    inside = labels >= 0
+    for stage, digits in zip(stages, split_stages(labels, radices), strict=True):
+        assert np.array_equal(digits[inside], stage[inside])
+        assert (digits[~inside] == -1).all()
+    assert np.array_equal(combine_stages(split_stages(labels, radices), radices)[0], labels)
+    tuples = set(zip(*(stage[inside].tolist() for stage in stages), strict=True))
+    assert len(tuples) == len(np.unique(labels[inside]))
+    assert len(tuples) <= min(label_space(radices), max(len(labels), 1))
+
+
+@stable
+@given(clusterings())
+def test_the_prefix_of_a_label_is_the_label_of_the_stages_before(case) -> None:
+    stages, radices = case
+    labels, _ = combine_stages(stages, radices)
+    inside = labels >= 0
+    for length in range(len(radices) + 1):
+        short = truncate(labels, radices, length)
+        assert (short[~inside] == -1).all()
+        if length == 0:
+            assert (short[inside] == 0).all()
+        else:
+            before, _ = combine_stages(stages[:length], radices[:length])
+            assert np.array_equal(short[inside], before[inside])
+    assert np.array_equal(truncate(labels, radices, len(radices)), labels)
+
+
+@stable
+@given(clusterings())
+def test_last_labels_are_those_of_the_last_stage(case) -> None:
+    stages, radices = case
+    labels, used = combine_stages(stages, radices, "last")
+    outside = np.any([stage < 0 for stage in stages], axis=0)
+    assert used == (radices[-1],)
+    assert np.array_equal(labels, np.where(outside, -1, stages[-1]))
+    assert np.array_equal(labels < 0, combine_stages(stages, radices)[0] < 0)
+
+
+@stable
+@given(clusterings())
+def test_compacting_keeps_which_samples_share_a_label(case) -> None:
+    stages, radices = case
+    labels, _ = combine_stages(stages, radices)
+    small = compact(labels)
+    assert np.array_equal(small < 0, labels < 0)
+    inside = labels >= 0
+    pairs = set(zip(labels[inside].tolist(), small[inside].tolist(), strict=True))
+    groups = sorted(set(labels[inside].tolist()))
+    assert sorted(pairs) == list(zip(groups, range(len(groups)), strict=True))
+
+
+@stable
+@given(clusterings(), st.randoms(use_true_random=False))
+def test_labels_follow_the_key_not_the_row(case, random) -> None:
+    stages, radices = case
+    keys = [f"source/{row}" for row in range(len(stages[0]))]
+    order = list(range(len(keys)))
+    random.shuffle(order)
+    shuffled_keys = [keys[row] for row in order]
+    shuffled, _ = combine_stages([stage[order] for stage in stages], radices)
+    labels, _ = combine_stages(stages, radices)
+    assert np.array_equal(join_by_key(shuffled_keys, shuffled, keys), labels)
+
+
+def test_join_by_key_moves_whole_rows() -> None:
+    values = np.arange(6).reshape(3, 2)
+    joined = join_by_key(["a", "b", "c"], values, ["c", "a", "b"])
+    assert joined.tolist() == [[4, 5], [0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "keys_from, keys_to, message",
+    [
+        (["a", "b"], ["a", "b", "c", "d"], "2 of the 4 samples wanted have no row"),
+        (["a", "b", "c"], ["a"], "2 of 3 rows belong to no sample"),
+        (["a", "a"], ["a"], "1 keys are repeated"),
+        (["a"], ["a", "a"], "1 keys are repeated"),
+    ],
+)
+def test_a_join_of_other_keys_stops_with_counts(keys_from, keys_to, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        join_by_key(keys_from, np.arange(len(keys_from)), keys_to)
+
+
+def test_a_join_needs_one_row_per_key() -> None:
+    with pytest.raises(ValueError, match="2 rows for 1 keys"):
+        join_by_key(["a"], np.arange(2), ["a"])
+
+
+@pytest.mark.parametrize(
+    "stages, radices, mode, message",
+    [
+        ([], [], "prefix", "at least one stage"),
+        ([[0, 1]], [2, 2], "prefix", "1 arrays of cluster labels for 2 radices"),
+        ([[0, 1], [0]], [2, 2], "prefix", r"\[2, 1\] rows"),
+        ([[0, 2]], [2], "prefix", "stage 0 run from 0 to 2"),
+        ([[0, -2]], [2], "prefix", "run from -2"),
+        ([[0, 1]], [2], "first", "label_mode is 'first'"),
+        ([[0.0, 1.0]], [2], "prefix", "float64: wanted integers"),
+        ([[[0], [1]]], [2], "prefix", r"shape \(2, 1\)"),
+        ([[0]], [0], "prefix", "at least 1 cluster"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(stages, radices, mode, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        combine_stages([np.array(stage) for stage in stages], radices, mode)
+
+
+def test_labels_that_int64_cannot_hold_are_refused() -> None:
+    stages = [np.array([999_999])] * 4
+    with pytest.raises(ValueError, match="int64 holds"):
+        combine_stages(stages, [1_000_000] * 4)
+    assert combine_stages(stages, [1_000_000] * 4, "last")[0].tolist() == [999_999]
+    assert combine_stages(stages[:3], [1_000_000] * 3)[0].tolist() == [10**18 - 1]
+
+
+def test_a_prefix_length_outside_the_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match="prefix_length is 3: wanted 0 to 2"):
+        truncate(np.array([0]), (2, 2), 3)
+
+
+@stable
+@given(clusterings())
+def test_group_statistics_equal_counts_by_hand(case) -> None:
+    stages, radices = case
+    labels, used = combine_stages(stages, radices)
+    report = group_statistics(labels, used)
+    assert json.loads(json.dumps(report)) == report
+    sizes = sorted(Counter(label for label in labels.tolist() if label >= 0).values())
+    assert report["num_samples"] == sum(sizes)
+    assert report["num_outside"] == len(labels) - sum(sizes)
+    assert report["num_groups"] == len(sizes)
+    assert report["label_space"] == np.prod(radices)
+    if sizes:
+        assert (report["smallest"], report["largest"]) == (sizes[0], sizes[-1])
+        assert report["median"] == np.median(sizes)
+        assert report["max_share"] == pytest.approx(sizes[-1] / sum(sizes))
+        share = np.array(sizes) / sum(sizes)
+        entropy = -float((share * np.log(share)).sum())
+        assert report["effective_groups"] == pytest.approx(np.exp(entropy))
+        assert report["effective_groups"] <= len(sizes) + 1e-9
+
+
+def test_ami_knows_equal_renamed_and_independent_labels() -> None:
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 5, 3000)
+    renamed = np.array([3, 4, 0, 1, 2])[labels]
+    other = random.integers(0, 5, 3000)
+    assert ami(labels, labels) == pytest.approx(1)
+    assert ami(labels, renamed) == pytest.approx(1)
+    assert abs(ami(labels, other)) < 0.01
+    assert ami(labels, other) == pytest.approx(ami(other, labels))
+    assert ami(np.zeros(9, dtype=int), np.zeros(9, dtype=int)) == 1
+
+
+def test_ami_leaves_out_rows_without_a_label() -> None:
+    a = np.array([0, 0, 1, 1, -1, 0])
+    b = np.array([1, 1, 0, 0, 0, -1])
+    assert ami(a, b) == pytest.approx(1)
+    with pytest.raises(ValueError, match="none of the 2 samples"):
+        ami(np.array([-1, 0]), np.array([0, -1]))
+    with pytest.raises(ValueError, match="shapes"):
+        ami(a, b[:3])
+
+
+@stable
+@given(clusterings())
+def test_the_grouped_index_sorts_samples_by_label(case) -> None:
+    stages, radices = case
+    labels, used = combine_stages(stages, radices)
+    grouped = GroupedIndex.build(labels, used)
+    by_hand = sorted((label, row) for row, label in enumerate(labels.tolist()) if label >= 0)
+    assert grouped.sample_ids.tolist() == [row for _, row in by_hand]
+    assert grouped.group_labels.tolist() == sorted({label for label, _ in by_hand})
+    assert (grouped.num_samples, grouped.num_groups) == (len(by_hand), len(grouped.group_labels))
+    starts = grouped.group_starts
+    for group, label in enumerate(grouped.group_labels.tolist()):
+        members = grouped.sample_ids[starts[group] : starts[group + 1]]
+        assert members.tolist() == np.flatnonzero(labels == label).tolist()
+    for length in range(len(used) + 1):
+        for label in range(label_space(used[:length])):
+            start, stop = grouped.group_range(label, length)
+            wanted = np.flatnonzero(truncate(labels, used, length) == label)
+            assert sorted(grouped.sample_ids[start:stop].tolist()) == wanted.tolist()
+
+
+def test_no_radices_make_one_group() -> None:
+    grouped = GroupedIndex.build(np.array([0, -1, 0, 0]), ())
+    assert (grouped.num_groups, grouped.sample_ids.tolist()) == (1, [0, 2, 3])
+    with pytest.raises(ValueError, match="run from 0 to 1"):
+        GroupedIndex.build(np.array([0, 1]), ())
+
+
+def test_the_grouped_index_round_trips_through_the_disk(tmp_path: Path) -> None:
+    made = GroupedIndex.build(np.array([5, 0, -1, 3, 5, 0]), (2, 3))
+    made.save(tmp_path / "grouped")
+    opened = GroupedIndex.open(tmp_path / "grouped")
+    assert isinstance(opened.sample_ids, np.memmap) and not opened.sample_ids.flags.writeable
+    assert opened.radices == (2, 3)
+    for name in ("sample_ids", "group_starts", "group_labels"):
+        assert getattr(opened, name).dtype == np.int64
+        assert np.array_equal(getattr(opened, name), getattr(made, name))
+    assert opened.digest == made.digest
+    opened.save(tmp_path / "grouped")  # onto itself
+    assert GroupedIndex.open(tmp_path / "grouped").digest == made.digest
+
+
+def test_the_digest_names_the_contents() -> None:
+    indexes = [
+        GroupedIndex.build(np.array([0, 1, 2, 3]), (4,)),
+        GroupedIndex.build(np.array([0, 1, 2, 3]), (2, 2)),
+        GroupedIndex.build(np.array([0, 1, 3, 2]), (4,)),
+        GroupedIndex.build(np.array([0, 1, 2, -1]), (4,)),
+    ]
+    assert len({grouped.digest for grouped in indexes}) == 4
+    assert indexes[0].digest == GroupedIndex.build(np.arange(4), (4,)).digest
+
+
+def test_pickling_sends_the_path_where_there_is_one(tmp_path: Path) -> None:
+    made = GroupedIndex.build(np.zeros(50_000, dtype=np.int64), ())
+    made.save(tmp_path)
+    opened = GroupedIndex.open(tmp_path)
+    assert len(pickle.dumps(opened)) < 1000
+    for original in (made, opened):
+        copy = pickle.loads(pickle.dumps(original))
+        assert np.array_equal(copy.sample_ids, made.sample_ids) and copy.digest == made.digest
+
+
+def test_an_unfinished_or_mixed_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no finished grouped index"):
+        GroupedIndex.open(tmp_path)
+    GroupedIndex.build(np.array([0, 1, 1]), (2,)).save(tmp_path)
+    np.save(tmp_path / "sample_ids.npy", np.arange(2))
+    with pytest.raises(RuntimeError, match="its header says"):
+        GroupedIndex.open(tmp_path)
+
+
+def test_an_empty_index_can_be_saved(tmp_path: Path) -> None:
+    GroupedIndex.build(np.array([-1, -1]), (2,)).save(tmp_path)
+    assert GroupedIndex.open(tmp_path).num_samples == 0

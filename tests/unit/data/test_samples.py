@@ -1,0 +1,418 @@
+"""Reading samples: order, bounded handles, captions, bad samples, text embeddings."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from mclclip.data import samples as samples_module
+from mclclip.data.decode import decode_image
+from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard, write_tables
+from mclclip.data.samples import BadSample, RawSample, Sample, ShardReader, TarDataset, TextFeatures
+from mclclip.data.shard_scan import Findings
+from mclclip.data.shard_writer import PackedSample, write_shards
+
+LIMIT = 1_000_000
+NUM_SAMPLES, PER_SHARD = 23, 5
+
+
+def png(number: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (6, 4), (number % 256, 10, 20)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def captions_of(number: int) -> list[str]:
+    return [f"caption {k} of {number}" for k in range(1 + number % 3)]
+
+
+def packed(number: int, image: bytes | None = None) -> PackedSample:
+    return PackedSample(
+        f"{number:05d}", png(number) if image is None else image, "png", captions_of(number)
+    )
+
+
+def build_index(directory: Path, paths: list[Path], captions: str) -> SampleIndex:
+    directory.mkdir(parents=True, exist_ok=True)
+    scans = [scan_shard(str(path), "test", captions).rows for path in paths]
+    stops = np.cumsum([len(rows) for rows in scans]).tolist()
+    shards = [
+        Shard(str(path), "test", captions, stop - len(rows), stop, path.stat().st_size)
+        for path, rows, stop in zip(paths, scans, stops, strict=True)
+    ]
+    digest = write_tables(directory, join_rows(None, 0, scans, Findings()), shards)
+    return SampleIndex(directory, digest)
+
+
+def make_index(
+    directory: Path, bad: dict[int, bytes] | None = None, captions: str = "json:captions"
+) -> SampleIndex:
+    samples = [packed(number, (bad or {}).get(number)) for number in range(NUM_SAMPLES)]
+    paths = write_shards(samples, directory / "shards", PER_SHARD)
+    return build_index(directory / "index", paths, captions)
+
+
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def tokenize(texts: list[str]) -> torch.Tensor:
+    rows = [list(text.encode()[:24].ljust(24)) for text in texts]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+IMAGES: dict[str, Any] = dict(reads_captions=False, tokenizer=tokenize, max_image_pixels=LIMIT)
+TEXTS: dict[str, Any] = IMAGES | {"reads_captions": True}
+
+
+def colour(sample: Sample | BadSample) -> int:
+    assert isinstance(sample, Sample)
+    return int(sample.views[0][0, 0, 0])
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def test_samples_come_in_the_order_asked_and_are_read_in_the_order_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = TarDataset(make_index(tmp_path), to_tensor, **TEXTS)
+    places: list[tuple[int, int]] = []
+    read = dataset.reader.read
+
+    def recording_read(shard: int, offset: int, size: int) -> bytes:
+        places.append((shard, offset))
+        return read(shard, offset, size)
+
+    monkeypatch.setattr(dataset.reader, "read", recording_read)
+    ids = np.random.default_rng(0).permutation(NUM_SAMPLES).tolist() + [3, 3]
+    samples = dataset.__getitems__(ids)
+    assert [colour(sample) for sample in samples] == ids
+    assert [sample.sample_id for sample in samples] == ids
+    images = [place for place in places if place[1] in set(dataset.index.image_offset.tolist())]
+    assert images == sorted(images)
+
+
+def test_one_sample_and_the_whole_length(tmp_path: Path) -> None:
+    dataset = TarDataset(make_index(tmp_path), to_tensor, **TEXTS)
+    assert len(dataset) == NUM_SAMPLES
+    sample = dataset[7]
+    assert isinstance(sample, Sample)
+    assert sample.views[0].shape == (3, 4, 6)
+    assert sample.caption_number == 0 and sample.text is not None and sample.text_features is None
+    assert torch.equal(sample.text, tokenize(["caption 0 of 7"])[0])
+    for outside in (-1, NUM_SAMPLES):
+        with pytest.raises(IndexError, match=f"sample_id {outside}, the index has 0..22"):
+            dataset[outside]
+
+
+def test_image_alone_reads_no_captions(tmp_path: Path) -> None:
+    dataset = TarDataset(make_index(tmp_path), to_tensor, **IMAGES)
+    raw = dataset.read_many([4])[0]
+    assert isinstance(raw, RawSample) and raw.image == png(4) and raw.text == b""
+    sample = dataset[4]
+    assert isinstance(sample, Sample) and sample.text is None and sample.text_features is None
+    with pytest.raises(ValueError, match="reads_captions is True: wanted a tokenizer or text_feat"):
+        TarDataset(dataset.index, to_tensor, reads_captions=True, max_image_pixels=LIMIT)
+
+
+def test_an_image_is_decoded_once_for_all_its_views(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = TarDataset(make_index(tmp_path, {2: b"x"}), to_tensor, **TEXTS)
+    decoded, inside, seen = [], [""], []
+
+    def decode(data: bytes, max_image_pixels: int) -> Image.Image:
+        decoded.append(data)
+        return decode_image(data, max_image_pixels)
+
+    @contextmanager
+    def named(name: str) -> Iterator[None]:
+        inside.append(name)
+        yield
+        inside.pop()
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        seen.append(f"view {inside[-1]}")
+        return to_tensor(image) + len(seen)
+
+    def tokenizer(texts: list[str]) -> torch.Tensor:
+        seen.append(f"text {inside[-1]}")
+        return tokenize(texts)
+
+    monkeypatch.setattr(samples_module, "decode_image", decode)
+    dataset.transform, dataset.tokenizer = transform, tokenizer
+    good, bad = (dataset.prepare(raw, 0, [*map(named, "abc")]) for raw in dataset.read_many([4, 2]))
+    assert isinstance(good, Sample) and bad == BadSample(2, "unidentified")
+    assert decoded == [png(4), b"x"] and seen == ["view a", "text a", "view b", "view c"]
+    assert [int(view[0, 0, 0]) for view in good.views] == [5, 7, 8]
+
+
+def test_captions_from_json_list_json_string_and_txt(tmp_path: Path) -> None:
+    for captions, wanted in (
+        ("json:captions", captions_of(8)),
+        ("json:caption", captions_of(8)[:1]),
+        ("txt", captions_of(8)[:1]),
+    ):
+        dataset = TarDataset(
+            make_index(tmp_path / captions.replace(":", "_"), captions=captions), None, **IMAGES
+        )
+        assert dataset.captions(8) == wanted
+    with pytest.raises(RuntimeError, match="no transform"):
+        dataset[8]
+
+
+def test_damaged_utf8_is_replaced_and_captions_are_stripped(tmp_path: Path) -> None:
+    path = tmp_path / "00000.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, data in (("a.png", png(1)), ("a.txt", b"  caf\xe9 \n")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    dataset = TarDataset(build_index(tmp_path / "index", [path], "txt"), None, **IMAGES)
+    assert dataset.captions(0) == ["caf\ufffd"]
+
+
+def test_bad_samples_are_returned_with_their_reason(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(stream, "JPEG")
+    bad = {2: b"no image at all", 5: stream.getvalue()[:-500], 9: png(9)}
+    dataset = TarDataset(make_index(tmp_path, bad), to_tensor, **TEXTS)
+    samples = dataset.__getitems__([1, 2, 5, 9])
+    assert samples[1] == BadSample(2, "unidentified")
+    assert samples[2] == BadSample(5, "truncated")
+    assert colour(samples[0]) == 1 and colour(samples[3]) == 9
+    tight = TarDataset(dataset.index, to_tensor, **IMAGES | {"max_image_pixels": 6 * 4 - 1})
+    assert tight[1] == BadSample(1, "bomb")
+
+
+def test_a_shard_cut_short_after_indexing(tmp_path: Path) -> None:
+    index = make_index(tmp_path)
+    last = index.shards[-1]
+    victim = last.start
+    os.truncate(last.path, int(index.image_offset[victim]) + 10)
+    dataset = TarDataset(index, to_tensor, **TEXTS)
+    samples = dataset.__getitems__([victim, 0, victim + 1])
+    assert samples[0] == BadSample(victim, "truncated")
+    assert samples[2] == BadSample(victim + 1, "truncated")
+    assert colour(samples[1]) == 0
+    with pytest.raises(RuntimeError, match="its shard has changed"):
+        dataset.captions(victim + 1)
+
+
+def test_captions_overwritten_after_indexing_make_a_bad_sample(tmp_path: Path) -> None:
+    index = make_index(tmp_path)
+    with open(index.shards[0].path, "r+b") as file:
+        file.seek(int(index.text_offset[1]))
+        file.write(b"]" * int(index.text_size[1]))
+    dataset = TarDataset(index, to_tensor, **TEXTS)
+    assert dataset[1] == BadSample(1, "no_caption")
+    with pytest.raises(RuntimeError, match="00001 has 0 readable captions, the index says 2"):
+        dataset.captions(1)
+
+
+def test_a_missing_shard_is_an_error_not_a_bad_sample(tmp_path: Path) -> None:
+    index = make_index(tmp_path)
+    os.unlink(index.shards[1].path)
+    dataset = TarDataset(index, to_tensor, **TEXTS)
+    assert colour(dataset[0]) == 0
+    with pytest.raises(FileNotFoundError, match="00001.tar is in the index but not on disk"):
+        dataset[PER_SHARD]
+
+
+def test_pixels_equal_open_clips_own_transform(tmp_path: Path) -> None:
+    import mclclip.torchvision_fix  # noqa: F401
+
+    transform = pytest.importorskip("open_clip.transform").image_transform(24, is_train=False)
+    noise = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    images = []
+    for mode in ("RGB", "L", "CMYK"):
+        stream = io.BytesIO()
+        Image.fromarray(noise).convert(mode).save(stream, "JPEG")
+        images.append(stream.getvalue())
+    dataset = TarDataset(make_index(tmp_path, dict(enumerate(images))), transform, **IMAGES)
+    for number, data in enumerate(images):
+        sample = dataset[number]
+        assert isinstance(sample, Sample)
+        assert torch.equal(sample.views[0], transform(Image.open(io.BytesIO(data))))
+
+
+# --- file handles ------------------------------------------------------------------------------
+
+
+def open_tars() -> int:
+    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+    return sum(str(os.path.realpath(link)).endswith(".tar") for link in links)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_open_files_are_bounded_and_closed(tmp_path: Path) -> None:
+    index = make_index(tmp_path)
+    dataset = TarDataset(index, to_tensor, **IMAGES, max_open_files=2)
+    before = open_tars()
+    for _ in range(3):
+        for sample_id in range(0, NUM_SAMPLES, PER_SHARD):
+            assert colour(dataset[sample_id]) == sample_id
+            assert open_tars() - before == dataset.reader.num_open_files <= 2
+    dataset.reader.close()
+    assert open_tars() == before and dataset.reader.num_open_files == 0
+    assert colour(dataset[1]) == 1
+    del dataset
+    assert open_tars() == before
+    with pytest.raises(ValueError, match="max_open_files is 0"):
+        ShardReader([], 0)
+
+
+def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
+    paths = []
+    for number in range(3):
+        paths.append(str(tmp_path / str(number)))
+        Path(paths[-1]).write_bytes(bytes([number]) * 10)
+    reader = ShardReader(paths, 2)
+    assert reader.read(0, 2, 3) == b"\0\0\0"
+    reader.read(1, 0, 1)
+    reader.read(0, 0, 1)
+    reader.read(2, 0, 1)  # closes 1, not 0
+    os.unlink(paths[0])
+    os.unlink(paths[1])
+    assert reader.read(0, 8, 5) == b"\0\0"  # the end of the file
+    assert reader.read(0, 10, 5) == b"" and reader.read(0, 0, 0) == b""
+    with pytest.raises(FileNotFoundError):
+        reader.read(1, 0, 1)
+
+
+def test_pickling_leaves_the_handles_behind(tmp_path: Path) -> None:
+    dataset = TarDataset(make_index(tmp_path), to_tensor, **TEXTS, max_open_files=3)
+    assert colour(dataset[3]) == 3
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.reader.num_open_files == 0
+    assert colour(copy[22]) == 22 and colour(dataset[4]) == 4
+
+
+def test_a_forked_child_reads_with_handles_of_its_own(tmp_path: Path) -> None:
+    reader = TarDataset(make_index(tmp_path), to_tensor, **IMAGES).reader
+    wanted = reader.read(0, 0, 512)
+    with reader._lock:  # as another thread might hold it at the moment of the fork
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if reader.read(0, 0, 512) == wanted and reader.num_open_files == 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert reader.read(0, 0, 512) == wanted
+
+
+def test_threads_share_a_reader(tmp_path: Path) -> None:
+    paths = []
+    for number in range(4):
+        paths.append(str(tmp_path / str(number)))
+        Path(paths[-1]).write_bytes(bytes([number]) * 64)
+    reader = ShardReader(paths, 1)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for shard in np.random.default_rng(seed).integers(0, 4, 500).tolist():
+            if reader.read(shard, 3, 9) != bytes([shard]) * 9:
+                wrong.append(shard)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_loader_workers_see_the_same_samples(tmp_path: Path, start_method: str) -> None:
+    dataset = TarDataset(make_index(tmp_path, {2: b"x"}), to_tensor, **TEXTS)
+    assert colour(dataset[0]) == 0  # open a handle before the workers start
+    batches = [[4, 2, 20], [0, 11]]
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        collate_fn=list,
+        num_workers=2 if start_method == "fork" else 1,
+        multiprocessing_context=multiprocessing.get_context(start_method),
+    )
+    found = list(loader)
+    assert found[0][1] == BadSample(2, "unidentified")
+    assert [colour(found[0][0]), colour(found[0][2])] == [4, 20]
+    assert [colour(sample) for sample in found[1]] == [0, 11]
+
+
+# --- text embeddings ---------------------------------------------------------------------------
+
+
+def write_text_features(directory: Path, index: SampleIndex, dtype: str) -> None:
+    """Row content: (sample_id, caption number), so that a wrong row shows."""
+    directory.mkdir()
+    for number, shard in enumerate(index.shards):
+        ids = range(shard.start, shard.stop)
+        rows = [(i, k) for i in ids for k in range(int(index.num_captions[i]))]
+        np.save(directory / f"{number:05d}.npy", np.array(rows, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_caption_finds_its_row(tmp_path: Path, dtype: str) -> None:
+    index = make_index(tmp_path)
+    write_text_features(tmp_path / "text", index, dtype)
+    features = TextFeatures(tmp_path / "text", index, max_open_files=2)
+    for _ in range(2):
+        for sample_id in np.random.default_rng(0).permutation(NUM_SAMPLES).tolist():
+            for number in range(len(captions_of(sample_id))):
+                row = features.get(sample_id, number)
+                assert row.dtype == torch.float32 and row.tolist() == [sample_id, number]
+            with pytest.raises(IndexError, match="was asked for, it has"):
+                features.get(sample_id, len(captions_of(sample_id)))
+    assert len(features._arrays) <= 2
+    copy = pickle.loads(pickle.dumps(features))
+    assert len(copy._arrays) == 0 and copy.get(8, 2).tolist() == [8, 2]
+    assert len(pickle.dumps(features)) < 2_000
+
+
+def test_samples_carry_text_features_instead_of_text(tmp_path: Path) -> None:
+    index = make_index(tmp_path)
+    write_text_features(tmp_path / "text", index, "float16")
+    features = TextFeatures(tmp_path / "text", index)
+    dataset = TarDataset(index, to_tensor, **TEXTS, text_features=features)
+    raw = dataset.read_many([8])[0]
+    assert isinstance(raw, RawSample) and raw.text == b""
+    sample = dataset.prepare(raw, caption_number=2)
+    assert isinstance(sample, Sample) and sample.text is None and sample.caption_number == 2
+    assert sample.text_features is not None and sample.text_features.tolist() == [8, 2]
+
+
+def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    index = make_index(tmp_path)
+    with pytest.raises(FileNotFoundError, match="run 'mclclip embed' with text first"):
+        TextFeatures(tmp_path / "text", index)
+    write_text_features(tmp_path / "text", index, "float32")
+    features = TextFeatures(tmp_path / "text", index)
+    os.unlink(tmp_path / "text" / "00001.npy")
+    with pytest.raises(FileNotFoundError, match="00001.npy"):
+        features.get(PER_SHARD, 0)
+    for wrong in (np.zeros((2, 4), np.float32), np.zeros((9, 2)), np.zeros(9, np.float32)):
+        np.save(tmp_path / "text" / "00000.npy", wrong)
+        with pytest.raises(ValueError, match="run 'mclclip embed' again"):
+            features.get(0, 0)
+
+
+def test_json_member_is_read_whole(tmp_path: Path) -> None:
+    index = make_index(tmp_path)
+    raw = TarDataset(index, None, **TEXTS).read_many([8])[0]
+    assert isinstance(raw, RawSample)
+    assert json.loads(raw.text)["captions"] == captions_of(8)

@@ -1,0 +1,376 @@
+"""Towers of timm: split, locked, adapted, joined and exported like open_clip's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import open_clip
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mclclip.models import timm_towers
+from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.concat import ConcatEncoder, load_model, save_concat
+from mclclip.models.lora import LowRank, add_lora, merge_lora
+from mclclip.models.memory import load_image_shapes, load_shapes
+from mclclip.models.optimizer import build_optimizer
+from mclclip.models.soup import save_uniform_soup
+from tests.unit.models.stages import save_stages
+from tests.unit.models.tiny_towers import BLOCKS, TOWERS, config_of, fresh, make
+
+# Batch norms in their blocks.
+NORMED = ("fastvit", "resnet")
+# Of the tower: its last block, its final norm, and what else lies above the blocks.
+PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "token": (("trunk.blocks.5.",), ("trunk.norm.",), ("trunk.head.",)),
+    "mean": (("trunk.blocks.5.",), ("trunk.norm.",), ("head.proj.",)),
+    "attention": (("trunk.blocks.2.",), ("trunk.norm.",), ("trunk.attn_pool.",)),
+    "pe": (("trunk.blocks.2.",), ("trunk.norm.",), ("trunk.attn_pool.", "trunk.head.")),
+    "eva": (("trunk.blocks.2.",), ("trunk.norm.",), ("trunk.head.",)),
+    "relpos": (("trunk.blocks.2.",), ("trunk.norm.",), ("head.proj.",)),
+    "vitamin": (("trunk.blocks.2.",), ("trunk.fc_norm.",), ("head.proj.",)),
+    "convnext": (("trunk.stages.3.blocks.1.",), ("trunk.head.norm.",), ("head.mlp.",)),
+    "fastvit": (("trunk.stages.3.blocks.1.",), (), ("trunk.final_conv.", "trunk.head.fc.")),
+    "swin": (("trunk.layers.1.blocks.1.",), ("trunk.norm.",), ("head.proj.",)),
+    "resnet": (("trunk.layer4.",), (), ("head.proj.",)),
+}
+# Adapted weights of the last block: those of its attention, and all.
+ADAPTED = {"token": (2, 4), "attention": (2, 4), "pe": (2, 4), "eva": (4, 7), "relpos": (2, 4)}
+ADAPTED |= {"vitamin": (2, 5), "mean": (2, 4), "convnext": (0, 2), "swin": (2, 4)}
+ADAPTED |= {"fastvit": (2, 4), "resnet": (0, 3)}
+KINDS = sorted(TOWERS)
+QUICK = ("token", "mean", "attention", "convnext", "eva", "fastvit")
+EVERY = [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS]
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def lock(model: ClipModel, image_blocks: Any = 0, **parts: Any) -> list[str]:
+    flags = dict.fromkeys(("image_norm", "image_projection", "text", "logit_scale"), False)
+    return model.lock(image_blocks, **(flags | parts))
+
+
+def named(model: ClipModel, prefixes: tuple[str, ...], norms: bool = True) -> list[str]:
+    """Parameters of the image tower below these; without batch norms where not `norms`."""
+    normed = {
+        f"{name}."
+        for name, module in model.visual.named_modules()
+        if isinstance(module, _BatchNorm) and not norms
+    }
+    found = (n for n, _ in model.visual.named_parameters() if n.startswith(prefixes))
+    return sorted(f"clip.visual.{n}" for n in found if not n.startswith(tuple(normed) or ("-",)))
+
+
+def test_every_kind_of_configuration_is_here() -> None:
+    assert KINDS == sorted(BLOCKS) == sorted(PARTS) == sorted(ADAPTED)
+
+
+# --- trunk and tail --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
+    model = fresh(kind)
+    assert model.num_blocks == BLOCKS[kind]
+    before: list[Tensor] = []
+    with torch.no_grad():
+        whole = model.clip.encode_image(images)
+        for number in range(model.num_blocks + 1):
+            hidden = model.encode_trunk(images, number)
+            assert not any(hidden is other for other in before)
+            before.append(hidden)
+            kept = hidden.clone()
+            assert torch.equal(model.encode_tail(hidden, number), whole)
+            assert torch.equal(hidden, kept)  # several tails may read it
+        pooled = model.encode_tail(images, 0, project=False)
+        assert pooled.shape == (4, model.pooled_dim)
+        projection = model.visual.head if len(model.visual.head) else model.visual.trunk.head
+        projection = getattr(projection, "fc", projection)
+        assert torch.equal(projection(pooled) if kind != "attention" else pooled, whole)
+    assert whole.std(dim=0).mean() > 0.01  # the tower tells images apart
+    with pytest.raises(ValueError, match=f"has {model.num_blocks} blocks"):
+        model.encode_trunk(images, model.num_blocks + 1)
+
+
+def test_attention_above_a_chain_is_its_projection(images: Tensor) -> None:
+    """`rot_attn` of open_clip pools and projects in one module, like the pool of its ResNets."""
+    changes = {"vision_cfg": {**config_of("convnext")["vision_cfg"], "timm_proj": ""}}
+    changes["vision_cfg"]["timm_pool"] = "rot_attn"
+    model = make("convnext", **changes)
+    assert lock(model, image_projection=True) == named(model, ("head.pool.",))
+    with torch.no_grad():
+        hidden = model.encode_trunk(images, 5)
+        assert torch.equal(model.encode_tail(hidden, 5), model.clip.encode_image(images))
+        with pytest.raises(ValueError, match="no features before its projection"):
+            model.encode_tail(images, 0, project=False)
+    assert model.pooled_dim is None
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_frozen_trunk_gives_the_whole_towers_gradients(kind: str, images: Tensor) -> None:
+    model, images = fresh(kind).double(), images.double()
+    model.encode_image(images).pow(2).sum().backward()
+    whole = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    names = lock(model, 2, image_norm=True, image_projection=True)
+    assert model.num_frozen_blocks == BLOCKS[kind] - 2
+    model.zero_grad(set_to_none=True)
+    model.encode_image(images).pow(2).sum().backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert sorted(found) == names
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["token", "eva", "convnext", "fastvit"])
+def test_gradient_checkpointing_changes_nothing(kind: str, images: Tensor) -> None:
+    model = fresh(kind).train()
+    if kind in NORMED:
+        with pytest.raises(ValueError, match="TimmModel would count every batch twice"):
+            model.set_grad_checkpointing()
+        return
+    results, calls = [], [0]
+    model.blocks()[0].register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
+    for enabled in (False, True):
+        model.set_grad_checkpointing(enabled)
+        model.zero_grad()
+        model.encode_image(images).pow(2).sum().backward()
+        results.append([p.grad.clone() for p in model.visual.parameters() if p.grad is not None])
+    assert calls == [3]  # once, and twice
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_patch_dropout_of_a_frozen_eva_rests(images: Tensor) -> None:
+    config = config_of("eva")
+    config["vision_cfg"]["patch_dropout"] = 0.5
+    model = load_clip(config).train()
+    model.set_grad_checkpointing()
+    model.encode_image(images).sum().backward()  # the thinned rotary embedding goes along
+    lock(model, 1)
+    model.train()
+    assert model.encode_trunk(images, 2).shape == (4, 17, 32)
+    model.encode_image(images).sum().backward()
+
+
+# --- locks and steps -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_lock_names_exactly_what_it_unlocks_and_a_step_moves_it(kind: str, images: Tensor) -> None:
+    model = fresh(kind)
+    block, norm, projection = PARTS[kind]
+    assert lock(model) == []
+    assert lock(model, image_norm=True) == (named(model, norm) if norm else [])
+    assert lock(model, image_projection=True) == named(model, projection, norms=False)
+    everything = lock(model, "all", image_norm=True, image_projection=True)
+    assert everything == named(model, ("",))
+    without = lock(model, model.num_blocks, image_norm=True, image_projection=True)
+    assert set(everything) - set(without) and model.num_frozen_blocks == 0
+    with pytest.raises(ValueError, match=f"image_blocks is {BLOCKS[kind] + 1}, but the image"):
+        lock(model, BLOCKS[kind] + 1)
+    names = lock(model, 1, image_norm=True)
+    assert names == sorted(named(model, block) + (named(model, norm) if norm else []))
+    assert model.num_frozen_blocks == BLOCKS[kind] - 1
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    optimizer = build_optimizer(model.train(), weight_decay=0.1, lr=0.01, layer_decay=0.5)
+    model(image=images)["image_features"][:, :5].pow(2).sum().backward()
+    optimizer.step()
+    moved = {n for n, t in model.state_dict().items() if not torch.equal(t, before[n])}
+    assert set(names) <= moved
+    trained = tuple(f"clip.visual.{name}" for name in (*block, *norm))
+    assert all(name.startswith(trained) for name in moved)  # running statistics of batch norms
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_layers_count_from_the_top(kind: str) -> None:
+    model = fresh(kind)
+    block, norm, projection = PARTS[kind]
+    above = {name: model.layers_above(name) for name, _ in model.named_parameters()}
+    for prefix in (*norm, *projection):
+        assert {n for k, n in above.items() if k.startswith(f"clip.visual.{prefix}")} == {0}
+    assert {n for k, n in above.items() if k.startswith(f"clip.visual.{block[0]}")} == {1}
+    image = {n for k, n in above.items() if k.startswith("clip.visual.")}
+    assert image == set(range(BLOCKS[kind] + 2))
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_blocks_are_modules_with_all_parameters_of_the_blocks(kind: str) -> None:
+    model = fresh(kind)
+    lock(model, model.num_blocks)
+    blocks = model.blocks()[: -len(model.text_layout.blocks)]
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    batch_norms = {
+        id(p)
+        for block in blocks
+        for m in block.modules()
+        if isinstance(m, _BatchNorm)
+        for p in m.parameters()
+    }
+    assert {id(p) for p in model.parameters() if p.requires_grad} == inside - batch_norms
+
+
+# --- LoRA ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_adapters_train_alone_and_merge(kind: str, images: Tensor) -> None:
+    model = fresh(kind)
+    with torch.no_grad():
+        plain = model.encode_image(images)
+    attention, every = ADAPTED[kind]
+    lock(model, 1)
+    if not attention:
+        with pytest.raises(ValueError, match="targets are 'attention', but the unlocked blocks"):
+            add_lora(model, rank=2, alpha=4.0, targets="attention")
+    for targets, number in (("attention", attention), ("mlp", every - attention)):
+        if number:
+            other = fresh(kind)
+            lock(other, 1)
+            add_lora(other, rank=2, alpha=4.0, targets=targets)  # type: ignore[arg-type]
+            assert sum(isinstance(m, LowRank) for m in other.modules()) == number
+    lock(model, 1, image_projection=True)
+    names = add_lora(model, rank=2, alpha=4.0)
+    projection = named(model, PARTS[kind][2], norms=False)
+    assert sum(isinstance(m, LowRank) for m in model.modules()) == every
+    assert set(projection) < set(names) and len(names) == len(projection) + 2 * every
+    torch.testing.assert_close(model.encode_image(images).detach(), plain, rtol=1e-5, atol=1e-4)
+    optimizer = build_optimizer(model.train(), weight_decay=0.1, lr=0.01)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    for _ in range(2):  # A moves only once B is not zero
+        optimizer.zero_grad()
+        model(image=images)["image_features"][:, :5].pow(2).sum().backward()
+        optimizer.step()
+    assert [n for n, t in model.state_dict().items() if not torch.equal(t, before[n])] != []
+    assert {n for n, t in model.state_dict().items() if not torch.equal(t, before[n])} == set(names)
+    with torch.no_grad():
+        adapted = model.eval().encode_image(images)
+        merge_lora(model)
+        torch.testing.assert_close(model.encode_image(images), adapted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(adapted, plain, rtol=1e-3, atol=1e-3)
+    assert model.state_dict().keys() == fresh(kind).state_dict().keys()
+
+
+# --- exports, concat, soup -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
+    paths = save_stages(fresh(kind), tmp_path, 2, image_blocks=2)
+    # torch multiplies by a weight in another way where it requires a gradient.
+    models = [load_clip(path).requires_grad_(False) for path in paths]
+    expected = [model.encode_image(images) for model in models]
+    plain = open_clip.create_model(f"local-dir:{paths[1]}").eval().requires_grad_(False)
+    assert torch.equal(plain.encode_image(images), expected[1])
+    assert not torch.allclose(expected[0], expected[1], rtol=1e-3, atol=1e-3)
+    record = save_concat(paths, "raw", tmp_path / "concat")
+    assert record["num_trunk_blocks"] == BLOCKS[kind] - 2
+    encoder = load_model(tmp_path / "concat")
+    assert isinstance(encoder, ConcatEncoder)
+    for found, own in zip(encoder.stage_features(images), expected, strict=True):
+        assert torch.equal(found, own)
+    save_uniform_soup(paths, tmp_path / "soup")
+    other = models[1].clip.state_dict()
+    for name, tensor in models[0].clip.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_((tensor.double() + other[name].double()) / 2)
+    soup = load_clip(tmp_path / "soup").requires_grad_(False).encode_image(images)
+    assert torch.equal(soup, models[0].encode_image(images))
+    assert not torch.allclose(soup, expected[0], rtol=1e-3, atol=1e-3)
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+def test_a_size_that_the_tower_was_not_built_for() -> None:
+    with pytest.raises(ValueError, match="image_size is 48, but timm's tower .* takes 32 pixels"):
+        load_clip(config_of("attention"), image_size=48)
+    assert load_clip(config_of("token"), image_size=48).image_size == 48  # takes any
+
+
+class _Branches(nn.Module):
+    """Two stages whose results are added, which is no chain."""
+
+    default_cfg: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return {"stem": r"^stem", "blocks": [(r"^(a)?$", (0,)), (r"^b", (1,))]}
+
+    def forward_head(self, hidden: Tensor) -> Tensor:
+        return hidden.mean((2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.stem(images)
+        return self.forward_head(self.a(hidden) + self.b(hidden))
+
+
+class _InPlace(_Branches):
+    """A chain to the eye, but the tower changes a value between two modules."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.stem(images)
+        hidden += 1.0
+        return self.forward_head(self.b(self.a(hidden)))
+
+
+@pytest.mark.parametrize("kind", [_Branches, _InPlace])
+def test_a_tower_that_is_no_chain_is_refused_by_name(kind: type[nn.Module]) -> None:
+    tower = nn.Module()
+    tower.trunk, tower.head, tower.image_size = kind(), nn.Sequential(), (8, 8)  # type: ignore[assignment]
+    with pytest.raises(
+        ValueError, match=rf"is a timm {kind.__name__}, which is no chain"
+    ) as raised:
+        timm_towers.timm_layout(tower)
+    assert "\n" not in str(raised.value)
+
+
+# --- open_clip's own configurations ----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", open_clip.list_models())
+def test_every_image_tower_of_open_clip_is_understood(name: str) -> None:
+    """Without its text tower, which a few take from the hub."""
+    model = load_image_shapes(name)
+    blocks = model.num_blocks
+    assert blocks >= 4
+    last = model.lock(1, image_norm=True, image_projection=True)
+    assert last and model.num_frozen_blocks == blocks - 1
+    whole = model.lock("all", image_norm=True, image_projection=True)
+    assert model.num_frozen_blocks == 0
+    fixed = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert set(last) < set(whole) and len(whole) + len(fixed) == len(dict(model.named_parameters()))
+    assert set(model.lock(blocks, image_norm=False, image_projection=False)) < set(whole)
+    with pytest.raises(ValueError, match=f"has {blocks} blocks"):
+        model.lock(blocks + 1, image_norm=True, image_projection=True)
+
+
+@pytest.mark.slow
+def test_every_configuration_that_needs_no_hub_is_built_and_locked() -> None:
+    refused = []
+    for name in open_clip.list_models():
+        try:
+            model = load_shapes(name)
+        except ValueError as error:
+            assert "is a CoCa" in str(error) or "cannot build the model (OSError" in str(error)
+            refused.append(name)
+            continue
+        names = model.lock(1, False, False, text=True, logit_scale=False, text_blocks=1)
+        assert names and model.num_frozen_blocks == model.num_blocks - 1
+        assert len(model.text_layout.blocks) > 1
+    configs = {name: open_clip.get_model_config(name) for name in open_clip.list_models()}
+    others = [
+        n for n, c in configs.items() if "multimodal_cfg" in c or "hf_model_name" in c["text_cfg"]
+    ]
+    assert set(refused) <= set(others) and (len(configs), len(others)) == (144, 13)

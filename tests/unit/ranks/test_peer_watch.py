@@ -1,0 +1,154 @@
+"""Who is named, judged by reports; real processes are in tests/e2e/test_preemption.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from mclclip.ranks import peer_watch
+from mclclip.ranks.peer_watch import PeerWatch, is_lost_peer
+from mclclip.ranks.process_group import Context
+
+TIMEOUT_S = 10.0
+NOW = 1000.0
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> PeerWatch:
+    """Rank 0 of three, a moment after all were heard of."""
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    watch = PeerWatch(Context(0, 3), TIMEOUT_S, lambda line: None)
+    watch._names = [f"rank {rank} (host h{rank}, process 1)" for rank in range(3)]
+    watch._heard = NOW
+    watch._reports = {rank: (f"5 7 trainer.py:{rank}", NOW) for rank in range(3)}
+    return watch
+
+
+def training_stands_since(monkeypatch: pytest.MonkeyPatch, since: float | None) -> None:
+    monkeypatch.setattr(peer_watch._Progress, "since", since)
+
+
+def test_all_is_well(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    training_stands_since(monkeypatch, NOW - 5.0)
+    assert watch._problem(NOW + 1.0) is None
+
+
+def test_a_rank_that_is_silent_is_named(watch: PeerWatch) -> None:
+    watch._reports[2] = ("5 7 trainer.py:2", NOW - TIMEOUT_S - 1.0)
+    assert watch._problem(NOW) == "rank 2 (host h2, process 1) has not been heard of"
+
+
+def test_a_store_that_does_not_answer_is_named(watch: PeerWatch) -> None:
+    watch._heard = NOW - TIMEOUT_S - 1.0
+    problem = watch._problem(NOW)
+    assert problem is not None and "head:29500 cannot be reached" in problem
+    assert problem.startswith("rank 0 (host h0")
+
+
+def test_who_does_not_hear_of_itself_has_lost_the_store(watch: PeerWatch) -> None:
+    watch._reports = {rank: ("5 7 x.py:1", NOW - TIMEOUT_S - 0.1) for rank in range(3)}
+    watch._heard = NOW - TIMEOUT_S + 0.5  # the end of the same round
+    problem = watch._problem(NOW)
+    assert problem is not None and "head:29500 cannot be reached" in problem
+
+
+def test_who_hears_nothing_waits_before_it_names_another(watch: PeerWatch) -> None:
+    """Another's last report may be older than one's own last sign of the store."""
+    watch._reports[0] = ("5 7 x.py:1", NOW - TIMEOUT_S + 0.5)
+    watch._heard = NOW - TIMEOUT_S + 0.5
+    watch._reports[2] = ("5 7 trainer.py:2", NOW - TIMEOUT_S - 0.5)
+    assert watch._problem(NOW) is None
+    problem = watch._problem(NOW + 1.0)
+    assert problem is not None and "head:29500 cannot be reached" in problem
+
+
+def test_the_rank_behind_is_waited_for(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
+    watch._reports[1] = ("5 6 samples.py:80", NOW)
+    problem = watch._problem(NOW)
+    assert problem == ("rank 1 (host h1, process 1) is waited for (rank 1 at samples.py:80)")
+
+
+def test_who_is_behind_lets_the_others_speak_first(
+    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
+    watch._reports[0] = ("5 6 samples.py:80", NOW)
+    assert watch._problem(NOW) is None
+    later = NOW + 3 * watch.period_s
+    watch._reports = {rank: (report, later) for rank, (report, _) in watch._reports.items()}
+    watch._heard = later
+    problem = watch._problem(later)
+    assert problem is not None and problem.startswith("rank 0 (host h0, process 1) is waited for")
+
+
+def test_where_none_is_behind_all_places_are_told(
+    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
+    problem = watch._problem(NOW)
+    assert problem is not None and problem.startswith("no rank has got on with the training")
+    assert "rank 2 at trainer.py:2" in problem
+
+
+def test_a_stale_report_is_not_judged(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind, or gone? That shows when the silence has lasted long enough."""
+    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
+    watch._reports[1] = ("5 6 trainer.py:1", NOW - 0.5 * TIMEOUT_S)
+    assert watch._problem(NOW) is None
+
+
+def test_outside_of_training_only_silence_counts(
+    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training_stands_since(monkeypatch, None)
+    watch._reports[1] = ("5 6 index.py:1", NOW)
+    assert watch._problem(NOW) is None
+
+
+def test_note_counts_and_moves_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    with peer_watch.training():
+        before = peer_watch._Progress.count
+        monkeypatch.setattr(peer_watch._Progress, "since", time.monotonic() - 100.0)
+        peer_watch.note()
+        assert peer_watch._Progress.count == before + 1
+        since = peer_watch._Progress.since
+        assert since is not None and time.monotonic() - since < 10.0
+    assert peer_watch._Progress.since is None
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:1234"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_what_a_lost_peer_looks_like(error: Exception, lost: bool) -> None:
+    assert is_lost_peer(error) is lost
+
+
+def test_a_last_report_that_comes_late_is_waited_for(watch: PeerWatch) -> None:
+    """Rank 1 is gone; what it had sent is read a moment later, and the others go on."""
+    watch.period_s = 0.05
+    start = time.monotonic()
+    watch._reports = {rank: ("1 7 x.py:1", start) for rank in range(3)}
+
+    def report() -> None:
+        for beat in range(2, 40):
+            time.sleep(0.02)
+            for rank in (0, 1, 2) if beat < 4 else (0, 2):
+                watch._reports[rank] = (f"{beat} 7 x.py:1", time.monotonic())
+
+    threading.Thread(target=report, daemon=True).start()
+    assert watch._gone() == "rank 1 (host h1, process 1) has ended"
+
+
+def test_where_nobody_is_heard_of_the_store_is_lost(watch: PeerWatch) -> None:
+    watch.period_s = 0.02
+    watch._reports = {rank: ("1 7 x.py:1", time.monotonic()) for rank in range(3)}
+    assert "head:29500 cannot be reached" in watch._gone()

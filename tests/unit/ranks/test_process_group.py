@@ -1,0 +1,164 @@
+"""The process group without a group: one process, its device, its seeds, its exit."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.ranks import collectives, process_group
+from mclclip.ranks.process_group import SINGLE, Context
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# --- where a process stands --------------------------------------------------------------------
+
+
+def test_alone_there_is_one_rank_and_no_group() -> None:
+    context = process_group.init("cpu")
+    assert context == SINGLE == Context(0, 1, 0, torch.device("cpu")) and context.is_main
+    assert collectives.world_size() == 1 and collectives.rank() == 0
+    process_group.shutdown()  # of no group: nothing happens
+
+
+def test_only_the_first_rank_is_main() -> None:
+    assert [Context(rank, 3).is_main for rank in range(3)] == [True, False, False]
+
+
+def test_torchrun_is_known_by_all_of_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler may set some of them for its own purposes."""
+    assert not process_group.under_torchrun()
+    for name, value in TORCHRUN.items():
+        if name != "MASTER_PORT":
+            assert not process_group.under_torchrun()
+            monkeypatch.setenv(name, value)
+    assert process_group.under_torchrun()
+
+
+def test_a_group_is_joined_and_left(tmp_path: Path) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    context = process_group.init("cpu", rank=0, world_size=1, init_method=store)
+    try:
+        assert context == SINGLE and torch.distributed.is_initialized()
+        assert torch.distributed.get_backend() == "gloo"
+    finally:
+        process_group.shutdown()
+    assert not torch.distributed.is_initialized()
+
+
+# --- devices -----------------------------------------------------------------------------------
+
+
+def test_auto_is_the_gpu_of_this_rank_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert process_group.pick_device("auto", local_rank=1) == torch.device("cuda", 1)
+    assert chosen == [1]
+    with pytest.raises(ValueError, match="process 2 .* sees 2 GPU.*: start one process for each"):
+        process_group.pick_device("auto", local_rank=2)
+    assert chosen == [1]
+    assert process_group.pick_device("cpu", local_rank=1) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert process_group.pick_device("auto", local_rank=1) == torch.device("cpu")
+
+
+def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="torch sees no GPU here: set device=cpu or auto"):
+        process_group.pick_device("cuda")
+    with pytest.raises(ValueError, match="device='tpu' is not known: use auto, cpu or cuda"):
+        process_group.pick_device("tpu")
+
+
+ARITHMETIC = """
+import os, sys, torch
+from mclclip.ranks import process_group
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.set_device = lambda number: None
+process_group.init("cuda", deterministic=sys.argv[1] == "yes")
+print(
+    torch.backends.cudnn.allow_tf32,
+    torch.are_deterministic_algorithms_enabled(),
+    torch.is_deterministic_algorithms_warn_only_enabled(),
+    os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "settled"),
+    [("yes", "False True False :4096:8"), ("no", "False False False None")],
+)
+def test_the_arithmetic_of_a_gpu(deterministic: str, settled: str) -> None:
+    """Not by warnings alone: told to warn only, attention adds in any order all the same."""
+    done = subprocess.run(
+        [sys.executable, "-c", ARITHMETIC, deterministic], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == settled, done.stderr
+
+
+# --- seeds and threads -------------------------------------------------------------------------
+
+
+def drawn() -> tuple[float, float, float]:
+    return float(torch.rand(())), float(np.random.random()), random.random()
+
+
+def test_seeds_fix_all_three_generators() -> None:
+    draws = []
+    for words in ((0, 1, 2), (0, 1, 2), (0, 2, 1), (-1, 2**40, 3)):
+        process_group.seed_everything(*words)
+        draws.append(drawn())
+    assert draws[0] == draws[1]
+    assert all(a != b for a, b in zip(draws[0], draws[2], strict=True))
+    assert len(set(draws)) == 3
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    with process_group.num_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with pytest.raises(ZeroDivisionError), process_group.num_threads(before + 2):
+        _ = 1 / 0
+    assert torch.get_num_threads() == before
+    with process_group.num_threads(None):
+        assert torch.get_num_threads() == before
+
+
+# --- the exit ----------------------------------------------------------------------------------
+
+LEAVE = """
+import atexit, logging, sys
+from mclclip.ranks import process_group
+logging.basicConfig(stream=sys.stderr, format="%(message)s")
+atexit.register(print, "the interpreter's own shutdown ran")
+process_group.init("cpu", rank=0, world_size=1, init_method="file://" + sys.argv[1] + "/store")
+sys.stdout.write("a line without an end")
+logging.warning("a warning")
+process_group.leave(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_leaving_flushes_and_keeps_the_exit_code(tmp_path: Path, code: int) -> None:
+    command = [sys.executable, "-c", LEAVE, str(tmp_path), str(code)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == code
+    assert ended.stdout == "a line without an end"
+    assert "a warning" in ended.stderr

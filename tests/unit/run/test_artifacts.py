@@ -1,0 +1,326 @@
+"""Artifacts: what has its final name is whole, and what does not fit is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import __version__, files
+from mclclip.run import artifacts
+from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, read_manifest
+
+CONFIG: dict[str, Any] = {"dtype": "float16", "model": {"name": "tiny", "train_scale": [0.9, 1.0]}}
+
+
+def begin(directory: Path, **changes: Any) -> Artifact:
+    options: dict[str, Any] = {"kind": "embeddings", "config": CONFIG, "inputs": {"index": "abc"}}
+    return Artifact.open(directory, **(options | changes))
+
+
+def begin_with_work(directory: Path, **changes: Any) -> Artifact:
+    artifact = begin(directory, **changes)
+    np.save(directory / "00000.npy", np.arange(3))
+    return artifact
+
+
+# --- atomic writes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_a_kill_before_the_rename_leaves_the_old_file(tmp_path: Path, call: str) -> None:
+    path = tmp_path / "state.json"
+    files.write_json(path, {"step": 1})
+    code = (
+        "import os, signal, sys; from pathlib import Path; from mclclip import files\n"
+        f"os.{call} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "files.write_json(Path(sys.argv[1]), {'step': 2})"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert files.read_json(path) == {"step": 1}
+    leftovers = [other for other in tmp_path.iterdir() if other != path]
+    assert [other.suffix for other in leftovers] == [".tmp"]
+    files.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_disk_before_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any) -> None:
+            calls.append(name)
+            real(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    noted("fsync")
+    noted("replace")
+    files.write_bytes(tmp_path / "below" / "file", b"data")
+    assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the directory of the name
+    assert (tmp_path / "below" / "file").read_bytes() == b"data"
+
+
+def test_paths_and_numpy_numbers_are_plain_in_json(tmp_path: Path) -> None:
+    value = {"path": tmp_path, "count": np.int64(3), "share": np.float64(0.5), "ok": np.bool_(True)}
+    files.write_json(tmp_path / "a.json", value)
+    plain = {"path": str(tmp_path), "count": 3, "share": 0.5, "ok": True}
+    assert files.read_json(tmp_path / "a.json") == plain
+    assert files.digest_json(value) == files.digest_json(plain)
+
+
+def test_what_json_cannot_say_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="object does not fit into JSON"):
+        files.write_json(tmp_path / "a.json", {"thing": object()})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_json_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"step": ')
+    with pytest.raises(ValueError, match=r"a\.json is not valid JSON"):
+        files.read_json(tmp_path / "a.json")
+
+
+# --- digests ---------------------------------------------------------------------------------
+
+
+def test_digests_see_values_and_not_the_order_of_names() -> None:
+    assert files.digest_json({"a": 1, "b": 2}) == files.digest_json({"b": 2, "a": 1})
+    assert files.digest_json({"a": 1}) != files.digest_json({"a": 2})
+    assert files.digest_keys(["a", "bc"]) != files.digest_keys(["ab", "c"])
+    assert files.digest_keys(["a", "b"]) != files.digest_keys(["b", "a"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        np.arange(6, dtype=np.int32),
+        np.arange(6, dtype=np.int64).reshape(2, 3),
+        np.arange(6, dtype=np.int64)[::-1],
+    ],
+    ids=["dtype", "shape", "values"],
+)
+def test_the_digest_of_an_array_sees_dtype_shape_and_values(other: np.ndarray) -> None:
+    array = np.arange(6, dtype=np.int64)
+    assert files.digest_array(array) == files.digest_array(array.copy())
+    assert files.digest_array(array) != files.digest_array(other)
+
+
+def test_the_digest_of_an_array_does_not_see_its_layout() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert files.digest_array(array[:, ::2]) == files.digest_array(array[:, ::2].copy())
+    assert files.digest_array(np.empty((0, 3))) != files.digest_array(np.empty((3, 0)))
+
+
+def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    for name, text in {"a": "one", "b": "one", "c": "two"}.items():
+        (tmp_path / name).write_text(text)
+    a, b, c = (files.digest_file(tmp_path / name) for name in "abc")
+    assert a == b != c
+
+
+# --- an artifact's life ----------------------------------------------------------------------
+
+
+def test_fresh_partial_finished(tmp_path: Path) -> None:
+    directory = tmp_path / "stage_0" / "embeddings"
+    artifact = begin(directory)
+    assert not artifact.finished and (directory / INTENT).exists()
+    assert not artifacts.is_finished(directory)
+    np.save(directory / "00000.npy", np.arange(3))
+
+    resumed = begin(directory)  # the same settings: the work so far stays
+    assert not resumed.finished and (directory / "00000.npy").exists()
+
+    manifest = resumed.finish({"samples": 3}, dtype="float16")
+    assert artifacts.is_finished(directory) and not (directory / INTENT).exists()
+    again = begin(directory)
+    assert again.finished and again.manifest == manifest == read_manifest(directory, "embeddings")
+
+
+def test_the_manifest_says_what_it_is_and_what_it_is_made_from(tmp_path: Path) -> None:
+    begin(tmp_path / "a").finish({"samples": 3}, dtype="float16")
+    fields = json.loads((tmp_path / "a" / MANIFEST).read_text())
+    assert sorted(fields) == [
+        "config", "counts", "digest", "dtype", "finished", "inputs", "kind", "package_version",
+        "schema_version",
+    ]  # fmt: skip
+    assert fields["kind"] == "embeddings" and fields["config"] == CONFIG
+    assert fields["inputs"] == {"index": "abc"} and fields["counts"] == {"samples": 3}
+    assert fields["package_version"] == __version__
+    assert fields["schema_version"] == artifacts.SCHEMA_VERSION
+    assert fields["finished"].startswith("20") and fields["finished"].endswith("+00:00")
+
+
+def test_the_digest_names_the_content(tmp_path: Path) -> None:
+    """By what it is made from, or by a digest of the content itself."""
+    first = begin(tmp_path / "a").finish({})
+    same = begin(tmp_path / "b").finish({})
+    other = begin(tmp_path / "c", inputs={"index": "abd"}).finish({})
+    given = begin(tmp_path / "d").finish({}, content_digest="123")
+    assert first.digest == same.digest != other.digest
+    assert given.digest == "123"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": CONFIG | {"dtype": "float32"}}, "config.dtype was 'float16', now 'float32'"),
+        (
+            {"config": CONFIG | {"model": {"name": "tiny", "train_scale": [0.5, 1.0]}}},
+            r"config.model.train_scale\[0\] was 0.9, now 0.5",
+        ),
+        ({"config": CONFIG | {"seed": 1}}, "config.seed was absent, now 1"),
+        ({"config": {"model": CONFIG["model"]}}, "config.dtype was 'float16', now absent"),
+        ({"inputs": {"index": "abd"}}, "inputs.index was 'abc', now 'abd'"),
+        ({"kind": "train"}, "kind was 'embeddings', now 'train'"),
+    ],
+    ids=["value", "nested", "new", "gone", "input", "kind"],
+)
+def test_a_mismatch_names_the_field_and_both_values(
+    tmp_path: Path, changes: dict[str, Any], message: str, finished: bool
+) -> None:
+    artifact = begin_with_work(tmp_path / "a")
+    if finished:
+        artifact.finish({})
+    before = sorted((tmp_path / "a").iterdir())
+    with pytest.raises(ValueError, match=message) as caught:
+        begin(tmp_path / "a", **changes)
+    assert str(tmp_path / "a") in str(caught.value) and "--force" in str(caught.value)
+    assert sorted((tmp_path / "a").iterdir()) == before
+
+
+def test_force_moves_the_old_one_aside(tmp_path: Path) -> None:
+    changed = {"config": CONFIG | {"dtype": "float32"}}
+    begin_with_work(tmp_path / "a").finish({"samples": 3})
+    artifact = begin(tmp_path / "a", **changed, force=True)
+    assert not artifact.finished and [p.name for p in (tmp_path / "a").iterdir()] == [INTENT]
+    old = read_manifest(tmp_path / "a.old-1", "embeddings")
+    assert old.config == CONFIG and (tmp_path / "a.old-1" / "00000.npy").exists()
+
+    np.save(tmp_path / "a" / "00000.npy", np.arange(3))
+    begin(tmp_path / "a", force=True)
+    assert (tmp_path / "a.old-1").exists() and (tmp_path / "a.old-2" / "00000.npy").exists()
+
+
+def test_force_does_not_touch_what_fits(tmp_path: Path) -> None:
+    begin_with_work(tmp_path / "a").finish({})
+    assert begin(tmp_path / "a", force=True).finished
+    assert not (tmp_path / "a.old-1").exists()
+
+
+def test_a_directory_without_work_is_begun_anew(tmp_path: Path) -> None:
+    """A run that failed before its first file does not bind the next one to its settings."""
+    begin(tmp_path / "a")
+    (tmp_path / "a" / "checkpoints").mkdir()
+    changed = {"config": CONFIG | {"dtype": "float32"}}
+    assert not begin(tmp_path / "a", **changed).finished
+    assert json.loads((tmp_path / "a" / INTENT).read_text())["config"]["dtype"] == "float32"
+    assert not (tmp_path / "a.old-1").exists()
+
+
+def test_half_a_file_is_no_work_and_is_cleaned(tmp_path: Path) -> None:
+    begin(tmp_path / "a")
+    (tmp_path / "a" / ".00000.npy.7.tmp").write_text("half")
+    (tmp_path / "a" / "checkpoints" / ".step_00000001.tmp").mkdir(parents=True)
+    (tmp_path / "a" / "checkpoints" / ".step_00000001.tmp" / "__0_0.distcp").write_text("half")
+    begin(tmp_path / "a", config=CONFIG | {"dtype": "float32"})
+    files = sorted(str(p.relative_to(tmp_path / "a")) for p in (tmp_path / "a").rglob("*"))
+    assert files == ["checkpoints", INTENT]
+
+
+def test_only_begun_directories_are_cleaned(tmp_path: Path) -> None:
+    """A folder that is not ours keeps its files, whatever they are called."""
+    (tmp_path / ".notes.tmp").write_text("mine")
+    begin(tmp_path)
+    assert (tmp_path / ".notes.tmp").exists()
+
+
+def test_looking_does_not_write(tmp_path: Path) -> None:
+    assert not begin(tmp_path / "a", write=False).finished
+    assert not (tmp_path / "a").exists()
+    begin_with_work(tmp_path / "a").finish({})
+    changed = {"config": CONFIG | {"dtype": "float32"}}
+    assert not begin(tmp_path / "a", **changed, force=True, write=False).finished
+    assert read_manifest(tmp_path / "a", "embeddings").config == CONFIG
+
+
+def test_values_that_json_rewrites_still_match(tmp_path: Path) -> None:
+    """nan is not equal to itself, paths become text, tuples become lists, keys become text."""
+    odd: dict[str, Any] = {
+        "limit": float("nan"),
+        "most": float("inf"),
+        "path": tmp_path / "x",
+        "range": (0.9, 1.0),
+        "by_stage": {1: "a"},
+        "none": None,
+        "empty": {},
+    }
+    begin_with_work(tmp_path / "a", config=odd)
+    assert (tmp_path / "a" / "00000.npy").exists()
+    begin(tmp_path / "a", config=odd).finish({})
+    assert begin(tmp_path / "a", config=odd).finished
+    with pytest.raises(ValueError, match=r"config.limit was nan, now 1.0"):
+        begin(tmp_path / "a", config=odd | {"limit": 1.0})
+
+
+def test_a_kill_between_manifest_and_cleaning_leaves_a_finished_artifact(tmp_path: Path) -> None:
+    begin_with_work(tmp_path / "a").finish({})
+    (tmp_path / "a" / INTENT).write_text("{}")
+    assert begin(tmp_path / "a").finished
+
+
+# --- reading manifests -----------------------------------------------------------------------
+
+
+def test_an_unfinished_artifact_is_not_read(tmp_path: Path) -> None:
+    begin_with_work(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match=r"no finished embeddings at .*a"):
+        read_manifest(tmp_path / "a", "embeddings")
+
+
+def test_another_kind_is_not_read(tmp_path: Path) -> None:
+    begin(tmp_path / "a").finish({})
+    with pytest.raises(ValueError, match="holds 'embeddings', expected 'clusters'"):
+        read_manifest(tmp_path / "a", "clusters")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": artifacts.SCHEMA_VERSION + 1}, "update mclclip"),
+        ({"surprise": 1}, "surprise.*make it again"),
+        ({"digest": None}, "digest.*make it again"),
+        ({"kind": None}, "is not a manifest"),
+    ],
+    ids=["newer", "unknown field", "missing field", "no kind"],
+)
+def test_a_manifest_that_cannot_be_read_is_one_line(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    begin(tmp_path / "a").finish({})
+    path = tmp_path / "a" / MANIFEST
+    fields = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({k: v for k, v in fields.items() if v is not None or k == "dtype"}))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_manifest(tmp_path / "a", "embeddings")
+    assert str(tmp_path / "a") in str(caught.value)
+
+
+def test_aside_takes_the_first_free_number(tmp_path: Path) -> None:
+    for name in ("a", "a.old-1", "a.old-3"):
+        (tmp_path / name).mkdir()
+    assert files.move_aside(tmp_path / "a") == tmp_path / "a.old-2"

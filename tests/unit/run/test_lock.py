@@ -1,0 +1,323 @@
+"""The lock: one writer, whoever else tries, and however the last one ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mclclip.run import lock as run_lock
+from mclclip.run.lock import RunLock, _process_start
+
+# Waits for a line on stdin, takes the lock, says so, holds it until stdin ends.
+HOLDER = """
+import sys
+from mclclip.run.lock import RunLock
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    with RunLock(sys.argv[1], wait_s=float(sys.argv[2]), stale_s=float(sys.argv[3])):
+        print("holding", flush=True)
+        sys.stdin.read()
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+# A writer on another host, whose clock is ahead or behind and sets the times of its files.
+FOREIGN = """
+import os, socket, sys, time
+socket.gethostname = lambda: "elsewhere"
+utime = os.utime
+os.utime = lambda path: utime(path, (time.time() + float(sys.argv[2]),) * 2)
+from mclclip.run.lock import RunLock
+with RunLock(sys.argv[1], beat_s=0.2) as lock:
+    os.utime(lock.path)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+RECORD = {"host": socket.gethostname(), "pid": 1, "process_start": "1", "started": "2026-01-01"}
+
+
+@contextmanager
+def holder(run_dir: Path, *options: float, code: str = HOLDER) -> Iterator[subprocess.Popen[str]]:
+    """A process that is about to take the lock, after ``wait_s`` and ``stale_s``, or has it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(run_dir), *map(str, options or (0.0, 120.0))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert said(process) == "ready"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def write_record(run_dir: Path, **changes: Any) -> Path:
+    path = run_dir / "run.lock"
+    path.write_text(json.dumps(RECORD | changes))
+    return path
+
+
+def refused(run_dir: Path, **options: Any) -> str:
+    with pytest.raises(RuntimeError) as caught, RunLock(run_dir, wait_s=0.0, **options):
+        pytest.fail("two writers")
+    return str(caught.value)
+
+
+# --- one process -------------------------------------------------------------------------------
+
+
+def test_the_lock_says_who_holds_it_and_goes_with_him(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "a"
+    with RunLock(run_dir):
+        owner = json.loads((run_dir / "run.lock").read_text())
+        assert owner["host"] == socket.gethostname() and owner["pid"] == os.getpid()
+        assert owner["process_start"] == _process_start(os.getpid())
+        assert owner["started"].startswith("20")
+    assert not (run_dir / "run.lock").exists()
+
+
+def test_an_error_frees_the_lock(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), RunLock(tmp_path):
+        _ = 1 / 0
+    with RunLock(tmp_path, wait_s=0.0):
+        assert (tmp_path / "run.lock").exists()
+
+
+def test_a_second_writer_is_told_host_pid_and_start(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        message = refused(tmp_path)
+        started = json.loads((tmp_path / "run.lock").read_text())["started"]
+    assert f"process {os.getpid()} on {socket.gethostname()}, started {started}" in message
+    assert "one writer" in message and str(tmp_path) in message and "\n" not in message
+    assert (tmp_path / "run.lock").exists() is False
+
+
+def test_a_lock_can_be_used_again(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path, wait_s=0.0)
+    for _ in range(2):
+        with lock:
+            refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"host": "x", "pi', '{"host": "x"}', "[]"], ids=["empty", "half", "thin", "list"]
+)
+def test_half_a_record_is_no_owner(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.lock").write_text(text)
+    with RunLock(tmp_path, wait_s=0.0):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
+    """This very process, by its pid, but started at another time."""
+    write_record(tmp_path, pid=os.getpid(), process_start="12345")
+    with RunLock(tmp_path, wait_s=0.0):
+        assert json.loads((tmp_path / "run.lock").read_text())["process_start"] != "12345"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = refused(tmp_path / "file" / "run")
+    assert message.startswith(f"run_dir {tmp_path / 'file' / 'run'} cannot be written: Not a dir")
+
+
+def test_a_file_system_without_locks_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("mclclip.run.lock.fcntl.flock", no_locks)
+    assert "does not lock files (Function not implemented)" in refused(tmp_path)
+
+
+# --- other hosts -------------------------------------------------------------------------------
+
+
+def test_another_host_keeps_its_lock_while_its_heart_beats(tmp_path: Path) -> None:
+    path = write_record(tmp_path, host="elsewhere", pid=4711)
+    beat = threading.Timer(0.5, os.utime, [path])
+    beat.start()
+    assert "process 4711 on elsewhere, started 2026-01-01" in refused(tmp_path)
+    beat.join()
+
+
+SKEWS_S = (-180.0, 180.0)
+
+
+@pytest.mark.parametrize("skew_s", SKEWS_S)
+def test_a_living_writer_keeps_its_lock_whatever_its_clock_says(
+    tmp_path: Path, skew_s: float
+) -> None:
+    with holder(tmp_path, skew_s, code=FOREIGN) as process:
+        age_s = time.time() - (tmp_path / "run.lock").stat().st_mtime
+        assert age_s == pytest.approx(-skew_s, abs=20)
+        assert f"process {process.pid} on elsewhere" in refused(tmp_path, stale_s=2.0)
+        assert process.stdin is not None and process.poll() is None
+        process.stdin.close()
+        assert process.wait(20) == 0
+        process.stdin = None
+    assert not (tmp_path / "run.lock").exists()
+
+
+@pytest.mark.parametrize("skew_s", SKEWS_S)
+def test_a_dead_writer_loses_its_lock_whatever_its_clock_says(
+    tmp_path: Path, skew_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the time in which a sign of life would have come, which is said in advance."""
+    path = write_record(tmp_path, host="elsewhere", pid=4711)
+    os.utime(path, (time.time() + skew_s,) * 2)
+    start = time.monotonic()
+    with RunLock(tmp_path, wait_s=0.0, stale_s=0.7):
+        assert 0.7 <= time.monotonic() - start < 20
+        assert json.loads(path.read_text())["host"] == socket.gethostname()
+    waiting, taken = caplog.messages
+    assert waiting == (
+        f"{tmp_path} is locked by process 4711 on elsewhere, started 2026-01-01: waiting for a "
+        "sign of life from there; without one for 0.7 s the lock is taken over"
+    )
+    assert taken == f"{path} is taken over: there was no sign of life"
+
+
+def test_a_writer_on_another_host_that_ends_in_time_is_followed_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_record(tmp_path, host="elsewhere")
+    threading.Timer(0.3, path.unlink).start()
+    with RunLock(tmp_path, wait_s=0.0, stale_s=60.0):
+        assert json.loads(path.read_text())["host"] == socket.gethostname()
+    assert len(caplog.messages) == 1  # what it waits for, and no taking over
+
+
+def test_time_in_which_nobody_looked_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs for minutes stops the owner's heart as well."""
+    now_s = [50.0]
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    watch = run_lock._Watch()
+
+    def look(after_s: float, beat: int, pid: int = 1) -> tuple[float, bool]:
+        now_s[0] += after_s
+        watch.look(RECORD | {"pid": pid}, beat)
+        return round(watch.silent_s, 3), watch.beats
+
+    assert look(0.0, 7) == (0.0, False)
+    assert look(0.2, 7) == (0.2, False)
+    assert look(600.0, 7) == (0.2 + run_lock._LATE_LOOK_S, False)
+    assert look(0.2, 7) == (0.4 + run_lock._LATE_LOOK_S, False)
+    assert look(0.2, 6) == (0.0, True)  # its clock went back, its heart beats
+    assert look(0.2, 6) == (0.2, True)
+    assert look(0.2, 6, pid=2) == (0.0, True)  # another took the lock
+
+
+def test_the_heart_beats(tmp_path: Path) -> None:
+    with RunLock(tmp_path, beat_s=0.02):
+        os.utime(tmp_path / "run.lock", (1.0, 1.0))
+        deadline = time.monotonic() + 5
+        while (tmp_path / "run.lock").stat().st_mtime < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert time.time() - (tmp_path / "run.lock").stat().st_mtime < 60
+
+
+def test_a_writer_that_lost_its_lock_ends_and_leaves_the_other_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It slept for minutes (a paused machine), another host took over, and now it wakes."""
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr("mclclip.run.lock.os.kill", lambda pid, sig: ended.append((pid, sig)))
+    with RunLock(tmp_path, beat_s=0.02):
+        path = write_record(tmp_path, host="elsewhere", pid=4711)
+        os.utime(path, (5.0, 5.0))
+        deadline = time.monotonic() + 5
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert ended == [(os.getpid(), signal.SIGKILL)]
+    assert "taken over by process 4711 on elsewhere" in caplog.text
+    assert json.loads(path.read_text())["pid"] == 4711 and path.stat().st_mtime == 5.0
+
+
+def test_a_lock_removed_by_hand_is_not_missed(tmp_path: Path) -> None:
+    with RunLock(tmp_path, beat_s=0.01):
+        (tmp_path / "run.lock").unlink()
+        time.sleep(0.05)
+    assert not (tmp_path / "run.lock").exists()
+
+
+# --- several processes -------------------------------------------------------------------------
+
+
+def test_a_killed_holder_is_followed_at_once(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        go(process)
+        assert said(process) == "holding"
+        assert f"process {process.pid} on {socket.gethostname()}" in refused(tmp_path)
+        process.send_signal(signal.SIGKILL)
+        # Not waited for: a zombie does not write either.
+        with RunLock(tmp_path, wait_s=5.0):
+            assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_writer_that_ends_in_time_is_waited_for(tmp_path: Path) -> None:
+    with holder(tmp_path, 20.0, 120.0) as process:
+        with RunLock(tmp_path):
+            go(process)
+            time.sleep(0.5)
+        assert said(process) == "holding"
+
+
+def test_of_many_that_race_for_a_stale_lock_one_wins(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for _ in range(3):
+        write_record(tmp_path, pid=dead.pid)
+        with holder(tmp_path) as a, holder(tmp_path) as b, holder(tmp_path) as c:
+            for process in (a, b, c):
+                go(process)
+            answers = {process.pid: said(process) for process in (a, b, c)}
+        winners = [pid for pid, answer in answers.items() if answer == "holding"]
+        assert len(winners) == 1, answers
+        losers = [answer for pid, answer in answers.items() if pid not in winners]
+        assert all(f"in use by process {winners[0]} on" in answer for answer in losers)
+
+
+def test_of_many_that_wait_for_a_dead_hosts_lock_one_wins(tmp_path: Path) -> None:
+    write_record(tmp_path, host="elsewhere")
+    with (
+        holder(tmp_path, 0.0, 1.0) as a,
+        holder(tmp_path, 0.0, 1.0) as b,
+        holder(tmp_path, 0.0, 1.0) as c,
+    ):
+        for process in (a, b, c):
+            go(process)
+            time.sleep(0.05)
+        answers = {process.pid: said(process) for process in (a, b, c)}
+        winners = [pid for pid, answer in answers.items() if answer == "holding"]
+        assert len(winners) == 1, answers
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == winners[0]
+        losers = [answer for pid, answer in answers.items() if pid not in winners]
+        assert all(f"in use by process {winners[0]} on" in answer for answer in losers)

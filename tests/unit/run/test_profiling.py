@@ -1,0 +1,144 @@
+"""Peak memory by phase, and traces of chosen steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mclclip.run import profiling
+from mclclip.run.profiling import PeakMemory, StepProfiler
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def touch(mib: int) -> None:
+    """Has this much memory in use for a moment."""
+    # Beyond the C library's threshold, memory is given back to the system at once.
+    torch.ones(mib * MIB, dtype=torch.uint8)
+
+
+def can_reset() -> bool:
+    return PeakMemory(CPU)._counter.can_reset
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not can_reset(), reason="/proc/self/clear_refs cannot be written here")
+def test_each_phase_has_its_own_peak() -> None:
+    peaks = PeakMemory(CPU)
+    peaks.ended("start")
+    touch(300)
+    peaks.ended("forward")
+    touch(100)
+    peaks.ended("backward")
+    at_rest = peaks.by_phase["start"]
+    assert 290 < (peaks.by_phase["forward"] - at_rest) / MIB < 330
+    assert 90 < (peaks.by_phase["backward"] - at_rest) / MIB < 130
+    figures = peaks.figures()
+    assert figures["memory_gib"] == figures["memory_forward_gib"]
+    assert figures["memory_checkpoint_gib"] == 0.0  # never measured
+
+
+@pytest.mark.skipif(not can_reset(), reason="/proc/self/clear_refs cannot be written here")
+def test_what_nobody_watches_counts_in_all_but_for_no_phase() -> None:
+    peaks = PeakMemory(CPU)
+    peaks.ended("start")
+    peaks.watching = False
+    touch(300)
+    peaks.ended("forward")
+    with peaks.phase("checkpoint"):  # always measured
+        touch(100)
+    assert not peaks.watching and set(peaks.by_phase) == {"start", "checkpoint"}
+    peaks.watching = True
+    peaks.restart()
+    peaks.ended("backward")
+    rest = peaks.by_phase["start"]
+    assert (peaks.by_phase["checkpoint"] - rest) / MIB < 130
+    assert (peaks.by_phase["backward"] - rest) / MIB < 50
+    assert peaks.figures()["memory_gib"] > (rest + 290 * MIB) / 2**30
+
+
+def test_without_a_mark_to_set_back_there_is_the_whole_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(profiling, "_CLEAR", tmp_path / "no" / "such")
+    with caplog.at_level(logging.INFO, "mclclip"):
+        peaks = PeakMemory(CPU)
+        for phase in profiling.PHASES:
+            peaks.ended(phase)
+    figures = peaks.figures()
+    assert 0.01 < figures.pop("memory_gib") < 100
+    assert set(figures.values()) == {0.0}
+    assert caplog.text.count("peak memory is not measured by phase") == 1
+
+
+def test_on_a_gpu_the_allocator_is_asked_about_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No counter that waits for the device is read, and never another device's."""
+    device, peak, asked = torch.device("cuda", 1), SimpleNamespace(gib=3), []
+
+    def read(of: torch.device) -> int:
+        asked.append(of)
+        return peak.gib * 2**30
+
+    def reset(of: torch.device) -> None:
+        asked.append(of)
+        peak.gib = 1
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", read)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    peaks = PeakMemory(device)
+    peak.gib = 2
+    peaks.ended("forward")
+    peaks.ended("backward")
+    assert peaks.by_phase == {"forward": 2 * 2**30, "backward": 2**30}
+    assert peaks.figures()["memory_gib"] == 2.0 and set(asked) == {device}
+
+
+# --- traces ------------------------------------------------------------------------------------
+
+
+def work(profiler: StepProfiler, steps: int) -> None:
+    for step in range(steps):
+        with profiler.step(step):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def test_chosen_steps_leave_a_trace_and_a_table(tmp_path: Path) -> None:
+    work(StepProfiler(tmp_path / "profile", [1, 3], 4, CPU), 4)
+    names = [f"step_0000000{step}_rank0.{kind}" for step in (1, 3) for kind in ("json.gz", "txt")]
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == names
+    trace = json.loads(gzip.decompress((tmp_path / "profile" / names[0]).read_bytes()))
+    assert "aten::mm" in {event.get("name") for event in trace["traceEvents"]}
+    assert "aten::mm" in (tmp_path / "profile" / names[1]).read_text()
+
+
+def test_no_profiler_runs_where_no_step_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "profile", None)  # calling it would fail
+    work(StepProfiler(tmp_path / "profile", [], 3, CPU), 3)
+    work(StepProfiler(tmp_path / "profile", [1], 3, CPU, rank=1), 3)  # the first rank is traced
+    assert not (tmp_path / "profile").exists()
+
+
+def test_steps_outside_the_training_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    StepProfiler(tmp_path, [2, 9, 4], 4, CPU)
+    assert "there is no step [4, 9], the last is 3" in caplog.text
+
+
+def test_a_trace_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profile").write_text("a file where the folder should be")
+    work(StepProfiler(tmp_path / "profile", [0], 1, CPU), 1)
+    assert "cannot be written" in caplog.text

@@ -1,0 +1,302 @@
+"""What the user sees: log lines, progress, metrics that a resumed run continues."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mclclip.run import runlog
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[logging.Logger]:
+    """The log of the package, put back as it was afterwards."""
+    log = logging.getLogger("mclclip")
+    handlers, propagate, level = log.handlers[:], log.propagate, log.level
+    yield log
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
+
+
+# --- log and progress --------------------------------------------------------------------------
+
+
+def test_rank_0_speaks_the_others_warn(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runlog.setup(0)
+    log.info("step %d", 3)
+    log.debug("hidden")
+    runlog.setup(2)
+    log.info("hidden too")
+    log.warning("disk is slow")
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert out == "" and first.endswith(" I step 3")
+    assert second.endswith(" W [rank 2] disk is slow")
+
+
+def test_setting_up_twice_does_not_double_lines(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runlog.setup(0)
+    runlog.setup(0)
+    log.info("once")
+    assert capsys.readouterr().err.count("once") == 1
+
+
+def test_progress_is_plain_lines_without_a_terminal(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runlog.setup(0)
+    items = list(runlog.progress("abc", total=3, description="embed", every_s=0.0))
+    assert items == ["a", "b", "c"]
+    lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["embed: 1 of 3", "embed: 2 of 3", "embed: 3 of 3"]
+    list(runlog.progress("a", total=None, description="read", every_s=0.0))
+    assert "read: 1 of ?" in capsys.readouterr().err
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runlog.setup(0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(runlog.progress(range(4), total=4, description="embed")) == [0, 1, 2, 3]
+    err = capsys.readouterr().err
+    assert "embed" in err and "100%" in err
+
+
+def test_progress_is_silent_on_other_ranks_and_seldom_on_the_first(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        runlog.setup(rank)
+        every_s = 60.0 if rank == 0 else 0.0
+        assert list(runlog.progress("ab", total=2, description="x", every_s=every_s)) == ["a", "b"]
+    assert capsys.readouterr().err == ""
+
+
+# --- meter -------------------------------------------------------------------------------------
+
+
+def test_the_meter_tells_speed_and_waiting_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.s)
+    meter = runlog.Meter(global_batch=64, world_size=2)
+    for _ in range(4):
+        now.s += 2.0
+        meter.wait_s += 0.5
+        meter.steps += 1
+    assert meter.read() == {
+        "samples_per_s": 32.0,
+        "samples_per_s_per_rank": 16.0,
+        "data_wait_share": 0.25,
+        "seconds": 8.0,
+    }
+    now.s += 1.0  # readings start anew
+    assert meter.read()["samples_per_s"] == 0.0
+    now.s += 2.0
+    assert meter.read(wait_s=1.5)["data_wait_share"] == 0.75  # another rank waited longer
+
+
+# --- rows on disk ------------------------------------------------------------------------------
+
+
+class Sink:
+    """Keeps what it is given; fails, or hangs, where it is told to."""
+
+    def __init__(self, error: Exception | None = None, hang_s: float = 0.0) -> None:
+        self.error, self.hang_s = error, hang_s
+        self.rows: list[tuple[int, Mapping[str, Any]]] = []
+        self.closed = False
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.rows.append((step, row))
+
+    def close(self) -> None:
+        time.sleep(self.hang_s)
+        self.closed = True
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, *steps: int, resume_step: int = 0) -> None:
+    lines = runlog.JsonLines(path, resume_step=resume_step)
+    for step in steps:
+        lines.write({"step": step, "loss": step / 10})
+    lines.close()
+
+
+def test_rows_go_to_the_file_and_to_every_sink(tmp_path: Path) -> None:
+    sink = Sink()
+    metrics = runlog.MetricsLog(tmp_path / "train", resume_step=0, sinks={"sink": sink})
+    metrics.write(10, {"loss": 0.5})
+    metrics.write_epoch(12, {"loss": 0.4})
+    # On disk before the files are closed.
+    assert rows(tmp_path / "train" / "metrics.jsonl") == [{"step": 10, "loss": 0.5}]
+    assert rows(tmp_path / "train" / "epochs.jsonl") == [{"step": 12, "loss": 0.4}]
+    metrics.close()
+    assert sink.rows == [(10, {"loss": 0.5})] and sink.closed and not metrics.lost
+
+
+def test_a_resumed_run_repeats_no_row_and_misses_none(tmp_path: Path) -> None:
+    path, undisturbed = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write(path, 10, 20, 30)  # killed after 30; the last checkpoint is of step 20
+    write(path, 30, 40, resume_step=20)
+    write(undisturbed, 10, 20, 30, 40)
+    assert path.read_text() == undisturbed.read_text()
+
+
+@pytest.mark.parametrize("half", [b'{"step": 20, "lo', b'{"step": 20}', b"\0\0\0\n", b"\xff\n"])
+def test_half_a_row_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, half: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 10)
+    with path.open("ab") as file:
+        file.write(half)
+    with caplog.at_level("INFO", "mclclip"):
+        write(path, 20, resume_step=20)
+    assert [row["step"] for row in rows(path)] == [10, 20]
+    assert "half-written" in caplog.text
+
+
+def test_a_run_from_the_start_forgets_the_rows_before(tmp_path: Path) -> None:
+    write(tmp_path / "m.jsonl", 10, 20)
+    write(tmp_path / "m.jsonl", 5)
+    assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [5]
+
+
+def test_rows_are_json_for_the_strictest_reader(tmp_path: Path) -> None:
+    lines = runlog.JsonLines(tmp_path / "m.jsonl", resume_step=0)
+    lines.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
+    lines.close()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    row = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1}
+
+
+def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
+    """A disk that takes half of a row, as seen by the file object."""
+    lines = runlog.JsonLines(tmp_path / "m.jsonl", resume_step=0)
+    lines.write({"step": 1})
+    whole = lines._file
+
+    def half(data: bytes) -> int:
+        return whole.write(data[: len(data) // 2])
+
+    lines._file = SimpleNamespace(  # type: ignore[assignment]
+        write=half, fileno=whole.fileno, truncate=whole.truncate
+    )
+    with pytest.raises(OSError, match="No space left"):
+        lines.write({"step": 2})
+    lines._file = whole
+    lines.write({"step": 3})
+    lines.close()
+    assert rows(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 3}]
+
+
+def test_what_fails_is_said_once_counted_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = Sink(), Sink(ConnectionError("no\nroute"))
+    metrics = runlog.MetricsLog(tmp_path, resume_step=0, sinks={"bad": bad, "good": good})
+    metrics._files["epochs.jsonl"].close()  # so that writing fails
+    for step in (1, 2, 3):
+        metrics.write(step, {"loss": 0.5})
+        metrics.write_epoch(step, {"loss": 0.5})
+    metrics.close()
+    assert metrics.lost == {"bad": 3, "epochs.jsonl": 3}
+    assert len(good.rows) == 3 and bad.closed and len(rows(tmp_path / "metrics.jsonl")) == 3
+    assert caplog.text.count("bad cannot be written (no route): the training goes on") == 1
+    assert "bad: 3 write(s) failed in all" in caplog.text
+
+
+def test_a_sink_that_hangs_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runlog, "CLOSE_S", 0.1)
+    after = Sink()
+    sinks = {"slow": Sink(hang_s=2.0), "after": after}
+    before = time.monotonic()
+    runlog.MetricsLog(tmp_path, resume_step=0, sinks=sinks).close()
+    assert time.monotonic() - before < 1.5 and after.closed
+    assert "slow was not done after 0.1 s: left" in caplog.text
+
+
+# --- sinks -------------------------------------------------------------------------------------
+
+
+def open_sink(name: str, directory: Path, resume_step: int = 0) -> runlog.MetricSink:
+    sinks = runlog.open_sinks([name], directory, config={"seed": 1}, resume_step=resume_step)
+    return sinks[name]
+
+
+def test_a_sink_that_is_not_installed_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"wandb is not installed: pip install 'mclclip\[track\]'"):
+        open_sink("wandb", tmp_path)
+
+
+def test_a_sink_that_does_not_start_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def init(**options: Any) -> None:
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert runlog.open_sinks(["wandb"], tmp_path, config={}, resume_step=0) == {}
+    assert "wandb does not start (no API key): the training goes on without" in caplog.text
+
+
+def test_tensorboard_resumes_without_double_points(tmp_path: Path) -> None:
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = open_sink("tensorboard", tmp_path)
+    for step in (10, 20, 30):
+        first.write(step, {"loss": step / 10, "note": "text is left out"})
+    # Killed: never closed. The last checkpoint is of step 20.
+    second = open_sink("tensorboard", tmp_path, resume_step=20)
+    for step in (30, 40):
+        second.write(step, {"loss": step / 10})
+    second.close()
+    events = loading.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (10, 1.0), (20, 2.0), (30, 3.0), (40, 4.0)
+    ]  # fmt: skip
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=lambda row, step: None, finish=lambda: None)
+
+    def init(**options: Any) -> SimpleNamespace:
+        started.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for _ in range(2):
+        sink = open_sink("wandb", tmp_path)
+        sink.write(1, {"loss": 0.5})
+        sink.close()
+    assert len(started[0]["id"]) == 8 and started[0]["id"] == started[1]["id"]
+    assert started[0]["config"] == {"seed": 1} and started[1]["resume"] == "allow"
