@@ -94,3 +94,14 @@ def test_a_tower_of_timm_is_built_only_for_a_number(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("mclclip.models.memory.load_image_shapes", build)
     for number in ("all", 0):
         check_image_blocks("lock", number, "MobileCLIP2-S0")
+
+
+def test_blocks_of_a_text_tower_that_rests_are_refused() -> None:
+    def load(*overrides: str) -> config.Config:
+        return tiny.make_config(Path("run"), Path("data"), *overrides)
+
+    assert load("train.lock.text_blocks=1").train.model_arguments()["lock"]["text_blocks"] == 1
+    with pytest.raises(
+        ValueError, match="text_blocks=1 names blocks of a text tower that text=fal"
+    ):
+        load("train.lock.text=false", "train.lock.text_blocks=1")
