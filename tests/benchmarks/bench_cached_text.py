@@ -71,7 +71,7 @@ def batches_of(model: ClipModel, size: int) -> tuple[Batch, Batch]:
 def engine_of(model: ClipModel) -> Engine:
     """The product's training step around a model."""
     trainee = Trainee(model, InfoNCE())
-    optimizer = build_optimizer(trainee, weight_decay=0.2, betas=(0.9, 0.98), eps=1e-6)
+    optimizer = partial(build_optimizer, weight_decay=0.2, betas=(0.9, 0.98), eps=1e-6)
     return Engine(trainee, optimizer, SINGLE)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from tests import tiny
 
 # Of a row: what differs in every run.
-CLOCK = re.compile(r"(_s|_gib|seconds|time|mfu)$|wait|peak|gpu")
+CLOCK = re.compile(r"(_s|_gib|seconds|time|mfu)$|per_s|wait|peak|gpu")
 CENTERS = ("cluster.num_clusters=12", "cluster.labels_per_sample=3", "num_stages=1")
 KINDS: dict[str, tuple[str, ...]] = {
     "mcl": ("controls=[ungrouped,random_groups]",),
