@@ -115,7 +115,9 @@ def torchrun(folder: Path, moment: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def pids_in(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in folder.glob("*rank_*")]
+    # pathlib's * finds hidden names as well: those are being written.
+    names = (path for path in folder.glob("*rank_*") if not path.name.startswith("."))
+    return [int(path.read_text()) for path in names]
 
 
 def pids_when(folder: Path, count: int) -> list[int]:
