@@ -152,7 +152,7 @@ def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class CaptionRule:
-    """What a named protocol of retrieval reads and what size it must have.
+    """Format and size that a named protocol of retrieval demands.
 
     ``captions_per_image``: only the first so many, in file order; None: all of them.
     ``num_images``, ``num_captions``: the size that makes it this protocol; None: any.
@@ -216,7 +216,7 @@ def read_captions(
 def _joined(
     root: Path, names: Iterable[str], pairs: Iterable[tuple[str, str]], limit: float
 ) -> ImageTexts:
-    """Of (file, caption) pairs: equal files are one image, of which ``limit`` captions are kept."""
+    """Joins (file, caption) pairs: equal files are one image, of which ``limit`` captions stay."""
     rows = {name: row for row, name in enumerate(names)}
     seen: Counter[int] = Counter()
     owners, captions = [], []

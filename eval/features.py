@@ -31,7 +31,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: str = "") -> list[T]:
-    """What ``work`` returns on each rank for its contiguous share of ``count`` rows, on every rank.
+    """Runs ``work`` on each rank's contiguous share of ``count`` rows; all results on every rank.
 
     Where it fails on one rank, it fails on all of them (``together``, which ``what`` goes to).
     """

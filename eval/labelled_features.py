@@ -1,4 +1,4 @@
-"""What linear probe and kNN share: features of a train and a test set, and the figures."""
+"""Shared by linear probe and kNN: features of a train and a test set, and the figures."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
 
 
 def count_copies(train: Sequence[Path], test: Sequence[Path], context: Context) -> int:
-    """How many of the files ``test`` have the bytes of a file in ``train``; ranks share the work.
+    """Counts files of ``test`` with the bytes of a file in ``train``; ranks share the work.
 
     Only files of a size that occurs on both sides are read.
     """

@@ -71,7 +71,7 @@ def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[s
 
 
 def _given_names(classes: str, root: Path) -> dict[str, str] | list[str]:
-    """What ``classes`` names, without the labels: a mapping, or a list of names."""
+    """Returns the names that ``classes`` stands for: a mapping by label, or a list."""
     if classes == IMAGENET:
         from mclclip.models.clip import IMAGENET_NAMES
 
@@ -211,7 +211,7 @@ def check(
 
 
 class Benchmark(Protocol):
-    """What is checked of a benchmark's options (``config.BenchmarkConfig``)."""
+    """The fields of a benchmark that are checked here (``config.BenchmarkConfig``)."""
 
     @property
     def kind(self) -> str: ...

@@ -74,7 +74,7 @@ def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "t
 
 
 def _folder(out: Path, regime: Regime) -> Path:
-    """Where the runs of a regime lie."""
+    """Folder of the runs of a regime."""
     return out if regime == "trained" else out / regime
 
 

@@ -86,7 +86,7 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    """What the installed mclclip asks for: always, and with its extras."""
+    """Requirements of the installed mclclip: those of every use, and those of its extras."""
     try:
         asked = metadata.requires("mclclip") or []
     except metadata.PackageNotFoundError:
@@ -230,7 +230,7 @@ def _disk(path: Path, folder: Path) -> Iterator[Finding]:
 
 
 def _file_system(folder: Path) -> Iterator[Finding]:
-    """What the run directory relies on, tried in a temporary folder that is removed again."""
+    """Tries what a run directory relies on in a temporary folder, and removes the folder."""
     if not folder.is_dir():
         return
     try:
@@ -307,7 +307,7 @@ def _mmap(folder: Path) -> str:
 
 
 def _clock(folder: Path) -> Finding:
-    """How far the server's time of a file is from this machine's clock."""
+    """Difference between the file server's time of a new file and this machine's clock."""
     (folder / "now").write_text("now")
     skew_s = (folder / "now").stat().st_mtime - time.time()
     text = f"times of files are {skew_s:+.2f} s from this machine's clock"

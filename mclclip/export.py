@@ -90,7 +90,7 @@ def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
 
 
 def _given(config: Config) -> dict[str, Any]:
-    """What determines an encoder that is not trained here."""
+    """Fields of the manifest that determine an encoder which is not trained here."""
     model: ModelConfig = config.model
     fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained}
     if isinstance(model.name, str):

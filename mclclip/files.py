@@ -53,7 +53,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: a path as text, a numpy number as a number."""
+    """Converts what JSON cannot hold: a path to text, a numpy number to a number."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, np.generic):

@@ -67,7 +67,7 @@ def _steps(config: Config, context: Context, force: bool) -> None:
 
 
 def _check(config: Config, context: Context) -> None:
-    """What can be known of the whole run before its first step."""
+    """Refuses, before the first step, what would stop the run later."""
     for name, options in config.trainings.items():
         check_ranks(name, options.global_batch, context.world_size)
     for stage in range(config.num_stages):
@@ -78,7 +78,7 @@ def _check(config: Config, context: Context) -> None:
 
 
 def _check_objectives(config: Config, context: Context) -> None:
-    """What the objectives want of the device, and of an encoder with a start of its own."""
+    """Checks what objectives want of the device, and of an encoder with a start of its own."""
     own, widths, one_architecture = config.trained_model, None, True
     if own is not None:
         given, trained = architecture(config.model.name), architecture(own.name)

@@ -29,7 +29,7 @@ EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def start() -> None:
-    """What comes before the seconds that importing torch takes."""
+    """Sets up signals before the seconds that importing torch takes."""
     signals.install_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from mclclip.ranks.parent_death import die_with_parent

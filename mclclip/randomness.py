@@ -49,7 +49,7 @@ def permute(
     key: np.uint64 | Keys | int,
     rounds: int = _ROUNDS,
 ) -> Integers:
-    """Where a keyed shuffle of [0, size) puts each position: a bijection for every (size, key).
+    """Moves each position as a keyed shuffle of [0, size) does: a bijection for every (size, key).
 
     position, size and key broadcast, so that one call may serve many shuffles of unequal sizes.
     Returns int64 of the broadcast shape. Memory is proportional to the positions asked for.

@@ -23,7 +23,7 @@ log = logging.getLogger("mclclip")
 
 
 class Stateful(Protocol):
-    """What can be saved: an engine."""
+    """State that can be saved and loaded by name, such as an engine."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat names to tensors, the same full ones on every rank, or DTensors. Collective."""
@@ -72,7 +72,7 @@ class Resumption:
             self.fetched.add(fetched)
 
     def _defect(self, step: int) -> str | None:
-        """What is wrong with a step, the same on all ranks; None where it is intact."""
+        """Returns the fault of a step, the same on all ranks; None where it is intact."""
         path = path_of(self.directory, step)
         entries, what = collectives.on_main(lambda: _inspect(path, step))
         if what is None:

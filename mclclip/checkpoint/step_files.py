@@ -51,12 +51,12 @@ def parse_steps(names: Iterable[str]) -> list[int]:
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` lies."""
+    """Directory of the checkpoint of ``step``."""
     return Path(directory) / f"step_{step:08d}"
 
 
 def temporary_of(directory: Path, step: int) -> Path:
-    """Where ``step`` is written; leftovers of this name are removed at the next start."""
+    """Directory in which ``step`` is written; leftovers are removed at the next start."""
     return Path(directory) / f".step_{step:08d}.tmp"
 
 

@@ -46,7 +46,7 @@ class _Writer(FileSystemWriter):
 
 
 def own_part(state: State, rank: int, world_size: int) -> State:
-    """What this rank writes of a state whose plain tensors all ranks hold: about 1/W of them.
+    """Returns the part that this rank writes; of plain tensors, which all ranks hold, about 1/W.
 
     DTensors stay in all parts: each rank writes its own shards of them. All ranks cut the same
     names and sizes, so each plain tensor is written once.

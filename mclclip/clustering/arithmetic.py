@@ -49,7 +49,7 @@ _ROUNDINGS: dict[Products, tuple[Rounding, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """What is forced; a field that is None is chosen for the device by the functions below."""
+    """Forced choices; the functions below choose for the device where a field is None."""
 
     products: Products | None = None
     rounding: Rounding | None = None
@@ -74,7 +74,7 @@ def choose_products(device: torch.device, num_centroids: int, forced: Arithmetic
 
 
 def choose_rounding(device: torch.device, products: Products, forced: Arithmetic) -> Rounding:
-    """What a product on this device rounds as torch is set now.
+    """Returns what a product on this device rounds, by torch's present settings.
 
     Raises ValueError where a rounding is forced that ``products`` cannot have.
     """

@@ -64,7 +64,7 @@ class KMeans(Found):
 
 @dataclass(frozen=True)
 class _Rule:
-    """When iteration ends, and whether clusters may stay empty where distinct rows are lacking."""
+    """When iteration ends, and whether clusters may stay empty for lack of distinct rows."""
 
     max_iterations: int
     tolerance: float

@@ -256,7 +256,7 @@ def tiles(rows: Tensor, rows_per_tile: int) -> Sequence[Tensor]:
 
 
 def num_not_finite(rows: Tensor) -> int:
-    """How many rows [n, D] hold a NaN or an infinite value, or are too long.
+    """Counts rows of [n, D] that hold a NaN or an infinite value, or are too long.
 
     Twice the length squared has to stay finite in float32: no two rows are farther apart.
     """

@@ -147,7 +147,7 @@ class PlanConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class LockConfig:
-    """What is trained; everything else is frozen at the base weights."""
+    """Parts of the model that are trained; everything else is frozen at the base weights."""
 
     image_blocks: NonNegativeInt | Literal["all"] = "all"
     """Last blocks of the image tower that are trained (ResNet: of the stem and the residual
@@ -275,7 +275,7 @@ class TrainConfig:
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
 
     def reader(self, name: str) -> str:
-        """What messages call the objective of this training, which is the option ``name``."""
+        """Name of this training's objective in messages; ``name`` is the training's option."""
         return f"{name}.objective.kind={self.objective.kind}"
 
     @property
@@ -284,7 +284,7 @@ class TrainConfig:
         return self.objective.reads.captions and self.cached_text and not self.lock.text
 
     def model_arguments(self) -> dict[str, Any]:
-        """What trainer.prepare_model takes beside the model and the seed."""
+        """Arguments of ``train.loop.prepare_model`` beside the model and the seed."""
         reads = self.objective.reads
         unused = {} if reads.captions else {"text": False}
         unused |= {} if reads.logit_scale else {"logit_scale": False}
@@ -296,7 +296,7 @@ class TrainConfig:
         }
 
     def optimizer_arguments(self) -> dict[str, Any]:
-        """What models.optimizer.build_optimizer takes beside the module."""
+        """Arguments of ``models.optimizer.build_optimizer`` beside the module."""
         same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "lr")
         return {"name": self.optimizer} | {name: getattr(self, name) for name in same}
 
@@ -316,7 +316,7 @@ class BenchmarkConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class EvalConfig:
-    """What the encoders are measured on."""
+    """Benchmarks that the encoders are measured on."""
 
     suite: dict[str, BenchmarkConfig] = field(default_factory=dict)
     """Benchmarks by name."""
@@ -328,7 +328,7 @@ class EvalConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ExportConfig:
-    """What is joined at the end."""
+    """Encoders that are joined of the stages at the end."""
 
     concat: list[Literal["raw", "stage_norm"]] = field(
         default_factory=lambda: ["raw", "stage_norm"]
@@ -414,7 +414,7 @@ class Config:
             check_image_blocks(f"{name}.lock.image_blocks", options.lock.image_blocks, model)
 
     def facts(self, options: TrainConfig) -> Facts:
-        """What an objective may ask of this run before it begins."""
+        """Returns the facts that an objective checks before the run begins."""
         return Facts(
             num_clusters=self.cluster.fewest,
             stored=self.cluster.labels_per_sample,

@@ -22,7 +22,7 @@ logger = logging.getLogger("mclclip")
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a plan will use of the data; known before training, equal for every epoch."""
+    """Counts of the data that a plan uses; known before training, equal for every epoch."""
 
     policy: Policy
     global_batch: int

@@ -26,7 +26,7 @@ _MAX_LABEL = int(np.iinfo(np.int64).max)
 
 
 def label_space(radices: Sequence[int]) -> int:
-    """How many labels there can be: the product of the radices (Eq. 4's K^j), 1 for none.
+    """Number of possible labels: the product of the radices (Eq. 4's K^j), 1 for none.
 
     Raises ValueError for a radix below 1 and where int64 could not hold the labels.
     """
@@ -113,7 +113,7 @@ def split_stages(labels: npt.NDArray[np.integer], radices: Sequence[int]) -> lis
 def truncate(
     labels: npt.NDArray[np.integer], radices: Sequence[int], prefix_length: int
 ) -> Integers:
-    """What the first prefix_length stages say: int64 of labels' shape; -1 stays -1.
+    """Cuts labels to their first prefix_length stages: int64 of labels' shape; -1 stays -1.
 
     Length 0 puts all samples into one group 0; the full length returns the labels.
     """
@@ -133,7 +133,7 @@ def compact(labels: npt.NDArray[np.integer]) -> Integers:
 
 
 def size_statistics(sizes: npt.NDArray[np.integer]) -> dict[str, float]:
-    """Of group sizes [G] (empty groups ignored): num_groups, smallest, median, largest group,
+    """Statistics of group sizes [G], empty ones ignored: num_groups, smallest, median, largest,
     max_share of one group, effective_groups = e^H with H the entropy of the shares.
     """
     sizes = np.asarray(sizes, dtype=np.int64)

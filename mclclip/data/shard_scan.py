@@ -43,7 +43,7 @@ REASONS = {
 
 
 class Findings:
-    """What was left out or is unusual: a count and up to 20 examples by reason."""
+    """Samples left out and other unusual finds: a count and up to 20 examples by reason."""
 
     def __init__(self, counts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._found = {

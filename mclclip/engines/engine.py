@@ -124,7 +124,7 @@ class Engine:
         return self.scaler.is_enabled()
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """What this rank holds of each trained parameter, by name: the whole, or its shard."""
+        """Returns this rank's part of each trained parameter by name: the whole, or its shard."""
         return {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -232,13 +232,13 @@ class Engine:
         return square.sqrt().to(norm.dtype)
 
     def clip_factor(self, norm: Tensor) -> Tensor | float:
-        """What gradients of this total norm are multiplied by."""
+        """Factor that gradients of this total norm are multiplied by."""
         if self.clip_grad_norm is None:
             return 1.0
         return (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def _extra_state(self) -> dict[str, Tensor]:
-        """What the module and its optimizer do not hold: parameters outside, the moving average
+        """Returns the state beside module and optimizer: parameters outside, the moving average
         and the loss scale."""
         state: dict[str, Tensor] = {}
         for part in self.outside:

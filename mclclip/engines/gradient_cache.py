@@ -46,7 +46,7 @@ class Cacheable(Protocol):
 
 
 class Runner(Protocol):
-    """What is used of an engine: how it runs forward and backward, and when it reduces."""
+    """The part of an engine that runs forward and backward, and says when it reduces."""
 
     module: nn.Module
     context: Context

@@ -1,4 +1,4 @@
-"""What an engine makes of a model's memory: which rank holds which share, and what it adds."""
+"""Memory of a model under an engine: which rank holds which share, and what the engine adds."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class DeepspeedEngine(Engine):
         return torch.as_tensor(self.run.get_global_grad_norm(), device=self.context.device)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """What this rank holds of each trained parameter: at stage 3 a flat, padded shard."""
+        """Returns this rank's part of each trained parameter: at stage 3 a flat, padded shard."""
         if self.zero_stage < 3:
             return super().local_parameters()
         return {name: p.ds_tensor for name, p in self._trained().items()}
@@ -195,7 +195,7 @@ class DeepspeedEngine(Engine):
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def _moments(self) -> dict[str, Any]:
-        """What the optimizer keeps of one of ZeRO's flat tensors, by name; of all the same."""
+        """State that the optimizer keeps of one flat tensor, by name; all have the same names."""
         return next((s for s in self._inner.state.values() if s), {})
 
     def _first_moments(self) -> None:

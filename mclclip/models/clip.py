@@ -383,7 +383,7 @@ def _load_image_tower(visual: nn.Module, file: Path) -> None:
 
 
 def _layout(visual: nn.Module) -> towers.ImageLayout | str:
-    """What the image tower consists of, or the reason why it cannot be split or locked."""
+    """Returns the layout of the image tower, or the reason why it cannot be split or locked."""
     try:
         if isinstance(visual, VisionTransformer):
             return towers.VisionTransformerLayout.of(visual)

@@ -97,7 +97,7 @@ class ClipModel(ImageModel):
 
     @property
     def text_layout(self) -> towers.Layout:
-        """What the text tower consists of; ValueError for towers that are not understood."""
+        """Layout of the text tower; ValueError for towers that are not understood."""
         return towers.text_layout(self.text_tower)
 
     def tower_layouts(self, text: bool) -> list[tuple[nn.Module, towers.Layout]]:

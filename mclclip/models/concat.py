@@ -90,7 +90,7 @@ class ConcatEncoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """Device of the model."""
         return next(self.parameters()).device
 
     def _models(self) -> list[ClipModel | ImageEncoder]:

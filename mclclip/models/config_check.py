@@ -38,7 +38,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class Allowed:
-    """What open_clip's own configurations name: tokenizers and text towers of the hub, and the
+    """Names in open_clip's own configurations: tokenizers and text towers of the hub, and the
     options of tokenizers that they set."""
 
     tokenizers: frozenset[str]

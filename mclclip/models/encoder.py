@@ -1,4 +1,4 @@
-"""What inference sees of a model: images and texts to unit features."""
+"""Models at inference: images and texts to unit features."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -64,7 +64,7 @@ class SingleEncoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """Device of the model."""
         return next(self.parameters()).device
 
     @torch.no_grad()

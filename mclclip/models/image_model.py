@@ -66,7 +66,7 @@ class ImageModel(nn.Module):
 
     @property
     def layout(self) -> towers.ImageLayout:
-        """What the image tower consists of; ValueError for towers that are not understood."""
+        """Layout of the image tower; ValueError for towers that are not understood."""
         if isinstance(self._layout, str):
             raise ValueError(self._layout)
         return self._layout
@@ -93,7 +93,7 @@ class ImageModel(nn.Module):
         return self.layout.run_trunk(self.visual, images, num_trunk_blocks)
 
     def encode_tail(self, hidden: Tensor, num_trunk_blocks: int, project: bool = True) -> Tensor:
-        """What `encode_trunk` gave for the same number -> raw features [B, D].
+        """Output of `encode_trunk` for the same number -> raw features [B, D].
 
         With `project=False`: [B, width], pooled and normed but not projected; ValueError for towers
         whose attention pool is their projection.
@@ -211,7 +211,7 @@ class ImageModel(nn.Module):
 
 
 def number_of(layout: towers.Layout, wanted: int | Literal["all"], option: str, what: str) -> int:
-    """How many blocks `wanted` means; ValueError for more than the tower has."""
+    """Number of blocks that `wanted` means; ValueError for more than the tower has."""
     number = layout.num_blocks if wanted == "all" else wanted
     if not 0 <= number <= layout.num_blocks:
         raise ValueError(

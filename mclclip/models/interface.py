@@ -38,7 +38,7 @@ class Model(Protocol):
 
     @property
     def layout(self) -> ImageLayout:
-        """What the image tower consists of; ValueError for towers that are not understood."""
+        """Layout of the image tower; ValueError for towers that are not understood."""
         ...
 
     @property
@@ -79,11 +79,11 @@ class Model(Protocol):
         ...
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
-        """[B, 3, H, W] -> what the first blocks give."""
+        """[B, 3, H, W] -> output of the first blocks."""
         ...
 
     def encode_tail(self, hidden: Tensor, num_trunk_blocks: int, project: bool = True) -> Tensor:
-        """What `encode_trunk` gave -> raw features [B, D]; pooled ones without the projection."""
+        """Output of `encode_trunk` -> raw features [B, D]; pooled ones without the projection."""
         ...
 
     def lock(
@@ -107,7 +107,7 @@ class Model(Protocol):
         ...
 
     def blocks(self) -> list[nn.Module]:
-        """What is sharded or compiled one by one."""
+        """Modules that are sharded or compiled one by one."""
         ...
 
     def compile_blocks(self, backend: str = "inductor") -> None:

@@ -46,7 +46,7 @@ def timm_layout(tower: Any) -> ImageLayout:
 
 
 class _TimmLayout(ImageLayout):
-    """What all towers of timm have in common: the way from the pooling to the features."""
+    """Base of the layouts of timm's towers: the way from the pooling to the features."""
 
     def pooled_dim(self, tower: Any) -> int | None:
         """Width of timm's features before its classifier; None where the pool projects."""
@@ -64,7 +64,7 @@ class _TimmLayout(ImageLayout):
         return features
 
     def _after(self, tower: Any) -> Sequence[Step]:
-        """What runs between the last block and the pooling."""
+        """Modules that run between the last block and the pooling."""
         return [tower.trunk.norm]
 
 

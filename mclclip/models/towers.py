@@ -19,7 +19,7 @@ Step = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which parts of a tower are what; names are relative to the tower.
+    """The parts of a tower by what they do; names are relative to the tower.
 
     A name is a submodule or a parameter. `embedding` lies before the first block; it is empty for
     open_clip's ResNet, whose stem is its first block. A block may consist of several modules, such
@@ -81,7 +81,7 @@ class ImageLayout(Layout):
     """
 
     def run_trunk(self, tower: nn.Module, images: Tensor, num_blocks: int) -> Tensor:
-        """[B, 3, H, W] -> what goes into block `num_blocks`; for 0 the images themselves."""
+        """[B, 3, H, W] -> input of block `num_blocks`; for 0 the images themselves."""
         if num_blocks == 0:
             return images
         hidden, steps = self._start(tower, images)
@@ -119,7 +119,7 @@ class ImageLayout(Layout):
         raise NotImplementedError
 
     def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
-        """What goes into the first block, and the blocks."""
+        """Returns the input of the first block, and the blocks."""
         raise NotImplementedError
 
     def _steps(self, tower: Any) -> Sequence[Step]:
@@ -127,7 +127,7 @@ class ImageLayout(Layout):
         raise NotImplementedError
 
     def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
-        """What the last block gives -> features."""
+        """Output of the last block -> features [B, D]."""
         raise NotImplementedError
 
 

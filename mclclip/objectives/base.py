@@ -1,4 +1,4 @@
-"""What an objective is: options that declare what it reads, and a module that computes the loss.
+"""Objectives: options that declare what one reads, and a module that computes the loss.
 
 Data, model, engine, plan, pipeline and export ask these two; nobody asks for an objective's type. A
 new method is one module with two classes: ``Options(ObjectiveOptions)``, whose ``build`` makes the
@@ -37,7 +37,7 @@ _PARTS = ("base", "row_losses", "class_centers")
 
 @dataclass(frozen=True)
 class Reads:
-    """What an objective reads beside images.
+    """Data and parts of the model that an objective reads beside images.
 
     captions      features of a sample's text; the text tower rests where they are not read
     logit_scale   the model's logit scale; it rests where it is not read
@@ -70,7 +70,7 @@ class HasFeatures(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What an objective is built for.
+    """Surroundings that an objective is built for.
 
     ``betas`` and ``eps`` are those of the training's AdamW; ``seed`` depends on the stage too.
     ``classes`` are there where the objective reads clusters.
@@ -87,7 +87,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run before it begins; None where it is not known yet.
+    """Facts of a run before it begins; None where one is not known yet.
 
     num_clusters  fewest clusters of any stage
     stored        clusters that are stored of every sample
@@ -106,7 +106,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a cost depends on: samples of one rank, ranks, width of the features, classes.
+    """Numbers that a cost depends on: samples of one rank, ranks, width of features, classes.
 
     ``peak_bytes`` runs a function on tensors without values and returns the most bytes that it
     holds at a time.
@@ -122,7 +122,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an objective takes on one rank, in bytes.
+    """Memory that an objective takes on one rank, in bytes.
 
     ``step`` is held between the features and their gradients, ``lasting`` over all steps (by part),
     ``checkpoint`` is written by all ranks together. ``details`` is for the plan's reader.
@@ -135,7 +135,7 @@ class Cost:
 
 
 class Batch(Protocol):
-    """What an objective sees of a batch (``data.batches.Batch``)."""
+    """The fields of a batch that objectives read (``data.batches.Batch``)."""
 
     views: list[Tensor]
     labels: Tensor
@@ -160,7 +160,7 @@ class Objective(nn.Module):
         return ()
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """What is compared: the model's features of this rank's batch, by name.
+        """Returns the model's features of this rank's batch, by name.
 
         ``image_features`` are those of the first view, ``image_features_1`` of the second, and so
         on. Features with a first axis belong to the samples, others to the whole batch. An
@@ -199,7 +199,7 @@ class ObjectiveOptions:
 
     @property
     def reads(self) -> Reads:
-        """What it reads beside images."""
+        """Returns what it reads beside images."""
         return Reads()
 
     def check(self, facts: Facts) -> None:

@@ -38,7 +38,7 @@ class Options(ObjectiveOptions):
         return InfoNCE()
 
     def cost(self, sizes: Sizes) -> Cost:
-        """What the loss holds between the features and their gradients, both directions."""
+        """Memory that the loss holds between the features and their gradients, both directions."""
         local, everywhere = sizes.local_batch, sizes.local_batch * sizes.num_ranks
 
         def run() -> None:

@@ -83,7 +83,8 @@ def _blocks(length: int, size: int) -> list[slice]:
 
 
 def _stream(tiles: _Tiles, rows: slice, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one row block with own logits ``positive`` [r]: losses, log-sum-exps, no negative [r]."""
+    """Returns losses, log-sum-exps and rows without a negative, each [r], of one row block with
+    the logits ``positive`` [r] of its own pairs."""
     hardest = torch.full_like(positive, float("-inf"))  # highest logit of a negative so far
     maximum, total = positive, torch.ones_like(positive)
     for columns in tiles.column_blocks:

@@ -81,7 +81,7 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """What any term reads."""
+        """Returns what any of the terms reads."""
         every = self._reads()
         return Reads(
             captions=any(r.captions for r in every),

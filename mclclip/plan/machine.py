@@ -1,4 +1,4 @@
-"""What a plan is made for."""
+"""The machine that a plan is made for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Machine:
     def described(
         cls, nodes: int | None, gpus_per_node: int | None, memory_gib: float | None
     ) -> Machine:
-        """Of options that may be missing: with either number given, the plan is for elsewhere."""
+        """Builds it of options that may be None; with either number the plan is for elsewhere."""
         elsewhere = nodes is not None or gpus_per_node is not None
         nodes, gpus_per_node = (1 if n is None else n for n in (nodes, gpus_per_node))
         return cls(nodes, gpus_per_node, memory_gib, elsewhere)

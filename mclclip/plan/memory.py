@@ -1,4 +1,4 @@
-"""What one rank holds during a training, by part, and whether its GPU can hold it."""
+"""Memory of one rank during a training, by part, and whether its GPU can hold it."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _fitting(measured: dict[str, Any], room: float) -> int:
 
 
 def _check_engine(model: ClipModel, name: str, options: TrainConfig, machine: Machine) -> None:
-    """What the engine would refuse when it is built."""
+    """Refuses what the engine would refuse when it is built."""
     how, ranks = options.engine, machine.ranks
     if how.micro_batch is not None:
         gradient_cache.check(model)
@@ -210,7 +210,7 @@ def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
 def _cost(
     config: Config, options: TrainConfig, dim: int, local: int, machine: Machine
 ) -> objectives.Cost:
-    """What the objective takes, with as many classes as the largest of the stages has."""
+    """Cost of the objective, with as many classes as the largest of the stages has."""
     return options.objective.cost(
         objectives.Sizes(
             local_batch=local,
@@ -266,7 +266,7 @@ def _counts(model: ClipModel) -> dict[str, dict[str, int]]:
 def _notes(
     model: ClipModel, name: str, options: TrainConfig, machine: Machine, sizes: Sizes
 ) -> list[str]:
-    """Where the estimate is coarser than elsewhere."""
+    """Lists where the estimate is coarser than elsewhere."""
     notes = []
     if options.optimizer.startswith("timm:") and sizes.moments == 2 * sizes.trained:
         notes.append(f"{name}.optimizer={options.optimizer}: two values per weight are assumed")

@@ -138,7 +138,7 @@ def _check_samples(
     stage: int,
     labels: int,
 ) -> None:
-    """What the run would refuse once it has its index, or its labels.
+    """Refuses what the run would refuse once it has its index, or its labels.
 
     ``known`` samples are clustered, and ``usable`` ones of them are trained on.
     """

@@ -57,7 +57,7 @@ def _steps(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _coverage(plan: dict[str, Any]) -> Iterator[str]:
-    """What an epoch of each stage makes of its groups; random groups have the same sizes."""
+    """Rows on the groups of an epoch, by stage; random groups have the same sizes."""
     rows = [["an epoch", "steps", "full label", "mixed", "negatives", "left out", "", "repeated"]]
     trainings = [of for of in plan["trainings"] if of["variant"] == "mcl"]
     epochs = [(_name(of), epoch) for of in trainings for epoch in of["coverage"]]

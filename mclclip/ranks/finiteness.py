@@ -55,7 +55,7 @@ class StepWatch:
         self._in_a_row = (self._in_a_row + 1) * bad
 
     def counts(self) -> dict[str, Tensor | int]:
-        """What ``judge`` wants to know of the rank on which it is largest."""
+        """Numbers that ``judge`` compares over the ranks, by their largest."""
         return {"max_since": self._since, "max_in_a_row": self._in_a_row}
 
     def judge(self, done: int, max_since: int, max_in_a_row: int) -> None:

@@ -1,4 +1,4 @@
-"""What an engine asks of parameters that it trains but does not wrap."""
+"""Protocol of parameters that an engine trains but does not wrap."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutsideParameters(Protocol):
         """One optimizer step along ``factor`` times the gradient at the learning rate ``lr``."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resumed training needs, by names that no other part uses."""
+        """Returns what a resumed training needs, by names that no other part uses."""
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes what ``state_dict`` gave, filled with other values, among other entries."""

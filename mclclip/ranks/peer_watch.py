@@ -49,7 +49,7 @@ class LostPeer(RuntimeError):
 
 
 class _Progress:
-    """How often this process got on with its training; None outside of one."""
+    """Count of this process's progress in its training; None outside of one."""
 
     count = 0
     since: float | None = None
@@ -161,7 +161,7 @@ class PeerWatch:
                 self._end(problem)
 
     def _problem(self, now: float) -> str | None:
-        """What is wrong, as one line, or None."""
+        """Returns the fault as one line, or None."""
         # Who does not hear of itself has lost the store, and with it the news of all others.
         deaf_s = now - min(self._heard, self._reports[self.context.rank][1])
         if deaf_s > _MISSED * self.period_s:
@@ -207,7 +207,7 @@ class PeerWatch:
 
 
 def _place() -> str:
-    """Where the main thread stands in this package, such as ``recorder.py:70``."""
+    """Place in this package where the main thread stands, such as ``recorder.py:70``."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

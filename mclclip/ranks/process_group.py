@@ -26,7 +26,7 @@ log = logging.getLogger("mclclip")
 
 @dataclass(frozen=True)
 class Context:
-    """Where this process stands: its rank, the number of ranks, and its device."""
+    """Place of this process: its rank, the number of ranks, and its device."""
 
     rank: int = 0
     world_size: int = 1
@@ -45,7 +45,7 @@ TIMEOUT = datetime.timedelta(days=1)
 
 
 def process_start() -> float:
-    """When this process began, on the clock of ``time.monotonic()``."""
+    """Start of this process on the clock of ``time.monotonic()``."""
     return _STARTED
 
 
@@ -80,7 +80,7 @@ def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) 
 
 
 def _settle_arithmetic(deterministic: bool) -> None:
-    """What GPUs compute, in the rest of this process; no product may come before it."""
+    """Sets how GPUs compute in the rest of this process; no product may come before it."""
     torch.backends.cudnn.allow_tf32 = False  # by default it rounds what convolutions multiply
     if deterministic:
         # Else the backward of attention and some convolutions add in any order.

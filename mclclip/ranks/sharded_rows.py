@@ -18,7 +18,7 @@ from mclclip.ranks.process_group import Context
 
 
 class ShardedRows:
-    """Which of ``num_rows`` rows this rank holds: those from ``start`` to ``stop``.
+    """This rank's share of ``num_rows`` rows: those from ``start`` to ``stop``.
 
     Every rank but the last ones has ceil(num_rows / world_size) rows; the last ranks may have fewer
     or none. (Other splits come back wrong from a DTensor, without an error.) To be made by all

@@ -30,7 +30,7 @@ class Preempted(BaseException):
 
 
 class _Requests:
-    """What this process has been asked since it started (signals belong to processes)."""
+    """Requests to this process since it started (signals belong to processes)."""
 
     name: str | None = None
     deferred: bool = False

@@ -28,7 +28,7 @@ _REASONS = (None, "the file 'stop'", "the wall-time limit", "SIGUSR1", "SIGTERM"
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do at this boundary; ``leave`` is the reason, or None."""
+    """Decision of all ranks at a boundary; ``leave`` is the reason, or None."""
 
     save: bool = False
     leave: str | None = None
@@ -58,13 +58,13 @@ class StepBoundary:
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def decide(self) -> Decision:
-        """What all ranks agreed on when they were asked last; asks for the next time."""
+        """Returns what all ranks agreed on when asked last, and asks for the next time."""
         decision = self.finish()
         self._ask()
         return decision
 
     def finish(self) -> Decision:
-        """What was agreed on last; to be called by all ranks after the last step."""
+        """Returns what was agreed on last; all ranks call it after the last step."""
         if self._pending is None:
             return Decision()
         (request, work), self._pending = self._pending, None

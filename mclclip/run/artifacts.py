@@ -51,7 +51,7 @@ _WRITTEN_BY = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an artifact is and what it was made from; ``digest`` names its content to readers."""
+    """Record of an artifact and its making; ``digest`` names its content to readers."""
 
     kind: str
     config: dict[str, Any]

@@ -40,7 +40,7 @@ def complain(error: Exception, with_traceback: bool) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """What an error says, on one line; of a loader worker's its own words, not its traceback."""
+    """Message of an error on one line; of a loader worker's its own words, not its traceback."""
     line = str(error)
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]

@@ -12,7 +12,7 @@ class HasRunDir(Protocol):
 
     @property
     def run_dir(self) -> str:
-        """Where everything of the run is written."""
+        """Folder of everything of the run."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def root(self) -> Path:
-        """Where the stages of this variant lie."""
+        """Folder of the stages of this variant."""
         return self.run_dir if self.variant == "mcl" else self.run_dir / "controls" / self.variant
 
     def stage(self, stage: int) -> Path:

@@ -24,7 +24,7 @@ _LATE_LOOK_S = 1.0  # what a late look counts for at most
 
 
 def _process_start(pid: int) -> str | None:
-    """When process ``pid`` started (clock ticks since boot), or None where it does not run.
+    """Start of process ``pid`` (clock ticks since boot), or None where it does not run.
 
     Where there is no /proc to ask, ``running`` stands for any time.
     """
@@ -45,7 +45,7 @@ def _answers(pid: int) -> str | None:
 
 
 class _Watch:
-    """What this process has seen of a lock whose owner runs on another host.
+    """Record of what this process has seen of a lock whose owner runs on another host.
 
     Clocks of two hosts may be minutes apart. So the time of the last heartbeat says nothing; that
     it changes while we look does. How long it has not changed is counted by our own clock, and
@@ -90,7 +90,7 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def _look(self) -> tuple[dict[str, Any], int] | None:
-        """What the lock says and when its heart last beat (ns, by whichever clock the disk has).
+        """Returns the lock's owner and the time of its last beat (ns, by the disk's own clock).
 
         None where there is no lock or it is half-written.
         """

@@ -37,7 +37,7 @@ _WATCHED = 3  # first steps whose memory is measured by phase, besides those tha
 
 
 class _Read(Protocol):
-    """What the recorder looks at in a batch (data.batches.Batch)."""
+    """The fields of a batch that the recorder reads (data.batches.Batch)."""
 
     group_size: int
     replaced: dict[int, str]
@@ -182,7 +182,7 @@ class Recorder:
     def _figures(
         self, done: int, meter: runlog.Meter, parts: Mapping[str, Tensor | float]
     ) -> dict[str, Any]:
-        """What every row has: ``parts`` over the ranks, progress, speed and memory."""
+        """Fields of every row: ``parts`` over the ranks, progress, speed and memory."""
         num_bad = self.share_bad(self.replaced)
         self.replaced = {}
         memory = self.peaks.figures()

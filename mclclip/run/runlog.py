@@ -91,7 +91,7 @@ class Meter:
 
 
 class MetricSink(Protocol):
-    """Where a row of training metrics goes besides metrics.jsonl."""
+    """A place besides metrics.jsonl to which rows of training metrics go."""
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Takes one row."""

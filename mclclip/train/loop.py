@@ -196,7 +196,7 @@ class Trainer:
                 raise
 
     def _diverged(self, error: NotFinite, description: str) -> RuntimeError:
-        """What the user is told; waits for the checkpoint that is being written, a collective."""
+        """Returns the error for the user; waits for the checkpoint being written, a collective."""
         self.boundary.finish()
         try:
             self.checkpoints.wait(mirror_s=MIRROR_S)

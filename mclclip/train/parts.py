@@ -35,7 +35,7 @@ from mclclip.train.loop import Trainee, Trainer, prepare_model
 
 @dataclass
 class Job:
-    """What is fixed for one training before its first step."""
+    """Everything that is fixed for one training before its first step."""
 
     config: Config
     options: TrainConfig
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def method(self) -> str:
-        """What log lines call it: MCL and its controls by the variant, others by the objective."""
+        """Name in log lines: of MCL and its controls the variant, of others the objective."""
         objective = self.options.objective
         return self.layout.variant if objective.reads.groups else objective.kind
 
@@ -78,7 +78,7 @@ class Job:
 
     @cached_property
     def class_labels(self) -> ClassLabels | None:
-        """Which clusters of the stage before are whose, for objectives that read them."""
+        """Clusters of the stage before by sample, for objectives that read them; else None."""
         reads = self.options.objective.reads
         if not reads.clusters:
             return None
@@ -115,7 +115,7 @@ def engine_of(job: Job, trainee: Trainee) -> Engine:
 
 
 def objective_of(job: Job, model: ClipModel) -> Objective:
-    """What is minimised, as its options build it."""
+    """The objective, as its options build it."""
     options = job.options
     return options.objective.build(
         Setting(

@@ -1,4 +1,4 @@
-"""What a batch has to do with the classes of one rank: pairs, negatives, tiles of their scores."""
+"""A batch beside the classes of one rank: pairs, negatives, tiles of their scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST_EXPONENT = 85.0  # exp overflows fp32 beyond 88
 
 
 class ClassBatch:
-    """What a batch has to do with the classes of this rank."""
+    """The pairs, negatives and tiles that join a batch to the classes of this rank."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ClassBatch:
         self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
 
     def _find_collisions(self) -> None:
-        """Where a row's own positive was drawn, in the order of the tiles."""
+        """Places where a row's own positive was drawn, in the order of the tiles."""
         column = _inverse(self.of_negatives, len(self.touched))[self.of_positives]
         drawn = column >= 0
         row, column = self.row[drawn], column[drawn]

@@ -44,7 +44,7 @@ class _Blocks:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton is told."""
+        """Options for Triton."""
         return {"num_warps": 8, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
@@ -57,13 +57,13 @@ _FULL = _Blocks(own=32, other=64, dim=32, out=64, num_stages=2)
 
 @dataclass(frozen=True)
 class Kernels:
-    """That the functions below are to be used, with ``half`` (None: float32)."""
+    """Choice of the functions below, with inputs rounded to ``half`` (None: float32)."""
 
     half: torch.dtype | None = None
 
 
 def kernels_of(name: str, device: torch.device, precision: str) -> Kernels | None:
-    """What ``objective.kernel`` names; None for ``plain``.
+    """Returns the kernels that ``objective.kernel`` names; None for ``plain``.
 
     Raises ValueError where Triton's kernels cannot run: without a GPU of compute capability 8 and
     Triton, or in float64.

@@ -33,7 +33,7 @@ from mclclip.ranks import collectives
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the global batch, on every rank alike: log P and log N [B], and which rows count [B].
+    """Sums of the global batch, alike on every rank: log P and log N [B], and which rows count.
 
     A row without a positive does not count. ``figures``: what this rank saw; mean over ranks, or
     the largest for names with ``max``.
