@@ -131,12 +131,12 @@ def _fill(model: ClipModel, train_directory: Path, options: TrainConfig, ema: bo
     state = checkpoint.load_model_state(directory, steps[-1])
     if ema and options.ema_decay is not None:
         state |= checkpoint.load_model_state(directory, steps[-1], part="ema")
-    state = _model_part(state, directory)
+    state = _model_part(state, model.part, directory)
     if options.lora is not None:
         model.lock(**to_tree(options.lock))
         add_lora(model, **to_tree(options.lora), seed=0)
     try:
-        model.clip.load_state_dict(state, strict=True)
+        model.exported.load_state_dict(state, strict=True)
     except RuntimeError as error:
         cause = " ".join(str(error).split())[:200]
         raise RuntimeError(
@@ -147,12 +147,13 @@ def _fill(model: ClipModel, train_directory: Path, options: TrainConfig, ema: bo
         merge_lora(model)
 
 
-def _model_part(state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """The open_clip model's tensors of a checkpoint, without those of the objective."""
-    prefix = f"{MODEL}.clip."
+def _model_part(state: dict[str, Tensor], part: str, directory: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that an export holds: the model's ``part``, no projector or
+    objective."""
+    prefix = f"{MODEL}.{part}."
     found = {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
     if not found:
-        raise RuntimeError(f"the checkpoint in {directory} holds no CLIP model")
+        raise RuntimeError(f"the checkpoint in {directory} holds no part {part!r} of a model")
     return found
 
 

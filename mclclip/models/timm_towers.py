@@ -8,7 +8,7 @@ modules. Which of them form one block is what timm itself says (`group_matcher`,
 layer-wise decay).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -123,7 +123,7 @@ class _RelPos(_TimmLayout):
         return [partial(block, shared_rel_pos=bias) for block in tower.trunk.blocks]
 
 
-def _of_tokens(tower: Any, kind: type[_TimmLayout]) -> _TimmLayout:
+def _of_tokens(tower: Any, kind: Callable[..., _TimmLayout]) -> _TimmLayout:
     if getattr(tower.trunk, "dynamic_img_size", False) and kind is _EvaLayout:
         raise ValueError(
             "the image tower is a timm Eva for images of any size, which cannot be split or locked"

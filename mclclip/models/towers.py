@@ -5,6 +5,7 @@ Freezing, layer-wise decay, adapters and the trunk/tail split all follow from on
 image towers are in `timm_towers`. Nothing here imports open_clip or timm.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -74,7 +75,7 @@ class Layout:
         return [module for module in modules if any(True for _ in module.parameters())]
 
 
-class ImageLayout(Layout):
+class ImageLayout(Layout, ABC):
     """The layout of an image tower, which can also run a part of the tower.
 
     A kind of tower defines `_start`, `_steps` and `_finish`; together they are its whole pass.
@@ -114,21 +115,21 @@ class ImageLayout(Layout):
                 hidden = step(hidden)
         return self._finish(tower, hidden, project)
 
+    @abstractmethod
     def pooled_dim(self, tower: Any) -> int | None:
         """Width of the features before the projection; None where there are none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
         """Returns the input of the first block, and the blocks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _steps(self, tower: Any) -> Sequence[Step]:
         """The blocks, one step each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
         """Output of the last block -> features [B, D]."""
-        raise NotImplementedError
 
 
 class VisionTransformerLayout(ImageLayout):

@@ -64,8 +64,8 @@ class HasFeatures(Protocol):
     """The model that an objective is built for."""
 
     @property
-    def embed_dim(self) -> int:
-        """Width of the features."""
+    def feature_dim(self) -> int:
+        """Width of the features that the objective sees."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Options(ObjectiveOptions):
     def build(self, setting: Setting) -> Objective:
         """The loss with new class centers, this rank's share of them."""
         assert setting.classes is not None
-        centroids, dim = setting.classes.centroids(), setting.model.embed_dim
+        centroids, dim = setting.classes.centroids(), setting.model.feature_dim
         kernels = kernels_of(self.kernel, setting.context.device, setting.precision)
         rate, seed = self.sample_rate, setting.seed
 

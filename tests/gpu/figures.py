@@ -412,12 +412,12 @@ def _mfu(where: Where, step: Step, variants: Sequence[Step] = ()) -> Iterator[Ro
 @figure("training step beside open_clip_train", limit_s=240.0)
 def beside_open_clip(where: Where) -> Iterator[Row]:
     """open_clip's own entry point on its synthetic data; see tests.benchmarks.bench_training."""
-    try:
-        import open_clip_train.main  # noqa: F401
-    except ImportError as error:
-        raise Skip(f"open_clip_train cannot be imported here ({error})") from error
     from tests.benchmarks import bench_training as bench
+    from tests.benchmarks import peers
 
+    interpreter = peers.python(reads_shards=False)
+    if interpreter is None:
+        raise Skip(peers.MISSING)
     settings = [
         bench.Setting("ViT-B-32", 1024, "all", False, "bf16", 20, 2),
         bench.Setting("ViT-L-14", 256, 6, False, "bf16", 10, 2),
@@ -426,7 +426,7 @@ def beside_open_clip(where: Where) -> Iterator[Row]:
         settings = [bench.Setting("ViT-B-32", 2, 1, False, "fp32", 1, 1)]
     for setting in settings:
         title = f"{setting.model}, batch {setting.batch}, {setting.image_blocks} blocks"
-        theirs = bench.theirs(setting)
+        theirs = bench.theirs(setting, interpreter)
         mine = bench.memory.in_fresh_process(bench.ours, setting)
         first_s = theirs.step_s - theirs.data_s
         for name, found in (("open_clip", theirs), ("mclclip", mine)):

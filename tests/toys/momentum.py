@@ -40,7 +40,7 @@ class Momentum(Objective):
         super().__init__()
         self.copy: nn.Module = copy.deepcopy(model).requires_grad_(False)
         self.momentum = momentum
-        start = functional.normalize(torch.randn(size, model.embed_dim, generator=_generator()))
+        start = functional.normalize(torch.randn(size, model.feature_dim, generator=_generator()))
         self.register_buffer("queue", start.to(next(self.copy.parameters()).dtype))
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
         self.keys: Tensor | None = None

@@ -425,7 +425,7 @@ def test_centroids_that_are_no_start(bad: float) -> None:
     centroids[7] = bad
     with pytest.raises(ValueError, match="a centroid is zero or not finite.*centers=normal"):
         options = Options(scale=16.0, margin="none", sample_rate=1.0)
-        model = SimpleNamespace(embed_dim=D)
+        model = SimpleNamespace(feature_dim=D)
         classes = SimpleNamespace(centroids=lambda: centroids)
         options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
 
