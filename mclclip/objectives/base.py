@@ -32,7 +32,7 @@ ENTRY_POINTS = "mclclip.objectives"
 # Kinds that share a module with another one.
 SHARED = {"mlc": "mlcd", "single_label": "mlcd"}
 # Modules of this folder that hold parts of objectives.
-_PARTS = ("base", "row_losses", "class_centers")
+_PARTS = ("base", "class_centers", "contrast", "momentum", "row_losses", "temperature")
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,35 @@ class Reads:
 
     captions      features of a sample's text; the text tower rests where they are not read
     logit_scale   the model's logit scale; it rests where it is not read
+    logit_bias    the model's logit bias, where it has one; it rests where it is not read
     groups        batches are drawn from samples with one pseudo label
     clusters      this many nearest clusters of each sample, found at the stage before (0: none)
     threshold     clusters less similar than this are left out, but for the nearest (None: none are)
+    attribute     an attribute of the samples, as data.sources names them, is taken for their class
+                  (None: none is); samples without it are left out
     """
 
     captions: bool = False
     logit_scale: bool = False
+    logit_bias: bool = False
     groups: bool = False
     clusters: int = 0
     threshold: float | None = None
+    attribute: str | None = None
+
+    @property
+    def num_classes_per_sample(self) -> int:
+        """Columns of a batch's ``classes``; 0: it has none."""
+        return 1 if self.attribute is not None else self.clusters
 
 
 class Classes(Protocol):
-    """The clusters that an objective takes for classes."""
+    """The clusters, or values of an attribute, that an objective takes for classes."""
+
+    num_classes: int
 
     def centroids(self) -> npt.NDArray[np.float32]:
-        """[K, D], memory-mapped."""
+        """[K, D], memory-mapped; RuntimeError where the classes are no clusters."""
 
 
 class HasFeatures(Protocol):
@@ -73,7 +85,7 @@ class Setting:
     """Surroundings that an objective is built for.
 
     ``betas`` and ``eps`` are those of the training's AdamW; ``seed`` depends on the stage too.
-    ``classes`` are there where the objective reads clusters.
+    ``classes`` are there where the objective reads clusters or an attribute.
     """
 
     model: HasFeatures
@@ -149,8 +161,8 @@ class Objective(nn.Module):
     """A loss of named features, with the parameters and buffers it owns.
 
     ``forward`` takes features by name, ``labels`` [b, 1] (groups), ``sample_id`` [b], and
-    ``classes`` [b, l] where clusters are read. It returns ``loss``, whose mean over the ranks is
-    the loss of the global batch, and other 0-dimensional parts.
+    ``classes`` [b, l] where clusters or an attribute are read. It returns ``loss``, whose mean over
+    the ranks is the loss of the global batch, and other 0-dimensional parts.
     Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
     frozen copy of the model, such as a momentum encoder, is a submodule without gradients.
     """
@@ -175,8 +187,8 @@ class Objective(nn.Module):
             found[f"image_features_{number}"] = model(image=view)["image_features"]
         return found
 
-    def begin(self, step: int, total: int) -> None:
-        """Called before every step, of which there are ``total``."""
+    def begin(self, step: int, total: int, epoch: float) -> None:
+        """Called before every step, of which there are ``total``, after ``epoch`` epochs."""
 
     def stepped(self, model: nn.Module) -> None:
         """Called after every step, with the model as the optimizer has left it."""

@@ -51,9 +51,11 @@ class Options(ObjectiveOptions):
         views = {term.objective.num_views for term in self.terms}
         if len(views) > 1:
             raise ValueError(f"terms want {sorted(views)} views of an image: wanted one number")
-        wanted = {(r.clusters, r.threshold) for r in self._reads() if r.clusters}
-        if len(wanted) > 1:
-            raise ValueError("terms read different clusters: give them one labels_per_sample")
+        reads = [r for r in self._reads() if r.num_classes_per_sample]
+        if len({(r.clusters, r.threshold, r.attribute) for r in reads}) > 1:
+            raise ValueError(
+                "terms read different classes: give them one labels_per_sample, or one attribute"
+            )
 
     def _reads(self) -> list[Reads]:
         return [term.objective.reads for term in self.terms]
@@ -86,9 +88,11 @@ class Options(ObjectiveOptions):
         return Reads(
             captions=any(r.captions for r in every),
             logit_scale=any(r.logit_scale for r in every),
+            logit_bias=any(r.logit_bias for r in every),
             groups=any(r.groups for r in every),
             clusters=max(r.clusters for r in every),
             threshold=next((r.threshold for r in every if r.clusters), None),
+            attribute=next((r.attribute for r in every if r.attribute), None),
         )
 
     def check(self, facts: Facts) -> None:
@@ -151,10 +155,10 @@ class WeightedSum(Objective):
             parts |= {f"{name}/{part}": value for part, value in found.items()}
         return {"loss": torch.stack(losses).sum()} | parts
 
-    def begin(self, step: int, total: int) -> None:
+    def begin(self, step: int, total: int, epoch: float) -> None:
         """Begins a step of every term."""
         for term in self._each():
-            term.begin(step, total)
+            term.begin(step, total, epoch)
 
     def stepped(self, model: nn.Module) -> None:
         """Ends a step of every term."""

@@ -167,11 +167,12 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     context = int(getattr(model.tokenizer, "context_length", 77))
     objective = options.objective
     reads, tokens = objective.reads, objective.reads.captions and not cached_text
+    columns = reads.num_classes_per_sample
     image = [torch.empty(local, 3, height, width, dtype=dtype) for _ in range(objective.num_views)]
     return Batch(
         views=image,
         labels=torch.zeros(local, 1, dtype=torch.int64),
-        classes=torch.zeros(local, reads.clusters, dtype=torch.int64) if reads.clusters else None,
+        classes=torch.zeros(local, columns, dtype=torch.int64) if columns else None,
         sample_id=torch.zeros(local, dtype=torch.int64),
         step=0,
         group_size=options.global_batch,

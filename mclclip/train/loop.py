@@ -111,6 +111,7 @@ class Trainer:
     prepare         moves a batch to the device, in the training's number format
     seed_words      words that, with the step and the rank, seed dropout
     checkpoint_every   steps between checkpoints
+    steps_per_epoch    steps in one pass over the plan
     profiler        records the steps it was told to
     """
 
@@ -123,6 +124,7 @@ class Trainer:
     prepare: Callable[[Batch], Batch]
     seed_words: tuple[int, ...]
     checkpoint_every: int
+    steps_per_epoch: int
     profiler: StepProfiler
 
     def __post_init__(self) -> None:
@@ -164,7 +166,8 @@ class Trainer:
             batch = self.prepare(batch)
             seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
             self.recorder.peaks.restart()
-            self.trainee.objective.begin(batch.step, total)
+            epoch = batch.step / self.steps_per_epoch
+            self.trainee.objective.begin(batch.step, total, epoch)
             parts = self.engine.update(batch, lr)
             self.trainee.objective.stepped(self.trainee.model)
         peer_watch.note()

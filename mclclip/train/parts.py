@@ -173,6 +173,7 @@ def trainer_of(
         prepare=partial(_to, options=options, context=context),
         seed_words=(job.seed, job.stage),
         checkpoint_every=options.checkpoint.every,
+        steps_per_epoch=plan.steps_per_epoch,
         profiler=StepProfiler(folder, options.profile_steps, total, context.device, context.rank),
     )
 
