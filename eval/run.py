@@ -24,6 +24,7 @@ from mclclip.eval import knn, linear_probe, mmvp, prompts, results, retrieval, z
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
+from mclclip.models import weights
 from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import on_main, together
@@ -260,7 +261,7 @@ def exports_of(config: Config) -> dict[str, Path]:
         joined = ("concat_raw", "concat_stage_norm", "soup_uniform") if config.has_stages else ()
         found |= {layout.model_name(f"stage_{stage}"): layout.export(stage) for stage in stages}
         found |= {layout.model_name(name): layout.joined(name) for name in joined}
-    return {name: path for name, path in found.items() if (path / "open_clip_config.json").exists()}
+    return {name: path for name, path in found.items() if weights.has_config(path)}
 
 
 def run(
