@@ -27,6 +27,8 @@ class SourceConfig:
     """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line."""
     captions: str = "txt"
     """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
+    attributes: list[str] = field(default_factory=list)
+    """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
