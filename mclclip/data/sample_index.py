@@ -239,6 +239,15 @@ class SampleIndex:
             )
         return found
 
+    def left_out(
+        self, reader: str, *, captions: bool, attribute: str | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Sorted ids of the samples that lack what ``reader`` reads; errors as of the two below."""
+        nothing = np.zeros(0, np.int64)
+        bare = self.without_caption(reader) if captions else nothing
+        unknown = nothing if attribute is None else self.without_attribute(attribute, reader)
+        return np.union1d(bare, unknown)
+
     # --- attributes ---
 
     def attribute(self, name: str) -> tuple[npt.NDArray[np.int32], list[str]]:

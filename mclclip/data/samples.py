@@ -215,7 +215,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
     ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
     validation transform); one with an attribute ``reads_arrays`` that is true takes uint8 [H, W, C]
-    as well (`data.augmentations`). It may be None where only `captions` and `read_many` are wanted.
+    as well (`models.transforms`). It may be None where only `captions` and `read_many` are wanted.
     ``reads_captions`` says whether samples carry text: False gives images alone, and caption
     members are not read. With True it is tokenized with ``tokenizer`` (a list of captions -> int64
     [n, context]) or looked up in ``text_features``, which goes first; a sample without a caption is

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -69,6 +69,7 @@ class PlainTransform:
     """The shorter side is resized to the tower's, the middle is cut out."""
 
     look: Look
+    reads_arrays: ClassVar[bool] = True
 
     def __call__(self, image: Any) -> Tensor:
         """Image -> [C, H, W]."""
@@ -124,6 +125,7 @@ class SimCLRTransform:
 
     look: Look
     options: SimCLROptions
+    reads_arrays: ClassVar[bool] = True
 
     def __call__(self, image: Any) -> Tensor:
         """Image -> [C, H, W]; draws from torch's global generator."""

@@ -15,7 +15,7 @@ from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
-from mclclip.data.labels import ClassLabels
+from mclclip.data.labels import AttributeClasses, ClassLabels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.engines import build_engine
@@ -73,16 +73,31 @@ class Job:
         """
         if not self.options.objective.reads.captions:
             return np.zeros(0, dtype=np.int64)
-        return self.index.without_caption(self.options.reader("train" if self.stage else "base"))
+        return self.index.without_caption(self._reader)
+
+    @cached_property
+    def without_attribute(self) -> np.ndarray:
+        """Ids of the samples that are left out since an attribute is read and they have none."""
+        name = self.options.objective.reads.attribute
+        if name is None:
+            return np.zeros(0, dtype=np.int64)
+        return self.index.without_attribute(name, self._reader)
+
+    @property
+    def _reader(self) -> str:
+        return self.options.reader("train" if self.stage else "base")
 
     @property
     def uses_cached_text(self) -> bool:
         return self.stage > 0 and self.options.reads_text_embeddings
 
     @cached_property
-    def class_labels(self) -> ClassLabels | None:
-        """Clusters of the stage before by sample, for objectives that read them; else None."""
+    def class_labels(self) -> ClassLabels | AttributeClasses | None:
+        """Clusters of the stage before, or values of an attribute, by sample, for objectives that
+        read them; else None."""
         reads = self.options.objective.reads
+        if reads.attribute is not None:
+            return AttributeClasses(self.index, reads.attribute)
         if not reads.clusters:
             return None
         directory = self.layout.clusters(self.stage - 1)
