@@ -20,7 +20,16 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
 from mclclip.config import BenchmarkConfig, Config
-from mclclip.eval import knn, linear_probe, mmvp, prompts, results, retrieval, zeroshot
+from mclclip.eval import (
+    attributes,
+    knn,
+    linear_probe,
+    mmvp,
+    prompts,
+    results,
+    retrieval,
+    zeroshot,
+)
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
@@ -35,7 +44,7 @@ log = logging.getLogger("mclclip")
 
 EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
     module.__name__.rpartition(".")[2]: module.evaluate
-    for module in (knn, linear_probe, mmvp, retrieval, zeroshot)
+    for module in (attributes, knn, linear_probe, mmvp, retrieval, zeroshot)
 }
 """Benchmark kind, which is the module's name -> ``evaluate(extractor, path, **options)``."""
 

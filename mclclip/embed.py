@@ -68,6 +68,7 @@ def run(
             log.info("%s is finished: skipped", directory)
             continue
         model = load_any(layout.export(stage)).to(context.device).eval()
+        collectives.together(_image_dataset(config, index, model).check, "embed")
         _embed(config, context, index, model, artifact, embed_shard)
     return images
 
@@ -193,16 +194,20 @@ def _image_features(model: AnyModel, images: Tensor, pooled: bool) -> Tensor:
     return model.encode_image(images)
 
 
-def _image_batches(
-    config: Config, index: SampleIndex, model: AnyModel, shard: Shard
-) -> Iterator[list[Sample | BadSample]]:
-    dataset = TarDataset(
+def _image_dataset(config: Config, index: SampleIndex, model: AnyModel) -> TarDataset:
+    return TarDataset(
         index,
         transform=model.preprocess_val,
         reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
     )
+
+
+def _image_batches(
+    config: Config, index: SampleIndex, model: AnyModel, shard: Shard
+) -> Iterator[list[Sample | BadSample]]:
+    dataset = _image_dataset(config, index, model)
     size = config.embed.batch_size
     cuts = range(shard.start, shard.stop, size)
     ids = [list(range(start, min(start + size, shard.stop))) for start in cuts]

@@ -316,11 +316,12 @@ class TrainConfig:
 class BenchmarkConfig:
     """One benchmark of the suite that runs between stages and at the end."""
 
-    kind: Literal["mmvp", "retrieval", "zeroshot", "linear_probe", "knn"]
+    kind: Literal["mmvp", "retrieval", "zeroshot", "linear_probe", "knn", "attributes"]
     """Which evaluator."""
     path: str
     """Folder of the benchmark (mmvp: in its published layout; zeroshot: a folder per class;
-    linear_probe and knn: ``train/`` and ``test/`` with a folder per class)."""
+    linear_probe and knn: ``train/`` and ``test/`` with a folder per class; attributes: the same
+    with shards)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the evaluator, by its own names."""
 

@@ -80,6 +80,25 @@ def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
             return _upright(_to_rgb(image), _orientation(image))
 
 
+def decode(
+    data: bytes, max_image_pixels: int, reads_arrays: bool
+) -> Image.Image | npt.NDArray[np.uint8]:
+    """An upright RGB picture, or uint8 [H, W, C] of an array, whichever the bytes are.
+
+    ``reads_arrays``: whether the transform that comes next takes arrays. Raises as `decode_image`
+    and `decode_array` do, and a plain ValueError for an array that nothing would take.
+    """
+    if not is_array(data):
+        return decode_image(data, max_image_pixels)
+    array = decode_array(data, max_image_pixels)
+    if not reads_arrays:
+        raise ValueError(
+            f"it is an array of {array.shape[2]} channels, and this model reads RGB pictures: take "
+            "a model whose number of channels can be set, or store the samples as pictures"
+        )
+    return array
+
+
 def is_array(data: bytes) -> bool:
     """Whether these bytes are a ``.npy`` file, by how they begin."""
     return data.startswith(_ARRAY_MAGIC)

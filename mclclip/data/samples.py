@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.arrays import open_npy
-from mclclip.data.decode import DecodeError, decode_array, decode_image, is_array
+from mclclip.data.decode import DecodeError, decode
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import parse_captions
 from mclclip.ranks import collectives
@@ -324,16 +324,25 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
     def _decode(self, raw: RawSample, transform: Transform) -> Any:
         """An RGB PIL image, or uint8 [H, W, C] of a sample that is an array."""
-        if not is_array(raw.image):
-            return decode_image(raw.image, self.max_image_pixels)
-        array = decode_array(raw.image, self.max_image_pixels)
-        if not getattr(transform, "reads_arrays", False):
-            raise ValueError(
-                f"sample {self.index.keys([raw.sample_id])[0]} is an array of {array.shape[2]} "
-                "channels, and this model's transform reads RGB pictures: train a model whose "
-                "number of channels can be set, or store the samples as pictures"
-            )
-        return array
+        arrays = bool(getattr(transform, "reads_arrays", False))
+        try:
+            return decode(raw.image, self.max_image_pixels, arrays)
+        except DecodeError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"sample {self._key(raw.sample_id)}: {error}") from None
+
+    def check(self) -> None:
+        """Raises ValueError, one line, where the first sample that can be decoded does not fit the
+        transform, as with another number of channels; loader workers would raise with a traceback.
+        """
+        with torch.random.fork_rng(devices=[]):
+            for sample_id in range(min(len(self.index), 100)):
+                if isinstance(self.prepare(self.read_many([sample_id])[0]), Sample):
+                    return
+
+    def _key(self, sample_id: int) -> str:
+        return self.index.keys([sample_id])[0]
 
     def _read(self, sample_id: int) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):

@@ -264,6 +264,7 @@ def loader_of(
         max_image_pixels=data.max_image_pixels,
         max_open_files=data.max_open_files,
     )
+    batches.dataset.check()
     return DataLoader(
         batches,
         batch_size=None,
