@@ -440,7 +440,7 @@ class Config:
             )
         if own == "random" and self.has_stages and self.export.soup:
             raise ValueError(
-                "train.start=random gives every stage weights of its own, and a soup averages "
+                "with train.start: random every stage has weights of its own, and a soup averages "
                 "models of one base only: set export.soup=false"
             )
 
