@@ -65,17 +65,15 @@ class ContrastOptions(ObjectiveOptions):
     def build(self, setting: Setting) -> Objective:
         """The loss; a learnable temperature is its only parameter."""
         double = setting.precision == "float64"
-        return self._built(torch.float64 if double else torch.float32)
+        return self.objective(self._temperature(torch.float64 if double else torch.float32))
 
-    def _built(self, dtype: torch.dtype) -> Contrast:
+    def _temperature(self, dtype: torch.dtype) -> Temperature:
         given = self.temperature
-        if given is None and self.between == "views":
-            given = 0.5
-        return self.objective(Temperature(given, dtype))
+        return Temperature(0.5 if given is None and self.between == "views" else given, dtype)
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory that the loss holds between the features and their gradients, all directions."""
-        loss = self._built(sizes.dtype)
+        loss = self.objective(self._temperature(sizes.dtype))
         local, everywhere = sizes.local_batch, sizes.local_batch * sizes.num_ranks
 
         def empty(rows: int) -> list[Tensor]:

@@ -83,7 +83,8 @@ class SupervisedContrast(Contrast):
             losses = torch.where(left_out, 0.0, log_sums - (c.queries * mean).sum(dim=1))
             num_rows = len(count) * collectives.world_size()
             kept = num_rows - collectives.all_reduce_sum(left_out.sum())
-            losses = losses * (num_rows / kept.clamp_min(1))  # the mean over all rows divides again
+            # The mean over all rows divides by their number again.
+            losses = losses * (num_rows / kept.clamp_min(1).to(losses.dtype))
         return losses, {"rows_without_negatives": alone, "rows_without_positives": left_out}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import PlainValidator, TypeAdapter
+from pydantic import PlainValidator, SerializeAsAny, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveFloat
 from torch import Tensor, nn
@@ -81,7 +81,9 @@ def parse(value: Any) -> float | CosineSchedule | Learnable | None:
     return TypeAdapter(PositiveFloat).validate_python(value)
 
 
-AnyTemperature = Annotated[float | CosineSchedule | Learnable | None, PlainValidator(parse)]
+AnyTemperature = SerializeAsAny[
+    Annotated[float | CosineSchedule | Learnable | None, PlainValidator(parse)]
+]
 """The type of an option that is a temperature."""
 
 
