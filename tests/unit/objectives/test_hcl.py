@@ -13,7 +13,7 @@ from mclclip.objectives.temperature import Temperature
 from tests import contrast_loops as loops
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 6),

@@ -18,7 +18,7 @@ def nt_xent(tile: int = 5, temperature: float = 0.5) -> InfoNCE:
     return InfoNCE(tile, Temperature(temperature), between="views")
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 7),

@@ -16,7 +16,7 @@ def supcon(num_views: int = 2, tile: int = 5) -> SupervisedContrast:
     return SupervisedContrast(Temperature(0.5), num_views, tile=tile)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(2, 7),
