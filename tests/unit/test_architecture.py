@@ -186,7 +186,6 @@ STILL_ASKING = {
     "embed.py",
     "eval/features.py",
     "models/lora.py",
-    "objectives/info_nce.py",
     "objectives/row_losses.py",
     "objectives/class_centers/rows.py",
     "objectives/class_centers/kernels.py",
