@@ -420,6 +420,7 @@ class Config:
             stored=self.cluster.labels_per_sample,
             precision=options.precision,
             engine=options.engine.name,
+            global_batch=options.global_batch,
         )
 
     @property

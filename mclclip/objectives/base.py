@@ -106,6 +106,7 @@ class Facts:
     engine        name of the engine
     device        where it will run
     widths        of the features that were clustered, and of those that are trained
+    global_batch  samples per step over all ranks
     """
 
     num_clusters: int
@@ -114,6 +115,7 @@ class Facts:
     engine: str
     device: torch.device | None = None
     widths: tuple[int, int] | None = None
+    global_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Sizes:
     """Numbers that a cost depends on: samples of one rank, ranks, width of features, classes.
 
     ``peak_bytes`` runs a function on tensors without values and returns the most bytes that it
-    holds at a time.
+    holds at a time. ``model_bytes`` is the size of the model's parameters and buffers.
     """
 
     local_batch: int
@@ -130,6 +132,7 @@ class Sizes:
     num_classes: int
     dtype: torch.dtype
     peak_bytes: Callable[[Callable[[], None]], int]
+    model_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ class Batch(Protocol):
     views: list[Tensor]
     labels: Tensor
     sample_id: Tensor
+    prefix_length: int
     classes: Tensor | None
     text: Tensor | None
     text_features: Tensor | None
