@@ -79,6 +79,10 @@ class HasFeatures(Protocol):
     def feature_dim(self) -> int:
         """Width of the features that the objective sees."""
 
+    @property
+    def has_logit_bias(self) -> bool:
+        """Whether ``logit_bias`` is among them."""
+
 
 @dataclass(frozen=True)
 class Setting:

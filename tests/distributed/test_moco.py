@@ -21,7 +21,6 @@ from mclclip.train.loop import Trainee, prepare_model
 from tests import tiny
 from tests.distributed.test_engines import assert_close, whole
 from tests.distributed.test_head_engines import LOCK
-from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS = 8, 5

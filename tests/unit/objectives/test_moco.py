@@ -1,4 +1,4 @@
-"""MoCo-v2 and v3: the papers written out with loops, step by step; queue, mask, resume, refusals."""
+"""MoCo-v2 and v3: the papers written out with loops; queue, mask, resume, refusals."""
 
 from __future__ import annotations
 
