@@ -180,16 +180,17 @@ class _Sums:
         self.products = torch.zeros_like(queries)
         self.alone = torch.ones(len(queries), dtype=torch.bool, device=queries.device)
 
-    def add_own(self, keys: Tensor, grad_keys: Tensor) -> None:
+    def add_own(self, keys: Tensor, grad_keys: Tensor | None) -> None:
         """Adds the own pairs, row by row; their logits' gradient is -sigmoid(-logit)."""
         logits = self.scale * torch.linalg.vecdot(self.queries, keys) + self.bias
         self.total -= functional.logsigmoid(logits).sum()
         pulls = torch.sigmoid(-logits).neg_()
         self.slope += pulls.sum()
         self.products.addcmul_(pulls[:, None], keys)
-        grad_keys.addcmul_(pulls[:, None], self.queries)
+        if grad_keys is not None:
+            grad_keys.addcmul_(pulls[:, None], self.queries)
 
-    def add_negatives(self, keys: Tensor, pairs: Pairs, grad_keys: Tensor) -> None:
+    def add_negatives(self, keys: Tensor, grad_keys: Tensor | None, pairs: Pairs) -> None:
         """Adds the pairs of all rows and these keys that are negatives."""
         tiles = _Tiles(self.scale * self.queries, keys, pairs, self.tile)
         for rows in tiles.row_blocks:
@@ -200,19 +201,22 @@ class _Sums:
                 self.total -= functional.logsigmoid(logits.neg_()).sum()
                 self.slope += pushes.sum()
                 self.products[rows].addmm_(pushes, keys[columns])
-                grad_keys[columns].addmm_(pushes.T, self.queries[rows])
+                if grad_keys is not None:
+                    grad_keys[columns].addmm_(pushes.T, self.queries[rows])
 
 
-def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, keys_need_grad: bool) -> Tensor:
+def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool) -> Tensor | None:
     """Adds the pairs with all ranks' keys; returns the gradient of this rank's, by the scale.
 
-    Keys travel together with the gradient that ranks have added to them, all the way home; alone,
-    they stop before the last hop.
+    Keys travel together with the gradient that ranks have added to them, all the way home. Where
+    it is not needed they travel alone, and stop before the last hop.
     """
     world, count = collectives.world_size(), len(keys)
-    travelling = torch.stack([keys, torch.zeros_like(keys)])
-    sums.add_own(*travelling)
+    travelling = torch.stack([keys, torch.zeros_like(keys)]) if need_grad else keys[None]
     for hop in range(world):
+        here = travelling[0], travelling[1] if need_grad else None
+        if hop == 0:
+            sums.add_own(*here)
         owner = (collectives.rank() - hop) % world
         columns = slice(owner * count, (owner + 1) * count)
         chunk = Pairs(
@@ -222,12 +226,10 @@ def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, keys_need_grad: bo
             pairs.all_sample_ids[columns],
             first=0,
         )
-        sums.add_negatives(travelling[0], chunk, travelling[1])
-        if keys_need_grad:
+        sums.add_negatives(*here, chunk)
+        if need_grad or hop < world - 1:
             travelling = collectives.shift(travelling)
-        elif hop < world - 1:
-            travelling = torch.stack([collectives.shift(travelling[0]), travelling[1]])
-    return travelling[1]
+    return travelling[1] if need_grad else None
 
 
 class _SigmoidSums(torch.autograd.Function):
@@ -247,8 +249,8 @@ class _SigmoidSums(torch.autograd.Function):
             sums = _Sums(queries, scale.to(queries.dtype), bias.to(queries.dtype), tile)
             by_keys = _around_the_ring(sums, keys, pairs, ctx.needs_input_grad[1])
             by_scale = (sums.products * queries).sum()
-            gradients = sums.products * sums.scale, by_keys * sums.scale, by_scale, sums.slope
-        ctx.save_for_backward(*gradients)
+            by_keys = None if by_keys is None else by_keys * sums.scale
+        ctx.save_for_backward(sums.products * sums.scale, by_keys, by_scale, sums.slope)
         ctx.dtypes = scale.dtype, bias.dtype
         ctx.mark_non_differentiable(sums.alone)
         return sums.total, sums.alone
@@ -260,6 +262,8 @@ class _SigmoidSums(torch.autograd.Function):
                 "the sigmoid loss was differentiated with create_graph=True: it has no second "
                 "derivative; leave create_graph out"
             )
-        by_queries, by_keys, by_scale, by_bias = (grad * saved for saved in ctx.saved_tensors)
+        by_queries, by_keys, by_scale, by_bias = (
+            None if saved is None else grad * saved for saved in ctx.saved_tensors
+        )
         of_scale, of_bias = ctx.dtypes
         return by_queries, by_keys, by_scale.to(of_scale), by_bias.to(of_bias), None, None

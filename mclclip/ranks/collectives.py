@@ -104,10 +104,8 @@ def shift(x: Tensor) -> Tensor:
     world, own = world_size(), rank()
     if world == 1:
         return x.detach()
-    sent, received = (
-        x.detach().contiguous(),
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-    )
+    sent = x.detach().contiguous()
+    received = torch.empty_like(sent)
     hops = [
         dist.P2POp(dist.isend, sent, (own + 1) % world),
         dist.P2POp(dist.irecv, received, (own - 1) % world),

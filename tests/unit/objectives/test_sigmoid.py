@@ -1,4 +1,4 @@
-"""The sigmoid loss: SigLIP's formula pair by pair; invariants in value and gradient; its options."""
+"""The sigmoid loss: SigLIP's formula pair by pair; invariants in value and gradient; options."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from mclclip import config
@@ -153,10 +154,20 @@ def test_arithmetic_is_fp32_under_autocast() -> None:
 def test_memory_is_linear_in_the_batch() -> None:
     def peak(rows: int) -> int:
         options = parse({"kind": "sigmoid"})
-        return options.cost(Sizes(rows, 1, 8, 0, torch.float32, peak_bytes)).step
+        with FakeTensorMode():
+            return options.cost(Sizes(rows, 1, 8, 0, torch.float32, peak_bytes)).step
 
     assert peak(16_384) < 3.0 * peak(8_192)  # above the tile of 2,048 rows
     assert peak(16_384) < 16_384**2 * 4 / 8
+
+
+def test_texts_without_gradient_change_nothing_else() -> None:
+    inputs = Inputs(11, 6, groups=2)
+    expected = inputs.run(fast)
+    text = functional.normalize(inputs.text, dim=-1).detach()
+    loss = fast(inputs, functional.normalize(inputs.image, dim=-1), text)
+    wanted = (inputs.image, inputs.scale, inputs.bias)
+    close(list(torch.autograd.grad(loss, wanted)), [expected[n] for n in (1, 3, 4)])
 
 
 def test_a_second_derivative_is_refused() -> None:
