@@ -423,6 +423,7 @@ class Config:
             precision=options.precision,
             engine=options.engine.name,
             global_batch=options.global_batch,
+            zero_stage=options.engine.zero_stage,
         )
 
     @property

@@ -58,7 +58,10 @@ class GlobalBatchNorm2d(_GlobalBatchNorm, nn.BatchNorm2d):
     """BatchNorm2d over the global batch."""
 
 
-_GLOBAL = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
+_GLOBAL: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: GlobalBatchNorm1d,
+    nn.BatchNorm2d: GlobalBatchNorm2d,
+}
 
 
 def synchronize_batch_norms(module: nn.Module) -> None:

@@ -111,6 +111,7 @@ class Facts:
     device        where it will run
     widths        of the features that were clustered, and of those that are trained
     global_batch  samples per step over all ranks
+    zero_stage    how much deepspeed shares out, where that is the engine
     """
 
     num_clusters: int
@@ -120,6 +121,7 @@ class Facts:
     device: torch.device | None = None
     widths: tuple[int, int] | None = None
     global_batch: int | None = None
+    zero_stage: int | None = None
 
 
 @dataclass(frozen=True)

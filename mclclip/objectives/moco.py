@@ -42,7 +42,7 @@ from mclclip.objectives.base import (
     Setting,
     Sizes,
 )
-from mclclip.objectives.momentum import MomentumCopy, Schedule
+from mclclip.objectives.momentum import MomentumCopy, Schedule, check_engine
 from mclclip.objectives.row_losses import Pairs, row_losses
 from mclclip.options import STRICT, Share
 from mclclip.ranks import collectives
@@ -75,7 +75,6 @@ class Options(ObjectiveOptions):
 
     num_views: ClassVar[int] = 2
     controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
-    engines: ClassVar[tuple[str, ...]] = ("ddp",)
 
     def __post_init__(self) -> None:
         if self.version == "v2" and self.predictor:
@@ -94,8 +93,9 @@ class Options(ObjectiveOptions):
         return Reads(groups=True)
 
     def check(self, facts: Facts) -> None:
-        """Raises ValueError for a queue that is smaller than a batch."""
+        """Raises ValueError for a queue that is smaller than a batch, and for ZeRO-3."""
         super().check(facts)
+        check_engine(facts)
         if self.version == "v2" and facts.global_batch is not None:
             _check_queue(self.num_queued, facts.global_batch)
 

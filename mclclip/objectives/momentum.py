@@ -13,6 +13,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
+from mclclip.objectives.base import Facts
+
 Schedule = Literal["constant", "cosine"]
 
 
@@ -26,6 +28,15 @@ def momentum_at(base: float, schedule: Schedule, done: int, total: int) -> float
     if schedule == "constant":
         return base
     return 1.0 - (1.0 - base) * (1.0 + math.cos(math.pi * done / total)) / 2.0
+
+
+def check_engine(facts: Facts) -> None:
+    """Raises ValueError for an engine that has no parameter whole between steps, nor as a DTensor."""
+    if facts.engine == "deepspeed" and facts.zero_stage == 3:
+        raise ValueError(
+            "engine.zero_stage=3 shares out the parameters that a momentum copy has to follow: set "
+            "engine.zero_stage to 1 or 2, or engine.name=fsdp"
+        )
 
 
 class MomentumCopy(nn.Module):
@@ -43,7 +54,9 @@ class MomentumCopy(nn.Module):
     does, and nothing is shuffled.
 
     Frozen parameters are copied too, and so is a text tower, which is never run. Adapters (LoRA)
-    are averaged factor by factor. Blocks that torch has compiled run uncompiled in the copy.
+    are averaged factor by factor. Blocks that torch has compiled run uncompiled in the copy. Under
+    FSDP2 the copy is sharded as the rest of the model outside of its blocks is: in one piece, whole
+    on every rank while a step runs. See ``check_engine`` for what cannot carry it.
     """
 
     def __init__(self, model: nn.Module, base: float, schedule: Schedule = "constant") -> None:

@@ -79,7 +79,7 @@ class Options(ObjectiveOptions):
             scale = torch.ones((), dtype=sizes.dtype)
             ids = torch.zeros(sizes.local_batch, dtype=torch.int64)
             pairs = Pairs(ids, ids, ids, ids, first=0)
-            sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs, _TILE)[0].backward()  # type: ignore[no-untyped-call]
+            sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs, _TILE)[0].backward()
 
         # Texts and their gradient arrive while those before them leave.
         chunk = 2 * sizes.local_batch * sizes.dim * sizes.dtype.itemsize
@@ -256,14 +256,19 @@ class _SigmoidSums(torch.autograd.Function):
         return sums.total, sums.alone
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the sigmoid loss was differentiated with create_graph=True: it has no second "
                 "derivative; leave create_graph out"
             )
-        by_queries, by_keys, by_scale, by_bias = (
-            None if saved is None else grad * saved for saved in ctx.saved_tensors
-        )
+        by_queries, by_keys, by_scale, by_bias = ctx.saved_tensors
         of_scale, of_bias = ctx.dtypes
-        return by_queries, by_keys, by_scale.to(of_scale), by_bias.to(of_bias), None, None
+        return (
+            grad * by_queries,
+            None if by_keys is None else grad * by_keys,
+            (grad * by_scale).to(of_scale),
+            (grad * by_bias).to(of_bias),
+            None,
+            None,
+        )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Facts, Setting, parse
+from mclclip import config
+from mclclip.objectives.base import Setting, parse
 from mclclip.objectives.moco import BatchKeys, QueuedKeys, predictor_of
 from mclclip.objectives.momentum import MomentumCopy
 from mclclip.ranks.process_group import SINGLE
@@ -284,15 +285,27 @@ def test_defaults_are_those_of_the_papers() -> None:
     assert (v2.copy.schedule, v3.copy.schedule) == ("constant", "cosine")
 
 
-def test_a_queue_smaller_than_a_batch_is_refused() -> None:
-    facts = Facts(num_clusters=2, stored=1, precision="fp32", engine="ddp", global_batch=512)
-    with pytest.raises(ValueError, match="queue_size=256 is less than global_batch=512, whose"):
-        parse({"kind": "moco", "queue_size": 256}).check(facts)
-    parse({"kind": "moco", "queue_size": 512}).check(facts)
-    parse({"kind": "moco", "version": "v3"}).check(facts)
+def test_a_queue_smaller_than_the_batches_that_come_is_refused() -> None:
     model, objective = built({"queue_size": BATCH - 1})
     with pytest.raises(ValueError, match="queue_size=3 is less than global_batch=4"):
         step_of(model, objective, batch_of(0), 0)
+
+
+def test_zero_3_is_refused() -> None:
+    tree: dict[str, Any] = {"run_dir": "x", "train": {"objective": {"kind": "moco"}}}
+    for stage in (1, 2):
+        tree["train"]["engine"] = {"name": "deepspeed", "zero_stage": stage}
+        config.from_tree(tree)
+    tree["train"]["engine"] = {"name": "deepspeed", "zero_stage": 3}
+    with pytest.raises(ValueError, match="engine.zero_stage=3 shares out the parameters"):
+        config.from_tree(tree)
+
+
+def test_a_queue_smaller_than_a_batch_is_refused_before_the_run() -> None:
+    objective = {"kind": "moco", "queue_size": 100}
+    tree = {"run_dir": "x", "train": {"objective": objective, "global_batch": 128}}
+    with pytest.raises(ValueError, match="queue_size=100 is less than global_batch=128"):
+        config.from_tree(tree)
 
 
 def test_options_that_belong_to_the_other_version_are_refused() -> None:
