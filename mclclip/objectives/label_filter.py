@@ -35,18 +35,19 @@ class LabelFilter(nn.Module):
         label_dim: int = 512,
         hidden_dim: int = 1024,
         seed: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.labels = nn.Embedding(num_classes, label_dim)
+            self.labels = nn.Embedding(num_classes, label_dim, dtype=dtype)
             self.layers = nn.Sequential(
-                nn.BatchNorm1d(label_dim),
+                nn.BatchNorm1d(label_dim, dtype=dtype),
                 nn.ReLU(),
-                nn.Linear(label_dim, hidden_dim),
-                nn.BatchNorm1d(hidden_dim),
+                nn.Linear(label_dim, hidden_dim, dtype=dtype),
+                nn.BatchNorm1d(hidden_dim, dtype=dtype),
                 nn.ReLU(),
-                nn.Linear(hidden_dim, dim),
+                nn.Linear(hidden_dim, dim, dtype=dtype),
             )
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class Options(ObjectiveOptions):
             label_dim=self.label_dim,
             hidden_dim=self.hidden_dim,
             seed=setting.seed,
+            dtype=wide,
         )
         return SimLAP(
             label_filter,
@@ -120,10 +121,10 @@ class Options(ObjectiveOptions):
             score=self.score,
             temperature=self.temperature,
             learn_temperature=self.learn_temperature,
-            norm=nn.LayerNorm(dim) if self.norm == "layer" else None,
+            norm=nn.LayerNorm(dim, dtype=wide) if self.norm == "layer" else None,
             penalty=self.penalty,
             penalty_weight=self.penalty_weight,
-        ).to(wide)
+        )
 
     def _means(self, setting: Setting) -> Tensor | None:
         """[K, E], where closeness is theirs."""
@@ -156,8 +157,12 @@ class Options(ObjectiveOptions):
 
         def run() -> None:
             label_filter = LabelFilter(
-                1, sizes.dim, label_dim=self.label_dim, hidden_dim=self.hidden_dim
-            ).to(sizes.dtype)
+                1,
+                sizes.dim,
+                label_dim=self.label_dim,
+                hidden_dim=self.hidden_dim,
+                dtype=sizes.dtype,
+            )
             zeros = torch.zeros(everywhere, dtype=torch.int64)
             gates, own = label_filter(zeros, zeros)[:local], zeros[:local]
             pairs = ClassPairs(own, own, own, own, zeros, zeros, zeros)
@@ -215,11 +220,10 @@ class SimLAP(Objective):
         self._closest: Tensor | None = None
         if class_means is not None:
             self._closest = closest_classes(class_means, torch.arange(num_classes), num_closest)
-        log_scale = torch.tensor(-math.log(temperature))
+        self.temperature, self.log_scale = temperature, None
         if learn_temperature:
-            self.log_scale: Tensor = nn.Parameter(log_scale)
-        else:
-            self.register_buffer("log_scale", log_scale, persistent=False)
+            start = torch.tensor(-math.log(temperature), dtype=torch.float64)
+            self.log_scale = nn.Parameter(start.to(label_filter.labels.weight.dtype))
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Takes note of the step, on which the draw of pairs depends."""
@@ -272,8 +276,8 @@ class SimLAP(Objective):
             "rows_without_negatives": silent,
             "open_gates": (gates.detach() > 0.5).to(gates.dtype).mean(),
         }
-        if isinstance(self.log_scale, nn.Parameter):
-            parts["temperature"] = 1.0 / self._logit_scale().detach()
+        if self.log_scale is not None:
+            parts["temperature"] = torch.as_tensor(1.0 / self._logit_scale()).detach()
         if self.penalty_weight:
             parts["gate_penalty"] = gate_penalty(self.filter.of_classes(), self.penalty)
             parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
@@ -333,7 +337,9 @@ class SimLAP(Objective):
         """The closest classes [P, N] of each of the classes ``present`` [P]."""
         if self._closest is not None:
             return self._closest[torch.from_numpy(present)].numpy()
-        every = torch.arange(self.filter.labels.num_embeddings, device=self.log_scale.device)
+        every = torch.arange(
+            self.filter.labels.num_embeddings, device=self.filter.labels.weight.device
+        )
         rows = torch.from_numpy(present).to(every.device)
         return closest_classes(self.filter.labels(every), rows, self.num_closest).cpu().numpy()
 
@@ -352,9 +358,9 @@ class SimLAP(Objective):
         found = pair_losses(queries, weights, candidates, pairs, self.tile)
         return found
 
-    def _logit_scale(self) -> Tensor:
+    def _logit_scale(self) -> Tensor | float:
         """1 / temperature, at most 100 where it is learned; beyond it the gradient goes on."""
-        if not isinstance(self.log_scale, nn.Parameter):
-            return self.log_scale.exp()
+        if self.log_scale is None:
+            return 1.0 / self.temperature
         beyond = (self.log_scale - math.log(_LARGEST_SCALE)).clamp_min(0.0)
         return (self.log_scale - beyond.detach()).exp()

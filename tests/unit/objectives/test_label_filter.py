@@ -60,7 +60,7 @@ def drawn_to(kind: Penalty, start: float) -> float:
         optimizer.zero_grad()
         gate_penalty(torch.sigmoid(logit), kind).backward()
         optimizer.step()
-    return float(torch.sigmoid(logit))
+    return float(torch.sigmoid(logit.detach()))
 
 
 def test_the_printed_penalty_is_not_binary_and_the_others_are() -> None:
