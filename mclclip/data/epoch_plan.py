@@ -209,17 +209,18 @@ def check_samples(
     policy: Policy,
     num_clusters: int,
     num_samples: int,
-    without_caption: int = 0,
+    lacking: int = 0,
 ) -> None:
     """Raises ValueError where a batch, or the clusters, need more samples than there are.
 
-    ``without_caption``: samples that are clustered, but left out of this training's batches.
+    ``lacking``: samples that are clustered, but lack the caption or attribute that this training
+    reads, and are left out of its batches.
     """
-    usable = num_samples - without_caption
+    usable = num_samples - lacking
     if policy != "wrap" and global_batch > usable:
         raise ValueError(
             f"{name}.global_batch={global_batch:,} is more than the index's {usable:,} samples"
-            f"{' with a caption' if without_caption else ''}: lower it, or set "
+            f"{' that have what is read' if lacking else ''}: lower it, or set "
             f"{name}.plan.policy=wrap"
         )
     if num_clusters > num_samples:

@@ -109,8 +109,9 @@ def _left_out(index: SampleIndex | None, name: str, options: TrainConfig) -> np.
     """Ids of the samples that are in no batch of a training; none where there is no index yet."""
     if index is None:
         return np.zeros(0, np.int64)
-    bad, reads = index.bad_ids(), options.objective.reads.captions
-    return np.union1d(bad, index.without_caption(options.reader(name))) if reads else bad
+    reads, reader = options.objective.reads, options.reader(name)
+    lacking = index.left_out(reader, captions=reads.captions, attribute=reads.attribute)
+    return np.union1d(index.bad_ids(), lacking)
 
 
 def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
