@@ -74,19 +74,17 @@ def adversarial_sets(
     """
     if isinstance(encoder, nn.Module) and encoder.training:
         raise ValueError("the encoder is in training mode: call eval() on it first")
-    moved, steps, reached = [], [], []
+
+    def readout(x: Tensor) -> Tensor:
+        return functional.linear(encoder(x), weight, bias)
+
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
     for start in range(0, len(images), batch_size):
         rows = slice(start, start + batch_size)
-        found = _move(
-            lambda x: functional.linear(encoder(x), weight, bias),
-            images[rows].detach().clone(),
-            targets[rows],
-            eps,
-            max_steps,
-        )
-        for parts, part in zip((moved, steps, reached), found, strict=True):
-            parts.append(part)
-    return AdversarialSets(torch.cat(moved), labels, targets, torch.cat(steps), torch.cat(reached))
+        chosen = images[rows].detach().clone()
+        found.append(_move(readout, chosen, targets[rows], eps, max_steps))
+    moved, steps, reached = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return AdversarialSets(moved, labels, targets, steps, reached)
 
 
 def _move(

@@ -141,7 +141,8 @@ def _as_images(values: Tensor) -> Tensor:
     if values.ndim != 3:
         raise ValueError(f"the layer gives {list(values.shape)}, wanted [n, c, h, w] or [n, T, c]")
     side = math.isqrt(values.shape[1])
-    return values[:, -side * side :].transpose(1, 2).unflatten(2, (side, side))
+    tokens = values[:, -side * side :].transpose(1, 2)
+    return tokens.reshape(len(values), -1, side, side)
 
 
 def _grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def covariance(features: ArrayLike) -> Values:
     if count == 0:
         raise ValueError("there are no features: their covariance is that of nothing")
     centred = rows - np.asarray(total) / count
-    products: Values = all_reduce_sum(torch.from_numpy(centred.T @ centred)).numpy() / count
-    return products
+    products: Values = all_reduce_sum(torch.from_numpy(centred.T @ centred)).numpy()
+    return products / float(count)
 
 
 def singular_values(features: ArrayLike) -> Values:

@@ -17,8 +17,8 @@ class LabelFilter(nn.Module):
     """Label embedding, mean of the two labels, and a perceptron whose sigmoids are the gates.
 
     The layers are those of Table 5c: batch norm, ReLU, linear, batch norm, ReLU, linear, sigmoid
-    (the text says three layers, the table has two linear ones). In training the batch norms use the
-    statistics of the pairs given, so that ranks agree where each is given the global batch.
+    (the text says three layers, the table has two linear ones). Engines take the statistics of its
+    batch norms over the global batch.
 
     num_classes   classes that have an embedding
     dim           D, number of gates

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,12 +33,12 @@ from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Se
 from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
 from mclclip.objectives.label_filter import LabelFilter, Penalty, gate_penalty
 from mclclip.objectives.label_pairs import Pairing, closest_classes, draw_partners
+from mclclip.objectives.temperature import AnyTemperature, Temperature
 from mclclip.options import STRICT
 from mclclip.randomness import Integers, mix
 from mclclip.ranks import collectives
 
 _TILE = 1024
-_LARGEST_SCALE = 100.0  # of a learned temperature
 Score = Literal["exact", "code"]
 
 
@@ -65,10 +65,9 @@ class Options(ObjectiveOptions):
     """An .npy file [num_classes, E] with the classes' means (null: the clusters' centroids)."""
     score: Score = "exact"
     """``exact``: the cosine of gated features; ``code``: the gated product of unit features."""
-    temperature: PositiveFloat = 0.05
-    """Divisor of scores; the paper tries 0.05, 0.1 and 0.15."""
-    learn_temperature: bool = False
-    """Train the temperature, down to 0.01 (the authors' code, from 0.1)."""
+    temperature: AnyTemperature = 0.05
+    """Divisor of scores, as for other contrastive losses. The paper tries 0.05, 0.1 and 0.15; the
+    authors' code is ``{learnable: true, start: 0.1}``; null: one over the model's logit scale."""
     norm: Literal["layer", "none"] = "layer"
     """Layer norm at the end of the projector, without which the paper's training diverges."""
     penalty: Penalty = "neg_glog"
@@ -97,7 +96,12 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         """A class per sample, and groups where they are asked for."""
         clusters = 1 if self.attribute is None else 0
-        return Reads(groups=self.groups, clusters=clusters, attribute=self.attribute)
+        return Reads(
+            logit_scale=self.temperature is None,
+            groups=self.groups,
+            clusters=clusters,
+            attribute=self.attribute,
+        )
 
     def build(self, setting: Setting) -> Objective:
         """The loss with a new label filter, alike on all ranks."""
@@ -119,8 +123,7 @@ class Options(ObjectiveOptions):
             num_closest=self.num_closest,
             class_means=self._means(setting),
             score=self.score,
-            temperature=self.temperature,
-            learn_temperature=self.learn_temperature,
+            temperature=Temperature(self.temperature, wide),
             norm=nn.LayerNorm(dim, dtype=wide) if self.norm == "layer" else None,
             penalty=self.penalty,
             penalty_weight=self.penalty_weight,
@@ -164,7 +167,7 @@ class Options(ObjectiveOptions):
                 dtype=sizes.dtype,
             )
             zeros = torch.zeros(everywhere, dtype=torch.int64)
-            gates, own = label_filter(zeros, zeros)[:local], zeros[:local]
+            gates, own = label_filter(zeros[:local], zeros[:local]), zeros[:local]
             pairs = ClassPairs(own, own, own, own, zeros, zeros, zeros)
             losses = []
             for _ in range(2):
@@ -199,8 +202,7 @@ class SimLAP(Objective):
         num_closest: int = 0,
         class_means: Tensor | None = None,
         score: Score = "exact",
-        temperature: float = 0.05,
-        learn_temperature: bool = False,
+        temperature: Temperature | None = None,
         norm: nn.Module | None = None,
         penalty: Penalty = "neg_glog",
         penalty_weight: float = 0.0,
@@ -220,14 +222,12 @@ class SimLAP(Objective):
         self._closest: Tensor | None = None
         if class_means is not None:
             self._closest = closest_classes(class_means, torch.arange(num_classes), num_closest)
-        self.temperature, self.log_scale = temperature, None
-        if learn_temperature:
-            start = torch.tensor(-math.log(temperature), dtype=torch.float64)
-            self.log_scale = nn.Parameter(start.to(label_filter.labels.weight.dtype))
+        self.temperature = temperature or Temperature()
 
     def begin(self, step: int, total: int, epoch: float) -> None:
-        """Takes note of the step, on which the draw of pairs depends."""
+        """Takes note of the step, on which the draw of pairs depends; moves the temperature."""
         self.step = step
+        self.temperature.begin(step, total, epoch)
 
     def forward(
         self,
@@ -238,6 +238,7 @@ class SimLAP(Objective):
         image_features_1: Tensor | None = None,
         keys: Tensor | None = None,
         keys_1: Tensor | None = None,
+        logit_scale: Tensor | None = None,
         **unused: Any,
     ) -> dict[str, Tensor]:
         """Computes this rank's rows of the loss over the global batch.
@@ -247,37 +248,36 @@ class SimLAP(Objective):
             labels: [b, 1] int64, groups, which are compared within.
             sample_id: [b] int64; equal ids are one sample, never each other's positives.
             classes: [b, 1] int64, 0 or more.
-            keys: [b, D], a momentum copy's features of the second view. With them, they are the
-                candidates of the first view, without gradient; with ``keys_1``, the copy's features
-                of the first view, also the second view's rows count (MoCo v3's symmetric form).
-                Without them each view is compared with the other one.
+            keys, keys_1: [b, D], a momentum copy's features of the first and the second view. With
+                both, each view is compared with the copy's other one, without gradient through the
+                copy, as in MoCo v3. ``keys`` alone are those of the second view, and only the first
+                view's rows count. Without them each view is compared with the other one.
+            logit_scale: 0-dimensional, where the temperature is the model's.
             unused: what other objectives look at.
 
         Returns:
-            `loss`, whose mean over the ranks is the global loss; of the global batch, alike on all
-            ranks: `rows_without_positives`, samples that are left out; `rows_without_negatives`,
-            others of loss 0; `open_gates`, share above a half; with a penalty, `gate_penalty`.
-            `temperature`, where it is learned.
+            `loss`, whose mean over the ranks is the global loss. `rows_without_positives`, samples
+            of the global batch that are left out; `rows_without_negatives`, others of loss 0.
+            `open_gates`, share above a half; `temperature`; with a penalty, `gate_penalty`.
         """
-        rows = self._views(image_features, image_features_1, classes, keys, keys_1)
-        pairs, partners = self._pairs(classes[:, 0], labels[:, 0], sample_id)
-        gates = self.filter(pairs.all_labels, partners.clamp_min(0))
-        first = collectives.rank() * len(sample_id)
-        own_gates = gates[first : first + len(sample_id)]
-        found = [self._losses(view, own_gates, other, pairs) for view, other in rows]
+        scale = self.temperature.scale(self._normed(image_features), logit_scale)
+        views = self._views(image_features, image_features_1, classes, keys, keys_1)
+        pairs = self._pairs(classes[:, 0], labels[:, 0], sample_id)
+        # Rows without a partner are left out.
+        gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
+        found = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]
         _, positives, negatives = found[0]  # their numbers are those of every view
         left_out = collectives.all_reduce_sum((positives == 0).sum())
         silent = collectives.all_reduce_sum(((positives > 0) & (negatives == 0)).sum())
-        counted = (len(pairs.all_labels) - left_out).clamp_min(1) * len(rows)
+        counted = (len(pairs.all_labels) - left_out).clamp_min(1) * len(views)
         loss = torch.stack([losses.sum() for losses, _, _ in found]).sum()
         parts = {
             "loss": loss * collectives.world_size() / counted,
             "rows_without_positives": left_out,
             "rows_without_negatives": silent,
             "open_gates": (gates.detach() > 0.5).to(gates.dtype).mean(),
+            "temperature": 1.0 / scale.detach(),
         }
-        if self.log_scale is not None:
-            parts["temperature"] = torch.as_tensor(1.0 / self._logit_scale()).detach()
         if self.penalty_weight:
             parts["gate_penalty"] = gate_penalty(self.filter.of_classes(), self.penalty)
             parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
@@ -300,8 +300,9 @@ class SimLAP(Objective):
         if keys is None:
             every = [collectives.gather_with_grad(view) for view in rows]
             return [(rows[0], every[1]), (rows[1], every[0])]
-        momentum = [collectives.gather(self._normed(x)) for x in (keys, keys_1) if x is not None]
-        return list(zip(rows, momentum, strict=False))
+        momentum = [x for x in (keys_1, keys) if x is not None]
+        every = [collectives.gather(self._normed(x)) for x in momentum]
+        return list(zip(rows, every, strict=False))
 
     def _normed(self, features: Tensor) -> Tensor:
         """Features after the layer norm, if there is one; fp32 at least."""
@@ -312,8 +313,8 @@ class SimLAP(Objective):
         normed: Tensor = self.norm(functional.normalize(features) * math.sqrt(features.shape[1]))
         return normed
 
-    def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> tuple[ClassPairs, Tensor]:
-        """The batch's positives and negatives, and the class [B] that each sample is paired with.
+    def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
+        """The positives and negatives of this rank's rows, whose partners are drawn.
 
         Raises ValueError, on all ranks, for a class that the label filter does not have.
         """
@@ -327,11 +328,10 @@ class SimLAP(Objective):
         closest = self._closest_of(np.unique(numbers)) if self.pairs == "n_closest" else None
         key = mix(self.seed, self.step)
         drawn = draw_partners(numbers, all_ids.cpu().numpy(), key, self.pairs, closest)
-        partners = torch.from_numpy(drawn).to(every.device)
         first = collectives.rank() * len(own)
-        mine = partners[first : first + len(own)]
+        partners = torch.from_numpy(drawn[first : first + len(own)]).to(own.device)
         everywhere = collectives.gather(groups)
-        return ClassPairs(own, mine, ids, groups, every, all_ids, everywhere), partners
+        return ClassPairs(own, partners, ids, groups, every, all_ids, everywhere)
 
     def _closest_of(self, present: Integers) -> Integers:
         """The closest classes [P, N] of each of the classes ``present`` [P]."""
@@ -344,7 +344,7 @@ class SimLAP(Objective):
         return closest_classes(self.filter.labels(every), rows, self.num_closest).cpu().numpy()
 
     def _losses(
-        self, rows: Tensor, gates: Tensor, candidates: Tensor, pairs: ClassPairs
+        self, scale: Tensor, rows: Tensor, gates: Tensor, candidates: Tensor, pairs: ClassPairs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``pair_losses``: of rows and gates [b, D] of this rank and candidates [B, D]."""
         weights: Tensor | None = None
@@ -353,14 +353,6 @@ class SimLAP(Objective):
         else:
             queries = functional.normalize(rows) * gates.square()
             candidates = functional.normalize(candidates)
-        queries = self._logit_scale() * queries
         found: tuple[Tensor, Tensor, Tensor]
-        found = pair_losses(queries, weights, candidates, pairs, self.tile)
+        found = pair_losses(scale * queries, weights, candidates, pairs, self.tile)
         return found
-
-    def _logit_scale(self) -> Tensor | float:
-        """1 / temperature, at most 100 where it is learned; beyond it the gradient goes on."""
-        if self.log_scale is None:
-            return 1.0 / self.temperature
-        beyond = (self.log_scale - math.log(_LARGEST_SCALE)).clamp_min(0.0)
-        return (self.log_scale - beyond.detach()).exp()

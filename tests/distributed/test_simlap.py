@@ -13,8 +13,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from mclclip import cluster, config, embed, export, index, train
+from mclclip.engines.batch_norm import synchronize_batch_norms
 from mclclip.objectives.label_filter import LabelFilter
 from mclclip.objectives.simlap import SimLAP
+from mclclip.objectives.temperature import Learnable, Temperature
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests import tiny
@@ -33,14 +35,16 @@ class Tower(nn.Module):
         self.weight = nn.Parameter(torch.randn(5, 6, generator=generator, dtype=torch.float64))
         label_filter = LabelFilter(4, 5, label_dim=3, hidden_dim=4, dtype=torch.float64)
         norm = nn.LayerNorm(5, dtype=torch.float64)
-        self.loss = SimLAP(label_filter, seed=1, norm=norm, temperature=0.3, tile=5, **options)
+        temperature = Temperature(Learnable(start=0.3), torch.float64)
+        options = {"temperature": temperature, **options}
+        self.loss = SimLAP(label_filter, seed=1, norm=norm, tile=5, **options)
         self.loss.begin(2, 10, 0.0)
 
     def forward(self, batch: dict[str, Tensor], momentum: bool) -> dict[str, Tensor]:
         names = ("image_features", "image_features_1")
         views = {n: functional.normalize(batch[n] @ self.weight.T, dim=1) for n in names}
         if momentum:
-            views |= {"keys": views[names[1]].detach(), "keys_1": views[names[0]].detach()}
+            views |= {"keys": views[names[0]].detach(), "keys_1": views[names[1]].detach()}
         rest = {n: batch[n] for n in ("labels", "sample_id", "classes")}
         output: dict[str, Tensor] = self.loss(**views, **rest)
         return output
@@ -64,20 +68,23 @@ def one_step(options: dict[str, Any], momentum: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     module: nn.Module = Tower(options)
     world, rank = collectives.world_size(), collectives.rank()
+    if world > 1:
+        synchronize_batch_norms(module)
     rows = ROWS // world
     batch = {n: t[rank * rows : (rank + 1) * rows] for n, t in global_batch().items()}
     run = DistributedDataParallel(module) if world > 1 else module
     output = run(batch, momentum)
     output["loss"].backward()
     found = {name: float(value.detach()) for name, value in output.items()}
-    found["loss"] = collectives.all_reduce_sum(output["loss"]).item() / world
+    for name in ("loss", "open_gates"):
+        found[name] = collectives.all_reduce_sum(output[name]).item() / world
     gradients = {n: p.grad.tolist() for n, p in module.named_parameters() if p.grad is not None}
     return {"parts": found, "gradients": gradients}
 
 
 CASES: list[tuple[dict[str, Any], bool]] = [
     ({"pairs": "arbitrary", "penalty_weight": 0.2}, False),
-    ({"pairs": "distinct", "score": "code", "learn_temperature": True}, False),
+    ({"pairs": "distinct", "score": "code"}, False),
     ({"pairs": "n_closest", "num_closest": 1}, True),
 ]
 
