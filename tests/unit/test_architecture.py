@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"ranks", "run"},
     "config": {"objectives", "data", "models", "clustering"},
     "eval": {"ranks", "run", "data", "models"},
+    "analysis": {"ranks", "eval"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
 }
 # A verb reads options and does its work with any room, and imports no other verb.
@@ -43,7 +44,7 @@ ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["cli"] = {*ROOMS}
 ROOMS["__main__"] = {"cli"}
 NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives/class_centers", "objectives", "data"}
-NO_CONFIG |= {"models", "clustering", "checkpoint", "train/loop", "eval"}
+NO_CONFIG |= {"models", "clustering", "checkpoint", "train/loop", "eval", "analysis"}
 MODULES = sorted(
     path.relative_to(PACKAGE)
     for top in (PACKAGE, PACKAGE / "eval")
