@@ -20,8 +20,10 @@ from PIL import Image
 from torch import Tensor
 
 import mclclip.torchvision_fix  # noqa: F401
-from torchvision.transforms import RandomResizedCrop  # isort: skip
-from torchvision.transforms.v2 import functional  # isort: skip
+
+# isort: split
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.v2 import functional
 
 Picture = Image.Image | npt.NDArray[np.uint8]
 _RATIO = [3 / 4, 4 / 3]  # of width to height of a crop
@@ -80,7 +82,7 @@ class SimCLRTransform(PlainTransform):
     flip, grayscale      probabilities
     jitter               strengths of brightness, contrast, saturation and hue, in random order,
                          with jitter_probability
-    blur_probability     of a Gaussian blur over a tenth of the size (none at 0, as for small images)
+    blur_probability     of a Gaussian blur over a tenth of the size; 0 for small images
     mean, std            see `PlainTransform`
 
     The crop's shape is torchvision's RandomResizedCrop. Raises ValueError for what is out of range.

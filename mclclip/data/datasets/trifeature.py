@@ -210,7 +210,7 @@ def _rain(u: Coordinates, v: Coordinates, random: np.random.Generator) -> Mask:
 
 def _pluses(u: Coordinates, v: Coordinates, random: np.random.Generator) -> Mask:
     across, down = abs(_cell(u)), abs(_cell(v))
-    return np.asarray((np.minimum(across, down) < 0.14) & (np.maximum(across, down) < 0.4))
+    return np.asarray((np.minimum(across, down) < 0.12) & (np.maximum(across, down) < 0.36))
 
 
 TEXTURES: dict[str, Callable[[Coordinates, Coordinates, np.random.Generator], Mask]] = {
