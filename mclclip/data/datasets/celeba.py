@@ -78,10 +78,10 @@ def _lines(path: Path) -> list[list[str]]:
 
 def _read_attributes(path: Path) -> tuple[list[str], npt.NDArray[np.int64]]:
     """File names, and the three attributes int64 [N, 3]: 0 or 1 where the file has -1 and 1."""
-    _, header, *rows = [*_lines(path), [], []]
+    lines = [*_lines(path), [], []]
+    header, rows = lines[1], [row for row in lines[2:] if row]
     try:
         columns = [header.index(name) + 1 for name in ATTRIBUTES.values()]
-        rows = [row for row in rows if row]
         if any(len(row) != len(header) + 1 or "/" in row[0] for row in rows):
             raise ValueError(f"a row has not a file name and {len(header)} values")
         values = np.array([[int(row[column]) for column in columns] for row in rows])

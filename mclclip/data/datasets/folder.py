@@ -1,4 +1,4 @@
-"""Any folder of classes: ``train/CLASS/*`` and ``test/CLASS/*``, or ``CLASS/*``, split by a seed."""
+"""Any folder of classes: ``train/CLASS/*`` and ``test/CLASS/*``, or ``CLASS/*`` split by seed."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def read_cifar10(folder: Path, split: str) -> Iterator[tuple[Pixels, str]]:
                 yield from _read_batch(batches / name)
             return
     if (folder / split).is_dir():
-        images = (
+        images: Iterator[tuple[Pixels, str]] = (
             (_decode(path.read_bytes(), str(path)), name)
             for name, paths in class_folders(folder / split).items()
             for path in paths
@@ -106,7 +106,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _empty_array(kind: type[np.ndarray], shape: tuple[int, ...], code: bytes) -> np.ndarray:
-    return kind.__new__(kind, shape, code)  # type: ignore[call-overload,no-any-return]
+    return kind.__new__(kind, shape, code)  # type: ignore[arg-type]
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:

@@ -45,4 +45,4 @@ def paste(image: Pixels, digit: Pixels, copies: int, random: np.random.Generator
         )
         ink[top : top + _DIGIT, left : left + _DIGIT] = digit / np.float32(255)
     covered = image * (1 - ink[..., None]) + 255 * ink[..., None]
-    return np.rint(covered).astype(np.uint8)
+    return np.asarray(np.rint(covered), np.uint8)

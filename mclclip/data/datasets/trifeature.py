@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from PIL import Image
 from mclclip.data.datasets.sources import Pixels, Sources, Splits, check_size, png_sample
 from mclclip.data.shard_writer import PackedSample
 
-Coordinates = npt.NDArray[np.float32]
+Coordinates = npt.NDArray[np.floating[Any]]
 Mask = npt.NDArray[np.bool_]
 CANVAS, OBJECT, GREY = 224, 128, 0.5
 COLOURS = {
@@ -98,7 +99,7 @@ def render(
     inside &= TEXTURES[texture]((u + phase[0]) / period, (v + phase[1]) / period, random)
     canvas = np.full((CANVAS, CANVAS, 3), GREY)
     canvas[inside] = COLOURS[colour]
-    return np.rint(canvas * 255).astype(np.uint8)
+    return np.asarray(np.rint(canvas * 255), np.uint8)
 
 
 def _turned(x: Coordinates, y: Coordinates, angle: float) -> tuple[Coordinates, Coordinates]:
