@@ -85,7 +85,8 @@ def test_other_damage_of_cifar_is_one_line(tmp_path: Path) -> None:
     fakes.archive(path, {"train/cat/0.png": fakes.png(fakes.pixels(0, 8, 8, 3))})
     with pytest.raises(ValueError, match="wanted 32 x 32"):
         list(read_cifar10(tmp_path, "train"))
-    path.write_bytes(path.read_bytes()[:-40])
+    fakes.archive(path, {"train/cat/0.png": fakes.png(fakes.pixels(0, 32, 32, 3))})
+    path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match="a.tar.gz is damaged"):
         list(read_cifar10(tmp_path, "train"))
 

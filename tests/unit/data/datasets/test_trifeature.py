@@ -79,7 +79,7 @@ def test_shapes_and_textures_differ() -> None:
     """The share of the object's pixels that are drawn tells most of them apart."""
     areas = {shape: int((drawn(shape, "solid") != 128).any(axis=2).sum()) for shape in SHAPES}
     expected = {"square": 4, "triangle": 2, "circle": np.pi, "plus": 20 / 9, "fivesquare": 20 / 9}
-    expected |= {"rhombus": 1.2, "trapezoid": 2.25, "tee": 16 / 9}
+    expected |= {"rhombus": 1.2, "trapezoid": 2.25, "tee": 20 / 9}
     for shape, area in expected.items():
         assert areas[shape] / 64**2 == pytest.approx(area, rel=0.03), shape
     masks = [(drawn("square", texture) != 128).any(axis=2) for texture in TEXTURES]
