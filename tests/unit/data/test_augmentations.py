@@ -67,10 +67,10 @@ def test_one_channel_has_brightness_and_contrast_alone() -> None:
     one = pixels(1)
     whole = to_tensor(one)
     only = {"scale": (1, 1), "flip": 0, "jitter_probability": 1}
-    colour = SimCLRTransform(16, **(only | {"grayscale": 1, "jitter": (0, 0, 0.4, 0.1)}))  # type: ignore[arg-type]
+    colour = SimCLRTransform(16, **(only | {"grayscale": 1, "jitter": (0, 0, 0.4, 0.1)}))
     crop = view(SimCLRTransform(16, **OFF), one)
     assert torch.equal(view(colour, one), crop)
-    bright = SimCLRTransform(16, **(only | {"grayscale": 0, "jitter": (0.4, 0, 0, 0)}))  # type: ignore[arg-type]
+    bright = SimCLRTransform(16, **(only | {"grayscale": 0, "jitter": (0.4, 0, 0, 0)}))
     found = view(bright, one)
     inside = (found > 0) & (found < 1)
     factors = (found / crop)[inside]
@@ -78,7 +78,7 @@ def test_one_channel_has_brightness_and_contrast_alone() -> None:
     assert whole.shape == (1, 16, 16) and not torch.equal(found, crop)
     # Two channels: the contrast of each is its own.
     two = np.concatenate([one, one // 4], axis=2)
-    contrast = SimCLRTransform(16, **(only | {"grayscale": 0, "jitter": (0, 0.4, 0, 0)}))  # type: ignore[arg-type]
+    contrast = SimCLRTransform(16, **(only | {"grayscale": 0, "jitter": (0, 0.4, 0, 0)}))
     both, alone = view(contrast, two), view(contrast, one)
     torch.testing.assert_close(both[:1], alone)
 

@@ -85,7 +85,7 @@ def stl10(root: Path, unlabeled: int = 2) -> dict[str, np.ndarray]:
     return images
 
 
-def celeba(root: Path, count: int = 120) -> np.ndarray:
+def celeba(root: Path, count: int = 240) -> np.ndarray:
     """The lists and JPEGs of CelebA; attributes [count, 3] in the order black hair, smiling, male,
     which depend on each other. The last third is test, a sixth before it validation."""
     random = np.random.default_rng(7)

@@ -105,14 +105,14 @@ def test_celeba_is_made_independent(tmp_path: Path) -> None:
     values = fakes.celeba(tmp_path)
     found = make("celeba", tmp_path / "out", f"celeba={tmp_path}")
     names = ("black_hair", "smiling", "male")
-    for split, part in (("train", slice(0, 60)), ("test", slice(80, None))):
+    for split, part in (("train", slice(0, 120)), ("test", slice(160, None))):
         rows = [tuple(facts[name] for name in names) for facts, _ in found[split]]
         cells = Counter(map(tuple, values[part].tolist()))
         assert Counter(rows) == dict.fromkeys(cells, min(cells.values())) and len(cells) == 8
         for facts, _ in found[split]:
             row = int(facts["file"].split(".")[0]) - 1
             assert values[row].tolist() == [facts[name] for name in names]
-            assert row in range(120)[part]
+            assert row in range(240)[part]
     small = make("celeba", tmp_path / "small", f"celeba={tmp_path}", size=5)
     assert small["train"][0][1].shape == (6, 5, 3)
 
