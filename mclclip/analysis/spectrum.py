@@ -34,7 +34,7 @@ def covariance(features: ArrayLike) -> Values:
 
 def singular_values(features: ArrayLike) -> Values:
     """[D], largest first: singular values of the covariance of all ranks' rows [n, D]."""
-    values: Values = np.linalg.svd(covariance(features), compute_uv=False)
+    values = np.linalg.svd(covariance(features), compute_uv=False).astype(np.float64)
     return values
 
 

@@ -142,8 +142,9 @@ def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
 def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
     """The report, logged; to be called before training.
 
-    Beyond Eq. 4's bound (K^j > M / B) raises ValueError under "drop" and "carry" and warns otherwise, and so do
-    groups too small for a batch of their own. No step at all is a ValueError under any policy.
+    Beyond Eq. 4's bound (K^j > M / B) raises ValueError under "drop" and "carry" and warns
+    otherwise, and so do groups too small for a batch of their own. No step at all is a ValueError
+    under any policy.
     """
     levels = build_levels(grouped, global_batch, policy)
     require_steps(levels, global_batch, policy)

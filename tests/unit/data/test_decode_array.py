@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from mclclip.data.augmentations import PlainTransform
 from mclclip.data.decode import DecodeError, decode_array, is_array
 from mclclip.data.sample_index import SampleIndex, Shard, join_rows, write_tables
 from mclclip.data.samples import BadSample, Sample, TarDataset
@@ -21,6 +20,15 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run.artifacts import Artifact
 
 LIMIT = 10_000
+
+
+class Pixels:
+    """A transform that takes pictures and arrays."""
+
+    reads_arrays = True
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
 def npy(array: Any, **options: Any) -> bytes:
@@ -120,7 +128,7 @@ def test_arrays_and_pictures_of_one_shard(tmp_path: Path) -> None:
         PackedSample("c", npy(four)[:-9], "npy", []),
     ]
     index = make_index(tmp_path, samples)
-    data = TarDataset(index, PlainTransform(8), reads_captions=False, max_image_pixels=LIMIT)
+    data = TarDataset(index, Pixels(), reads_captions=False, max_image_pixels=LIMIT)
     first, second, third = data.__getitems__([0, 1, 2])
     assert isinstance(first, Sample) and isinstance(second, Sample)
     assert torch.equal(first.views[0] * 255, torch.from_numpy(four.transpose(2, 0, 1)).float())
