@@ -16,7 +16,6 @@ import torch
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip import config, index, make_dataset
 from mclclip.data import datasets
-from mclclip.data.augmentations import SimCLRTransform
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.datasets.celeba import balanced
 from mclclip.data.datasets.imagenet_subset import SUBSETS
@@ -266,6 +265,15 @@ def test_attributes_reach_the_index(tmp_path: Path) -> None:
         assert [values[code] for code in codes] == [str(facts[name]) for facts, _ in found]
 
 
+class Noisy:
+    """A transform of arrays, with a draw of its own in every view."""
+
+    reads_arrays = True
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1) + torch.rand(())
+
+
 def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: Path) -> None:
     fakes.cifar_batches(tmp_path / "c")
     fakes.mnist(tmp_path / "m")
@@ -279,7 +287,7 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
     options: dict[str, Any] = dict(
         index=opened,
         grouped=GroupedIndex.build(labels, (1,)),
-        transform=SimCLRTransform(16, mean=(0.5,), std=(0.2, 0.2, 0.2, 0.3)),
+        transform=Noisy(),
         reads_captions=False,
         num_views=2,
         global_batch=8,
@@ -291,7 +299,7 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
         max_image_pixels=10_000,
     )
     whole = TrainingBatches(**options)[1]
-    assert [view.shape for view in whole.views] == [(8, 4, 16, 16)] * 2
+    assert [view.shape for view in whole.views] == [(8, 4, 32, 32)] * 2
     assert not torch.equal(*whole.views)
     assert whole.classes is not None and whole.classes.dtype == torch.int64
     assert whole.classes.tolist() == codes[whole.sample_id.numpy()][:, None].tolist()
