@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip import config, index, make_dataset
 from mclclip.data import datasets
+from mclclip.data.batches import TrainingBatches
 from mclclip.data.datasets.celeba import balanced
 from mclclip.data.datasets.imagenet_subset import SUBSETS
 from mclclip.data.datasets.readers import CIFAR10_CLASSES
 from mclclip.data.datasets.stl_digits import paste
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import AttributeClasses
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from tests.unit.data.datasets import fakes
@@ -258,6 +263,51 @@ def test_attributes_reach_the_index(tmp_path: Path) -> None:
     for name in ("cifar", "mnist"):
         codes, values = opened.attribute(name)
         assert [values[code] for code in codes] == [str(facts[name]) for facts, _ in found]
+
+
+class Noisy:
+    """A transform of arrays, with a draw of its own in every view."""
+
+    reads_arrays = True
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1) + torch.rand(())
+
+
+def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: Path) -> None:
+    fakes.cifar_batches(tmp_path / "c")
+    fakes.mnist(tmp_path / "m")
+    make("cifar_mnist", tmp_path / "o", f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
+    source = {"shards": f"{tmp_path}/o/train/*.tar", "attributes": ["mnist"]}
+    tree = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"train": source}}}
+    opened = index.run(config.from_tree(tree), SINGLE)
+    classes, codes = AttributeClasses(opened, "mnist"), opened.attribute("mnist")[0]
+    labels = np.zeros(len(opened), np.int64)
+    labels[opened.without_attribute("mnist", "this test")] = -1
+    options: dict[str, Any] = dict(
+        index=opened,
+        grouped=GroupedIndex.build(labels, (1,)),
+        transform=Noisy(),
+        reads_captions=False,
+        num_views=2,
+        global_batch=8,
+        policy="backoff",
+        order="round_robin",
+        seed=0,
+        stage=0,
+        class_labels=classes,
+        max_image_pixels=10_000,
+    )
+    whole = TrainingBatches(**options)[1]
+    assert [view.shape for view in whole.views] == [(8, 4, 32, 32)] * 2
+    assert not torch.equal(*whole.views)
+    assert whole.classes is not None and whole.classes.dtype == torch.int64
+    assert whole.classes.tolist() == codes[whole.sample_id.numpy()][:, None].tolist()
+    for rank in range(2):  # as loader workers get it: pickled
+        batches = pickle.loads(pickle.dumps(TrainingBatches(**options, rank=rank, world_size=2)))
+        part, wanted = batches[1], whole.rows(4 * rank, 4 * rank + 4)
+        for left, right in zip(part.tensors(), wanted.tensors(), strict=True):
+            assert torch.equal(left, right)
 
 
 @pytest.mark.real_data
