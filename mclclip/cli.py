@@ -236,6 +236,7 @@ def _add_configured(verbs: Any) -> None:
     variable = "variable of the suite, such as data=FOLDER"
     evaluate.add_argument("--set", dest="variables", metavar="NAME=VALUE", help=variable, **several)
     evaluate.add_argument("--only", metavar="BENCHMARK", **several)
+    add("analyse", "what a run left -> figures, as data and as pictures")
     add("run", "the whole method: every verb, over all stages", _run)
 
 
