@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mclclip.data.datasets.readers import read_cifar10
-from mclclip.data.datasets.sources import Sources, Splits, png_sample
+from mclclip.data.datasets.sources import Sources, Splits, in_random_order, png_sample
 from mclclip.data.shard_writer import PackedSample
 
 
@@ -14,7 +14,7 @@ def build(sources: Sources, seed: int) -> Splits:
     folder = sources.folder("cifar10")
 
     def samples(split: str) -> Iterator[PackedSample]:
-        for number, (pixels, name) in enumerate(read_cifar10(folder, split)):
+        for number, (pixels, name) in enumerate(in_random_order(read_cifar10(folder, split), seed)):
             yield png_sample(number, pixels, {"class": name})
 
     return {split: samples(split) for split in ("train", "test")}

@@ -12,7 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from mclclip.data.datasets.readers import read_cifar10, read_mnist
-from mclclip.data.datasets.sources import Pixels, Sources, Splits, array_sample
+from mclclip.data.datasets.sources import (
+    Pixels,
+    Sources,
+    Splits,
+    array_sample,
+    in_random_order,
+)
 from mclclip.data.shard_writer import PackedSample
 
 
@@ -27,7 +33,8 @@ def build(sources: Sources, seed: int) -> Splits:
 
     def samples(split: str) -> Iterator[PackedSample]:
         digits = random_digits(*read_mnist(mnist, split), seed)
-        for number, (pixels, name) in enumerate(read_cifar10(cifar, split)):
+        images = in_random_order(read_cifar10(cifar, split), seed)
+        for number, (pixels, name) in enumerate(images):
             digit, label = next(digits)
             four = np.dstack([pixels, np.pad(digit, 2)])
             yield array_sample(number, four, {"cifar": name, "mnist": label})

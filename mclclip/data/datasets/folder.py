@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mclclip.data.datasets.readers import class_folders
-from mclclip.data.datasets.sources import Sources, Splits, check_size, file_sample
+from mclclip.data.datasets.sources import Sources, Splits, check_size, file_sample, in_random_order
 from mclclip.data.shard_writer import PackedSample
 
 Classes = Mapping[str, Iterable[Path]]
@@ -32,15 +32,19 @@ def build(
         splits = {split: class_folders(folder / split) for split in ("train", "test")}
     else:
         splits = _drawn(class_folders(folder), seed, test_share)
-    return {split: class_samples(classes, size) for split, classes in splits.items()}
+    return {split: class_samples(classes, seed, size) for split, classes in splits.items()}
 
 
 def class_samples(
-    classes: Classes, size: int | None, facts: Mapping[str, Mapping[str, str]] | None = None
+    classes: Classes,
+    seed: int,
+    size: int | None,
+    facts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[PackedSample]:
-    """Samples class after class; attribute class, and the ``facts`` of a class where there are."""
+    """Samples in an order drawn by the seed; attribute class, and the ``facts`` of a class where
+    there are."""
     named = ((name, path) for name, paths in classes.items() for path in paths)
-    for number, (name, path) in enumerate(named):
+    for number, (name, path) in enumerate(in_random_order(named, seed)):
         about = {"class": name, **(facts or {}).get(name, {}), "file": path.name}
         yield file_sample(number, path, about, size)
 

@@ -45,7 +45,10 @@ def build(sources: Sources, seed: int, *, subset: str = "in1p", size: int | None
         if not (folder / split).is_dir():
             raise FileNotFoundError(f"no {folder / split}: wanted train/WNID/* and val/WNID/*")
     train, test = (class_folders(folder / split, [*facts]) for split in ("train", "val"))
-    return {"train": class_samples(train, size, facts), "test": class_samples(test, size, facts)}
+    return {
+        "train": class_samples(train, seed, size, facts),
+        "test": class_samples(test, seed, size, facts),
+    }
 
 
 def read_list(path: Path) -> dict[str, dict[str, str]]:

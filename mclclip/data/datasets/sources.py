@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from mclclip.data.decode import DecodeError, decode_image
 from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from mclclip.data.shard_writer import PackedSample
 
+T = TypeVar("T")
 Pixels = npt.NDArray[np.uint8]
 Splits = dict[str, Iterable[PackedSample]]
 # Formats that no shard may hold: these are decoded and stored as PNG.
@@ -62,6 +63,16 @@ def _download(name: str, folder: Path) -> None:
         getattr(datasets, _DOWNLOADERS[name])(str(folder), download=True)
     except (OSError, RuntimeError) as error:
         raise RuntimeError(f"{name} could not be downloaded into {folder}: {error}") from error
+
+
+def in_random_order(items: Iterable[T], seed: int) -> Iterator[T]:
+    """The items, all held at once, in an order drawn by the seed.
+
+    Files come class after class; shuffled, any few shards are a sample of the whole.
+    """
+    every = list(items)
+    order = np.random.default_rng([seed, len(every)]).permutation(len(every))
+    return (every[place] for place in order)
 
 
 # --- samples ---------------------------------------------------------------------------------
