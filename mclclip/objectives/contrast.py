@@ -118,13 +118,12 @@ class Contrasted:
         """Logits of the own pairs, [b]."""
         return (self.queries * self.own_keys()).sum(dim=1)
 
-    def log_sums(self, factor: float = 1.0) -> Tensor:
-        """Log of the sum of exp(``factor`` * logit) over each query's negatives, [b].
+    def log_sums(self, *factors: float) -> tuple[Tensor, ...]:
+        """Log of the sum of exp(factor * logit) over each query's negatives, [b], by factor.
 
         -inf where it has none.
         """
-        sums: Tensor = log_sums(factor * self.queries, self.keys, self.pairs, self.tile)
-        return sums
+        return tuple(log_sums(self.queries, self.keys, self.pairs, self.tile, factors).unbind())
 
 
 class Contrast(Objective):
@@ -270,6 +269,8 @@ def _check(names: Sequence[str], features: Mapping[str, Any], reads_classes: boo
             f"labels {tuple(labels.shape)} and sample_id {tuple(sample_id.shape)} must be "
             f"[{rows}, 1] and [{rows}]"
         )
+    if reads_classes and (features["classes"].ndim != 2 or len(features["classes"]) != rows):
+        raise ValueError(f"classes {tuple(features['classes'].shape)} must be [{rows}, l]")
 
 
 def _wide(features: Tensor) -> Tensor:

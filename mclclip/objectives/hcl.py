@@ -9,7 +9,7 @@ negatives and averages over them, hard negatives weigh e^beta / mean(e^beta):
 
 N counts the negatives that the group mask keeps; without a mask between views it is 2B - 2. The
 weighted sum is N times the ratio of the sums of e^(1 + beta) and e^beta, whose log-sum-exps are
-computed in tiles: memory is linear in the batch.
+computed together in tiles: memory is linear in the batch.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class HardNegatives(Contrast):
         alone, positives = count == 0, contrasted.positives()
         log_count = count.clamp_min(1).to(positives.dtype).log()
         weights, weighted = (
-            torch.where(alone, torch.zeros_like(log_count), contrasted.log_sums(factor))
-            for factor in (self.beta, 1.0 + self.beta)
+            torch.where(alone, 0.0, sums) for sums in self._log_sums(contrasted, log_count)
         )
         negatives = self._corrected(log_count + weighted - weights, log_count + positives)
         negatives = torch.maximum(negatives, log_count - contrasted.scale)
@@ -84,6 +83,12 @@ class HardNegatives(Contrast):
         return torch.where(alone, torch.zeros_like(losses), losses), {
             "rows_without_negatives": alone
         }
+
+    def _log_sums(self, contrasted: Contrasted, log_count: Tensor) -> tuple[Tensor, ...]:
+        """Logs of the sums of e^beta and of e^(1 + beta) over each row's negatives."""
+        if self.beta == 0.0:
+            return log_count, *contrasted.log_sums(1.0)
+        return contrasted.log_sums(self.beta, 1.0 + self.beta)
 
     def _corrected(self, weighted: Tensor, positives: Tensor) -> Tensor:
         """log((R - tau_plus P) / (1 - tau_plus)) of R and P given by their logs, [b].

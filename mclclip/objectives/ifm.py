@@ -86,7 +86,7 @@ class ImplicitModification(Contrast):
     def rows(self, contrasted: Contrasted) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum of the plain and the modified loss of every row."""
         plain, modified = self.weights
-        negatives, positives = contrasted.log_sums(), contrasted.positives()
+        (negatives,), positives = contrasted.log_sums(1.0), contrasted.positives()
         lowered = positives - 2.0 * self.epsilon * contrasted.scale
         losses = modified * excess(negatives, lowered)
         if plain:

@@ -15,6 +15,7 @@ Losses that weigh their negatives otherwise are made of the negatives' log-sum-e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +66,16 @@ def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> tuple[
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def log_sums(queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
-    """Each row's log of the sum of exp L_pq over its negatives q: [b], -inf where it has none.
+def log_sums(
+    queries: Tensor, keys: Tensor, pairs: Pairs, tile: int, factors: Sequence[float] = (1.0,)
+) -> Tensor:
+    """Each row's log of the sum of exp(f * L_pq) over its negatives q, for every factor f > 0.
 
-    Arguments, arithmetic and errors are those of ``row_losses``. The gradient of a row without
-    negatives is 0.
+    [len(factors), b], -inf where a row has no negatives, with gradient 0. Other arguments,
+    arithmetic and errors are those of ``row_losses``. All factors share the products.
     """
-    sums: Tensor = _LogSums.apply(queries, keys, pairs, tile)  # type: ignore[no-untyped-call]
+    factors = tuple(factors)
+    sums: Tensor = _LogSums.apply(queries, keys, pairs, tile, factors)  # type: ignore[no-untyped-call]
     return sums
 
 
@@ -118,48 +122,52 @@ def _blocks(length: int, size: int) -> list[slice]:
 
 
 def _stream(
-    tiles: _Tiles, rows: slice, start: Tensor, weight: float
+    tiles: _Tiles, rows: slice, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Streams one block of rows over the negatives, from ``weight`` times the exp of ``start`` [r].
 
-    Returns m and l, each [r], with m + l the log of the sum, and the rows without a negative.
+    Returns m [r] and l [r, f], with factor * m + l the log of the sum of exp(factor * logit), and
+    the rows without a negative.
     """
     hardest = torch.full_like(start, float("-inf"))  # highest logit of a negative so far
-    maximum, total = start, torch.full_like(start, weight)
+    maximum = start
+    totals = [torch.full_like(start, weight) for _ in factors]
     for columns in tiles.column_blocks:
         logits = tiles.logits(rows, columns)
         hardest = torch.maximum(hardest, logits.amax(dim=1))
         previous, maximum = maximum, torch.maximum(start, hardest)
-        total.mul_((previous - maximum).exp_())
-        total.add_(logits.sub_(maximum[:, None]).exp_().sum(dim=1))
-    return maximum, total.log(), hardest == float("-inf")
+        logits.sub_(maximum[:, None])
+        for total, factor in zip(totals, factors, strict=True):
+            total.mul_(((previous - maximum) * factor).exp_())
+            scaled = logits if len(factors) == 1 and factor == 1.0 else logits * factor
+            total.add_(scaled.exp_().sum(dim=1))
+    return maximum, torch.stack(totals, dim=1).log(), hardest == float("-inf")
 
 
-def _streamed(tiles: _Tiles, start: Tensor, weight: float) -> tuple[Tensor, ...]:
+def _streamed(
+    tiles: _Tiles, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
+) -> tuple[Tensor, ...]:
     """``_stream`` of all rows."""
-    found = [_stream(tiles, rows, start[rows], weight) for rows in tiles.row_blocks]
+    found = [_stream(tiles, rows, start[rows], weight, factors) for rows in tiles.row_blocks]
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 def _pull(
     tiles: _Tiles,
-    normalizers: Tensor,
-    weighted: Tensor,
+    shares: Callable[[slice, slice], Tensor],
+    queries: Tensor,
     grad_queries: Tensor | None,
     grad_keys: Tensor | None,
 ) -> None:
-    """Adds the negatives' part of a backward to the gradients that are wanted.
-
-    ``weighted`` are the queries times the gradient of their rows; that factor is still missing in
-    ``grad_queries``.
-    """
+    """Adds the products of ``shares`` [r, c] with keys and ``queries`` to the gradients wanted."""
     for rows in tiles.row_blocks:
         for columns in tiles.column_blocks:
-            shares = tiles.logits(rows, columns).sub_(normalizers[rows, None]).exp_()
+            share = shares(rows, columns)
             if grad_queries is not None:
-                grad_queries[rows].addmm_(shares, tiles.keys[columns])
+                grad_queries[rows].addmm_(share, tiles.keys[columns])
             if grad_keys is not None:
-                grad_keys[columns].addmm_(shares.T, weighted[rows])
+                grad_keys[columns].addmm_(share.T, queries[rows])
+            del share  # before the next one is made
 
 
 def _refuse_second_derivative() -> None:
@@ -184,7 +192,8 @@ class _RowLosses(torch.autograd.Function):
         with torch.autocast(queries.device.type, enabled=False):
             tiles = _Tiles(queries, keys, pairs, tile)
             positive = torch.linalg.vecdot(queries, tiles.own_keys())
-            maximum, log_total, alone = _streamed(tiles, positive, 1.0)
+            maximum, log_totals, alone = _streamed(tiles, positive, 1.0)
+            log_total = log_totals[:, 0]
         losses = maximum - positive + log_total
         ctx.save_for_backward(queries, keys, losses, maximum + log_total)
         ctx.pairs, ctx.tile = pairs, tile
@@ -201,8 +210,12 @@ class _RowLosses(torch.autograd.Function):
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         with torch.autocast(queries.device.type, enabled=False):
             tiles = _Tiles(queries, keys, ctx.pairs, ctx.tile)
+
+            def shares(rows: slice, columns: slice) -> Tensor:
+                return tiles.logits(rows, columns).sub_(normalizers[rows, None]).exp_()
+
             weighted = grad[:, None] * queries
-            _pull(tiles, normalizers, weighted, grad_queries, grad_keys)
+            _pull(tiles, shares, weighted, grad_queries, grad_keys)
             own = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
             if grad_queries is not None:
                 grad_queries.addcmul_(own, tiles.own_keys()).mul_(grad[:, None])
@@ -216,17 +229,20 @@ class _LogSums(torch.autograd.Function):
     """See ``log_sums``."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int, factors: tuple[float, ...]
+    ) -> Tensor:
         with torch.autocast(queries.device.type, enabled=False):
+            tiles = _Tiles(queries, keys, pairs, tile)
             lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
-            maximum, log_total, _ = _streamed(_Tiles(queries, keys, pairs, tile), lowest, 0.0)
-        sums = maximum + log_total
+            maximum, log_totals, _ = _streamed(tiles, lowest, 0.0, factors)
+        sums = torch.stack([f * maximum + log_totals[:, i] for i, f in enumerate(factors)])
         ctx.save_for_backward(queries, keys, sums)
-        ctx.pairs, ctx.tile = pairs, tile
+        ctx.pairs, ctx.tile, ctx.factors = pairs, tile, factors
         return sums
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         _refuse_second_derivative()
         queries, keys, sums = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
@@ -234,10 +250,17 @@ class _LogSums(torch.autograd.Function):
         with torch.autocast(queries.device.type, enabled=False):
             tiles = _Tiles(queries, keys, ctx.pairs, ctx.tile)
             normalizers = sums.masked_fill(sums == float("-inf"), 0.0)  # of no negative: shares 0
-            _pull(tiles, normalizers, grad[:, None] * queries, grad_queries, grad_keys)
-        if grad_queries is not None:
-            grad_queries.mul_(grad[:, None])
-        return grad_queries, grad_keys, None, None
+
+            def shares(rows: slice, columns: slice) -> Tensor:
+                logits = tiles.logits(rows, columns)
+                total = torch.zeros_like(logits)
+                for factor, normalizer, g in zip(ctx.factors, normalizers, grad, strict=True):
+                    share = (logits * factor).sub_(normalizer[rows, None]).exp_()
+                    total.addcmul_(share, factor * g[rows, None])
+                return total
+
+            _pull(tiles, shares, queries, grad_queries, grad_keys)
+        return grad_queries, grad_keys, None, None, None
 
 
 class _Sums(torch.autograd.Function):

@@ -77,7 +77,7 @@ class SupervisedContrast(Contrast):
             losses = losses + (c.queries * (own - mean)).sum(dim=1)
             left_out = torch.zeros_like(alone)
         else:
-            left_out, log_sums = count == 0, c.log_sums()
+            left_out, (log_sums,) = count == 0, c.log_sums(1.0)
             alone = log_sums == float("-inf")
             mean = others / count.clamp_min(1.0)[:, None]
             losses = torch.where(left_out, 0.0, log_sums - (c.queries * mean).sum(dim=1))

@@ -239,10 +239,12 @@ def test_parts_are_those_of_the_matrix(tile: int, ranks: int, **drawn: Any) -> N
     mine, theirs = (torch.autograd.grad((x * weights).sum(), keys)[0] for x in (sums, expected))
     torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
 
-    found = log_sums(queries, keys, pairs, tile)
-    expected = (queries @ keys.T).masked_fill(~keep, float("-inf"))[~alone].logsumexp(dim=1)
-    assert (found[alone] == float("-inf")).all()
-    torch.testing.assert_close(found[~alone], expected, atol=1e-12, rtol=1e-12)
+    factors = (0.5, 1.0, 2.5)
+    found = log_sums(queries, keys, pairs, tile, factors)
+    logits = (queries @ keys.T).masked_fill(~keep, float("-inf"))[~alone]
+    expected = torch.stack([(factor * logits).logsumexp(dim=1) for factor in factors])
+    assert (found[:, alone] == float("-inf")).all()
+    torch.testing.assert_close(found[:, ~alone], expected, atol=1e-12, rtol=1e-12)
     if not alone.all():
         pulled = torch.where(alone, 0.0, found)  # rows without negatives get a gradient of 0
         both = [torch.autograd.grad(x.square().sum(), (queries, keys)) for x in (pulled, expected)]
