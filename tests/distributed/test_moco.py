@@ -110,7 +110,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "name", "method", "options"), kept(CASES, 3, 6, 8, 9))
+@pytest.mark.parametrize(("world_size", "name", "method", "options"), kept(CASES, 3, 8, 9))
 def test_ranks_equal_one_process(
     ranks: Ranks, world_size: int, name: str, method: str, options: dict[str, Any]
 ) -> None:
@@ -125,7 +125,7 @@ def test_ranks_equal_one_process(
 ZERO = [("v2", 1), ("v3", 2), ("v2", 2), ("v3", 1)]
 
 
-@pytest.mark.parametrize(("method", "stage"), kept(ZERO, 0, 1))
+@pytest.mark.parametrize(("method", "stage"), kept(ZERO, 0))
 def test_zero(ranks: Ranks, method: str, stage: int) -> None:
     """In fp32, which DeepSpeed trains in."""
     pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
