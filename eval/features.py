@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
-from mclclip.data.decode import DecodeError, decode_image
+from mclclip.data.decode import DecodeError, decode
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import gather_objects, together
 from mclclip.ranks.process_group import SINGLE, Context, start_loader_worker
@@ -37,6 +36,14 @@ def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: s
     """
     start, stop = (count * rank // context.world_size for rank in (context.rank, context.rank + 1))
     return gather_objects(together(lambda: work(slice(start, stop)), what))
+
+
+class Readable(Protocol):
+    """An image file, or a part of another file; its text names it in messages."""
+
+    def read_bytes(self) -> bytes:
+        """The bytes of the image; OSError where they cannot be read."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,8 @@ class Extractor:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}, wanted at least 1")
 
-    def images(self, paths: Sequence[Path]) -> Features:
-        """Unit features [N, E] of image files, in their order, on every rank.
+    def images(self, paths: Sequence[Readable]) -> Features:
+        """Unit features [N, E] of images, in their order, on every rank.
 
         Raises ValueError on all ranks together for a file that cannot be read or decoded: a
         benchmark without one of its images is another benchmark.
@@ -150,17 +157,19 @@ class _Batches(Dataset[Any]):
 
 
 def _read_images(
-    transform: Callable[[Any], Tensor], max_image_pixels: int, paths: Sequence[Path]
+    transform: Callable[[Any], Tensor], max_image_pixels: int, paths: Sequence[Readable]
 ) -> Tensor | str:
-    """Files -> images [b, 3, H, W], or one line on what is wrong with a file."""
-    images = []
+    """Images -> [b, C, H, W], or one line on what is wrong with one."""
+    images, arrays = [], bool(getattr(transform, "reads_arrays", False))
     for path in paths:
         try:
-            images.append(transform(decode_image(Path(path).read_bytes(), max_image_pixels)))
+            images.append(transform(decode(path.read_bytes(), max_image_pixels, arrays)))
         except DecodeError as error:
             return f"image {path} cannot be decoded ({error}): replace the file"
         except OSError as error:
             return f"image {path} cannot be read: {error.strerror or error}"
+        except ValueError as error:  # of the transform, or of what it cannot take
+            return f"image {path}: {error}"
     return torch.stack(images)
 
 

@@ -20,10 +20,20 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
 from mclclip.config import BenchmarkConfig, Config
-from mclclip.eval import knn, linear_probe, mmvp, prompts, results, retrieval, zeroshot
+from mclclip.eval import (
+    attributes,
+    knn,
+    linear_probe,
+    mmvp,
+    prompts,
+    results,
+    retrieval,
+    zeroshot,
+)
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
+from mclclip.models import weights
 from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import on_main, together
@@ -34,7 +44,7 @@ log = logging.getLogger("mclclip")
 
 EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
     module.__name__.rpartition(".")[2]: module.evaluate
-    for module in (knn, linear_probe, mmvp, retrieval, zeroshot)
+    for module in (attributes, knn, linear_probe, mmvp, retrieval, zeroshot)
 }
 """Benchmark kind, which is the module's name -> ``evaluate(extractor, path, **options)``."""
 
@@ -260,7 +270,7 @@ def exports_of(config: Config) -> dict[str, Path]:
         joined = ("concat_raw", "concat_stage_norm", "soup_uniform") if config.has_stages else ()
         found |= {layout.model_name(f"stage_{stage}"): layout.export(stage) for stage in stages}
         found |= {layout.model_name(name): layout.joined(name) for name in joined}
-    return {name: path for name, path in found.items() if (path / "open_clip_config.json").exists()}
+    return {name: path for name, path in found.items() if weights.has_config(path)}
 
 
 def run(

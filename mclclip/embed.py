@@ -23,7 +23,7 @@ from mclclip.config import Config
 from mclclip.data.arrays import save_npy
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, BadSamples, Sample, TarDataset
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.loading import AnyModel, load_any
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context, start_loader_worker
 from mclclip.run import artifacts, runlog
@@ -67,7 +67,8 @@ def run(
         if artifact.finished:
             log.info("%s is finished: skipped", directory)
             continue
-        model = load_clip(f"local-dir:{layout.export(stage)}").to(context.device).eval()
+        model = load_any(layout.export(stage)).to(context.device).eval()
+        collectives.together(_image_dataset(config, index, model).check, "embed")
         _embed(config, context, index, model, artifact, embed_shard)
     return images
 
@@ -94,7 +95,7 @@ def _open(
 
 
 _EmbedShard = Callable[
-    [Config, Context, SampleIndex, ClipModel, Shard], tuple[np.ndarray, dict[int, str]]
+    [Config, Context, SampleIndex, AnyModel, Shard], tuple[np.ndarray, dict[int, str]]
 ]
 
 
@@ -102,7 +103,7 @@ def _embed(
     config: Config,
     context: Context,
     index: SampleIndex,
-    model: ClipModel,
+    model: AnyModel,
     artifact: Artifact,
     embed_shard: _EmbedShard,
 ) -> None:
@@ -132,7 +133,7 @@ def _one_shard(
     config: Config,
     context: Context,
     index: SampleIndex,
-    model: ClipModel,
+    model: AnyModel,
     directory: Path,
     number: int,
     embed_shard: _EmbedShard,
@@ -160,7 +161,7 @@ def _encode(config: Config, context: Context, encode: Callable[[], Tensor]) -> n
 
 
 def _embed_images(
-    config: Config, context: Context, index: SampleIndex, model: ClipModel, shard: Shard
+    config: Config, context: Context, index: SampleIndex, model: AnyModel, shard: Shard
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Unit features [n, D] of a shard's images, and its undecodable samples."""
     pooled = config.embed.feature == "pooled"
@@ -172,7 +173,7 @@ def _embed_images(
         bad |= {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
         good = torch.tensor([isinstance(sample, Sample) for sample in samples])
         # Zeros stand in for bad samples: the batch keeps its shape, so the others keep their bits.
-        images = torch.zeros(len(samples), 3, height, width)
+        images = torch.zeros(len(samples), model.num_channels, height, width)
         if good.any():
             images[good] = torch.stack([s.views[0] for s in samples if isinstance(s, Sample)])
         encode = partial(_image_features, model, images.to(context.device), pooled)
@@ -182,27 +183,31 @@ def _embed_images(
     return _rows(parts, model), bad
 
 
-def _rows(parts: list[np.ndarray], model: ClipModel) -> np.ndarray:
+def _rows(parts: list[np.ndarray], model: AnyModel) -> np.ndarray:
     """All parts below each other; no rows for a shard without usable samples."""
     return np.concatenate(parts) if parts else np.zeros((0, model.embed_dim), np.float32)
 
 
-def _image_features(model: ClipModel, images: Tensor, pooled: bool) -> Tensor:
+def _image_features(model: AnyModel, images: Tensor, pooled: bool) -> Tensor:
     if pooled:
         return model.encode_tail(model.encode_trunk(images, 0), 0, project=False)
     return model.encode_image(images)
 
 
-def _image_batches(
-    config: Config, index: SampleIndex, model: ClipModel, shard: Shard
-) -> Iterator[list[Sample | BadSample]]:
-    dataset = TarDataset(
+def _image_dataset(config: Config, index: SampleIndex, model: AnyModel) -> TarDataset:
+    return TarDataset(
         index,
         transform=model.preprocess_val,
         reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
     )
+
+
+def _image_batches(
+    config: Config, index: SampleIndex, model: AnyModel, shard: Shard
+) -> Iterator[list[Sample | BadSample]]:
+    dataset = _image_dataset(config, index, model)
     size = config.embed.batch_size
     cuts = range(shard.start, shard.stop, size)
     ids = [list(range(start, min(start + size, shard.stop))) for start in cuts]
@@ -218,7 +223,7 @@ def _image_batches(
 
 
 def _embed_texts(
-    config: Config, context: Context, index: SampleIndex, model: ClipModel, shard: Shard
+    config: Config, context: Context, index: SampleIndex, model: AnyModel, shard: Shard
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Unit features [captions of the shard, D], in the order of (sample, caption number)."""
     dataset = TarDataset(

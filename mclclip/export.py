@@ -23,7 +23,8 @@ from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.models import concat, soup, weights
-from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.clip import save_export
+from mclclip.models.loading import AnyModel, load_any
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.ranks import collectives
 from mclclip.ranks.finiteness import not_finite
@@ -82,7 +83,7 @@ def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
         model = _base(config, layout, stage)
         if trained:
             _fill(model, layout.train(stage), options, config.export.ema)
-        own = stage == 0 or config.trained_model is not None
+        own = stage == 0 or config.trained_model is not None or options.start == "random"
         save_export(model, directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
@@ -93,6 +94,8 @@ def _given(config: Config) -> dict[str, Any]:
     """Fields of the manifest that determine an encoder which is not trained here."""
     model: ModelConfig = config.model
     fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained}
+    if not model.text:
+        fields["text"] = False
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if path.is_dir():  # content counts, not where it lies
@@ -106,14 +109,14 @@ def _given(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _base(config: Config, layout: Layout, stage: int) -> ClipModel:
+def _base(config: Config, layout: Layout, stage: int) -> AnyModel:
     given = config.model if stage == 0 else config.trained_model
     if given is None:
-        return load_clip(f"local-dir:{layout.export(0)}")
-    return load_clip(given.name, given.pretrained, seed=config.seed)
+        return load_any(layout.export(0))
+    return load_any(given.name, given.pretrained, text=given.text, seed=config.seed)
 
 
-def _fill(model: ClipModel, train_directory: Path, options: TrainConfig, ema: bool) -> None:
+def _fill(model: AnyModel, train_directory: Path, options: TrainConfig, ema: bool) -> None:
     """Loads the last checkpoint of a finished training into ``model``; adapters are merged.
 
     With ``ema`` what was trained is its moving average, where the training kept one.
@@ -193,7 +196,7 @@ def _soup(
     averaged = soup.save_uniform_soup(stages, directory, force)
     counts = {"ingredients": len(stages), "averaged_tensors": averaged}
     if soup.needs_statistics(stages):
-        model = load_clip(directory)
+        model = load_any(directory)
         images = _images(config, SampleIndex.open(layout.index), model)
         counts["statistics_samples"] = soup.estimate_statistics(model, images)
         log.info("estimated the batch norms of the soup on %d images", counts["statistics_samples"])
@@ -201,7 +204,7 @@ def _soup(
     return counts
 
 
-def _images(config: Config, index: SampleIndex, model: ClipModel) -> Iterator[Tensor]:
+def _images(config: Config, index: SampleIndex, model: AnyModel) -> Iterator[Tensor]:
     """Batches of images drawn by the seed from the index, to estimate statistics on."""
     ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
     ids = np.random.default_rng([config.seed, 3]).permutation(ids)[:_STATISTICS_SAMPLES].tolist()
@@ -247,7 +250,7 @@ def _written(
             "diverged: train it again with a lower lr, in another run directory or with --force"
         )
     digests = {path.name: files.digest_file(path) for path in written}
-    config = files.read_json(directory / weights.CONFIG)
+    config = weights.read_config(directory)
     artifact.finish(counts, content_digest=files.digest_json([config, digests]))
     log.info("wrote %s", directory)
     return directory

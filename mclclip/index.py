@@ -23,6 +23,7 @@ import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
 from mclclip.config import Config, SourceConfig
+from mclclip.data.attributes import check_names, read_values
 from mclclip.data.sample_index import (
     KIND,
     SampleIndex,
@@ -57,8 +58,8 @@ def run(config: Config, context: Context, force: bool = False) -> SampleIndex:
     is left out of the index, and which samples have no caption, is counted by reason in the log and
     in the manifest. Rank 0 works, the others wait; an error is raised on all. ValueError for
     sources that are wrong, hold no usable sample, or differ from those indexed (a changed or
-    vanished shard, other captions; with ``force`` the old index is moved aside); FileNotFoundError
-    for shards that are not there.
+    vanished shard, other captions or attributes; with ``force`` the old index is moved aside);
+    FileNotFoundError for shards that are not there.
     """
     directory = Layout.of(config).index
     collectives.on_main(lambda: _index(config, directory, force))
@@ -123,6 +124,8 @@ def _write(
         "sources": _count_sources(placed, num_captions),
         "findings": findings.to_json(),
     }
+    if values := read_values(directory):
+        counts["attributes"] = {name: len(values[name]) for name in values}
     return artifact.finish(counts, content_digest=digest)
 
 
@@ -160,7 +163,7 @@ def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> No
 
 def _scan(shards: Sequence[Shard], workers: int) -> Iterator[ShardScan]:
     """Scans of the shards, in their order, by up to ``workers`` processes."""
-    columns = [(s.path, s.source, s.captions) for s in shards]
+    columns = [(s.path, s.source, s.captions, s.attributes) for s in shards]
     workers = min(workers, len(shards))
     if workers <= 1:
         yield from itertools.starmap(scan_shard, columns)
@@ -186,8 +189,13 @@ def _wanted_shards(sources: dict[str, SourceConfig]) -> list[Shard]:
             caption_field(source.captions)
         except ValueError as error:
             raise ValueError(f"{option}.captions: {error}") from None
+        try:
+            attributes = check_names(source.attributes)
+        except ValueError as error:
+            raise ValueError(f"{option}.attributes: {error}") from None
         for path in expand_shards(source.shards, f"{option}.shards"):
-            wanted.append(Shard(path, name, source.captions, 0, 0, os.path.getsize(path)))
+            size = os.path.getsize(path)
+            wanted.append(Shard(path, name, source.captions, 0, 0, size, attributes))
     return wanted
 
 
@@ -280,5 +288,10 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
         if now.captions != old.captions:
             raise ValueError(
                 f"{where} was indexed with captions={old.captions}, now {now.captions}"
+            )
+        if now.attributes != old.attributes:
+            raise ValueError(
+                f"{where} was indexed with attributes={list(old.attributes)}, now "
+                f"{list(now.attributes)}"
             )
     return list(by_name.values())

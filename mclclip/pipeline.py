@@ -106,10 +106,10 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
         samples.without_caption("cluster.feature=mean")
     most = max(config.clusters, default=1)
     for name, options in config.trainings.items():
-        reads = options.objective.reads.captions
-        without = len(samples.without_caption(options.reader(name))) if reads else 0
+        reads, reader = options.objective.reads, options.reader(name)
+        lacking = samples.left_out(reader, captions=reads.captions, attribute=reads.attribute)
         batch, policy = options.global_batch, options.plan.policy
-        check_samples(name, batch, policy, most, len(samples), without)
+        check_samples(name, batch, policy, most, len(samples), len(lacking))
 
 
 def _stage(config: Config, context: Context, stage: int, variant: str, force: bool) -> None:

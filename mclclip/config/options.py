@@ -27,6 +27,8 @@ class SourceConfig:
     """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line."""
     captions: str = "txt"
     """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
+    attributes: list[str] = field(default_factory=list)
+    """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -56,9 +58,15 @@ class ModelConfig:
     config in place (``embed_dim``, ``vision_cfg``, ``text_cfg``)."""
     pretrained: str | None = None
     """open_clip's tag of the weights, a file, or null (random weights from ``seed``)."""
+    text: bool = True
+    """False: the image tower alone, for objectives that read no captions. A config without
+    ``text_cfg`` has none anyway; its ``vision_cfg`` may name a backbone of timm or torchvision."""
+    projector: list[PositiveInt] = field(default_factory=list)
+    """Widths of the layers on an image tower alone, which are trained and not exported."""
     augmentation: dict[str, Any] = field(default_factory=dict)
     """Fields of open_clip's AugmentationCfg, such as ``scale: [0.4, 1.0]`` (its own default:
-    RandomResizedCrop with scale 0.9 to 1)."""
+    RandomResizedCrop with scale 0.9 to 1), or ``kind: simclr`` with its options, or
+    ``kind: none``. Backbones are trained with ``kind: simclr`` unless this says another."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -238,6 +246,9 @@ class TrainConfig:
     """Optimizer steps in all."""
     objective: AnyObjective = field(default_factory=lambda: parse({"kind": "info_nce"}))
     """What is minimised, by its ``kind``."""
+    start: Literal["base", "random", "previous"] = "base"
+    """Weights that a stage s >= 1 starts from: those of stage 0 (``base``), random ones of its own
+    (MCL from scratch), or those of the stage before (MCL's Table 5); a projector is always new."""
     plan: PlanConfig = PlanConfig()
     lock: LockConfig = LockConfig()
     lora: LoraConfig | None = None
@@ -285,7 +296,7 @@ class TrainConfig:
         return self.objective.reads.captions and self.cached_text and not self.lock.text
 
     def model_arguments(self) -> dict[str, Any]:
-        """Arguments of ``train.loop.prepare_model`` beside the model and the seed."""
+        """Arguments of ``models.loading.prepare_model`` beside the model and the seed."""
         reads = self.objective.reads
         unused = {} if reads.captions else {"text": False}
         unused |= {} if reads.logit_scale else {"logit_scale": False}
@@ -307,11 +318,12 @@ class TrainConfig:
 class BenchmarkConfig:
     """One benchmark of the suite that runs between stages and at the end."""
 
-    kind: Literal["mmvp", "retrieval", "zeroshot", "linear_probe", "knn"]
+    kind: Literal["mmvp", "retrieval", "zeroshot", "linear_probe", "knn", "attributes"]
     """Which evaluator."""
     path: str
     """Folder of the benchmark (mmvp: in its published layout; zeroshot: a folder per class;
-    linear_probe and knn: ``train/`` and ``test/`` with a folder per class)."""
+    linear_probe and knn: ``train/`` and ``test/`` with a folder per class; attributes: the same
+    with shards)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the evaluator, by its own names."""
 
@@ -409,11 +421,30 @@ class Config:
                 f"controls={other} say nothing of train.objective.kind={objective.kind}, which has "
                 f"{', '.join(objective.controls) or 'none'}: leave them out"
             )
+        self._check_start()
         for options in filter(None, (self.base, self.train)):
             options.objective.check(self.facts(options))
         for name, options in self.trainings.items():
             model = self.model_of(name).name
             check_image_blocks(f"{name}.lock.image_blocks", options.lock.image_blocks, model)
+
+    def _check_start(self) -> None:
+        """Raises ValueError where stages start from weights that the rest does not fit."""
+        if self.base is not None and self.base.start != "base":
+            raise ValueError(
+                f"base.start={self.base.start} says where stages after stage 0 start: set "
+                "train.start"
+            )
+        own = self.train.start
+        if own != "base" and self.trained_model is not None:
+            raise ValueError(
+                f"train.start={own} and trained_model both say where stages start: leave one out"
+            )
+        if own == "random" and self.has_stages and self.export.soup:
+            raise ValueError(
+                "with train.start: random every stage has weights of its own, and a soup averages "
+                "models of one base only: set export.soup=false"
+            )
 
     def facts(self, options: TrainConfig) -> Facts:
         """Returns the facts that an objective checks before the run begins."""

@@ -34,7 +34,7 @@ from torch.utils.data import Dataset
 
 from mclclip.data.epoch_plan import EpochPlan, Order
 from mclclip.data.groups import GroupedIndex, Policy
-from mclclip.data.labels import ClassLabels, truncate
+from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset, TextFeatures, Tokenizer, Transform
 from mclclip.randomness import mix
@@ -49,7 +49,7 @@ _AUGMENTATION, _CAPTION, _REPLACEMENT = (
 class Batch:
     """One rank's columns of one global batch; b = global_batch / world_size.
 
-    views          one or more [b, 3, H, W]: the images, transformed once for each view
+    views          one or more [b, C, H, W]: the images, transformed once for each view
     text           int64 [b, context], or None (captions are not read, or text_features instead)
     text_features  float32 [b, D] text embeddings from disk, or None
     labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
@@ -157,7 +157,7 @@ class TrainingBatches(Dataset[Batch]):
         stage: int,
         rank: int = 0,
         world_size: int = 1,
-        class_labels: ClassLabels | None = None,
+        class_labels: ClassLabels | AttributeClasses | None = None,
         bad_ids: Iterable[int] | npt.NDArray[np.int64] = (),
         max_image_pixels: int,
         max_open_files: int = 64,

@@ -1,4 +1,6 @@
-"""Bytes of an image member -> RGB pixels: the only place where foreign image data is decoded.
+"""Bytes of an image member -> pixels: the only place where foreign image data is decoded.
+
+A picture becomes RGB; an array (``.npy``) of any number of channels stays what it is.
 
 What is done to the data: the first frame is decoded, 16-bit grey is scaled to 8 bits, the mode is
 converted with PIL's own ``convert("RGB")`` (transparency is dropped, not composited), and the EXIF
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 logger = logging.getLogger("mclclip")
@@ -25,6 +28,7 @@ logger = logging.getLogger("mclclip")
 # A closed list: PIL also knows formats whose reader starts another program (EPS: ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
+_ARRAY_MAGIC = b"\x93NUMPY"
 _ORIENTATION_TAG = 0x0112
 _ORIENTATIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -65,21 +69,82 @@ def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
     Raises `DecodeError` for everything that is wrong with the data, whatever PIL raised for it,
     and ValueError if ``max_image_pixels`` is below 1.
     """
-    if max_image_pixels < 1:
-        raise ValueError(f"max_image_pixels is {max_image_pixels}, wanted at least 1")
-    if not data:
-        raise DecodeError("empty", "zero bytes")
+    _check_arguments(data, max_image_pixels)
     with _quiet_warnings(), _as_decode_error():
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width < 1 or height < 1:
                 raise DecodeError("broken", f"{width} x {height} pixels")
-            if width * height > max_image_pixels:
-                raise DecodeError(
-                    "bomb", f"{width} x {height} pixels, allowed are {max_image_pixels}"
-                )
+            _check_pixels(width, height, max_image_pixels)
             image.load()
             return _upright(_to_rgb(image), _orientation(image))
+
+
+def decode(
+    data: bytes, max_image_pixels: int, reads_arrays: bool
+) -> Image.Image | npt.NDArray[np.uint8]:
+    """An upright RGB picture, or uint8 [H, W, C] of an array, whichever the bytes are.
+
+    ``reads_arrays``: whether the transform that comes next takes arrays. Raises as `decode_image`
+    and `decode_array` do, and a plain ValueError for an array that nothing would take.
+    """
+    if not is_array(data):
+        return decode_image(data, max_image_pixels)
+    array = decode_array(data, max_image_pixels)
+    if not reads_arrays:
+        raise ValueError(
+            f"it is an array of {array.shape[2]} channels, and this model reads RGB pictures: take "
+            "a model whose number of channels can be set, or store the samples as pictures"
+        )
+    return array
+
+
+def is_array(data: bytes) -> bool:
+    """Whether these bytes are a ``.npy`` file, by how they begin."""
+    return data.startswith(_ARRAY_MAGIC)
+
+
+def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
+    """Decode a ``.npy`` file of type uint8 and shape [H, W, C], C >= 1, to an array that owns its
+    memory.
+
+    Type and size are checked from the header (of numpy's versions 1 and 2) before any pixel is
+    read; nothing is ever unpickled. Raises as `decode_image` does; another type or number of
+    dimensions is ``unsupported``.
+    """
+    _check_arguments(data, max_image_pixels)
+    with _quiet_warnings(), _as_decode_error():
+        file = io.BytesIO(data)
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            shape, fortran, kind = np.lib.format.read_array_header_1_0(file)
+        elif version == (2, 0):
+            shape, fortran, kind = np.lib.format.read_array_header_2_0(file)
+        else:
+            raise DecodeError("unsupported", f"version {version} of the .npy format")
+        if kind != np.uint8 or len(shape) != 3:
+            raise DecodeError("unsupported", f"{kind} {list(shape)}, wanted uint8 [H, W, channels]")
+        if min(shape) < 1:
+            raise DecodeError("broken", f"an array {list(shape)}")
+        _check_pixels(shape[1], shape[0], max_image_pixels)
+        wanted, found = shape[0] * shape[1] * shape[2], len(data) - file.tell()
+        if found != wanted:
+            reason = "truncated" if found < wanted else "broken"
+            raise DecodeError(reason, f"{found} bytes of pixels, the header says {wanted}")
+        flat = np.frombuffer(data, np.uint8, offset=file.tell())
+        return flat.reshape(shape, order="F" if fortran else "C").copy()
+
+
+def _check_arguments(data: bytes, max_image_pixels: int) -> None:
+    if max_image_pixels < 1:
+        raise ValueError(f"max_image_pixels is {max_image_pixels}, wanted at least 1")
+    if not data:
+        raise DecodeError("empty", "zero bytes")
+
+
+def _check_pixels(width: int, height: int, max_image_pixels: int) -> None:
+    if width * height > max_image_pixels:
+        raise DecodeError("bomb", f"{width} x {height} pixels, allowed are {max_image_pixels}")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

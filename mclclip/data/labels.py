@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy
 from mclclip.data.sample_index import SampleIndex
+from mclclip.files import digest_json
 from mclclip.run import artifacts
 
 Integers = npt.NDArray[np.int64]
@@ -291,3 +292,32 @@ class ClassLabels:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._map()
+
+
+class AttributeClasses:
+    """The values of an attribute as classes, one per sample; read as ``ClassLabels`` are.
+
+    Raises ValueError for an attribute that the index lacks.
+    """
+
+    labels_per_sample = 1
+
+    def __init__(self, index: SampleIndex, name: str) -> None:
+        self.index, self.name = index, name
+        self._codes, values = index.attribute(name)
+        self.num_classes = len(values)
+        self.digest = digest_json({"index": index.digest, "attribute": name})
+
+    def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """int64 [n, 1]: the classes of these samples; -1 where there is no value."""
+        return self._codes[sample_ids, None].astype(np.int64)
+
+    def centroids(self) -> npt.NDArray[np.float32]:
+        """Raises RuntimeError: what starts from centroids needs clusters."""
+        raise RuntimeError(
+            f"the classes are values of the attribute {self.name!r}, which have no centroids: "
+            "start class centers from noise, or read clusters"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AttributeClasses, (self.index, self.name)

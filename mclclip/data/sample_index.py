@@ -8,9 +8,10 @@ this table they are read at random. Captions are optional: what needs them asks
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from mclclip.data import attributes
 from mclclip.data.shard_scan import (
     MAX_EXAMPLES,
     RANGES,
@@ -49,6 +51,12 @@ class Shard:
     start: int
     stop: int
     size_bytes: int
+    attributes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields; the attributes only where there are some."""
+        fields = dataclasses.asdict(self)
+        return fields if self.attributes else {k: fields[k] for k in fields if k != "attributes"}
 
 
 # --- building --------------------------------------------------------------------------------
@@ -59,14 +67,17 @@ def join_rows(
 ) -> pa.Table:
     """Rows of scanned shards, numbered on from ``num_known``, after the rows of known shards.
 
-    Of rows with the same key the first stays, the others are counted as ``duplicate_key``. The
-    result has one chunk per column, which is what makes zero-copy reading possible.
+    Of rows with the same key the first stays, the others are counted as ``duplicate_key``. A row
+    has no value of the attributes of other shards. The result has one chunk per column, which is
+    what makes zero-copy reading possible.
     """
     tables = [] if known is None else [known]
     for number, rows in enumerate(scanned, start=num_known):
         shard = pa.array(np.full(len(rows), number, np.int32))
-        tables.append(pa.table([*rows.columns, shard], schema=SCHEMA))
-    table = pa.concat_tables(tables).combine_chunks()
+        table = pa.Table.from_batches([rows])
+        tables.append(table.add_column(len(ROW), SCHEMA.field("shard"), shard))
+    table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
+    table = table.combine_chunks()
     keys = table["key"].combine_chunks()
     repeated = _repeated(keys) if len(keys) else np.zeros(0, bool)
     if repeated.any():
@@ -85,22 +96,33 @@ def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> str:
-    """Writes ``shards.json``, then ``samples.arrow``, each atomically; returns the digest.
+    """Writes ``shards.json``, ``attributes.json`` and ``samples.arrow``, each atomically; returns
+    the digest.
 
     The order of shards goes first: an index killed between the two is made again in that order.
-    The digest is that of the ordered keys, and of which samples have no caption if some have none:
-    plans are made of them too.
+    The digest is that of the ordered keys, of which samples have no caption if some have none
+    (plans are made of them too), and of the values of attributes if there are attributes.
     """
-    write_json(directory / SHARDS, [asdict(shard) for shard in shards])
+    write_json(directory / SHARDS, [shard.to_json() for shard in shards])
+    table, values = attributes.to_codes(table)
+    attributes.write_values(directory, values)
     with whole_file(directory / SAMPLES) as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
     keys = digest_keys(_iterate(table["key"]))
     bare = np.flatnonzero(table["num_captions"].to_numpy() == 0)
-    return digest_json([keys, digest_array(bare)]) if len(bare) else keys
+    digest = digest_json([keys, digest_array(bare)]) if len(bare) else keys
+    if values:
+        codes = {n: digest_array(table[attributes.COLUMN + n].to_numpy()) for n in values}
+        digest = digest_json([digest, codes, values])
+    return digest
 
 
 def read_table(directory: Path) -> pa.Table:
-    """``samples.arrow``, memory-mapped."""
+    """The rows that ``write_tables`` was given, memory-mapped but for attributes."""
+    return attributes.to_text(_map_table(directory), attributes.read_values(directory))
+
+
+def _map_table(directory: Path) -> pa.Table:
     with pa.memory_map(str(directory / SAMPLES)) as source:
         return pa.ipc.open_file(source).read_all()
 
@@ -108,7 +130,8 @@ def read_table(directory: Path) -> pa.Table:
 def read_shards(directory: Path) -> list[Shard]:
     """``shards.json`` in order; empty where there is none."""
     path = directory / SHARDS
-    return [Shard(**entry) for entry in read_json(path)] if path.exists() else []
+    entries = read_json(path) if path.exists() else []
+    return [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
 
 
 def _iterate(keys: pa.ChunkedArray) -> Iterator[str]:
@@ -140,7 +163,7 @@ class SampleIndex:
         self.directory = Path(directory)
         self.digest = digest
         self.shards = read_shards(self.directory)
-        table = read_table(self.directory)
+        table = _map_table(self.directory)
         if self.shards[-1].stop != len(table):
             raise RuntimeError(
                 f"{self.directory} has {len(table)} samples, its {SHARDS} ends at "
@@ -150,6 +173,11 @@ class SampleIndex:
         for name in (*RANGES, "num_captions"):
             setattr(self, name, table[name].chunk(0).to_numpy(zero_copy_only=True))
         self.shard_of = table["shard"].chunk(0).to_numpy(zero_copy_only=True)
+        self._codes: dict[str, npt.NDArray[np.int32]] = {
+            name.removeprefix(attributes.COLUMN): table[name].chunk(0).to_numpy(zero_copy_only=True)
+            for name in table.column_names
+            if name.startswith(attributes.COLUMN)
+        }
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> SampleIndex:
@@ -210,6 +238,49 @@ class SampleIndex:
                 "index again, or train with an objective that reads none"
             )
         return found
+
+    def left_out(
+        self, reader: str, *, captions: bool, attribute: str | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Sorted ids of the samples that lack what ``reader`` reads; errors as of the two below."""
+        nothing = np.zeros(0, np.int64)
+        bare = self.without_caption(reader) if captions else nothing
+        unknown = nothing if attribute is None else self.without_attribute(attribute, reader)
+        return np.union1d(bare, unknown)
+
+    # --- attributes ---
+
+    def attribute(self, name: str) -> tuple[npt.NDArray[np.int32], list[str]]:
+        """Codes int32 [N] of the samples' values, memory-mapped (-1: none), and the values by code.
+
+        The values are sorted, whole numbers first and by their size. Raises ValueError for a name
+        that no source gave, with those there are.
+        """
+        if name not in self._codes:
+            raise ValueError(
+                f"the index at {self.directory} has no attribute {name!r}, it has "
+                f"{sorted(self._codes) or 'none'}: name it in data.sources.NAME.attributes, and "
+                "run 'mclclip index --force'"
+            )
+        return self._codes[name], self._values[name]
+
+    @cached_property
+    def _values(self) -> dict[str, list[str]]:
+        return attributes.read_values(self.directory)
+
+    def without_attribute(self, name: str, reader: str) -> npt.NDArray[np.int64]:
+        """Sorted ids of the samples that have no value of an attribute; ``reader`` leaves them out.
+
+        Raises ValueError where there is no such attribute, or no sample has a value of it.
+        """
+        codes, values = self.attribute(name)
+        if not values:
+            raise ValueError(
+                f"{reader} reads the attribute {name!r}, and none of the {len(self)} samples of "
+                f"the index at {self.directory} has a value of it: a value is a string or an "
+                "integer in the sample's .json"
+            )
+        return np.flatnonzero(codes < 0).astype(np.int64)
 
     # --- samples that cannot be decoded ---
 

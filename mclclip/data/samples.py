@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.arrays import open_npy
-from mclclip.data.decode import DecodeError, decode_image
+from mclclip.data.decode import DecodeError, decode
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import parse_captions
 from mclclip.ranks import collectives
@@ -58,7 +58,7 @@ class RawSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """views: [3, H, W] each; text int64 [context] or None; text_features float32 [D] or None."""
+    """views: [C, H, W] each; text int64 [context] or None; text_features float32 [D] or None."""
 
     sample_id: int
     views: list[Tensor]
@@ -214,7 +214,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
     """Random access to the samples of an index; item i is sample_id i.
 
     ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
-    validation transform). It may be None where only `captions` and `read_many` are wanted.
+    validation transform); one with an attribute ``reads_arrays`` that is true takes uint8 [H, W, C]
+    as well (`models.transforms`). It may be None where only `captions` and `read_many` are wanted.
     ``reads_captions`` says whether samples carry text: False gives images alone, and caption
     members are not read. With True it is tokenized with ``tokenizer`` (a list of captions -> int64
     [n, context]) or looked up in ``text_features``, which goes first; a sample without a caption is
@@ -295,14 +296,15 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
         ``contexts`` has one entry per view. A view is transformed inside its entry, where the
         caller settles the random state; the tokenizer runs inside the first, after the transform.
-        A BadSample passes through. Raises RuntimeError for a data set without a transform.
+        A BadSample passes through. Raises RuntimeError for a data set without a transform, and
+        ValueError for a sample that is an array where the transform reads pictures only.
         """
         if isinstance(raw, BadSample):
             return raw
         if self.transform is None:
             raise RuntimeError("this TarDataset has no transform: it reads captions and bytes only")
         try:
-            image = decode_image(raw.image, self.max_image_pixels)
+            image = self._decode(raw, self.transform)
         except DecodeError as error:
             return BadSample(raw.sample_id, error.reason)
         text = text_features = None
@@ -319,6 +321,28 @@ class TarDataset(Dataset["Sample | BadSample"]):
             with context:
                 views.append(self.transform(image))
         return Sample(raw.sample_id, views, caption_number, text, text_features)
+
+    def _decode(self, raw: RawSample, transform: Transform) -> Any:
+        """An RGB PIL image, or uint8 [H, W, C] of a sample that is an array."""
+        arrays = bool(getattr(transform, "reads_arrays", False))
+        try:
+            return decode(raw.image, self.max_image_pixels, arrays)
+        except DecodeError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"sample {self._key(raw.sample_id)}: {error}") from None
+
+    def check(self) -> None:
+        """Raises ValueError, one line, where the first sample that can be decoded does not fit the
+        transform, as with another number of channels; loader workers would raise with a traceback.
+        """
+        with torch.random.fork_rng(devices=[]):
+            for sample_id in range(min(len(self.index), 100)):
+                if isinstance(self.prepare(self.read_many([sample_id])[0]), Sample):
+                    return
+
+    def _key(self, sample_id: int) -> str:
+        return self.index.keys([sample_id])[0]
 
     def _read(self, sample_id: int) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):

@@ -10,13 +10,16 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from mclclip.data.attributes import columns_of, fields_of, parse_attributes
+
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+ARRAY_EXTENSION = "npy"
 MAX_EXAMPLES = 20
 RANGES = ("image_offset", "image_size", "text_offset", "text_size")
 ROW = pa.schema(
@@ -30,6 +33,7 @@ REASONS = {
     "no_caption": "samples without a caption, kept: what needs captions leaves them out",
     "zero_byte_image": "samples with an image of zero bytes, left out",
     "zero_byte_caption": "samples with a caption file of zero bytes, kept as without a caption",
+    "no_attribute": "samples without a value of an attribute, kept: classes of it leave them out",
     "bad_json": "samples whose .json does not parse, kept as without a caption",
     "duplicate_key": "samples whose key came before in their source, left out",
     "several_images": "samples with several images, of which the first is used",
@@ -67,9 +71,9 @@ class Findings:
         return {r: {"count": n, "examples": e} for r, (n, e) in sorted(self._found.items())}
 
     def lines(self, reasons: Mapping[str, str]) -> list[str]:
-        """One readable line per reason."""
+        """One readable line per reason; of ``REASON:NAME`` the reason is explained."""
         return [
-            f"{n} {reasons.get(r, r)} ({r}), e.g. {', '.join(e[:3])}"
+            f"{n} {reasons.get(r.partition(':')[0], r)} ({r}), e.g. {', '.join(e[:3])}"
             for r, (n, e) in sorted(self._found.items())
         ]
 
@@ -113,7 +117,10 @@ def parse_captions(data: bytes, captions: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ShardScan:
-    """Samples of one shard in tar order (columns of ROW), and what was found on the way."""
+    """Samples of one shard in tar order, and what was found on the way.
+
+    rows: the columns of ROW, and one per attribute that was asked for (`attributes.columns_of`).
+    """
 
     rows: pa.RecordBatch
     findings: Findings
@@ -124,7 +131,9 @@ class _Group:
     """Members of one key, as (offset, size)."""
 
     image: tuple[int, int] | None = None
+    array: tuple[int, int] | None = None
     text: tuple[int, int] | None = None
+    json: tuple[int, int] | None = None
     num_images: int = 0
     repeated: dict[str, int] = field(default_factory=dict)
     extensions: set[str] = field(default_factory=set)
@@ -144,14 +153,15 @@ def split_member_name(name: str) -> tuple[str, str] | None:
     return (folder + slash + stem, extension.lower()) if stem and extension else None
 
 
-def scan_shard(path: str, source: str, captions: str) -> ShardScan:
-    """Reads the headers (and captions) of one tar shard.
+def scan_shard(path: str, source: str, captions: str, attributes: Sequence[str] = ()) -> ShardScan:
+    """Reads the headers (and captions, and ``attributes``) of one tar shard.
 
     Members are grouped by webdataset's key rule, in any order within the shard. ``captions``:
     ``txt`` or ``json:FIELD``; text_offset and text_size point at that member (0 and 0 where there
     is none). A sample needs an image; one without a caption is kept with num_captions 0, and the
-    reason is counted. Keys get the prefix ``source/``. Raises ValueError for compressed tars (no
-    random access) and OSError where the file cannot be read.
+    reason is counted; as is a missing value of an attribute. An array (``.npy``) is the image of a
+    sample that has no picture. Keys get the prefix ``source/``. Raises ValueError for compressed
+    tars (no random access) and OSError where the file cannot be read.
     """
     findings = Findings()
     text_extension = "txt" if caption_field(captions) is None else "json"
@@ -159,23 +169,32 @@ def scan_shard(path: str, source: str, captions: str) -> ShardScan:
         _refuse_compressed(path, file.read(6))
         file.seek(0)
         groups = _group_members(_members(file, path, findings), text_extension, findings, path)
-        rows = []
+        rows, values = [], []
         for key, group in groups.items():
             full = f"{source}/{key}"
             if group.num_images > 1:
                 findings.add("several_images", full)
             if group.repeated:
                 findings.add("duplicate_key", full, count=max(group.repeated.values()))
-            if group.image is None or group.image[1] == 0:
-                findings.add("zero_byte_image" if group.image else "no_image", full)
+            image = group.image or group.array
+            if image is None or image[1] == 0:
+                findings.add("zero_byte_image" if image else "no_image", full)
                 continue
             num_captions, reason = _count_captions(file, group.text, captions)
             if reason is not None:
                 findings.add(reason, full)
-            rows.append((full, *group.image, *(group.text or (0, 0)), num_captions))
+            rows.append((full, *image, *(group.text or (0, 0)), num_captions))
+            if attributes:
+                data = _read(file, group.json) if group.json else b""
+                values.append(parse_attributes(data, attributes))
+                for name, value in zip(attributes, values[-1], strict=True):
+                    if value is None:
+                        findings.add(f"no_attribute:{name}", full)
     columns: Any = list(zip(*rows, strict=True)) or [[] for _ in ROW]
     arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
-    return ShardScan(pa.RecordBatch.from_arrays(arrays, schema=ROW), findings)
+    arrays += columns_of(attributes, values)
+    schema = pa.schema([*ROW, *fields_of(attributes)])
+    return ShardScan(pa.RecordBatch.from_arrays(arrays, schema=schema), findings)
 
 
 def _refuse_compressed(path: str, head: bytes) -> None:
@@ -240,8 +259,12 @@ def _group_members(
         if extension in IMAGE_EXTENSIONS:
             group.num_images += 1
             group.image = group.image or place
-        elif extension == text_extension:
+        elif extension == ARRAY_EXTENSION:
+            group.array = place
+        if extension == text_extension:
             group.text = place
+        if extension == "json":
+            group.json = place
     return groups
 
 
@@ -251,11 +274,15 @@ def _count_captions(
     """Number of captions in a sample's text member, and why there are none where there are none."""
     if text is None:
         return 0, "no_caption"
-    offset, size = text
-    if size == 0:
+    if text[1] == 0:
         return 0, "zero_byte_caption"
     try:
-        number = len(parse_captions(os.pread(file.fileno(), size, offset), captions))
+        number = len(parse_captions(_read(file, text), captions))
     except ValueError:
         return 0, "bad_json"
     return number, None if number else "no_caption"
+
+
+def _read(file: BinaryIO, place: tuple[int, int]) -> bytes:
+    offset, size = place
+    return os.pread(file.fileno(), size, offset)

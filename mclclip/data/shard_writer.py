@@ -1,8 +1,9 @@
 """Writes samples as WebDataset shards in img2dataset's layout.
 
 ``00000.tar`` holds ``KEY.jpg KEY.json KEY.txt`` per sample; ``.txt`` is the first caption,
-``.json`` has all of them and the metadata. The same samples give the same bytes: times are 0,
-owners fixed.
+``.json`` has all of them and the metadata. An image of other than three channels is ``KEY.npy``:
+uint8 [H, W, C] as ``numpy.save`` writes it, without pickle. The same samples give the same bytes:
+times are 0, owners fixed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from webdataset.writer import TarWriter
 
-from mclclip.data.shard_scan import IMAGE_EXTENSIONS, split_member_name
+from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS, split_member_name
 from mclclip.files import remove_leftovers, whole_file
 
 _OWNER = "mclclip"
@@ -44,10 +45,10 @@ class PackedSample:
                 f"key {self.key!r} with extension {self.extension!r}: a key needs a name without "
                 f"dots, or readers cut it at the first one"
             )
-        if self.extension not in IMAGE_EXTENSIONS:
+        if self.extension not in (known := (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
             raise ValueError(
                 f"sample {self.key!r} has the extension {self.extension!r}, expected one of "
-                f"{', '.join(IMAGE_EXTENSIONS)}"
+                f"{', '.join(known)}"
             )
         first = self.captions[0] if self.captions else None
         facts = {**self.metadata, "key": self.key, "caption": first, "captions": self.captions}

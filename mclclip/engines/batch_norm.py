@@ -1,9 +1,12 @@
-"""Batch normalisation over the global batch, so that N ranks equal one (ResNet towers, projectors).
+"""Batch normalisation over the global batch, so that N ranks equal one.
 
 torch.nn.SyncBatchNorm does the same on GPUs only; this one runs on every backend.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,34 +15,41 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mclclip.ranks import collectives
 
 
-class _GlobalBatchNorm(_BatchNorm):
-    """Batch norm whose training statistics are those of the global batch.
+class _GlobalStatistics(_BatchNorm):
+    """A batch norm whose training statistics are those of the global batch.
 
-    All ranks must pass the same shape. In eval mode (frozen norms too) it is torch's.
+    All ranks must pass the same shape. On one rank and in eval mode (frozen norms too) it is what
+    it was before.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """[b, C, ...] -> the same shape, normalised over (all ranks' b, ...)."""
+        """[b, C, ...] -> the same shape, normalised over all ranks' b and all further axes."""
         if not self.training or collectives.world_size() == 1:
             return super().forward(input)
+        return self._activated(self._normalised(input))
+
+    def _activated(self, output: Tensor) -> Tensor:
+        return output
+
+    def _normalised(self, input: Tensor) -> Tensor:
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        others = (0, *range(2, x.ndim))
-        each = (-1, *[1] * (x.ndim - 2))  # shape of one number per channel
+        axes = (0, *range(2, x.ndim))
+        channel = (slice(None), *[None] * (x.ndim - 2))
         count = x.numel() // x.shape[1] * collectives.world_size()
-        mean = collectives.all_reduce_with_grad(x.sum(dim=others)) / count
-        centred = x - mean.view(each)
+        mean = collectives.all_reduce_with_grad(x.sum(dim=axes)) / count
+        centred = x - mean[channel]
         # Two passes: E[x^2] - E[x]^2 would cancel in fp32.
-        squares = centred.square().sum(dim=others)
+        squares = centred.square().sum(dim=axes)
         variance = collectives.all_reduce_with_grad(squares) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
         scale = torch.rsqrt(variance + self.eps)
         if not self.affine:
-            return (centred * scale.view(each)).to(input.dtype)
-        output = centred * (scale * self.weight).view(each) + self.bias.view(each)
+            return (centred * scale[channel]).to(input.dtype)
+        output = centred * (scale * self.weight)[channel] + self.bias[channel]
         return output.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Moves the running statistics as torch's batch norm does (unbiased variance)."""
+        """Moves the running statistics as torch's batch norms do (unbiased variance)."""
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -50,25 +60,61 @@ class _GlobalBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
-class GlobalBatchNorm1d(_GlobalBatchNorm, nn.BatchNorm1d):
-    """BatchNorm1d over the global batch: of projectors and predictors."""
+class GlobalBatchNorm1d(_GlobalStatistics, nn.BatchNorm1d):
+    """BatchNorm1d, as projectors have it, over the global batch."""
 
 
-class GlobalBatchNorm2d(_GlobalBatchNorm, nn.BatchNorm2d):
+class GlobalBatchNorm2d(_GlobalStatistics, nn.BatchNorm2d):
     """BatchNorm2d over the global batch."""
 
 
-_GLOBAL: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: GlobalBatchNorm1d,
-    nn.BatchNorm2d: GlobalBatchNorm2d,
-}
+class _WithActivation(_GlobalStatistics):
+    """A batch norm of timm's, which also drops blocks out and has the activation after it."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def _activated(self, output: Tensor) -> Tensor:
+        activated: Tensor = self.act(self.drop(output))
+        return activated
+
+
+@functools.cache
+def _with_activation(kind: Any) -> type[Any]:
+    return type(f"Global{kind.__name__}", (_WithActivation, kind), {})
+
+
+def _global_kind(module: nn.Module) -> type[Any] | None:
+    """The class over the global batch of a module; None for what is no batch norm, or is one.
+
+    ValueError for a kind of batch norm that is not known, unless it rests in eval mode.
+    """
+    kind: Any = type(module)
+    known: dict[Any, type[Any]] = {
+        nn.BatchNorm1d: GlobalBatchNorm1d,
+        nn.BatchNorm2d: GlobalBatchNorm2d,
+    }
+    if kind in known:
+        return known[kind]
+    if not isinstance(module, _BatchNorm) or isinstance(module, _GlobalStatistics):
+        return None
+    if kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm."):
+        return _with_activation(kind)
+    if not module.training:
+        return None
+    raise ValueError(
+        f"the model has a {kind.__module__}.{kind.__name__}, whose statistics cannot be taken over "
+        "several ranks: train it on one rank, or lock it"
+    )
 
 
 def synchronize_batch_norms(module: nn.Module) -> None:
-    """Turns every BatchNorm1d and BatchNorm2d inside ``module`` into a global one, in place.
+    """Turns every batch norm inside ``module`` into one over the global batch, in place.
 
     Parameters and buffers stay the same objects, so optimizers and names are not disturbed.
+    ValueError for a kind of batch norm that is trained and not known.
     """
     for child in module.modules():
-        if (kind := _GLOBAL.get(type(child))) is not None:
+        kind = _global_kind(child)
+        if kind is not None:
             child.__class__ = kind

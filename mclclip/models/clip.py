@@ -14,6 +14,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -33,9 +34,10 @@ from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleToken
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
-from mclclip.models import config_check, towers, weights
+from mclclip.models import backbones, config_check, towers, transforms, weights
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.image_encoder import ImageEncoder
+from mclclip.models.image_model import pair
 from mclclip.models.interface import Model
 from mclclip.models.timm_towers import timm_layout
 from mclclip.models.tokenizer import LazyTokenizer
@@ -117,16 +119,37 @@ def load_image_encoder(
 
     Args:
         name, pretrained: what `load_clip` takes, of which only the image tower is kept, or the
-            directory of an exported image encoder. Without weights no text tower is built, so none
-            has to be at hand.
+            directory of an exported image encoder, or a config without `text_cfg`, whose
+            `vision_cfg` may name a backbone of timm or torchvision (`backbones.Backbone`). Without
+            weights no text tower is built, so none has to be at hand.
         projector: widths of the linear layers on top, which are trained and not exported; their
             weights are random, by `seed` alone.
         seed, augmentation, image_size, patch_dropout, load_weights: as of `load_clip`; errors too.
     """
     config, file, _ = _resolve(name, pretrained, None, load_weights)
+    _override(config["model_cfg"], "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
+    where = "the model config" if isinstance(name, Mapping) else str(name)
+    visual: Any
+    if backbones.KEY in config["model_cfg"]["vision_cfg"]:
+        visual, full = _backbone(config["model_cfg"], file, seed, where)
+        layout = backbones.layout_of(visual)
+        transforms = visual.transforms(augmentation)
+    else:
+        visual, full = _image_tower(config, file, seed)
+        layout, transforms = _layout(visual), _transforms(visual, augmentation)
+    tower = nn.Module()
+    tower.visual = visual
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return ImageEncoder(tower, full, layout, transforms, projector).eval()
+
+
+def _image_tower(
+    config: dict[str, Any], file: Path | None, seed: int
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The image tower that open_clip builds, and the configuration of its export."""
     model_cfg = config["model_cfg"]
     alone = "text_cfg" not in model_cfg
-    _override(model_cfg, "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
     kept = {
         key: model_cfg[key] for key in ("embed_dim", "vision_cfg", "quick_gelu") if key in model_cfg
     }
@@ -137,14 +160,25 @@ def load_image_encoder(
         _load_image_tower(clip.visual, file)
     elif file is not None:
         _load_weights(clip, file)
-    tower = nn.Module()
-    tower.visual = clip.visual
-    full = {"model_cfg": kept, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
-    transforms = _transforms(clip.visual, augmentation)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        layout = _layout(clip.visual)
-        return ImageEncoder(tower, full, layout, transforms, projector).eval()
+    visual: nn.Module = clip.visual
+    return visual, {"model_cfg": kept, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
+
+
+def _backbone(
+    model_cfg: Mapping[str, Any], file: Path | None, seed: int, where: str
+) -> tuple[backbones.BackboneTower, dict[str, Any]]:
+    """A tower of timm or torchvision, and the configuration of its export."""
+    chosen = backbones.parse(model_cfg["vision_cfg"], where)
+    visual = backbones.build(chosen, seed, where)
+    if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
+        raise ValueError(
+            f"embed_dim of {where} is {model_cfg['embed_dim']}, but {chosen.backbone} gives "
+            f"{visual.embed_dim}: leave it out"
+        )
+    if file is not None:
+        _load_image_tower(visual, file)
+    model = {"embed_dim": visual.embed_dim, "vision_cfg": asdict(chosen)}
+    return visual, {"model_cfg": model, "preprocess_cfg": visual.preprocess_cfg}
 
 
 def _check_is_clip(name: str | Path | Mapping[str, Any], model_cfg: Mapping[str, Any]) -> None:
@@ -399,16 +433,22 @@ def _layout(visual: nn.Module) -> towers.ImageLayout | str:
     )
 
 
-def _transforms(visual: Any, augmentation: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """open_clip's own train and validation transform of a tower."""
+def _transforms(visual: Any, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
+    """The train and the validation transform of a tower: open_clip's own, or others by `kind`."""
+    options = dict(augmentation or {})
     settings = PreprocessCfg(**visual.preprocess_cfg)
+    plain = image_transform_v2(settings, is_train=False)
+    if transforms.KIND in options:
+        height, width = pair(settings.size)
+        look = transforms.Look((height, width), settings.mean, settings.std)
+        return transforms.training(look, options), plain
     try:
-        train = image_transform_v2(settings, is_train=True, aug_cfg=dict(augmentation or {}))
+        train = image_transform_v2(settings, is_train=True, aug_cfg=options)
     except TypeError as error:
         raise ValueError(
-            f"the augmentation {dict(augmentation or {})} is not one that open_clip knows ({error})"
+            f"the augmentation {options} is not one that open_clip knows ({error})"
         ) from error
-    return train, image_transform_v2(settings, is_train=False)
+    return train, plain
 
 
 @contextmanager

@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 from mclclip import files
 from mclclip.models import weights
-from mclclip.models.clip import load_clip, load_image_encoder
-from mclclip.models.clip_model import ClipModel
 from mclclip.models.encoder import Encoder, SingleEncoder
-from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.image_model import unit
+from mclclip.models.loading import AnyModel, load_any
 
 Variant = Literal["raw", "stage_norm"]
 
@@ -71,7 +69,7 @@ class ConcatEncoder(nn.Module):
 
     def __init__(
         self,
-        stages: Sequence[ClipModel | ImageEncoder],
+        stages: Sequence[AnyModel],
         num_trunk_blocks: int,
         variant: Variant = "raw",
         shared_text: bool = True,
@@ -93,8 +91,8 @@ class ConcatEncoder(nn.Module):
         """Device of the model."""
         return next(self.parameters()).device
 
-    def _models(self) -> list[ClipModel | ImageEncoder]:
-        return [stage for stage in self.stages if isinstance(stage, ClipModel | ImageEncoder)]
+    def _models(self) -> list[AnyModel]:
+        return [stage for stage in self.stages if isinstance(stage, AnyModel)]
 
     @torch.no_grad()
     def stage_features(self, images: Tensor) -> list[Tensor]:
@@ -146,7 +144,7 @@ def save_concat(
     if any(found.keys() != tensors[0].keys() for found in tensors):
         raise ValueError("the stages hold different tensors: join stages of one architecture only")
     shared = {n for n in tensors[0] if weights.same_bits(*(found[n] for found in tensors))}
-    layout = _load(stages[0], load_weights=False).layout
+    layout = load_any(stages[0], load_weights=False).layout
     image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
     differing = {name for name in image if f"visual.{name}" not in shared}
     text = {n for n in tensors[0] if not n.startswith(("visual.", "logit_"))}
@@ -201,15 +199,7 @@ def load_model(
         if pretrained:
             raise ValueError(f"pretrained is {pretrained!r}, but {path} brings its own weights")
         return load_concat(path).to(device)
-    return SingleEncoder(_load(name, pretrained)).to(device)
-
-
-def _load(
-    name: str | Path, pretrained: str | None = None, **options: Any
-) -> ClipModel | ImageEncoder:
-    """A model of either kind, by what lies in its directory."""
-    alone = weights.is_image_encoder(Path(str(name).removeprefix("local-dir:")))
-    return (load_image_encoder if alone else load_clip)(name, pretrained, **options)
+    return SingleEncoder(load_any(name, pretrained)).to(device)
 
 
 def load_concat(directory: Path) -> ConcatEncoder:
@@ -221,7 +211,7 @@ def load_concat(directory: Path) -> ConcatEncoder:
             f"{_SCHEMA_VERSION}: export it again"
         )
     tensors = weights.read_tensors(Path(directory) / CONCAT_WEIGHTS)
-    first = _load(directory, load_weights=False)
+    first = load_any(directory, load_weights=False)
     shared = _below(tensors, "shared")
     parameters = dict(first.exported.named_parameters())
     kept = [parameters[name] for name in shared if name in parameters]
@@ -242,7 +232,7 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n: t for n, t in found.items() if f"{prefix}.{n}" in tensors}
 
 
-def _fill(stage: ClipModel | ImageEncoder, tensors: dict[str, Tensor], directory: Path) -> None:
+def _fill(stage: AnyModel, tensors: dict[str, Tensor], directory: Path) -> None:
     for name, own in stage.exported.state_dict().items():
         if name in tensors and name.startswith("logit_"):
             tensors[name] = tensors[name].reshape(own.shape)  # exports hold it 0-dimensional

@@ -45,8 +45,9 @@ class ImageModel(nn.Module):
         setattr(self, self.part, exported)
         self.config = copy.deepcopy(dict(config))
         self.embed_dim = int(self.config["model_cfg"]["embed_dim"])
-        height, width = _pair(self.visual.image_size)
+        height, width = pair(self.visual.image_size)
         self.image_size: int | tuple[int, int] = height if height == width else (height, width)
+        self.num_channels: int = getattr(self.visual, "num_channels", 3)
         self.preprocess_train, self.preprocess_val = transforms
         self._layout = layout
         self.num_frozen_blocks = 0
@@ -221,5 +222,6 @@ def number_of(layout: towers.Layout, wanted: int | Literal["all"], option: str, 
     return number
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def pair(size: Any) -> tuple[int, int]:
+    """Height and width of a size that may be one number."""
     return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (size, size)

@@ -24,12 +24,19 @@ class Model(Protocol):
     """Width of the features that an objective is given; another one with a projector."""
     image_size: int | tuple[int, int]
     """Pixels of an image's side, or height and width."""
+    num_channels: int
+    """Channels of an image, C."""
     preprocess_train: Callable[[Any], Tensor]
-    """PIL image -> [3, H, W] with augmentation."""
+    """PIL image -> [C, H, W] with augmentation."""
     preprocess_val: Callable[[Any], Tensor]
-    """PIL image -> [3, H, W]."""
+    """PIL image -> [C, H, W]."""
     num_frozen_blocks: int
     """Blocks from the images on that train nothing: they run without a graph."""
+
+    @property
+    def part(self) -> str:
+        """The attribute that holds `exported`; it begins the names of its parameters."""
+        ...
 
     @property
     def tokenizer(self) -> Callable[..., Tensor]:
@@ -77,7 +84,7 @@ class Model(Protocol):
         ...
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
-        """[B, 3, H, W] -> [B, D], raw or unit length."""
+        """[B, C, H, W] -> [B, D], raw or unit length."""
         ...
 
     def encode_text(self, tokens: Tensor, normalize: bool = False) -> Tensor:
@@ -85,7 +92,7 @@ class Model(Protocol):
         ...
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
-        """[B, 3, H, W] -> output of the first blocks."""
+        """[B, C, H, W] -> output of the first blocks."""
         ...
 
     def encode_tail(self, hidden: Tensor, num_trunk_blocks: int, project: bool = True) -> Tensor:

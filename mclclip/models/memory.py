@@ -10,7 +10,7 @@ What kernels take for themselves and do not return (workspaces of cuDNN, fragmen
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mclclip.models.clip import ClipModel, load_clip, load_image_encoder
+from mclclip.models.clip import load_image_encoder
 from mclclip.models.image_encoder import ImageEncoder
+from mclclip.models.loading import AnyModel, load_any
 
 # Raised where what is computed depends on values that fakes do not have.
 NeedsValues = DataDependentOutputException
 
 
-def load_shapes(name: str | Path | Mapping[str, Any]) -> ClipModel:
-    """`load_clip` on the "meta" device: no weights are read, fetched, drawn or allocated.
+def load_shapes(
+    name: str | Path | Mapping[str, Any], *, text: bool = True, projector: Sequence[int] = ()
+) -> AnyModel:
+    """`load_any` on the "meta" device: no weights are read, fetched, drawn or allocated.
 
-    Raises ValueError and FileNotFoundError as `load_clip`, and ValueError for a model on the hub,
+    Raises ValueError and FileNotFoundError as `load_any`, and ValueError for a model on the hub,
     which would have to be fetched.
     """
     if isinstance(name, str) and name.startswith("hf-hub:"):
@@ -41,7 +44,7 @@ def load_shapes(name: str | Path | Mapping[str, Any]) -> ClipModel:
             "a copy to plan without fetching it"
         )
     with torch.device("meta"), _StayOnMeta():
-        return load_clip(name, load_weights=False)
+        return load_any(name, text=text, projector=projector, load_weights=False)
 
 
 def load_image_shapes(name: str | Path | Mapping[str, Any]) -> ImageEncoder:

@@ -34,7 +34,7 @@ _FIRST = (
 
 
 def timm_layout(tower: Any) -> ImageLayout:
-    """The layout of an open_clip `TimmModel`.
+    """The layout of an open_clip `TimmModel`, or of another tower with its `trunk` and `head`.
 
     Raises ValueError, naming timm's class, for a tower whose blocks do not form a chain.
     """
@@ -182,7 +182,7 @@ def _of_chain(tower: Any) -> _ChainLayout:
     trunk = tower.trunk
     try:
         groups = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
-        steps = _Pass(trunk, tower.image_size).steps(groups)
+        steps = _Pass(trunk, getattr(tower, "num_channels", 3), tower.image_size).steps(groups)
     except Exception as error:  # a pass of any of timm's towers may fail in any way
         cause = " ".join(str(error).split())[:120]
         raise ValueError(
@@ -233,7 +233,7 @@ class _Call:
 class _Pass:
     """The calls of one training pass on the "meta" device, in the order in which they begin."""
 
-    def __init__(self, trunk: Any, image_size: tuple[int, int]) -> None:
+    def __init__(self, trunk: Any, channels: int, image_size: tuple[int, int]) -> None:
         self.trunk, self.calls = trunk, list[_Call]()
         tensors = dict(trunk.named_parameters()) | dict(trunk.named_buffers())
         shapes = {name: torch.empty_like(t, device="meta") for name, t in tensors.items()}
@@ -243,7 +243,7 @@ class _Pass:
         try:
             # In training mode, where a dropout that is no module would break the chain.
             trunk.train()
-            self.images = torch.empty(2, 3, *image_size, device="meta")
+            self.images = torch.empty(2, channels, *image_size, device="meta")
             with torch.no_grad():
                 torch.func.functional_call(trunk, shapes, (self.images,))
         finally:

@@ -42,6 +42,11 @@ def is_image_encoder(directory: Path) -> bool:
     return isinstance(config, dict) and isinstance(config.get("model_cfg"), dict)
 
 
+def has_config(directory: Path) -> bool:
+    """Whether a directory holds an exported model of any kind."""
+    return (Path(directory) / CONFIG).is_file() or is_image_encoder(directory)
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Returns the configuration of an open_clip directory, or of an image encoder's.
 
@@ -75,10 +80,10 @@ def write_model(directory: Path, config: Mapping[str, Any], tensors: Mapping[str
 
 
 def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `{"model_cfg": ...}` of an open_clip model config: a JSON file or a mapping.
+    """Returns `{"model_cfg": ...}` of a model config: a JSON file or a mapping.
 
-    Either may also be a whole `open_clip_config.json`. Raises FileNotFoundError for a missing file
-    and ValueError where the config lacks a part.
+    Either may also be a whole `open_clip_config.json`. Without `text_cfg` it is an image encoder's.
+    Raises FileNotFoundError for a missing file and ValueError where the config lacks a part.
     """
     if isinstance(source, Mapping):
         config, where = copy.deepcopy(dict(source)), "the model config"
@@ -87,8 +92,10 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             raise FileNotFoundError(f"no model config at {source}")
         config, where = files.read_json(Path(source)), str(source)
     model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
-    missing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in model_cfg]
-    if missing:
+    vision = model_cfg.get("vision_cfg")
+    brings_dim = isinstance(vision, Mapping) and "backbone" in vision  # backbones.KEY
+    wanted = ("vision_cfg",) if brings_dim else ("embed_dim", "vision_cfg")
+    if missing := [key for key in wanted if key not in model_cfg]:
         raise ValueError(
             f"{where} lacks {', '.join(missing)}: it must be an open_clip model config"
         )

@@ -32,7 +32,17 @@ ENTRY_POINTS = "mclclip.objectives"
 # Kinds that share a module with another one.
 SHARED = {"mlc": "mlcd", "single_label": "mlcd"}
 # Modules of this folder that hold parts of objectives.
-_PARTS = ("base", "class_centers", "contrast", "momentum", "row_losses", "temperature")
+_PARTS = (
+    "base",
+    "class_centers",
+    "contrast",
+    "gated_cosine",
+    "label_filter",
+    "label_pairs",
+    "momentum",
+    "row_losses",
+    "temperature",
+)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory
-from mclclip.models.clip import ClipModel
+from mclclip.models.loading import AnyModel, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise
 from mclclip.objectives import base as objectives
 from mclclip.objectives.base import Objective
 from mclclip.plan.machine import GIB, Machine
-from mclclip.train.loop import Trainee, prepare_model
+from mclclip.train.loop import Trainee
 
 _HALF = ("bf16", "fp16")
 # What a rank holds, in the order of the table, as it is called there.
@@ -48,14 +48,15 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     local, how = options.global_batch // machine.ranks, options.engine
     micro = min(how.micro_batch or local, local)
     gpu = config.device != "cpu"
-    model = memory.load_shapes(config.model_of(name).name)
+    named = config.model_of(name)
+    model = memory.load_shapes(named.name, text=named.text, projector=named.projector)
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
         trainee = Trainee(model, Objective(), options.precision)
         batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         sizes = _sizes(model, options)
-        cost = _cost(config, options, model.embed_dim, local, machine, sizes.parameters)
+        cost = _cost(config, options, model.feature_dim, local, machine, sizes.parameters)
         existing = _existing(trainee, batch)
         parts = per_rank(
             sizes,
@@ -138,7 +139,7 @@ def _fitting(measured: dict[str, Any], room: float) -> int:
 # --- the training ------------------------------------------------------------------------------
 
 
-def _check_engine(model: ClipModel, name: str, options: TrainConfig, machine: Machine) -> None:
+def _check_engine(model: AnyModel, name: str, options: TrainConfig, machine: Machine) -> None:
     """Refuses what the engine would refuse when it is built."""
     how, ranks = options.engine, machine.ranks
     if how.micro_batch is not None:
@@ -159,7 +160,7 @@ def _check_engine(model: ClipModel, name: str, options: TrainConfig, machine: Ma
         raise ValueError(f"{name}.engine.name=deepspeed trains float32, got precision=float64")
 
 
-def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool) -> Batch:
+def _batch(model: AnyModel, options: TrainConfig, local: int, cached_text: bool) -> Batch:
     """A rank's batch, without values."""
     size = model.image_size
     height, width = (size, size) if isinstance(size, int) else size
@@ -168,9 +169,9 @@ def _batch(model: ClipModel, options: TrainConfig, local: int, cached_text: bool
     objective = options.objective
     reads, tokens = objective.reads, objective.reads.captions and not cached_text
     columns = reads.num_classes_per_sample
-    image = [torch.empty(local, 3, height, width, dtype=dtype) for _ in range(objective.num_views)]
+    shape = (local, model.num_channels, height, width)
     return Batch(
-        views=image,
+        views=[torch.empty(shape, dtype=dtype) for _ in range(objective.num_views)],
         labels=torch.zeros(local, 1, dtype=torch.int64),
         classes=torch.zeros(local, columns, dtype=torch.int64) if columns else None,
         sample_id=torch.zeros(local, dtype=torch.int64),
@@ -229,7 +230,7 @@ def _dtype(options: TrainConfig) -> torch.dtype:
     return torch.float64 if options.precision == "float64" else torch.float32
 
 
-def _sizes(model: ClipModel, options: TrainConfig) -> Sizes:
+def _sizes(model: AnyModel, options: TrainConfig) -> Sizes:
     trained = [p for p in model.parameters() if p.requires_grad]
     blocks = [memory.size_bytes(block.parameters()) for block in model.blocks()]
     whole = memory.size_bytes(model.parameters())
@@ -243,7 +244,7 @@ def _sizes(model: ClipModel, options: TrainConfig) -> Sizes:
     )
 
 
-def _moments(model: ClipModel, options: TrainConfig) -> int:
+def _moments(model: AnyModel, options: TrainConfig) -> int:
     """Bytes of the optimizer's state, which its first step makes."""
     optimizer = build_optimizer(model, **options.optimizer_arguments())
     gradients = _allocate_gradients(model)
@@ -255,18 +256,18 @@ def _moments(model: ClipModel, options: TrainConfig) -> int:
     return memory.size_bytes(value for value in state if isinstance(value, Tensor))
 
 
-def _counts(model: ClipModel) -> dict[str, dict[str, int]]:
+def _counts(model: AnyModel) -> dict[str, dict[str, int]]:
     """Parameters by tower: trainable and frozen."""
     counts = {tower: {"trainable": 0, "frozen": 0} for tower in ("image", "text", "logit scale")}
     towers = {"visual": "image", "logit_scale": "logit scale", "logit_bias": "logit scale"}
-    for name, parameter in model.clip.named_parameters():
+    for name, parameter in model.exported.named_parameters():
         tower = towers.get(name.split(".")[0], "text")
         counts[tower]["trainable" if parameter.requires_grad else "frozen"] += parameter.numel()
     return counts
 
 
 def _notes(
-    model: ClipModel, name: str, options: TrainConfig, machine: Machine, sizes: Sizes
+    model: AnyModel, name: str, options: TrainConfig, machine: Machine, sizes: Sizes
 ) -> list[str]:
     """Lists where the estimate is coarser than elsewhere."""
     notes = []

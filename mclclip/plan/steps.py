@@ -9,7 +9,14 @@ import numpy as np
 from mclclip.config import Config, TrainConfig
 from mclclip.data.coverage import Coverage, coverage_report
 from mclclip.data.epoch_plan import check_samples, steps_per_epoch, total_steps
-from mclclip.data.groups import GroupedIndex, Policy, StageGroups, build_levels, require_steps
+from mclclip.data.groups import (
+    ALONE,
+    GroupedIndex,
+    Policy,
+    StageGroups,
+    build_levels,
+    require_steps,
+)
 from mclclip.data.labels import label_space, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.run import artifacts
@@ -109,8 +116,9 @@ def _left_out(index: SampleIndex | None, name: str, options: TrainConfig) -> np.
     """Ids of the samples that are in no batch of a training; none where there is no index yet."""
     if index is None:
         return np.zeros(0, np.int64)
-    bad, reads = index.bad_ids(), options.objective.reads.captions
-    return np.union1d(bad, index.without_caption(options.reader(name))) if reads else bad
+    reads, reader = options.objective.reads, options.reader(name)
+    lacking = index.left_out(reader, captions=reads.captions, attribute=reads.attribute)
+    return np.union1d(index.bad_ids(), lacking)
 
 
 def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
@@ -145,7 +153,7 @@ def _check_samples(
     batch, policy = options.global_batch, options.plan.policy
     most = max(config.clusters[:stage], default=1)
     check_samples(name, batch, policy, most, known, known - usable)
-    if policy == "drop" and labels * batch > usable:
+    if policy in ALONE and labels * batch > usable:
         raise ValueError(
             f"{labels:,} possible labels x {name}.global_batch={batch:,} are more than the "
             f"{usable:,} samples, which {name}.plan.policy=drop does not allow: use policy "

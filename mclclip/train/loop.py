@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,7 @@ from mclclip.checkpoint import Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
 from mclclip.engines.gradient_cache import Pullback
-from mclclip.models.clip import ClipModel
-from mclclip.models.lora import add_lora
+from mclclip.models.loading import AnyModel
 from mclclip.objectives.base import Objective
 from mclclip.ranks import peer_watch, signals
 from mclclip.ranks.finiteness import NotFinite
@@ -37,29 +36,6 @@ MIRROR_S = 60.0  # for the mirror when the run must leave; the next start goes o
 MODEL = "model"  # what a trainee calls the model, and so the checkpoint
 
 
-def prepare_model(
-    model: ClipModel,
-    *,
-    lock: Mapping[str, Any],
-    lora: Mapping[str, Any] | None,
-    seed: int,
-    precision: str,
-    grad_checkpointing: bool,
-) -> None:
-    """Brings a model into the state in which it is trained, in place.
-
-    ``lock`` and ``lora`` are the arguments of ClipModel.lock and add_lora; ``seed`` draws adapters.
-    """
-    model.lock(**lock)
-    if lora is not None:
-        add_lora(model, **lora, seed=seed)
-    if precision == "float64":
-        model.double()
-    model.train()
-    if grad_checkpointing:
-        model.set_grad_checkpointing(True)
-
-
 class Trainee(nn.Module):
     """Model and objective as one module, so that engine and optimizer see both's parameters.
 
@@ -67,7 +43,7 @@ class Trainee(nn.Module):
     ``bf16`` and ``fp16`` are autocast around the model.
     """
 
-    def __init__(self, model: ClipModel, objective: Objective, precision: str = "fp32") -> None:
+    def __init__(self, model: AnyModel, objective: Objective, precision: str = "fp32") -> None:
         super().__init__()
         self.model = model
         self.objective = objective

@@ -15,12 +15,13 @@ from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
-from mclclip.data.labels import ClassLabels
+from mclclip.data.labels import AttributeClasses, ClassLabels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.clip_model import ClipModel
+from mclclip.models.loading import AnyModel, load_any, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.tokenizer import fetched
 from mclclip.objectives.base import Objective, Setting
@@ -30,7 +31,9 @@ from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
-from mclclip.train.loop import Trainee, Trainer, prepare_model
+from mclclip.train.loop import Trainee, Trainer
+
+_WEIGHTS = 5  # purpose of a random number: the weights that a stage of its own start begins with
 
 
 @dataclass
@@ -70,23 +73,38 @@ class Job:
         """
         if not self.options.objective.reads.captions:
             return np.zeros(0, dtype=np.int64)
-        return self.index.without_caption(self.options.reader("train" if self.stage else "base"))
+        return self.index.without_caption(self._reader)
+
+    @cached_property
+    def without_attribute(self) -> np.ndarray:
+        """Ids of the samples that are left out since an attribute is read and they have none."""
+        name = self.options.objective.reads.attribute
+        if name is None:
+            return np.zeros(0, dtype=np.int64)
+        return self.index.without_attribute(name, self._reader)
+
+    @property
+    def _reader(self) -> str:
+        return self.options.reader("train" if self.stage else "base")
 
     @property
     def uses_cached_text(self) -> bool:
         return self.stage > 0 and self.options.reads_text_embeddings
 
     @cached_property
-    def class_labels(self) -> ClassLabels | None:
-        """Clusters of the stage before by sample, for objectives that read them; else None."""
+    def class_labels(self) -> ClassLabels | AttributeClasses | None:
+        """Clusters of the stage before, or values of an attribute, by sample, for objectives that
+        read them; else None."""
         reads = self.options.objective.reads
+        if reads.attribute is not None:
+            return AttributeClasses(self.index, reads.attribute)
         if not reads.clusters:
             return None
         directory = self.layout.clusters(self.stage - 1)
         return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
 
 
-def trainee_of(job: Job, model: ClipModel, objective: Objective) -> Trainee:
+def trainee_of(job: Job, model: AnyModel, objective: Objective) -> Trainee:
     """Model and objective as one module, on the device."""
     trainee = Trainee(model, objective, job.options.precision).to(job.context.device)
     if job.options.engine.compile == "step":
@@ -114,7 +132,7 @@ def engine_of(job: Job, trainee: Trainee) -> Engine:
     )
 
 
-def objective_of(job: Job, model: ClipModel) -> Objective:
+def objective_of(job: Job, model: AnyModel) -> Objective:
     """The objective, as its options build it."""
     options = job.options
     return options.objective.build(
@@ -193,19 +211,26 @@ def checkpoint_options(job: Job, identity: str) -> dict[str, Any]:
 
 def build_model(
     config: Config, layout: Layout, stage: int, options: TrainConfig, context: Context
-) -> ClipModel:
-    """The model a stage starts from, locked as configured and on its device."""
-    if stage == 0:
-        model = load_clip(
-            config.model.name,
-            config.model.pretrained,
-            seed=config.seed,
-            augmentation=config.model.augmentation,
-        )
-    elif (own := config.trained_model) is not None:
-        model = load_clip(own.name, own.pretrained, seed=config.seed, augmentation=own.augmentation)
+) -> AnyModel:
+    """The model a stage starts from, locked as configured and on its device.
+
+    Raises ValueError where the objective reads captions and the model has no text tower.
+    """
+    named = (config.trained_model if stage else None) or config.model
+    same: dict[str, Any] = {"projector": named.projector, "augmentation": named.augmentation}
+    if stage == 0 or config.trained_model is not None:
+        model = load_any(named.name, named.pretrained, text=named.text, seed=config.seed, **same)
+    elif options.start == "random":
+        # Every stage has weights of its own: without groups the stages are a seed ensemble.
+        seed = int(mix(config.seed, stage, _WEIGHTS) >> np.uint64(33))
+        model = load_any(layout.export(0), load_weights=False, seed=seed, **same)
     else:
-        model = load_clip(f"local-dir:{layout.export(0)}", augmentation=config.model.augmentation)
+        model = load_any(layout.export(stage - 1 if options.start == "previous" else 0), **same)
+    if options.objective.reads.captions and not isinstance(model, ClipModel):
+        raise ValueError(
+            f"objective.kind={options.objective.kind} reads captions, and the model has no text "
+            "tower: take an objective of views, such as nt_xent, or a CLIP model"
+        )
     prepare_model(model, **options.model_arguments(), seed=config.seed)
     model.to(context.device)
     if options.engine.compile == "model":
@@ -214,7 +239,7 @@ def build_model(
 
 
 def loader_of(
-    job: Job, grouped: GroupedIndex, known_bad: np.ndarray, model: ClipModel, steps: range
+    job: Job, grouped: GroupedIndex, known_bad: np.ndarray, model: AnyModel, steps: range
 ) -> DataLoader[Batch]:
     """This rank's batches of ``steps``, in order."""
     options, data, reads = job.options, job.config.data, job.options.objective.reads
@@ -239,6 +264,7 @@ def loader_of(
         max_image_pixels=data.max_image_pixels,
         max_open_files=data.max_open_files,
     )
+    batches.dataset.check()
     return DataLoader(
         batches,
         batch_size=None,

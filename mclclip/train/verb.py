@@ -74,6 +74,8 @@ def run(
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
         if options.objective.reads.captions:
             counts["without_caption"] = len(job.without_caption)
+        if options.objective.reads.attribute is not None:
+            counts["without_attribute"] = len(job.without_attribute)
         artifact.finish(counts)
     collectives.barrier()
     return job.directory
@@ -106,11 +108,13 @@ def _prepare(job: Job, force: bool, write: bool) -> tuple[Artifact, StageGroups]
     build = partial(build_groups, labels, radices, bad_ids, job.options.global_batch, plan.policy)
     grouped = None if groups.written else build()
     artifact = opened(write=True)
-    if len(job.without_caption):
-        log.info(
-            "stage %d: %d of %d samples have no caption and are left out",
-            job.stage, len(job.without_caption), len(job.index),
-        )  # fmt: skip
+    attribute = job.options.objective.reads.attribute
+    for what, ids in (("caption", job.without_caption), (attribute, job.without_attribute)):
+        if len(ids):
+            log.info(
+                "stage %d: %d of %d samples have no %s and are left out",
+                job.stage, len(ids), len(job.index), what,
+            )  # fmt: skip
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(grouped or build(), bad_ids)
     return artifact, groups
@@ -141,7 +145,7 @@ def _controlled_steps(job: Job) -> int | None:
 
 def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
-    left_out = job.without_caption
+    left_out = np.union1d(job.without_caption, job.without_attribute)
     labels, radices, inputs = _labels_of_all(job)
     if len(left_out):
         labels = labels.copy()
@@ -154,6 +158,8 @@ def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
 def _labels_of_all(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """The same as they are on disk, before samples are left out and labels permuted."""
     inputs, variant = {"index": job.index.digest}, job.layout.variant
+    if job.options.objective.reads.attribute is not None and job.class_labels is not None:
+        inputs["attribute"] = job.class_labels.digest
     labels = np.zeros(len(job.index), dtype=np.int64)
     radices: tuple[int, ...] = ()
     if job.stage == 0:
@@ -162,7 +168,7 @@ def _labels_of_all(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str
     if job.uses_cached_text:
         text = artifacts.read_manifest(job.layout.text_embeddings, "text_embeddings")
         inputs["text_embeddings"] = text.digest
-    if job.class_labels is not None:
+    if job.options.objective.reads.clusters and job.class_labels is not None:
         inputs["clusters"] = job.class_labels.digest
     if job.options.objective.reads.groups and variant != "ungrouped":
         directory = job.layout.pseudo_labels(job.stage)

@@ -125,6 +125,6 @@ def test_samples_without_captions_are_left_out_of_what_reads_them(
     assert finished.stderr.count("stage 1: 43 of 80 samples have no caption and are left out") == 2
     finished = shell("run", "--config", some, f"run_dir={run_dir}", "train.global_batch=64")
     assert finished.code == 2 and finished.complaints() == [
-        "mclclip: train.global_batch=64 is more than the index's 37 samples with a caption: lower "
-        "it, or set train.plan.policy=wrap"
+        "mclclip: train.global_batch=64 is more than the index's 37 samples that have what is "
+        "read: lower it, or set train.plan.policy=wrap"
     ]

@@ -26,10 +26,12 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"ranks", "run"},
     "config": {"objectives", "data", "models", "clustering"},
     "eval": {"ranks", "run", "data", "models"},
+    "analysis": {"ranks", "eval"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
 }
 # A verb reads options and does its work with any room, and imports no other verb.
-VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "doctor", "plan"}
+VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "analyse", "doctor"}
+VERBS |= {"plan"}
 VERBS |= {"train/verb", "train/parts", "eval/run"}
 ROOMS |= {verb: {*ROOMS} for verb in VERBS}
 # A part of a verb that is a package.
@@ -43,7 +45,7 @@ ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["cli"] = {*ROOMS}
 ROOMS["__main__"] = {"cli"}
 NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives/class_centers", "objectives", "data"}
-NO_CONFIG |= {"models", "clustering", "checkpoint", "train/loop", "eval"}
+NO_CONFIG |= {"models", "clustering", "checkpoint", "train/loop", "eval", "analysis"}
 MODULES = sorted(
     path.relative_to(PACKAGE)
     for top in (PACKAGE, PACKAGE / "eval")
@@ -186,7 +188,6 @@ STILL_ASKING = {
     "embed.py",
     "eval/features.py",
     "models/lora.py",
-    "objectives/info_nce.py",
     "objectives/row_losses.py",
     "objectives/class_centers/rows.py",
     "objectives/class_centers/kernels.py",

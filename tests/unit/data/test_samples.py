@@ -137,7 +137,7 @@ def test_an_image_is_decoded_once_for_all_its_views(
     dataset = TarDataset(make_index(tmp_path, {2: b"x"}), to_tensor, **TEXTS)
     decoded, inside, seen = [], [""], []
 
-    def decode(data: bytes, max_image_pixels: int) -> Image.Image:
+    def decode(data: bytes, max_image_pixels: int, reads_arrays: bool) -> Image.Image:
         decoded.append(data)
         return decode_image(data, max_image_pixels)
 
@@ -155,7 +155,7 @@ def test_an_image_is_decoded_once_for_all_its_views(
         seen.append(f"text {inside[-1]}")
         return tokenize(texts)
 
-    monkeypatch.setattr(samples_module, "decode_image", decode)
+    monkeypatch.setattr(samples_module, "decode", decode)
     dataset.transform, dataset.tokenizer = transform, tokenizer
     good, bad = (dataset.prepare(raw, 0, [*map(named, "abc")]) for raw in dataset.read_many([4, 2]))
     assert isinstance(good, Sample) and bad == BadSample(2, "unidentified")

@@ -172,7 +172,7 @@ def test_unavailable_tag_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("ViT-B-32", "openai", "use the model 'ViT-B-32-quickgelu'"),
         ("ViT-B-32", "no_such_tag", "neither a file nor a tag"),
         ("coca_ViT-B-32", None, "CoCa"),
-        ({"embed_dim": 8}, None, "lacks vision_cfg, text_cfg"),
+        ({"text_cfg": {}}, None, "lacks embed_dim, vision_cfg"),
     ],
 )
 def test_user_mistakes(name: Any, pretrained: str | None, message: str) -> None:

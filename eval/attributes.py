@@ -1,0 +1,188 @@
+"""Every attribute of a data set in shards, read out of frozen features by a linear classifier or by
+the nearest neighbours.
+
+Source: MCL, section 4.1, and IFM, section 4: a classifier per attribute on the frozen encoder, its
+projector discarded, says which features an encoder has learned and which are suppressed. Both name
+no optimizer; here it is L-BFGS with an L2 penalty, as in `linear_probe`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mclclip.data import attributes as fields
+from mclclip.data.sample_index import join_rows
+from mclclip.data.shard_scan import Findings, scan_shard
+from mclclip.eval import knn, linear_probe
+from mclclip.eval.features import Extractor, Features
+from mclclip.eval.labelled_features import LabelledFeatures
+from mclclip.eval.metrics import IntArray
+from mclclip.eval.results import Figure, proportion
+from mclclip.ranks.collectives import on_main, together
+
+Probe = Literal["linear", "knn"]
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image as it lies in a shard."""
+
+    path: Path
+    key: str
+    offset: int
+    size: int
+
+    def read_bytes(self) -> bytes:
+        """The image member's bytes; OSError where the shard cannot be read."""
+        with open(self.path, "rb") as file:
+            return os.pread(file.fileno(), self.size, self.offset)
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.path}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images of one part of a data set, and each attribute's values [N] as text."""
+
+    images: list[StoredImage]
+    values: dict[str, list[str]]
+
+
+def read_split(directory: Path, names: Sequence[str]) -> Split:
+    """Reads ``directory/*.tar``. FileNotFoundError where there is none; ValueError for samples
+    without a value of one of the attributes, or for shards with damage."""
+    shards = sorted(Path(directory).glob("*.tar"))
+    if not shards:
+        raise FileNotFoundError(f"there is no shard in {directory}: wanted *.tar files")
+    findings, scans = Findings(), []
+    for path in shards:
+        scan = scan_shard(str(path), "", "txt", names)
+        findings.merge(scan.findings)
+        scans.append(scan.rows)
+    table = join_rows(None, 0, scans, findings)
+    wrong = {r: f for r, f in findings.to_json().items() if r != "no_caption"}
+    if wrong or not len(table):
+        found = ", ".join(f"{f['count']} {r}" for r, f in wrong.items()) or "no sample"
+        raise ValueError(
+            f"{directory} holds {found}: an evaluation wants whole shards in which every sample "
+            f"has {', '.join(names)}"
+        )
+    places = zip(
+        *(table[c].to_pylist() for c in ("key", "shard", "image_offset", "image_size")), strict=True
+    )
+    images = [StoredImage(shards[n], key.strip("/"), start, size) for key, n, start, size in places]
+    return Split(images, {name: table[fields.COLUMN + name].to_pylist() for name in names})
+
+
+def coded(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArray, IntArray, int]:
+    """Labels [N], [Q] of both parts by sorted value, and the number of values of train.
+
+    ValueError for a value that only test has: no classifier could answer it.
+    """
+    known = {value: code for code, value in enumerate(sorted(set(train)))}
+    if strange := sorted(set(test) - known.keys()):
+        raise ValueError(
+            f"the test images have values of {name!r} that no train image has, such as "
+            f"{strange[:3]}: split the data so that train has all of them"
+        )
+    labels = (np.array([known[v] for v in values], np.int64) for values in (train, test))
+    return next(labels), next(labels), len(known)
+
+
+def evaluate(
+    extractor: Extractor,
+    root: Path,
+    *,
+    attributes: list[str],
+    probe: Probe = "linear",
+    strength: float | None = 1.0,
+    validation_share: float = 0.2,
+    seed: int = 0,
+    max_iterations: int = linear_probe.MAX_ITERATIONS,
+    k: int = 10,
+) -> list[Figure]:
+    """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
+    under a classifier trained on ``root/train``; ``mean`` is over attributes.
+
+    ``probe``: ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train),
+    or ``knn``, the majority of the ``k`` nearest. Features are extracted once for all attributes.
+    Figures do not depend on the number of ranks.
+    """
+    if not attributes:
+        raise ValueError("attributes is empty: name at least one field of the samples' .json")
+    known, asked = together(
+        lambda: [read_split(Path(root) / part, attributes) for part in ("train", "test")]
+    )
+    train, test = extractor.images(known.images), extractor.images(asked.images)
+    figures = []
+    for name in attributes:
+        labels, truth, number = coded(known.values[name], asked.values[name], name)
+        protocol: dict[str, Any] = {
+            "num_classes": number,
+            "num_train": len(train),
+            "precision": extractor.precision,
+        }
+        if probe == "knn":
+            predicted = _by_neighbours(train, labels, test, number, k)
+            protocol |= {"name": "attributes_knn", "k": k, "weights": "majority"}
+        else:
+            data = LabelledFeatures(train, labels, test, truth, {})
+            predicted, chosen = _by_probe(
+                extractor, data, strength, validation_share, seed, max_iterations
+            )
+            protocol |= {"name": "attributes_linear", **chosen}
+        figures.append(proportion(name, int((predicted == truth).sum()), len(truth), protocol))
+    if len(figures) > 1:
+        figures.append(_mean(figures))
+    return figures
+
+
+def _by_probe(
+    extractor: Extractor,
+    data: LabelledFeatures,
+    strength: float | None,
+    validation_share: float,
+    seed: int,
+    max_iterations: int,
+) -> tuple[IntArray, dict[str, Any]]:
+    chosen = strength or linear_probe.choose_strength(
+        extractor, data, validation_share, seed, max_iterations
+    )
+    answers = on_main(
+        lambda: linear_probe.fit_predict(
+            data.train, data.train_labels, data.test, chosen, max_iterations
+        )
+    )
+    protocol = {
+        "strength": chosen,
+        "strength_from": "set" if strength else f"validation on {validation_share:g} of train",
+        "max_iterations": max_iterations,
+        "converged": answers.converged,
+        "standardised": "rows to equal length",
+    }
+    return answers.predicted, protocol
+
+
+def _by_neighbours(
+    train: Features, labels: IntArray, test: Features, num_classes: int, k: int
+) -> IntArray:
+    near, rows = knn.nearest(test, train, k)
+    return knn.vote(near, labels[rows], num_classes)
+
+
+def _mean(figures: Sequence[Figure]) -> Figure:
+    """Mean over attributes; its interval is the mean of theirs, which is never too narrow."""
+    middle, low, high = (
+        float(np.mean([getattr(f, name) for f in figures]))
+        for name in ("value", "ci_low", "ci_high")
+    )
+    protocol = figures[0].protocol | {"of": [figure.metric for figure in figures]}
+    protocol.pop("num_classes")
+    return Figure("mean", middle, figures[0].count, low, high, protocol)

@@ -1,0 +1,1 @@
+"""Figures about features, as functions of arrays: no options, no files, no pictures."""

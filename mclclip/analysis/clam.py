@@ -1,0 +1,159 @@
+"""CLAM: where in an image an encoder finds what the image shares with another one.
+
+Source: SimLAP (Wu et al., 2024), appendix E and Fig. 6: Grad-CAM (Selvaraju et al., 2017) of the
+mean similarity between a positive image and augmented views of the anchor (crops, flips, and
+brightness times 1.0, 1.1 or 0.9), Eq. 6. The paper does not say how the maps of crops become one:
+here each view's map is laid back over its part of the anchor, and every pixel has the mean of the
+views that saw it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_BRIGHTNESS = (1.0, 1.1, 0.9)
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of an image: rows and columns ``top`` to ``bottom`` and ``left`` to ``right``,
+    mirrored where ``flipped``, times ``brightness``, resized to the size of the image."""
+
+    top: int
+    left: int
+    bottom: int
+    right: int
+    flipped: bool = False
+    brightness: float = 1.0
+
+    def of(self, image: Tensor) -> Tensor:
+        """[C, H, W] -> the view, [C, H, W]."""
+        part = image[:, self.top : self.bottom, self.left : self.right]
+        part = part.flip(2) if self.flipped else part
+        return _resized(part, image.shape[1], image.shape[2]) * self.brightness
+
+    def lay_back(self, values: Tensor, total: Tensor, seen: Tensor) -> None:
+        """Adds the map ``values`` [h, w] of the view to its part of ``total`` [H, W], and 1 to that
+        of ``seen``."""
+        values = values.flip(1) if self.flipped else values
+        part = slice(self.top, self.bottom), slice(self.left, self.right)
+        height, width = self.bottom - self.top, self.right - self.left
+        total[part] += _resized(values[None], height, width)[0]
+        seen[part] += 1
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """``heat`` [H, W], at least 0, of the anchor's pixels; ``similarity`` of positive and views."""
+
+    heat: Tensor
+    similarity: float
+
+
+def whole_view(image: Tensor) -> View:
+    """The view that is the image [C, H, W] itself."""
+    return View(0, 0, image.shape[1], image.shape[2])
+
+
+def draw_views(
+    image: Tensor, count: int, seed: int, scale: tuple[float, float] = (0.2, 1.0)
+) -> list[View]:
+    """Random views of an image [C, H, W]: crops of a share of its area within ``scale``, of its
+    proportions, half of them mirrored, with one of three brightnesses. They depend on the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    height, width = image.shape[1:]
+    views = []
+    for area, down, across, flip, bright in torch.rand(count, 5, generator=generator).tolist():
+        side = math.sqrt(scale[0] + area * (scale[1] - scale[0]))
+        rows, columns = (max(1, round(side * size)) for size in (height, width))
+        top, left = round(down * (height - rows)), round(across * (width - columns))
+        brightness = _BRIGHTNESS[int(bright * len(_BRIGHTNESS))]
+        views.append(View(top, left, top + rows, left + columns, flip < 0.5, brightness))
+    return views
+
+
+def clam(
+    encoder: Callable[[Tensor], Tensor],
+    layer: nn.Module,
+    anchor: Tensor,
+    positive: Tensor,
+    views: Sequence[View],
+    gate: Tensor | None = None,
+) -> HeatMap:
+    """Grad-CAM of the mean cosine between the positive and the views of the anchor.
+
+    encoder    images [n, C, H, W] -> features [n, D], differentiable; in eval mode
+    layer      its last convolution, with an output [n, c, h, w], or last block, with tokens
+               [n, T, c]: the largest square of tokens at the end is taken for the image
+    anchor     [C, H, W]
+    positive   [C, H, W]
+    views      of the anchor; the map is about pixels that a view sees, and 0 elsewhere
+    gate       [D], multiplies the features of both sides (None: all dimensions count alike)
+
+    Parameters keep their gradients. Raises ValueError without views, where the layer takes no part
+    in the encoder, and where its output has another shape.
+    """
+    if not views:
+        raise ValueError("there are no views of the anchor: give whole_view(anchor) at least")
+    images = torch.stack([view.of(anchor) for view in views])
+    open_gate = torch.ones(()) if gate is None else gate.detach()
+    with torch.no_grad():
+        wanted = encoder(positive[None]) * open_gate
+    with torch.enable_grad(), _kept(layer) as outputs:
+        features = encoder(images.requires_grad_()) * open_gate
+        similarity = functional.cosine_similarity(features, wanted, dim=1).mean()
+        if not outputs:
+            raise ValueError("the layer is not run by the encoder: give one of its own layers")
+        (gradient,) = torch.autograd.grad(similarity, outputs[0])
+    maps = _grad_cam(_as_images(outputs[0].detach()), _as_images(gradient))
+    total, seen = (anchor.new_zeros(anchor.shape[1:]) for _ in range(2))
+    for view, values in zip(views, maps, strict=True):
+        view.lay_back(values, total, seen)
+    return HeatMap(total / seen.clamp_min(1.0), float(similarity.detach()))
+
+
+@contextmanager
+def _kept(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """The layer's outputs inside, as tensors of the graph."""
+    outputs: list[Tensor] = []
+
+    def keep(module: nn.Module, given: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    handle = layer.register_forward_hook(keep)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _as_images(values: Tensor) -> Tensor:
+    """[n, c, h, w], or tokens [n, T, c], of which the last square is the image -> [n, c, h, w]."""
+    if values.ndim == 4:
+        return values
+    if values.ndim != 3:
+        raise ValueError(f"the layer gives {list(values.shape)}, wanted [n, c, h, w] or [n, T, c]")
+    side = math.isqrt(values.shape[1])
+    tokens = values[:, -side * side :].transpose(1, 2)
+    return tokens.reshape(len(values), -1, side, side)
+
+
+def _grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
+    """[n, h, w]: activations [n, c, h, w] times their channels' mean gradients, at least 0."""
+    weights = gradients.mean(dim=(2, 3), keepdim=True)
+    return (weights * activations).sum(dim=1).relu()
+
+
+def _resized(image: Tensor, height: int, width: int) -> Tensor:
+    """[C, h, w] -> [C, height, width], bilinear; the image itself where it has this size."""
+    if image.shape[1:] == (height, width):
+        return image
+    size = (height, width)
+    return functional.interpolate(image[None], size, mode="bilinear", align_corners=False)[0]

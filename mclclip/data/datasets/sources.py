@@ -1,0 +1,126 @@
+"""Where the user has the files of a data set, and how pictures become samples of a shard."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from mclclip.data.decode import DecodeError, decode_image
+from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS
+from mclclip.data.shard_writer import PackedSample
+
+Pixels = npt.NDArray[np.uint8]
+Splits = dict[str, Iterable[PackedSample]]
+# Formats that no shard may hold: these are decoded and stored as PNG.
+SUFFIXES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff")
+MAX_IMAGE_PIXELS = 100_000_000
+# Sources that torchvision can fetch, and its name for them.
+_DOWNLOADERS = {"cifar10": "CIFAR10", "mnist": "MNIST", "stl10": "STL10", "celeba": "CelebA"}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The folders of the user by name; with ``download`` torchvision fills them first."""
+
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    download: bool = False
+
+    def folder(self, name: str) -> Path:
+        """The folder of this source.
+
+        Raises ValueError where it was not named or cannot be downloaded, FileNotFoundError where it
+        is not there.
+        """
+        if name not in self.folders:
+            raise ValueError(f"no folder of {name} is given: name it with --source {name}=FOLDER")
+        folder = Path(self.folders[name]).expanduser()
+        if self.download:
+            _download(name, folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"--source {name}={folder}: there is no such folder")
+        return folder
+
+
+def _download(name: str, folder: Path) -> None:
+    if name not in _DOWNLOADERS:
+        raise ValueError(
+            f"{name} cannot be downloaded: leave --download out; it fetches "
+            f"{', '.join(sorted(_DOWNLOADERS))}"
+        )
+    import mclclip.torchvision_fix  # noqa: F401
+    from torchvision import datasets  # isort: skip
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        getattr(datasets, _DOWNLOADERS[name])(str(folder), download=True)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(f"{name} could not be downloaded into {folder}: {error}") from error
+
+
+# --- samples ---------------------------------------------------------------------------------
+
+
+def png_sample(number: int, pixels: Pixels, attributes: Mapping[str, Any]) -> PackedSample:
+    """Sample ``number`` of a split from uint8 [H, W, 3], without loss."""
+    return _sample(number, _png(Image.fromarray(pixels)), "png", attributes)
+
+
+def array_sample(number: int, pixels: Pixels, attributes: Mapping[str, Any]) -> PackedSample:
+    """Sample ``number`` of a split from uint8 [H, W, C] of any number of channels."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(pixels), allow_pickle=False)
+    return _sample(number, buffer.getvalue(), ARRAY_EXTENSION, attributes)
+
+
+def file_sample(
+    number: int, path: Path, attributes: Mapping[str, Any], size: int | None = None
+) -> PackedSample:
+    """Sample ``number`` of a split from an image file.
+
+    It is stored byte for byte; with ``size``, or in a format that shards cannot hold, as a PNG
+    whose shorter side has ``size`` pixels. Raises ValueError for a file that has to be decoded and
+    cannot be.
+    """
+    suffix = suffix_of(path)
+    if size is None and suffix in IMAGE_EXTENSIONS:
+        return _sample(number, path.read_bytes(), suffix, attributes)
+    try:
+        image = decode_image(path.read_bytes(), MAX_IMAGE_PIXELS)
+    except DecodeError as error:
+        raise ValueError(f"{path} cannot be decoded ({error}): take it out") from error
+    if size is not None:
+        scale = size / min(image.size)
+        width, height = (max(1, round(side * scale)) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return _sample(number, _png(image), "png", attributes)
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix in lower case, without its dot."""
+    return path.suffix.lower().removeprefix(".")
+
+
+def _sample(number: int, data: bytes, extension: str, facts: Mapping[str, Any]) -> PackedSample:
+    return PackedSample(f"{number:09d}", data, extension, [], dict(facts))
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+def check_size(size: int | None) -> None:
+    """ValueError for a size below 1."""
+    if size is not None and size < 1:
+        raise ValueError(f"size is {size}: wanted pixels, at least 1")

@@ -1,0 +1,221 @@
+"""Image towers of timm and torchvision by name, for images of any size and number of channels.
+
+They train from random weights on small pictures, as SimCLR, MoCo and SimLAP are studied, where
+open_clip's own towers do not fit: four channels, 32 pixels, a ResNet-18. A model's configuration
+names one in place of open_clip's `vision_cfg`:
+
+    vision_cfg: {backbone: timm:resnet18, channels: 4, image_size: 32, stem: cifar}
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, field
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import timm
+from torchvision import models as torchvision_models
+
+from mclclip.models import transforms
+from mclclip.models.timm_towers import timm_layout
+from mclclip.models.towers import ImageLayout, Step, checked
+from mclclip.options import STRICT
+
+KEY = "backbone"
+"""The field of a `vision_cfg` that names such a tower."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class Backbone:
+    """The `vision_cfg` of a backbone."""
+
+    backbone: str
+    """``timm:NAME``, or ``torchvision:NAME`` for one of its ResNets."""
+    channels: PositiveInt = 3
+    """Channels of an image."""
+    image_size: PositiveInt = 224
+    """Pixels of an image's side."""
+    stem: Literal["own", "cifar"] = "own"
+    """``cifar``: a ResNet begins with a 3 x 3 convolution of stride 1 and without a max-pooling
+    (SimCLR, appendix B.9), for pictures of about 32 pixels."""
+    mean: list[float] = field(default_factory=lambda: [0.5])
+    """Subtracted from values between 0 and 1: one number, or one for each channel."""
+    std: list[PositiveFloat] = field(default_factory=lambda: [0.5])
+    """Divides what is left: one number, or one for each channel."""
+    options: dict[str, bool | int | float | str | list[int] | None] = field(default_factory=dict)
+    """Further arguments of the library's model, such as ``patch_size`` and ``depth`` of timm's
+    transformers, ``layers`` and ``channels`` of its ResNets."""
+
+    def __post_init__(self) -> None:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, self.channels):
+                raise ValueError(
+                    f"{name} has {len(values)} values, but images have {self.channels} channels: "
+                    "give one value, or one for each channel"
+                )
+
+
+def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
+    """The checked `vision_cfg` of a backbone; ValueError of one line for one that does not fit.
+
+    The name must be one that the library lists itself, so that no foreign code is loaded.
+    """
+    try:
+        found = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(str(part) for part in problem["loc"])
+        raise ValueError(
+            f"vision_cfg.{name} of {where}: {problem['msg']} (got {problem['input']!r})"
+        ) from None
+    library, _, name = found.backbone.partition(":")
+    listed = _listed(library)
+    if name not in listed:
+        near = difflib.get_close_matches(name, listed, n=3, cutoff=0.0)
+        known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision"
+        raise ValueError(
+            f"vision_cfg.backbone of {where} is {found.backbone!r}, which is no listed model "
+            f"({known}): give timm:NAME, or torchvision:NAME of a ResNet"
+        )
+    return found
+
+
+def _listed(library: str) -> list[str]:
+    if library == "timm":
+        return list(timm.list_models())
+    if library == "torchvision":
+        return [n for n in torchvision_models.list_models(torchvision_models) if "resne" in n]
+    return []
+
+
+class BackboneTower(nn.Module):
+    """A model of timm or torchvision as an image tower, without its classifier.
+
+    ``trunk`` is the library's model; ``head`` is empty. Images [B, C, H, W] -> features [B, D].
+    """
+
+    def __init__(self, config: Backbone, where: str) -> None:
+        super().__init__()
+        self.image_size = (config.image_size, config.image_size)
+        self.num_channels = config.channels
+        library, _, name = config.backbone.partition(":")
+        make = _timm_model if library == "timm" else _torchvision_model
+        try:
+            self.trunk: Any = make(name, config)
+        except Exception as error:  # the libraries raise any kind for options that they do not know
+            cause = " ".join(str(error).split())[:200]
+            raise ValueError(f"{config.backbone} of {where} cannot be built ({cause})") from error
+        self.embed_dim: int = self.trunk.num_features
+        if config.stem == "cifar":
+            self._shrink_stem(config, where)
+        self.head = nn.Sequential()
+        self.look = transforms.Look(self.image_size, config.mean, config.std, config.channels)
+
+    @property
+    def preprocess_cfg(self) -> dict[str, Any]:
+        """The pictures that it takes."""
+        return asdict(self.look)
+
+    def transforms(self, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
+        """Its train transform, SimCLR's unless `augmentation` says another, and the plain one."""
+        options = {transforms.KIND: "simclr"} | dict(augmentation or {})
+        return transforms.training(self.look, options), transforms.PlainTransform(self.look)
+
+    def _shrink_stem(self, config: Backbone, where: str) -> None:
+        first = getattr(self.trunk, "conv1", None)
+        if not isinstance(first, nn.Conv2d) or not hasattr(self.trunk, "maxpool"):
+            raise ValueError(
+                f"stem is cifar, but {config.backbone} of {where} does not begin with one "
+                "convolution and a max-pooling, as ResNets do: leave stem out"
+            )
+        self.trunk.conv1 = _convolution(config.channels, first, (3, 3), 1)
+        self.trunk.maxpool = nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, D]."""
+        features: Tensor = self.trunk(images)
+        return features
+
+
+def _timm_model(name: str, config: Backbone) -> Any:
+    options: dict[str, Any] = {"in_chans": config.channels, "num_classes": 0} | config.options
+    try:
+        return timm.create_model(name, pretrained=False, img_size=config.image_size, **options)
+    except TypeError:  # convolutions take images of any size, and no such argument
+        return timm.create_model(name, pretrained=False, **options)
+
+
+def _torchvision_model(name: str, config: Backbone) -> Any:
+    model: Any = torchvision_models.get_model(name, weights=None, **config.options)
+    first = model.conv1
+    if config.channels != first.in_channels:
+        model.conv1 = _convolution(config.channels, first, first.kernel_size, first.stride)
+    model.num_features = model.fc.in_features
+    model.fc = nn.Identity()
+    return model
+
+
+def _convolution(channels: int, first: nn.Conv2d, size: Any, stride: Any) -> nn.Conv2d:
+    """A first convolution of another size, with the weights that ResNets begin with."""
+    padding = tuple(n // 2 for n in size)
+    made = nn.Conv2d(channels, first.out_channels, size, stride, padding, bias=False)
+    nn.init.kaiming_normal_(made.weight, mode="fan_out", nonlinearity="relu")
+    return made
+
+
+def build(config: Backbone, seed: int, where: str) -> BackboneTower:
+    """The tower with random weights, by `seed` alone: the caller's generators are not moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return BackboneTower(config, where)
+
+
+class TorchvisionLayout(ImageLayout):
+    """torchvision's `ResNet`: its stem is the embedding, every residual block is a block."""
+
+    @staticmethod
+    def of(tower: nn.Module) -> TorchvisionLayout:
+        """The layout of `tower`."""
+        layers = [f"trunk.layer{i}" for i in range(1, 5)]
+        blocks = tuple(
+            (f"{layer}.{name}",)
+            for layer in layers
+            for name, _ in tower.get_submodule(layer).named_children()
+        )
+        stem = ("trunk.conv1", "trunk.bn1", "trunk.relu", "trunk.maxpool")
+        return checked(tower, TorchvisionLayout(stem, blocks, (), ()))
+
+    def pooled_dim(self, tower: Any) -> int:
+        """Width of the features: there is no projection."""
+        return int(tower.embed_dim)
+
+    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
+        for name in self.embedding:
+            images = tower.get_submodule(name)(images)
+        return images, self._steps(tower)
+
+    def _steps(self, tower: Any) -> Sequence[Step]:
+        return [tower.get_submodule(name) for (name,) in self.blocks]
+
+    def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
+        return torch.flatten(tower.trunk.avgpool(hidden), 1)
+
+
+def layout_of(tower: BackboneTower) -> ImageLayout | str:
+    """Its layout, or the reason why it cannot be split or locked by block."""
+    try:
+        if isinstance(tower.trunk, torchvision_models.ResNet):
+            return TorchvisionLayout.of(tower)
+        return timm_layout(tower)
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,83 @@
+"""SimLAP's label filter: two classes -> the gates that open the dimensions they share.
+
+Source: SimLAP (Wu et al., 2024), Eq. 3 to 5 and Table 5c.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Penalty = Literal["paper", "neg_glog", "bernoulli"]
+
+
+class LabelFilter(nn.Module):
+    """Label embedding, mean of the two labels, and a perceptron whose sigmoids are the gates.
+
+    The layers are those of Table 5c: batch norm, ReLU, linear, batch norm, ReLU, linear, sigmoid
+    (the text says three layers, the table has two linear ones). Engines take the statistics of its
+    batch norms over the global batch.
+
+    num_classes   classes that have an embedding
+    dim           D, number of gates
+    label_dim     width of the label embedding; the paper's is 512
+    hidden_dim    width of the hidden layer; the paper's is 1,024
+    seed          of the initial weights, which are alike on all ranks
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        *,
+        label_dim: int = 512,
+        hidden_dim: int = 1024,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.labels = nn.Embedding(num_classes, label_dim, dtype=dtype)
+            self.layers = nn.Sequential(
+                nn.BatchNorm1d(label_dim, dtype=dtype),
+                nn.ReLU(),
+                nn.Linear(label_dim, hidden_dim, dtype=dtype),
+                nn.BatchNorm1d(hidden_dim, dtype=dtype),
+                nn.ReLU(),
+                nn.Linear(hidden_dim, dim, dtype=dtype),
+            )
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Classes [n] and [n], int64 -> gates [n, D] in (0, 1); symmetric in the two."""
+        mean = (self.labels(first) + self.labels(second)) / 2
+        return torch.sigmoid(self.layers(mean))
+
+    def of_classes(self) -> Tensor:
+        """[K, D]: the gates of every class by itself, by the running statistics of the batch norms.
+
+        They are what is looked at after training, and what the penalty is about.
+        """
+        classes = torch.arange(self.labels.num_embeddings, device=self.labels.weight.device)
+        training = self.training
+        self.eval()
+        try:
+            gates: Tensor = self(classes, classes)
+        finally:
+            self.train(training)
+        return gates
+
+
+def gate_penalty(gates: Tensor, kind: Penalty) -> Tensor:
+    """The mean over gates [K, D] of
+
+    paper       g log g, Eq. 5 as printed: in [-1/e, 0]; making it small draws gates to 1/e
+    neg_glog    -g log g: making it small draws gates to 0 or 1, as the text of Eq. 5 wants
+    bernoulli   -g log g - (1 - g) log(1 - g): the same, alike for open and for closed gates
+    """
+    terms: Tensor = torch.special.entr(gates)  # -g log g, 0 at 0
+    if kind == "bernoulli":
+        terms = terms + torch.special.entr(1.0 - gates)
+    return -terms.mean() if kind == "paper" else terms.mean()

@@ -1,0 +1,358 @@
+"""SimLAP: contrastive learning in which samples of any two classes may be a positive pair.
+
+Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (2024). A sample of class y1
+is paired with a class y2 of the batch; samples of y2 are its positives, those of neither class its
+negatives, all seen through gates that a label filter makes of (y1, y2).
+
+Where the paper is silent or contradicts itself:
+
+- y2 is drawn over the classes of the global batch, once for both views of a sample (the authors'
+  code permutes the local batch). Samples of one step are alike for any number of ranks.
+- Candidates pass the gates of the row (Eq. 2 and the code; Algorithm 1 has those of their pair).
+- The gates are sigmoids (Eq. 3; Algorithm 1 omits them); the loss is -log of what Eq. 2 prints.
+- Every positive has a term of its own with one positive in the denominator, and a row's loss is
+  their mean. A row whose class y2 has no other sample is left out of the mean.
+- ``score=code`` is the score of the authors' code: features of unit length, both gated, are
+  multiplied, and not brought to unit length again.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
+from mclclip.objectives.label_filter import LabelFilter, Penalty, gate_penalty
+from mclclip.objectives.label_pairs import Pairing, closest_classes, draw_partners
+from mclclip.objectives.temperature import AnyTemperature, Temperature
+from mclclip.options import STRICT
+from mclclip.randomness import Integers, mix
+from mclclip.ranks import collectives
+
+_TILE = 1024
+Score = Literal["exact", "code"]
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ObjectiveOptions):
+    """Two views of images, with positives of any class, compared in gated dimensions."""
+
+    kind: Literal["simlap"] = "simlap"
+    """Which objective."""
+    attribute: str | None = None
+    """Attribute of the samples that is their class (null: the nearest cluster of the stage
+    before)."""
+    groups: bool = False
+    """Compare only within groups of samples with one pseudo label, as MCL does."""
+    pairs: Pairing = "arbitrary"
+    """Classes that a sample is paired with: any of the batch; its own (``identical``); any other
+    (``distinct``); its own and its closest (``n_closest``)."""
+    num_closest: NonNegativeInt = 5
+    """N of ``n_closest``; 0: the sample's own class alone."""
+    closest_by: Literal["class_means", "label_embeddings"] = "class_means"
+    """What ``n_closest`` takes the cosine of: the classes' means, or the label filter's embeddings
+    as they are at the step."""
+    class_means: str | None = None
+    """An .npy file [num_classes, E] with the classes' means (null: the clusters' centroids)."""
+    score: Score = "exact"
+    """``exact``: the cosine of gated features; ``code``: the gated product of unit features."""
+    temperature: AnyTemperature = 0.05
+    """Divisor of scores, as for other contrastive losses. The paper tries 0.05, 0.1 and 0.15; the
+    authors' code is ``{learnable: true, start: 0.1}``; null: one over the model's logit scale."""
+    norm: Literal["layer", "none"] = "layer"
+    """Layer norm at the end of the projector, without which the paper's training diverges."""
+    penalty: Penalty = "neg_glog"
+    """Penalty of gates: ``paper`` is Eq. 5 as printed, which draws gates to 1/e; ``neg_glog`` has
+    the other sign, which its text wants; ``bernoulli`` is a gate's entropy as a probability."""
+    penalty_weight: NonNegativeFloat = 0.0
+    """Weight of the penalty."""
+    label_dim: PositiveInt = 512
+    """Width of the label embedding."""
+    hidden_dim: PositiveInt = 1024
+    """Width of the label filter's hidden layer."""
+
+    num_views: ClassVar[int] = 2
+    starts_anew: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.class_means is not None and (
+            self.pairs != "n_closest" or self.closest_by != "class_means"
+        ):
+            raise ValueError(
+                "class_means is given, and is read only with pairs=n_closest and "
+                "closest_by=class_means: set these, or leave it out"
+            )
+
+    @property
+    def reads(self) -> Reads:
+        """A class per sample, and groups where they are asked for."""
+        clusters = 1 if self.attribute is None else 0
+        return Reads(
+            logit_scale=self.temperature is None,
+            groups=self.groups,
+            clusters=clusters,
+            attribute=self.attribute,
+        )
+
+    def build(self, setting: Setting) -> Objective:
+        """The loss with a new label filter, alike on all ranks."""
+        assert setting.classes is not None
+        num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
+        wide = torch.float64 if setting.precision == "float64" else torch.float32
+        label_filter = LabelFilter(
+            num_classes,
+            dim,
+            label_dim=self.label_dim,
+            hidden_dim=self.hidden_dim,
+            seed=setting.seed,
+            dtype=wide,
+        )
+        return SimLAP(
+            label_filter,
+            seed=setting.seed,
+            pairs=self.pairs,
+            num_closest=self.num_closest,
+            class_means=self._means(setting),
+            score=self.score,
+            temperature=Temperature(self.temperature, wide),
+            norm=nn.LayerNorm(dim, dtype=wide) if self.norm == "layer" else None,
+            penalty=self.penalty,
+            penalty_weight=self.penalty_weight,
+        )
+
+    def _means(self, setting: Setting) -> Tensor | None:
+        """[K, E], where closeness is theirs."""
+        if self.pairs != "n_closest" or self.closest_by != "class_means":
+            return None
+        assert setting.classes is not None
+        if self.class_means is None:
+            if self.attribute is not None:
+                raise ValueError(
+                    f"pairs=n_closest with attribute={self.attribute} has no class means: give "
+                    "class_means=FILE.npy, or set closest_by=label_embeddings"
+                )
+            return torch.from_numpy(np.array(setting.classes.centroids()))
+        if not Path(self.class_means).is_file():
+            raise FileNotFoundError(f"class_means={self.class_means} is no file")
+        means = np.load(self.class_means, allow_pickle=False)
+        if means.ndim != 2 or len(means) != setting.classes.num_classes:
+            raise ValueError(
+                f"class_means={self.class_means} is {list(means.shape)}, wanted a row for each of "
+                f"{setting.classes.num_classes} classes"
+            )
+        return torch.from_numpy(np.array(means, dtype=np.float32))
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """The label filter, and what the loss holds between the features and their gradients."""
+        local, everywhere = sizes.local_batch, sizes.local_batch * sizes.num_ranks
+        filter_bytes = sizes.dtype.itemsize * (
+            sizes.num_classes * self.label_dim + self.hidden_dim * (self.label_dim + sizes.dim)
+        )
+
+        def run() -> None:
+            label_filter = LabelFilter(
+                1,
+                sizes.dim,
+                label_dim=self.label_dim,
+                hidden_dim=self.hidden_dim,
+                dtype=sizes.dtype,
+            )
+            zeros = torch.zeros(everywhere, dtype=torch.int64)
+            gates, own = label_filter(zeros[:local], zeros[:local]), zeros[:local]
+            pairs = ClassPairs(own, own, own, own, zeros, zeros, zeros)
+            losses = []
+            for _ in range(2):
+                rows, keys = (
+                    torch.empty(n, sizes.dim, dtype=sizes.dtype, requires_grad=True)
+                    for n in (local, everywhere)
+                )
+                found = pair_losses(*gated_queries(rows, gates), keys * 1.0, pairs, _TILE)
+                losses.append(found[0].mean())
+            torch.autograd.backward(torch.stack(losses).sum())
+
+        # Weights, their gradient and two moments.
+        return Cost(step=sizes.peak_bytes(run), lasting={"label_filter": 4 * filter_bytes})
+
+
+class SimLAP(Objective):
+    """The loss of two views, or of a view and the momentum copy's other one, in gated dimensions.
+
+    With the class means [K, E] ``class_means``, ``pairs=n_closest`` is by their cosine; without
+    them, by that of the label embeddings. ``norm`` is applied to features that are brought to
+    length sqrt(D), so that its epsilon does not count. Scores are computed in tiles of at most
+    ``tile`` rows and columns; the result does not depend on it. Raises ValueError for more closest
+    classes than there are others.
+    """
+
+    def __init__(
+        self,
+        label_filter: LabelFilter,
+        *,
+        seed: int = 0,
+        pairs: Pairing = "arbitrary",
+        num_closest: int = 0,
+        class_means: Tensor | None = None,
+        score: Score = "exact",
+        temperature: Temperature | None = None,
+        norm: nn.Module | None = None,
+        penalty: Penalty = "neg_glog",
+        penalty_weight: float = 0.0,
+        tile: int = _TILE,
+    ) -> None:
+        super().__init__()
+        self.filter, self.norm, self.pairs, self.score = label_filter, norm, pairs, score
+        self.seed, self.step, self.num_closest, self.tile = seed, 0, num_closest, tile
+        self.penalty: Penalty = penalty
+        self.penalty_weight = penalty_weight
+        num_classes = label_filter.labels.num_embeddings
+        if pairs == "n_closest" and num_closest >= num_classes:
+            raise ValueError(
+                f"num_closest is {num_closest}, with {num_classes} classes: wanted at most "
+                f"{num_classes - 1}"
+            )
+        self._closest: Tensor | None = None
+        if class_means is not None:
+            self._closest = closest_classes(class_means, torch.arange(num_classes), num_closest)
+        self.temperature = temperature or Temperature()
+
+    def begin(self, step: int, total: int, epoch: float) -> None:
+        """Takes note of the step, on which the draw of pairs depends; moves the temperature."""
+        self.step = step
+        self.temperature.begin(step, total, epoch)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        labels: Tensor,
+        sample_id: Tensor,
+        classes: Tensor,
+        image_features_1: Tensor | None = None,
+        keys: Tensor | None = None,
+        keys_1: Tensor | None = None,
+        logit_scale: Tensor | None = None,
+        **unused: Any,
+    ) -> dict[str, Tensor]:
+        """Computes this rank's rows of the loss over the global batch.
+
+        Args:
+            image_features, image_features_1: [b, D] of this rank, the first and second view.
+            labels: [b, 1] int64, groups, which are compared within.
+            sample_id: [b] int64; equal ids are one sample, never each other's positives.
+            classes: [b, 1] int64, 0 or more.
+            keys, keys_1: [b, D], a momentum copy's features of the first and the second view. With
+                both, each view is compared with the copy's other one, without gradient through the
+                copy, as in MoCo v3. ``keys`` alone are those of the second view, and only the first
+                view's rows count. Without them each view is compared with the other one.
+            logit_scale: 0-dimensional, where the temperature is the model's.
+            unused: what other objectives look at.
+
+        Returns:
+            `loss`, whose mean over the ranks is the global loss. `rows_without_positives`, samples
+            of the global batch that are left out; `rows_without_negatives`, others of loss 0.
+            `open_gates`, share above a half; `temperature`; with a penalty, `gate_penalty`.
+        """
+        scale = self.temperature.scale(self._normed(image_features), logit_scale)
+        views = self._views(image_features, image_features_1, classes, keys, keys_1)
+        pairs = self._pairs(classes[:, 0], labels[:, 0], sample_id)
+        # Rows without a partner are left out.
+        gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
+        found = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]
+        _, positives, negatives = found[0]  # their numbers are those of every view
+        left_out = collectives.all_reduce_sum((positives == 0).sum())
+        silent = collectives.all_reduce_sum(((positives > 0) & (negatives == 0)).sum())
+        counted = (len(pairs.all_labels) - left_out).clamp_min(1) * len(views)
+        loss = torch.stack([losses.sum() for losses, _, _ in found]).sum()
+        parts = {
+            "loss": loss * collectives.world_size() / counted,
+            "rows_without_positives": left_out,
+            "rows_without_negatives": silent,
+            "open_gates": (gates.detach() > 0.5).to(gates.dtype).mean(),
+            "temperature": 1.0 / scale.detach(),
+        }
+        if self.penalty_weight:
+            parts["gate_penalty"] = gate_penalty(self.filter.of_classes(), self.penalty)
+            parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
+        return parts
+
+    def _views(
+        self,
+        first: Tensor,
+        second: Tensor | None,
+        classes: Tensor,
+        keys: Tensor | None,
+        keys_1: Tensor | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of rows [b, D] and their candidates [B, D]; ValueError for what is missing."""
+        if tuple(classes.shape) != (len(first), 1):
+            raise ValueError(f"classes {tuple(classes.shape)} must be [{len(first)}, 1]")
+        if second is None and (keys is None or keys_1 is not None):
+            raise ValueError("simlap compares two views of an image, and image_features_1 is none")
+        rows = [self._normed(x) for x in (first, second) if x is not None]
+        if keys is None:
+            every = [collectives.gather_with_grad(view) for view in rows]
+            return [(rows[0], every[1]), (rows[1], every[0])]
+        momentum = [x for x in (keys_1, keys) if x is not None]
+        every = [collectives.gather(self._normed(x)) for x in momentum]
+        return list(zip(rows, every, strict=False))
+
+    def _normed(self, features: Tensor) -> Tensor:
+        """Features after the layer norm, if there is one; fp32 at least."""
+        if features.dtype != torch.float64:
+            features = features.float()
+        if self.norm is None:
+            return features
+        normed: Tensor = self.norm(functional.normalize(features) * math.sqrt(features.shape[1]))
+        return normed
+
+    def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
+        """The positives and negatives of this rank's rows, whose partners are drawn.
+
+        Raises ValueError, on all ranks, for a class that the label filter does not have.
+        """
+        every, all_ids = collectives.gather(own), collectives.gather(ids)
+        known, numbers = self.filter.labels.num_embeddings, every.cpu().numpy()
+        if numbers.min() < 0 or numbers.max() >= known:
+            raise ValueError(
+                f"classes of a batch are {numbers.min()} to {numbers.max()}, and the label filter "
+                f"has those of 0 to {known - 1}: the labels are of other data"
+            )
+        closest = self._closest_of(np.unique(numbers)) if self.pairs == "n_closest" else None
+        key = mix(self.seed, self.step)
+        drawn = draw_partners(numbers, all_ids.cpu().numpy(), key, self.pairs, closest)
+        first = collectives.rank() * len(own)
+        partners = torch.from_numpy(drawn[first : first + len(own)]).to(own.device)
+        everywhere = collectives.gather(groups)
+        return ClassPairs(own, partners, ids, groups, every, all_ids, everywhere)
+
+    def _closest_of(self, present: Integers) -> Integers:
+        """The closest classes [P, N] of each of the classes ``present`` [P]."""
+        if self._closest is not None:
+            return self._closest[torch.from_numpy(present)].numpy()
+        every = torch.arange(
+            self.filter.labels.num_embeddings, device=self.filter.labels.weight.device
+        )
+        rows = torch.from_numpy(present).to(every.device)
+        return closest_classes(self.filter.labels(every), rows, self.num_closest).cpu().numpy()
+
+    def _losses(
+        self, scale: Tensor, rows: Tensor, gates: Tensor, candidates: Tensor, pairs: ClassPairs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``pair_losses``: of rows and gates [b, D] of this rank and candidates [B, D]."""
+        weights: Tensor | None = None
+        if self.score == "exact":
+            queries, weights = gated_queries(rows, gates)
+        else:
+            queries = functional.normalize(rows) * gates.square()
+            candidates = functional.normalize(candidates)
+        found: tuple[Tensor, Tensor, Tensor]
+        found = pair_losses(scale * queries, weights, candidates, pairs, self.tile)
+        return found

@@ -1,0 +1,103 @@
+"""Towers of timm and torchvision: channels, stems, layouts, exports, mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mclclip
+from mclclip.models.clip import load_image_encoder, save_export
+from mclclip.models.loading import load_any
+from tests.unit.models.stages import vary
+
+VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def config(backbone: str, **fields: Any) -> dict[str, Any]:
+    return {"vision_cfg": {"backbone": backbone, "channels": 4, "image_size": 16, **fields}}
+
+
+KINDS = {
+    "timm resnet": config("timm:resnet18", stem="cifar"),
+    "torchvision resnet": config("torchvision:resnet18", stem="cifar"),
+    "its own stem": config("torchvision:resnet18", image_size=32),
+    "transformer": config("timm:vit_tiny_patch16_224", options=VIT),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_lock_and_export(kind: str, tmp_path: Path) -> None:
+    model = load_any(KINDS[kind], projector=[24, 12], seed=3)
+    vary(model, 1)
+    height, width = model.image_size, model.image_size
+    images = torch.randn(3, 4, height, width, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    with torch.no_grad():
+        whole = model.encode_image(images)
+        for number in range(model.num_blocks + 1):
+            parts = model.encode_tail(model.encode_trunk(images, number), number)
+            torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+    assert whole.shape == (3, model.embed_dim) and model.feature_dim == 12
+    trained = model.lock(1, True, True)
+    assert any(n.startswith("projector.") for n in trained)
+    assert model.num_frozen_blocks == model.num_blocks - 1
+    assert model.train()(image=images)["image_features"].shape == (3, 12)
+    save_export(model.eval(), tmp_path)
+    found = mclclip.load_model(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(found.encode_image(images), model.encode_image(images, True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_small_stem_keeps_small_pictures() -> None:
+    tower = load_image_encoder(KINDS["timm resnet"]).visual
+    assert tower.trunk.conv1.kernel_size == (3, 3) and tower.trunk.conv1.in_channels == 4
+    hidden = tower.trunk.layer1(tower.trunk.maxpool(tower.trunk.conv1(torch.zeros(1, 4, 16, 16))))
+    assert hidden.shape[2:] == (16, 16)
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    def first(seed: int) -> torch.Tensor:
+        torch.rand(seed)  # the caller's generator does not matter
+        return load_image_encoder(KINDS["torchvision resnet"], seed=seed).visual.trunk.conv1.weight
+
+    before = torch.random.get_rng_state()
+    torch.random.set_rng_state(before)
+    assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
+
+
+def test_arrays_of_four_channels_become_views() -> None:
+    model = load_image_encoder(KINDS["timm resnet"])
+    image = np.random.default_rng(0).integers(0, 256, (16, 16, 4), np.uint8)
+    view, plain = model.preprocess_train(image), model.preprocess_val(image)
+    assert view.shape == plain.shape == (4, 16, 16)
+    expected = (torch.from_numpy(image).permute(2, 0, 1) / 255 - 0.5) / 0.5
+    torch.testing.assert_close(plain, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (config("timm:resnet81"), "no listed model .*resnet18"),
+        (config("resnet18"), "no listed model .*timm, torchvision"),
+        (config("timm:hf-hub:stranger/model"), "no listed model"),
+        (config("torchvision:vgg11"), "no listed model"),
+        (config("timm:vit_tiny_patch16_224", stem="cifar", options=VIT), "leave stem out"),
+        (config("timm:resnet18", colours=3), "vision_cfg.colours"),
+        (config("timm:resnet18", mean=[0.5, 0.5]), "mean has 2 values"),
+        (config("timm:resnet18", options={"blocks": 3}), "cannot be built"),
+        (config("timm:resnet18") | {"embed_dim": 100}, "embed_dim .* gives 512"),
+    ],
+)
+def test_mistakes_are_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        load_any(given)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_projector_is_for_a_tower_alone() -> None:
+    with pytest.raises(ValueError, match="set text=false"):
+        load_any("ViT-B-32", projector=[8], load_weights=False)

@@ -1,0 +1,95 @@
+"""SimCLR's augmentations for any number of channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mclclip.models.transforms import Look, PlainTransform, SimCLROptions, SimCLRTransform, training
+
+
+def picture(channels: int, side: int = 24) -> np.ndarray:
+    return np.random.default_rng(channels).integers(0, 256, (side, side, channels), np.uint8)
+
+
+def transform(channels: int, **options: Any) -> SimCLRTransform:
+    look = Look((16, 16), [0.0], [1.0], channels)
+    return SimCLRTransform(look, SimCLROptions(**options))
+
+
+def view(channels: int, seed: int = 0, **options: Any) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return transform(channels, **options)(picture(channels))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 6])
+def test_views_follow_the_generator_alone(channels: int) -> None:
+    views = [view(channels, seed, blur=0.5) for seed in range(12)]
+    again = [view(channels, seed, blur=0.5) for seed in range(12)]
+    assert all(torch.equal(a, b) for a, b in zip(views, again, strict=True))
+    assert all(v.shape == (channels, 16, 16) and 0 <= v.min() and v.max() <= 1 for v in views)
+    assert not any(torch.equal(views[0], v) for v in views[1:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_colours_of_the_first_three_channels_change_alone(seed: int) -> None:
+    plain = {"jitter": 0.0, "grayscale": 0.0}
+    changed = view(5, seed, jitter=1.0, strength=1.0, grayscale=1.0)
+    same = view(5, seed, **plain)
+    assert torch.equal(changed[3:], same[3:])  # the crop and the flip are drawn before
+    assert torch.equal(changed[0], changed[1]) and not torch.equal(changed[:3], same[:3])
+
+
+def test_geometry_acts_on_all_channels_alike() -> None:
+    one = picture(1)
+    four = np.concatenate([one] * 4, axis=2)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        found = transform(4, jitter=0.0, grayscale=0.0)(four)
+        assert all(torch.equal(found[0], channel) for channel in found[1:])
+
+
+def test_without_any_change_a_view_is_the_picture() -> None:
+    options = {"scale": (1.0, 1.0), "flip": 0.0, "jitter": 0.0, "grayscale": 0.0}
+    look = Look((16, 16), [0.2], [0.5], 3)
+    image = picture(3, 16)
+    views = [SimCLRTransform(look, SimCLROptions(**options))(image), PlainTransform(look)(image)]  # type: ignore[arg-type]
+    for found in [*views, training(look, {"kind": "none"})(Image.fromarray(image))]:
+        expected = (torch.from_numpy(image).permute(2, 0, 1) / 255 - 0.2) / 0.5
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+    assert torch.equal(views[1], training(look, {"kind": "none"})(image))
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 40), (40, 24), (8, 9), (16, 16)])
+def test_the_middle_is_kept(height: int, width: int) -> None:
+    image = np.zeros((height, width, 3), np.uint8)
+    image[:, width // 2 - 1 : width // 2 + 1] = 255
+    found = PlainTransform(Look((16, 16), [0.0], [1.0], 3))(image)
+    assert found.shape == (3, 16, 16)
+    columns = found[0].mean(dim=0)
+    assert columns[7:9].mean() > columns[[0, 15]].mean() + 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "simclr2"}, "no augmentation of kind 'simclr2': take simclr or none"),
+        ({"kind": "simclr", "scale": [0.5, 0.2]}, "scale is"),
+        ({"kind": "simclr", "flip": 1.5}, "flip is 1.5"),
+        ({"kind": "simclr", "colour": 1}, "augmentation colour"),
+        ({"kind": "none", "flip": 0.1}, "augmentation flip"),
+    ],
+)
+def test_mistakes_are_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        training(Look((8, 8), [0.5], [0.5]), options)
+    assert "\n" not in str(raised.value)
+
+
+def test_other_channels_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 3 channels, but the model takes 4"):
+        transform(4)(Image.fromarray(picture(3)))

@@ -1,0 +1,173 @@
+"""Losses of gated pairs: the definition with loops, gradients, and memory linear in the batch."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.models.memory import peak_bytes
+from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
+
+SCALE = 6.0
+
+
+def draw(
+    seed: int, rows: int, columns: int, classes: int = 3, groups: int = 1, dim: int = 5
+) -> tuple[Tensor, Tensor, Tensor, ClassPairs]:
+    """Rows, gates and candidates with gradient, and pairs; samples occur in rows and columns."""
+    rng = np.random.default_rng(seed)
+    features = [torch.tensor(rng.normal(size=(n, dim))) for n in (rows, columns)]
+    gates = torch.tensor(rng.uniform(0.05, 1.0, size=(rows, dim)))
+    of_sample = torch.tensor(rng.integers(0, classes, size=(40,)))
+    ids, all_ids = (torch.tensor(rng.integers(0, 40, size=n)) for n in (rows, columns))
+    partners = torch.tensor(rng.integers(-1, classes, size=rows))
+    own, every = (torch.tensor(rng.integers(0, groups, size=n)) for n in (rows, columns))
+    pairs = ClassPairs(of_sample[ids], partners, ids, own, of_sample[all_ids], all_ids, every)
+    leaves = [x.requires_grad_() for x in (features[0], gates, features[1])]
+    return leaves[0], leaves[1], leaves[2], pairs
+
+
+def slow(rows: Tensor, gates: Tensor, keys: Tensor, pairs: ClassPairs, score: str) -> list[Tensor]:
+    """Eq. 2 and Algorithm 1 of SimLAP, pair by pair."""
+
+    def similarity(p: int, q: int) -> Tensor:
+        z, k = rows[p] * gates[p], keys[q] * gates[p]
+        if score == "code":
+            return z @ k / (rows[p].norm() * keys[q].norm())
+        return z @ k / (z.norm() * k.norm())
+
+    losses = []
+    for p in range(len(rows)):
+        positives, negatives = [], []
+        y1, y2 = int(pairs.labels[p]), int(pairs.partners[p])
+        for q in range(len(keys)):
+            if pairs.groups[p] != pairs.all_groups[q]:
+                continue
+            theirs = int(pairs.all_labels[q])
+            if theirs == y2 and pairs.sample_id[p] != pairs.all_sample_ids[q]:
+                positives.append(SCALE * similarity(p, q))
+            elif theirs not in (y1, y2):
+                negatives.append((SCALE * similarity(p, q)).exp())
+        terms = [-torch.log(s.exp() / (s.exp() + sum(negatives))) for s in positives]
+        losses.append(torch.stack(terms).mean() if terms else rows.sum() * 0.0)
+    return losses
+
+
+def found(
+    rows: Tensor, gates: Tensor, keys: Tensor, pairs: ClassPairs, score: str, tile: int = 100
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights: Tensor | None = None
+    if score == "exact":
+        queries, weights = gated_queries(rows, gates)
+    else:
+        queries, keys = functional.normalize(rows) * gates.square(), functional.normalize(keys)
+    output: tuple[Tensor, Tensor, Tensor] = pair_losses(SCALE * queries, weights, keys, pairs, tile)
+    return output
+
+
+def close(mine: Any, theirs: Any) -> None:
+    torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-11)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 9),
+    classes=st.integers(1, 4),
+    groups=st.integers(1, 2),
+    tile=st.integers(1, 10),
+    score=st.sampled_from(["exact", "code"]),
+)
+def test_value_and_gradient_are_the_definition(tile: int, score: str, **drawn: int) -> None:
+    *leaves, pairs = draw(**drawn)
+    losses, positives, negatives = found(*leaves, pairs, score, tile)
+    expected = torch.stack(slow(*leaves, pairs, score))
+    close(losses, expected)
+    factors = torch.linspace(0.5, 2.0, len(losses), dtype=torch.float64)
+    mine = torch.autograd.grad((losses * factors).sum(), leaves)
+    theirs = torch.autograd.grad((expected * factors).sum(), leaves, allow_unused=True)
+    for left, right, leaf in zip(mine, theirs, leaves, strict=True):
+        close(left, torch.zeros_like(leaf) if right is None else right)
+    assert (losses[(positives == 0) | (negatives == 0)] == 0.0).all()
+    assert (losses[(positives > 0) & (negatives > 0)] > 0.0).all()
+
+
+@pytest.mark.parametrize("score", ["exact", "code"])
+def test_lengths_do_not_matter(score: str) -> None:
+    """Of rows and candidates; with the exact score, of gates too."""
+    rows, gates, keys, pairs = draw(1, 6, 9)
+    gate_scale = 1e-15 if score == "exact" else 1.0
+    expected = found(rows, gates, keys, pairs, score)[0]
+    lengths = torch.linspace(0.1, 50.0, 6, dtype=torch.float64)[:, None]
+    close(found(rows * lengths, gates * gate_scale, keys * 3.0, pairs, score)[0], expected)
+    assert score == "code" or not torch.allclose(
+        found(rows, 0.5 * gates, keys, pairs, "code")[0], found(rows, gates, keys, pairs, "code")[0]
+    )
+
+
+def test_open_gates_give_the_cosine() -> None:
+    rows, _, keys, pairs = draw(2, 6, 9)
+    gates = torch.ones_like(rows)
+    close(found(rows, gates, keys, pairs, "exact")[0], found(rows, gates, keys, pairs, "code")[0])
+
+
+def test_candidates_of_the_rows_own_class_do_not_matter() -> None:
+    rows, gates, keys, pairs = draw(3, 5, 9)
+    labels, all_labels = torch.zeros(5, dtype=torch.int64), torch.arange(9) % 3
+    pairs = replace(pairs, labels=labels, partners=labels + 1, all_labels=all_labels)
+    own = all_labels == 0
+    losses = found(rows, gates, keys, pairs, "exact")[0]
+    assert (losses > 0.0).all()
+    gradient = torch.autograd.grad(losses.sum(), keys)[0]
+    assert torch.equal(gradient[own], torch.zeros_like(gradient[own]))
+    moved = torch.where(own[:, None], -7.0 * keys, keys)
+    assert torch.equal(found(rows, gates, moved, pairs, "exact")[0], losses)
+
+
+def test_large_scores_stay_finite() -> None:
+    rows, gates, keys, pairs = draw(4, 6, 9)
+    queries, weights = gated_queries(rows.float(), gates.float())
+    losses, _, _ = pair_losses(1e4 * queries, weights, keys.float(), pairs, 4)
+    gradients = torch.autograd.grad(losses.sum(), (rows, gates, keys))
+    assert torch.isfinite(losses).all() and losses.max() > 100.0
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_keys_without_gradient() -> None:
+    *leaves, pairs = draw(5, 5, 8)
+    expected = torch.autograd.grad(found(*leaves, pairs, "exact")[0].sum(), leaves[:2])
+    losses = found(leaves[0], leaves[1], leaves[2].detach(), pairs, "exact")[0]
+    for mine, theirs in zip(torch.autograd.grad(losses.sum(), leaves[:2]), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_second_derivative_is_refused() -> None:
+    rows, gates, keys, pairs = draw(6, 4, 6)
+    losses = found(rows, gates, keys, pairs, "exact")[0]
+    with pytest.raises(RuntimeError, match="create_graph=True: it has no second derivative"):
+        torch.autograd.grad(losses.sum(), rows, create_graph=True)
+
+
+def test_memory_is_linear_in_the_batch() -> None:
+    """Counted in bytes, forward and backward; the tensor [B, B, D] would be 4 MiB and 67 MiB."""
+
+    def measured(batch: int) -> int:
+        rows, gates, keys, pairs = draw(7, batch, batch, dim=64)
+
+        def run() -> None:
+            found(rows, gates, keys, pairs, "exact", tile=16)[0].sum().backward()
+
+        run()  # gradients are there from now on
+        leaves = [rows, gates, keys]
+        return peak_bytes(run, [*leaves, *(x.grad for x in leaves if x.grad is not None)])
+
+    small, large = measured(64), measured(256)
+    assert large < 4.2 * small
+    assert large < 256 * 256 * 8 * 5  # not five matrices [B, B], let alone [B, B, D]

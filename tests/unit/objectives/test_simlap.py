@@ -1,0 +1,260 @@
+"""SimLAP: the loss written out with loops, its options, and what it refuses."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from mclclip.models.memory import peak_bytes
+from mclclip.objectives.base import Reads, Setting, Sizes, parse
+from mclclip.objectives.label_filter import LabelFilter, gate_penalty
+from mclclip.objectives.label_pairs import draw_partners
+from mclclip.objectives.simlap import SimLAP
+from mclclip.objectives.temperature import CosineSchedule, Learnable, Temperature
+from mclclip.randomness import mix
+from mclclip.ranks.process_group import Context
+
+CLASSES, DIM, ROWS = 4, 6, 9
+
+
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    """Two views of samples of four classes, one of which (3) has one sample."""
+    rng = np.random.default_rng(seed)
+    views = [torch.tensor(rng.normal(size=(ROWS, DIM))) for _ in range(2)]
+    first, second = (functional.normalize(view).requires_grad_() for view in views)
+    classes = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 3])
+    return {
+        "image_features": first,
+        "image_features_1": second,
+        "classes": classes[:, None],
+        "labels": torch.zeros(ROWS, 1, dtype=torch.int64),
+        "sample_id": torch.tensor([11, 5, 8, 30, 2, 17, 4, 9, 12]),
+    }
+
+
+def objective(**options: Any) -> SimLAP:
+    label_filter = LabelFilter(CLASSES, DIM, label_dim=5, hidden_dim=7).double()
+    made = SimLAP(label_filter, seed=3, **{"temperature": Temperature(0.2), **options})
+    made.begin(17, 100, 0.5)
+    return made.double()
+
+
+def slow(given: dict[str, Tensor], module: SimLAP, code: bool = False) -> tuple[Tensor, int]:
+    """Alg. 1 with Eq. 2's gates: the mean over rows with a positive; and the rows without."""
+    y1, ids = given["classes"][:, 0], given["sample_id"]
+    y2 = torch.tensor(draw_partners(y1.numpy(), ids.numpy(), mix(3, 17), module.pairs))
+    gates = module.filter(y1, y2)
+    terms = []
+    for rows, others in (("image_features", "image_features_1"),
+                         ("image_features_1", "image_features")):  # fmt: skip
+        z, k = given[rows], given[others]
+        if module.norm is not None:
+            z, k = (functional.layer_norm(x, (DIM,), eps=1e-5 / DIM) for x in (z, k))
+        for p in range(ROWS):
+            left, right = z[p] * gates[p], k * gates[p]
+            scores = functional.cosine_similarity(left[None], right, dim=1)
+            if code:
+                scores = (left * right).sum(dim=1) / (z[p].norm() * k.norm(dim=1))
+            scores = (scores / 0.2).exp()
+            negatives = scores[(y1 != y1[p]) & (y1 != y2[p])].sum()
+            positives = scores[(y1 == y2[p]) & (ids != ids[p])]
+            if len(positives):
+                terms.append(-(positives / (positives + negatives)).log().mean())
+    return torch.stack(terms).mean(), ROWS - len(terms) // 2
+
+
+@pytest.mark.parametrize("pairs", ["arbitrary", "identical", "distinct"])
+@pytest.mark.parametrize("score", ["exact", "code"])
+@pytest.mark.parametrize("norm", [True, False])
+def test_value_and_gradient_are_the_paper_with_loops(pairs: str, score: str, norm: bool) -> None:
+    given, module = batch(), objective(
+        pairs=pairs, score=score, norm=nn.LayerNorm(DIM) if norm else None, tile=4
+    )  # fmt: skip
+    found = module(**given)
+    expected, left_out = slow(given, module, score == "code")
+    leaves = [given["image_features"], given["image_features_1"], *module.filter.parameters()]
+    torch.testing.assert_close(found["loss"], expected, atol=1e-11, rtol=1e-11)
+    assert int(found["rows_without_positives"]) == left_out
+    assert pairs != "identical" or left_out == 1
+    mine = torch.autograd.grad(found["loss"], leaves)
+    theirs = torch.autograd.grad(expected, leaves)
+    for left, right in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-10, rtol=1e-10)
+
+
+def open_gates(module: SimLAP) -> SimLAP:
+    """All gates equal, which is one half."""
+    for parameter in module.filter.layers[-1].parameters():
+        nn.init.zeros_(parameter)
+    return module
+
+
+def test_equal_gates_and_one_class_are_infonce_with_one_positive_at_a_time() -> None:
+    given = batch()
+    found = open_gates(objective(pairs="identical"))(**given)
+    y, terms = given["classes"][:, 0], []
+    for rows, others in (("image_features", "image_features_1"),
+                         ("image_features_1", "image_features")):  # fmt: skip
+        logits = given[rows] @ given[others].T / 0.2
+        for p in range(ROWS):
+            negatives = logits[p][y != y[p]]
+            positives = [q for q in range(ROWS) if y[q] == y[p] and q != p]
+            losses = [
+                functional.cross_entropy(torch.cat([logits[p, q : q + 1], negatives])[None],
+                                         torch.zeros(1, dtype=torch.int64))
+                for q in positives
+            ]  # fmt: skip
+            terms += [torch.stack(losses).mean()] if losses else []
+    torch.testing.assert_close(found["loss"], torch.stack(terms).mean(), atol=1e-11, rtol=1e-11)
+
+
+def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
+    given = batch()
+    given["classes"] = torch.zeros(ROWS, 1, dtype=torch.int64)
+    module = objective(pairs="distinct")
+    found = module(**given)
+    assert (float(found["loss"].detach()), int(found["rows_without_positives"])) == (0.0, ROWS)
+    found["loss"].backward()
+    for leaf in (given["image_features"], *module.filter.parameters()):
+        assert leaf.grad is not None and torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_groups_are_compared_within() -> None:
+    """Two groups at once are the mean of each alone, weighted by their rows (fixed gates)."""
+    given, module = batch(), open_gates(objective(pairs="identical"))
+    given["labels"][[0, 1, 3, 4, 8], 0] = 1
+    found, total, rows = module(**given), torch.zeros((), dtype=torch.float64), 0
+    for group in (0, 1):
+        own = given["labels"][:, 0] == group
+        alone = module(**{name: value[own] for name, value in given.items()})
+        counted = int(own.sum() - alone["rows_without_positives"])
+        total, rows = total + counted * alone["loss"], rows + counted
+    torch.testing.assert_close(found["loss"], total / rows)
+
+
+def test_keys_of_a_momentum_copy() -> None:
+    """With the copy's features of both views, the loss is that of two views, without gradient
+    through the candidates; with those of one view, only the first view's rows count."""
+    given, module = batch(), objective(norm=nn.LayerNorm(DIM))
+    expected = module(**given)["loss"]
+    second, first = given["image_features_1"], given["image_features"]
+    both = module(**given, keys=first, keys_1=second)["loss"]
+    torch.testing.assert_close(both, expected)
+    one = module(**{**given, "image_features_1": None}, keys=second)["loss"]
+    other = module(**{**given, "image_features": second, "image_features_1": None}, keys=first)
+    torch.testing.assert_close((one + other["loss"]) / 2, expected)
+    assert torch.autograd.grad(one, second, allow_unused=True) == (None,)
+
+
+def test_the_draw_moves_with_the_step_and_not_otherwise() -> None:
+    given, module = batch(), objective()
+    first = module(**given)["loss"]
+    assert torch.equal(module(**given)["loss"], first)
+    found = []
+    for step in range(3):
+        module.begin(step, 100, 0.0)
+        found.append(float(module(**given)["loss"].detach()))
+    assert len({*found, float(first.detach())}) > 1
+    module.begin(17, 100, 0.5)
+    assert torch.equal(module(**given)["loss"], first)
+
+
+def test_penalty_is_added_with_its_weight() -> None:
+    given = batch()
+    plain = objective()(**given)["loss"]
+    module = objective(penalty="bernoulli", penalty_weight=0.3)
+    found = module(**given)
+    expected = gate_penalty(module.filter.of_classes(), "bernoulli")
+    torch.testing.assert_close(found["gate_penalty"], expected)
+    torch.testing.assert_close(found["loss"], plain + 0.3 * expected)
+
+
+def test_temperature_may_be_learned_scheduled_or_the_models() -> None:
+    given, expected = batch(), objective()(**batch())["loss"]
+    learned = objective(temperature=Temperature(Learnable(start=0.2), torch.float64))
+    found = learned(**given)
+    torch.testing.assert_close(found["loss"], expected)
+    (gradient,) = torch.autograd.grad(found["loss"], list(learned.temperature.parameters()))
+    assert gradient.abs().max() > 0.0
+    cosine = CosineSchedule(min=0.2, max=0.9, half_period=1.0)
+    scheduled = objective(temperature=Temperature(cosine))
+    scheduled.begin(17, 100, 1.0)
+    torch.testing.assert_close(scheduled(**given)["loss"], expected)
+    logit_scale = torch.tensor(5.0, dtype=torch.float64)
+    models = objective(temperature=Temperature())
+    torch.testing.assert_close(models(**given, logit_scale=logit_scale)["loss"], expected)
+    with pytest.raises(ValueError, match="takes the logit scale of the model, which gives none"):
+        models(**given)
+    assert parse({"kind": "simlap", "temperature": None}).reads.logit_scale
+
+
+def setting(dim: int = DIM, **attributes: Any) -> Setting:
+    classes = SimpleNamespace(num_classes=CLASSES, centroids=lambda: np.eye(CLASSES), **attributes)
+    model = SimpleNamespace(feature_dim=dim)
+    return Setting(model, Context(), seed=5, precision="float64", classes=classes)
+
+
+def test_options_say_what_is_read() -> None:
+    assert parse({"kind": "simlap"}).reads == Reads(clusters=1)
+    found = parse({"kind": "simlap", "attribute": "breed", "groups": True})
+    assert found.reads == Reads(attribute="breed", groups=True)
+    assert found.num_views == 2
+
+
+def test_n_closest_by_means_and_by_embeddings(tmp_path: Path) -> None:
+    given = batch()
+    arbitrary = parse({"kind": "simlap"}).build(setting())
+    arbitrary.begin(17, 100, 0.0)
+    expected = arbitrary(**given)["loss"]
+    np.save(tmp_path / "means.npy", np.eye(CLASSES, 7))
+    every = {"kind": "simlap", "pairs": "n_closest", "num_closest": CLASSES - 1}
+    by_file = {"attribute": "breed", "class_means": str(tmp_path / "means.npy")}
+    for more in ({}, {"closest_by": "label_embeddings"}, by_file):
+        module = parse(every | more).build(setting())
+        module.begin(17, 100, 0.0)
+        torch.testing.assert_close(module(**given)["loss"], expected)
+    with pytest.raises(ValueError, match="num_closest is 4, with 4 classes: wanted at most 3"):
+        parse(every | {"num_closest": 4}).build(setting())
+
+
+def test_bad_options_are_refused_in_one_line(tmp_path: Path) -> None:
+    near = {"kind": "simlap", "pairs": "n_closest", "num_closest": 1}
+    with pytest.raises(ValueError, match="attribute=breed has no class means: give class_means="):
+        parse(near | {"attribute": "breed"}).build(setting())
+    with pytest.raises(FileNotFoundError, match="nowhere.npy is no file"):
+        parse(near | {"class_means": "nowhere.npy"}).build(setting())
+    np.save(tmp_path / "few.npy", np.eye(3))
+    with pytest.raises(ValueError, match=r"is \[3, 3\], wanted a row for each of 4 classes"):
+        parse(near | {"class_means": str(tmp_path / "few.npy")}).build(setting())
+    with pytest.raises(ValueError, match="class_means is given, and is read only with pairs="):
+        parse({"kind": "simlap", "class_means": "x.npy"})
+
+
+def test_bad_batches_are_refused_in_one_line() -> None:
+    given, module = batch(), objective()
+    with pytest.raises(ValueError, match="classes of a batch are 0 to 4, and the label filter has"):
+        module(**given | {"classes": given["classes"] + (given["classes"] == 3)})
+    with pytest.raises(ValueError, match="classes of a batch are -1 to 2"):
+        module(**given | {"classes": given["classes"] - 1})
+    with pytest.raises(ValueError, match=r"classes \(9,\) must be \[9, 1\]"):
+        module(**given | {"classes": given["classes"][:, 0]})
+    with pytest.raises(ValueError, match="two views of an image, and image_features_1 is none"):
+        module(**given | {"image_features_1": None})
+
+
+def test_cost_is_linear_in_the_batch() -> None:
+    options = parse({"kind": "simlap", "label_dim": 8, "hidden_dim": 16})
+
+    def cost(batch: int) -> Any:
+        return options.cost(Sizes(batch, 1, 8, 10, torch.float32, peak_bytes))
+
+    with FakeTensorMode():
+        small, large, larger = cost(1024), cost(2048), cost(3072)  # tiles are full from 1024 on
+    assert larger.step - large.step == large.step - small.step > 0
+    assert small.lasting == large.lasting == {"label_filter": 4 * 4 * (10 * 8 + 16 * (8 + 8))}
