@@ -31,7 +31,7 @@ def momentum_at(base: float, schedule: Schedule, done: int, total: int) -> float
 
 
 def check_engine(facts: Facts) -> None:
-    """Raises ValueError for an engine that has no whole parameter, nor a DTensor, between steps."""
+    """Raises ValueError where ranks hold parameters neither whole nor as a DTensor: ZeRO-3."""
     if facts.engine == "deepspeed" and facts.zero_stage == 3:
         raise ValueError(
             "engine.zero_stage=3 shares out the parameters that a momentum copy has to follow: set "

@@ -232,6 +232,11 @@ def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool) -
     return travelling[1] if need_grad else None
 
 
+def choose_no_autocast(device: torch.device) -> torch.autocast:
+    """Arithmetic in the dtype of the tensors, whatever surrounds it."""
+    return torch.autocast(device.type, enabled=False)
+
+
 class _SigmoidSums(torch.autograd.Function):
     """See ``sigmoid_sums``."""
 
@@ -245,7 +250,7 @@ class _SigmoidSums(torch.autograd.Function):
         pairs: Pairs,
         tile: int,
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(queries.device.type, enabled=False):
+        with choose_no_autocast(queries.device):
             sums = _Sums(queries, scale.to(queries.dtype), bias.to(queries.dtype), tile)
             by_keys = _around_the_ring(sums, keys, pairs, ctx.needs_input_grad[1])
             by_scale = (sums.products * queries).sum()

@@ -216,6 +216,7 @@ def test_a_batch_is_what_the_plan_says(index: SampleIndex, policy: Any, order: A
         wanted = truncate(LABELS[ids], RADICES, planned.prefix_length)
         assert batch.labels.shape == (16, 1) and batch.labels[:, 0].tolist() == wanted.tolist()
         assert batch.group_size == planned.group_size
+        assert batch.prefix_length == planned.prefix_length
         assert batch.views[0][:, 0, 0, 0].tolist() == ids.tolist()
         assert batch.text is not None and batch.text_features is None and batch.replaced == {}
         numbers = batches.caption_numbers(ids, epoch).tolist()
@@ -278,6 +279,7 @@ def joined(parts: list[Batch]) -> Batch:
         sample_id=torch.cat([part.sample_id for part in parts]),
         step=parts[0].step,
         group_size=parts[0].group_size,
+        prefix_length=parts[0].prefix_length,
         text=torch.cat([part.text for part in parts if part.text is not None]),
         replaced=replaced,
     )
