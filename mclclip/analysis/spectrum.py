@@ -29,7 +29,7 @@ def covariance(features: ArrayLike) -> Values:
         raise ValueError("there are no features: their covariance is that of nothing")
     centred = rows - np.asarray(total) / count
     products: Values = all_reduce_sum(torch.from_numpy(centred.T @ centred)).numpy()
-    return products / float(count)
+    return np.divide(products, count)
 
 
 def singular_values(features: ArrayLike) -> Values:
