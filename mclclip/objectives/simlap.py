@@ -7,8 +7,10 @@ negatives, all seen through gates that a label filter makes of (y1, y2).
 Where the paper is silent or contradicts itself:
 
 - y2 is drawn over the classes of the global batch, once for both views of a sample (the authors'
-  code permutes the local batch). Samples of one step are alike for any number of ranks.
+  code permutes the local batch).
 - Candidates pass the gates of the row (Eq. 2 and the code; Algorithm 1 has those of their pair).
+- A sample's other view is no positive of it, also where y2 is y1.
+- Candidates of a momentum copy go through the same layer norm, which has no copy of its own.
 - The gates are sigmoids (Eq. 3; Algorithm 1 omits them); the loss is -log of what Eq. 2 prints.
 - Every positive has a term of its own with one positive in the denominator, and a row's loss is
   their mean. A row whose class y2 has no other sample is left out of the mean.
@@ -55,7 +57,8 @@ class Options(ObjectiveOptions):
     """Compare only within groups of samples with one pseudo label, as MCL does."""
     pairs: Pairing = "arbitrary"
     """Classes that a sample is paired with: any of the batch; its own (``identical``); any other
-    (``distinct``); its own and its closest (``n_closest``)."""
+    (``distinct``); its own and its closest of all classes, as far as the batch has them
+    (``n_closest``)."""
     num_closest: NonNegativeInt = 5
     """N of ``n_closest``; 0: the sample's own class alone."""
     closest_by: Literal["class_means", "label_embeddings"] = "class_means"
@@ -260,8 +263,8 @@ class SimLAP(Objective):
             of the global batch that are left out; `rows_without_negatives`, others of loss 0.
             `open_gates`, share above a half; `temperature`; with a penalty, `gate_penalty`.
         """
-        scale = self.temperature.scale(self._normed(image_features), logit_scale)
         views = self._views(image_features, image_features_1, classes, keys, keys_1)
+        scale = self.temperature.scale(views[0][0], logit_scale)
         pairs = self._pairs(classes[:, 0], labels[:, 0], sample_id)
         # Rows without a partner are left out.
         gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
