@@ -138,7 +138,10 @@ def tree_of(run_dir: Path, data: Path, engine: str, attribute: str | None) -> di
     return tree | {"num_stages": 1, "base": None}
 
 
-@pytest.mark.parametrize(("engine", "attribute"), [("ddp", None), ("fsdp", "shape")])
+@pytest.mark.parametrize(
+    ("engine", "attribute"),
+    [pytest.param("ddp", None, marks=pytest.mark.slow), ("fsdp", "shape")],
+)
 def test_any_number_of_ranks_trains_the_same(
     ranks: Ranks, tmp_path: Path, engine: str, attribute: str | None
 ) -> None:
