@@ -87,13 +87,20 @@ class Options(ObjectiveOptions):
     starts_anew: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.class_means is not None and (
-            self.pairs != "n_closest" or self.closest_by != "class_means"
-        ):
+        if self.class_means is not None and not self._reads_means:
             raise ValueError(
                 "class_means is given, and is read only with pairs=n_closest and "
                 "closest_by=class_means: set these, or leave it out"
             )
+        if self._reads_means and self.class_means is None and self.attribute is not None:
+            raise ValueError(
+                f"pairs=n_closest with attribute={self.attribute} has no class means: give "
+                "class_means=FILE.npy, or set closest_by=label_embeddings"
+            )
+
+    @property
+    def _reads_means(self) -> bool:
+        return self.pairs == "n_closest" and self.closest_by == "class_means"
 
     @property
     def reads(self) -> Reads:
@@ -134,15 +141,10 @@ class Options(ObjectiveOptions):
 
     def _means(self, setting: Setting) -> Tensor | None:
         """[K, E], where closeness is theirs."""
-        if self.pairs != "n_closest" or self.closest_by != "class_means":
+        if not self._reads_means:
             return None
         assert setting.classes is not None
         if self.class_means is None:
-            if self.attribute is not None:
-                raise ValueError(
-                    f"pairs=n_closest with attribute={self.attribute} has no class means: give "
-                    "class_means=FILE.npy, or set closest_by=label_embeddings"
-                )
             return torch.from_numpy(np.array(setting.classes.centroids()))
         if not Path(self.class_means).is_file():
             raise FileNotFoundError(f"class_means={self.class_means} is no file")

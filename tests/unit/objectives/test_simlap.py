@@ -226,7 +226,7 @@ def test_n_closest_by_means_and_by_embeddings(tmp_path: Path) -> None:
 def test_bad_options_are_refused_in_one_line(tmp_path: Path) -> None:
     near = {"kind": "simlap", "pairs": "n_closest", "num_closest": 1}
     with pytest.raises(ValueError, match="attribute=breed has no class means: give class_means="):
-        parse(near | {"attribute": "breed"}).build(setting())
+        parse(near | {"attribute": "breed"})
     with pytest.raises(FileNotFoundError, match="nowhere.npy is no file"):
         parse(near | {"class_means": "nowhere.npy"}).build(setting())
     np.save(tmp_path / "few.npy", np.eye(3))
