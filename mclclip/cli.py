@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mclclip import __version__, process
+from mclclip.data import datasets
 
 if TYPE_CHECKING:
     from mclclip.config import Config
@@ -151,12 +152,7 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--key-prefix", default="", help="put before the running number of a key")
     verb.add_argument("--force", action="store_true", help="move shards of other settings aside")
     verb.set_defaults(standalone=_pack)
-    verb = _add(verbs, "make-dataset", "render a built-in data set as shards and a benchmark")
-    verb.add_argument("name", choices=["patterns"])
-    verb.add_argument("--out", type=Path, required=True)
-    verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--full-captions", action="store_true", help="name every attribute")
-    verb.set_defaults(standalone=_alone)
+    _add_make_dataset(verbs)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
     verb.add_argument("--out", help="run directory (one below it per seed; default: runs/demo)")
     short = "every verb in seconds, to check an installation (default of --out: runs/demo_short)"
@@ -182,6 +178,28 @@ def _add_standalone(verbs: Any) -> None:
     group.add_argument("--samples", type=int, metavar="N", help="used where there is no index yet")
     group.add_argument("--json", action="store_true", help="sizes in bytes")
     verb.set_defaults(standalone=_config)
+
+
+def _add_make_dataset(verbs: Any) -> None:
+    verb = _add(verbs, "make-dataset", "a built-in or published data set -> shards")
+    verb.add_argument("name", choices=["patterns", *datasets.NAMES])
+    verb.add_argument("--out", type=Path, required=True)
+    verb.add_argument("--seed", type=int, default=0)
+    verb.add_argument("--force", action="store_true", help="move shards of other settings aside")
+    options = verb.add_argument_group("options of some data sets (default: those of the data set)")
+    options.add_argument("--source", action="append", metavar="NAME=FOLDER", help="where files are")
+    download = "let torchvision fill the folders of --source first"
+    options.add_argument("--download", action="store_true", default=None, help=download)
+    options.add_argument("--size", type=int, help="stored pixels (of files: of the shorter side)")
+    options.add_argument("--samples-per-shard", type=int)
+    options.add_argument("--test-share", type=float, help="trifeature, folder: drawn for testing")
+    options.add_argument("--images-per-combination", type=int, help="trifeature")
+    options.add_argument("--texture-period", type=float, help="trifeature: pixels of its canvas")
+    options.add_argument("--copies", type=int, help="stl_digits: digits on a picture")
+    options.add_argument("--subset", help="imagenet_subset: in1p, or a file of WordNet ids")
+    full = "patterns: name every attribute"
+    options.add_argument("--full-captions", action="store_true", default=None, help=full)
+    verb.set_defaults(standalone=_alone)
 
 
 def _add_config_options(verb: argparse.ArgumentParser) -> None:
@@ -218,6 +236,7 @@ def _add_configured(verbs: Any) -> None:
     variable = "variable of the suite, such as data=FOLDER"
     evaluate.add_argument("--set", dest="variables", metavar="NAME=VALUE", help=variable, **several)
     evaluate.add_argument("--only", metavar="BENCHMARK", **several)
+    add("analyse", "what a run left -> figures, as data and as pictures")
     add("run", "the whole method: every verb, over all stages", _run)
 
 

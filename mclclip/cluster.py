@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from mclclip.clustering import kmeans, two_level
+from mclclip.clustering.agreement import ami
 from mclclip.clustering.assignment import Block, Tally, assign_blocks
 from mclclip.config import Config, to_tree
 from mclclip.data.arrays import MeanBlocks, NpyBlocks, open_npy, save_npy, write_npy_parts
@@ -283,25 +284,6 @@ def _finish(
     if artifact.config["feature"] == "mean":  # those are clustered by image alone
         counts["without_caption"] = int((index.num_captions == 0).sum())
     artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
-
-
-def ami(a: np.ndarray, b: np.ndarray) -> float:
-    """Adjusted mutual information of two labellings [N], 1 for equal up to renaming, near 0 for
-    independent ones (scikit-learn, arithmetic mean; MCL, Table 11).
-
-    Rows that are -1 in either are left out. Raises ValueError where lengths differ or no row is
-    left.
-    """
-    # Imported here: scikit-learn takes a second.
-    from sklearn.metrics import adjusted_mutual_info_score
-
-    a, b = np.asarray(a), np.asarray(b)
-    if a.shape != b.shape:
-        raise ValueError(f"ami: the labellings have shapes {a.shape} and {b.shape}: wanted one")
-    both = (a >= 0) & (b >= 0)
-    if not both.any():
-        raise ValueError(f"ami: none of the {len(a):,} samples has a label in both labellings")
-    return float(adjusted_mutual_info_score(a[both], b[both]))
 
 
 def _read_cluster_labels(

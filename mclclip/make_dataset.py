@@ -1,18 +1,22 @@
-"""Verb: a built-in data set, rendered -> shards and a benchmark, read like any other."""
+"""Verb: a built-in or published data set -> shards, read like any other."""
 
 from __future__ import annotations
 
 import csv
+import importlib
+import inspect
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from mclclip import files
-from mclclip.data import patterns
+from mclclip.data import datasets, patterns
+from mclclip.data.datasets.sources import Sources
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
@@ -24,36 +28,131 @@ NUM_PAIRS = 200
 SAMPLES_PER_SHARD = 2_000
 
 
-def run(
+def run(name: str, out: Path, *, seed: int = 0, force: bool = False, **options: Any) -> Path:
+    """Writes the data set ``name`` below ``out`` (skips what is finished) and returns ``out``.
+
+    ``patterns`` takes the options of ``write_patterns``. The others are those of
+    ``data.datasets.NAMES``: they take the options of ``write_splits`` and of the data set. Options
+    that are None are left at their defaults. ``force`` moves shards of other settings aside. Raises
+    ValueError for an unknown name or option and for wrong values or files, FileNotFoundError for
+    missing files.
+    """
+    given = {option: value for option, value in options.items() if value is not None}
+    if name == "patterns":
+        _check_options(name, given, _options_of(write_patterns))
+        return write_patterns(Path(out), seed=seed, force=force, **given)
+    if name not in datasets.NAMES:
+        raise ValueError(
+            f"no built-in data set {name!r}: there is 'patterns', {', '.join(datasets.NAMES)}"
+        )
+    build = importlib.import_module(f"mclclip.data.datasets.{name}").build
+    own, shared = _options_of(build), _options_of(write_splits)
+    _check_options(name, given, {**own, **shared})
+    settings = own | {option: given.pop(option) for option in own if option in given}
+    return write_splits(Path(out), name, build, settings, seed=seed, force=force, **given)
+
+
+def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The keyword options of a function, with their defaults; seed and force are everybody's."""
+    parameters = inspect.signature(function).parameters.values()
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {name: keywords[name] for name in keywords if name not in ("seed", "force")}
+
+
+def _check_options(name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    if unknown := sorted(given.keys() - known.keys()):
+        raise ValueError(
+            f"the data set {name} has no option {unknown[0]}: it has {', '.join(sorted(known))}"
+        )
+
+
+# --- data sets with a train and a test split ---------------------------------------------------
+
+
+def write_splits(
+    out: Path,
     name: str,
+    build: Callable[..., Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    *,
+    seed: int,
+    force: bool,
+    source: Sequence[str] = (),
+    download: bool = False,
+    samples_per_shard: int = SAMPLES_PER_SHARD,
+) -> Path:
+    """Writes ``out/SPLIT/*.tar`` for every split that ``build`` makes of ``settings``.
+
+    ``source`` has entries ``NAME=FOLDER``. A sample's ``.json`` holds its attributes; the manifest
+    counts the samples of each split. A split without samples is left out.
+    """
+    folders = {}
+    for entry in source:
+        key, equals, folder = entry.partition("=")
+        if not key or not equals or not folder or key in folders:
+            raise ValueError(f"--source {entry}: wanted NAME=FOLDER, each name once")
+        folders[key] = Path(folder)
+    places = {key: str(folder.absolute()) for key, folder in folders.items()}
+    config = {"name": name, "seed": seed, "samples_per_shard": samples_per_shard}
+    config |= {"sources": places, "options": dict(settings)}
+    artifact = Artifact.open(out, kind="dataset", config=config, inputs={}, force=force)
+    if artifact.finished:
+        log.info("%s is finished: skipped", out)
+        return out
+    counts: dict[str, Any] = {"samples": {}, "shards": {}}
+    for split, samples in build(Sources(folders, download), seed, **settings).items():
+        shown = runlog.progress(samples, total=None, description=split)
+        counted = _Counted(shown)
+        shards = write_shards(counted, out / split, samples_per_shard)
+        if counted.number:
+            counts["samples"][split], counts["shards"][split] = counted.number, len(shards)
+    log.info("%s: %s", out, ", ".join(f"{n:,} {split}" for split, n in counts["samples"].items()))
+    artifact.finish(counts)
+    return out
+
+
+class _Counted:
+    """An iterable that knows how many items it has given."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples, self.number = samples, 0
+
+    def __iter__(self) -> Iterator[PackedSample]:
+        for sample in self.samples:
+            self.number += 1
+            yield sample
+
+
+# --- patterns ----------------------------------------------------------------------------------
+
+
+def write_patterns(
     out: Path,
     *,
     seed: int = 0,
+    force: bool = False,
     num_samples: int = NUM_SAMPLES,
     num_pairs: int = NUM_PAIRS,
     samples_per_shard: int = SAMPLES_PER_SHARD,
     full_captions: bool = False,
 ) -> Path:
-    """Renders the data set ``name`` below ``out`` (skips what is finished) and returns ``out``.
+    """Renders the demo's pictures below ``out`` (skips what is finished) and returns ``out``.
 
     ``out/shards/*.tar`` holds the training pictures in img2dataset's layout, ``out/pairs`` the
     minimal pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute. With ``full_captions``
     every caption names every attribute; otherwise each is named as often as ``MENTION_RATES`` says.
     The pictures are the same.
     """
-    if name != "patterns":
-        raise ValueError(f"no built-in data set {name!r}: there is 'patterns'")
-    out = Path(out)
     rates = patterns.FULL_RATES if full_captions else patterns.MENTION_RATES
     config = {
-        "name": name,
+        "name": "patterns",
         "seed": seed,
         "num_samples": num_samples,
         "num_pairs": num_pairs,
         "samples_per_shard": samples_per_shard,
         "mention_rates": dict(rates),
     }
-    artifact = Artifact.open(out, kind="dataset", config=config, inputs={})
+    artifact = Artifact.open(out, kind="dataset", config=config, inputs={}, force=force)
     if artifact.finished:
         log.info("%s is finished: skipped", out)
         return out

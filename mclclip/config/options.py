@@ -169,7 +169,8 @@ class LockConfig:
     text_blocks: NonNegativeInt | Literal["all"] = "all"
     """Last blocks of the text tower that are trained, with its final norm and projection."""
     logit_scale: bool = True
-    """Train the logit scale."""
+    """Train the logit scale, and with it the logit bias where the model has one and the objective
+    reads it."""
 
     def __post_init__(self) -> None:
         if self.text_blocks != "all" and not self.text:
@@ -299,8 +300,9 @@ class TrainConfig:
         reads = self.objective.reads
         unused = {} if reads.captions else {"text": False}
         unused |= {} if reads.logit_scale else {"logit_scale": False}
+        bias = {"logit_bias": self.lock.logit_scale and reads.logit_bias}
         return {
-            "lock": asdict(self.lock) | unused,
+            "lock": asdict(self.lock) | unused | bias,
             "lora": None if self.lora is None else asdict(self.lora),
             "precision": self.precision,
             "grad_checkpointing": self.engine.grad_checkpointing,
@@ -451,6 +453,8 @@ class Config:
             stored=self.cluster.labels_per_sample,
             precision=options.precision,
             engine=options.engine.name,
+            global_batch=options.global_batch,
+            zero_stage=options.engine.zero_stage,
         )
 
     @property

@@ -57,6 +57,7 @@ class Batch:
     classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None
     sample_id      int64 [b]
     step           global step of the stage
+    prefix_length  at how many leading stages the labels are compared (`PlannedBatch`)
     group_size     samples that a row is compared with over all ranks (`PlannedBatch.group_size`)
     replaced       {sample_id that could not be used in this rank's columns: reason}
     """
@@ -66,6 +67,7 @@ class Batch:
     sample_id: Tensor
     step: int
     group_size: int
+    prefix_length: int = 0
     text: Tensor | None = None
     text_features: Tensor | None = None
     classes: Tensor | None = None
@@ -227,6 +229,7 @@ class TrainingBatches(Dataset[Batch]):
             sample_id=torch.from_numpy(sample_id),
             step=step,
             group_size=planned.group_size,
+            prefix_length=planned.prefix_length,
             text=_stack([sample.text for sample in samples]),
             text_features=_stack([sample.text_features for sample in samples]),
             replaced=replaced,

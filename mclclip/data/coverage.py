@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mclclip.data.groups import (
+    ALONE,
     GroupedIndex,
     Level,
     Policy,
@@ -64,7 +65,7 @@ class Coverage:
             f", {100 * steps / max(self.steps, 1):.1f} % at prefix length {length}"
             for length, steps in sorted(self.steps_by_prefix.items(), reverse=True)[1:]
         )
-        unused = "too small groups always, the others" if self.policy == "drop" else "others"
+        unused = "too small groups always, the others" if self.policy in ALONE else "others"
         return "\n".join(
             (
                 f"coverage of one epoch, policy {self.policy}, global batch {self.global_batch:,}",
@@ -141,8 +142,9 @@ def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
 def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
     """The report, logged; to be called before training.
 
-    Beyond Eq. 4's bound (K^j > M / B) raises ValueError under "drop" and warns otherwise, and so do
-    groups too small for a batch of their own. No step at all is a ValueError under any policy.
+    Beyond Eq. 4's bound (K^j > M / B) raises ValueError under "drop" and "carry" and warns
+    otherwise, and so do groups too small for a batch of their own. No step at all is a ValueError
+    under any policy.
     """
     levels = build_levels(grouped, global_batch, policy)
     require_steps(levels, global_batch, policy)
@@ -151,16 +153,18 @@ def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> 
         f"{report.label_space:,} possible labels are beyond Eq. 4's bound of {report.bound:,.1f} "
         f"({report.num_samples:,} samples / global batch {global_batch:,})"
     )
-    if policy == "drop" and not report.within_bound:
+    if policy in ALONE and not report.within_bound:
         raise ValueError(
-            f"{beyond}, and policy 'drop' would leave {report.remainder:,} samples out: use policy "
-            "'backoff', fewer clusters or a smaller global batch"
+            f"{beyond}, and policy {policy!r} would leave {report.remainder:,} samples out: use "
+            "policy 'backoff', fewer clusters or a smaller global batch"
         )
     logger.info("%s", report.text())
     if not report.within_bound:
         logger.warning("%s: see the coverage above", beyond)
-    elif policy == "drop" and report.groups_below_batch:
-        logger.warning("policy 'drop' never uses %s groups, see above", report.groups_below_batch)
+    elif policy in ALONE and report.groups_below_batch:
+        logger.warning(
+            "policy %r never uses %s groups, see above", policy, report.groups_below_batch
+        )
     return report
 
 

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from mclclip.data.groups import (
+    ALONE,
     GroupedIndex,
     Integers,
     Level,
@@ -155,6 +156,8 @@ class EpochPlan:
         tree, size = self._tree, self._tree.global_batch
         nodes = np.full(size, node, dtype=np.int64)
         position = number * size + np.arange(size, dtype=np.int64)
+        if tree.policy == "carry":
+            return nodes, self._carried(node, position)
         if tree.policy == "wrap":
             position %= tree.levels[0].sizes[nodes]
         for above in range(depth, 0, -1):
@@ -169,6 +172,18 @@ class EpochPlan:
             nodes = slot if order is None else order[slot]
             position = position - pool[slot] + below.batches[nodes] * size
         return nodes, self._shuffle(tree.levels[0], nodes, position)
+
+    def _carried(self, leaf: int, position: Integers) -> Integers:
+        """Positions in a leaf under "carry": an epoch goes on where the one before has ended.
+
+        The leaf's samples form an endless row of shuffled rounds, from which epochs cut their
+        batches. A batch over the end of a round may hold a sample twice.
+        """
+        level = self._tree.levels[0]
+        begun = self.epoch * int(level.batches[leaf]) * self._tree.global_batch
+        rounds, position = np.divmod(begun + position, level.sizes[leaf])
+        key = mix(*self._key[:2], rounds, _SAMPLES, level.prefix_length, level.labels[leaf])
+        return permute(position, level.sizes[leaf], key)
 
     def _mixed_leaves(self) -> tuple[Integers, Integers]:
         """Leaves in the order in which "mask" pools their leftovers, and where those start in the
@@ -241,7 +256,7 @@ def steps_per_epoch(
     whole = num_samples // global_batch
     groups = min(max_groups, num_samples)
     lost = groups * (global_batch - 1)  # at most so many do not fill a batch of their groups
-    if policy == "drop":
+    if policy in ALONE:
         return max(0, -(-(num_samples - lost) // global_batch)), whole
     if policy == "wrap":
         return -(-num_samples // global_batch), (num_samples + lost) // global_batch

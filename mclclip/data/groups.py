@@ -8,6 +8,8 @@ Groups form a tree: level j holds the leaves (full labels), level L the prefixes
               fewer than B out, others in every epoch
     mask      pooled over all groups, unshuffled, so that batches hold long runs of one group
     wrap      one more batch, filled up with earlier samples of the same group
+    carry     first in the group's next epoch, so that over epochs all samples of a group come
+              equally often; groups below B are never used
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from mclclip.files import digest_array, digest_json, read_json, write_json
 
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
 Integers = npt.NDArray[np.int64]
-Policy = Literal["drop", "backoff", "mask", "wrap"]
+Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
+ALONE = ("drop", "carry")  # what these leave over meets no other group
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +203,7 @@ def _lend_batch(levels: list[Level], global_batch: int) -> None:
 
 
 def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int:
-    """Distinct samples of an epoch."""
+    """Distinct samples of an epoch; under "carry" at most so many, see epoch_plan."""
     if policy == "wrap":
         return int(levels[0].sizes.sum())
     return global_batch * int(sum(level.batches.sum() for level in levels))
@@ -213,7 +216,7 @@ def require_steps(levels: list[Level], global_batch: int, policy: Policy) -> int
         return steps
     if not sizes.sum():
         raise ValueError("no sample has a pseudo label: check the index, then 'mclclip cluster'")
-    most = sizes.max() if policy == "drop" else sizes.sum()
+    most = sizes.max() if policy in ALONE else sizes.sum()
     raise ValueError(
         f"global_batch is {global_batch:,}, but {sizes.sum():,} samples in {len(sizes):,} groups "
         f"(largest {sizes.max():,}) fill no batch under policy {policy!r}: wanted at "

@@ -2,8 +2,8 @@
 
 ``00000.tar`` holds ``KEY.jpg KEY.json KEY.txt`` per sample; ``.txt`` is the first caption,
 ``.json`` has all of them and the metadata. An image of other than three channels is ``KEY.npy``:
-uint8 [H, W, C] as ``numpy.save`` writes it, without pickle. The same samples give the same bytes: times are 0,
-owners fixed.
+uint8 [H, W, C] as ``numpy.save`` writes it, without pickle. The same samples give the same bytes:
+times are 0, owners fixed.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ class Backbone:
     """Subtracted from values between 0 and 1: one number, or one for each channel."""
     std: list[PositiveFloat] = field(default_factory=lambda: [0.5])
     """Divides what is left: one number, or one for each channel."""
-    options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    options: dict[str, bool | int | float | str | list[int] | None] = field(default_factory=dict)
     """Further arguments of the library's model, such as ``patch_size`` and ``depth`` of timm's
-    transformers."""
+    transformers, ``layers`` and ``channels`` of its ResNets."""
 
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):

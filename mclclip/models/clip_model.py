@@ -64,9 +64,11 @@ class ClipModel(ImageModel):
         """Images and tokens (or ready text features) -> features for an objective.
 
         Returns `image_features` and `text_features` [b, D], unit length in fp32 or float64, where
-        the input was given, and `logit_scale`.
+        the input was given, `logit_scale`, and `logit_bias` where the model has one.
         """
         output = {"logit_scale": self.logit_scale()}
+        if self.has_logit_bias:
+            output["logit_bias"] = self.clip.logit_bias.reshape(())
         if image is not None:
             output["image_features"] = self.encode_image(image, normalize=True)
         if text_features is not None:
@@ -74,6 +76,11 @@ class ClipModel(ImageModel):
         elif text is not None:
             output["text_features"] = self.encode_text(text, normalize=True)
         return output
+
+    @property
+    def has_logit_bias(self) -> bool:
+        """Whether the model has a logit bias: its configuration names `init_logit_bias`."""
+        return getattr(self.clip, "logit_bias", None) is not None
 
     @property
     def upper_bounds(self) -> dict[str, float]:
@@ -140,6 +147,7 @@ class ClipModel(ImageModel):
         text: bool,
         logit_scale: bool,
         text_blocks: int | Literal["all"] = "all",
+        logit_bias: bool = False,
     ) -> list[str]:
         """Makes exactly the named parts trainable, freezes the rest, returns the trainable names.
 
@@ -148,9 +156,9 @@ class ClipModel(ImageModel):
         and the batch norms of trained blocks; frozen ones keep their running statistics.
         `image_projection`: the projection, and poolings that have weights. `text`: the text tower,
         of which `text_blocks` names the last n blocks, with the norm and the projection above them;
-        "all" adds the embedding. A logit bias is never trained: it shifts all logits alike, which
-        a softmax does not see. Raises ValueError for more blocks than there are, and for towers
-        that are not understood.
+        "all" adds the embedding. `logit_bias`: where the model has one; a softmax does not see it,
+        since it shifts all logits alike. Raises ValueError for more blocks than there are, and for
+        towers that are not understood.
         """
         text_parts = self._text_parts(text_blocks) if text and text_blocks != "all" else None
         self._lock_image(image_blocks, image_norm, image_projection)
@@ -158,7 +166,7 @@ class ClipModel(ImageModel):
             if name.startswith("visual."):
                 continue
             if name.startswith("logit_"):
-                trained = logit_scale and name == "logit_scale"
+                trained = logit_bias if name == "logit_bias" else logit_scale
             else:
                 trained = text and (
                     text_parts is None or towers.belongs(self._in_text(name), text_parts)

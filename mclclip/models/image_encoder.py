@@ -70,6 +70,11 @@ class ImageEncoder(ImageModel):
         return torch.ones(())
 
     @property
+    def has_logit_bias(self) -> bool:
+        """False: there are no logits."""
+        return False
+
+    @property
     def upper_bounds(self) -> dict[str, float]:
         """No parameter has an upper bound."""
         return {}
@@ -82,6 +87,7 @@ class ImageEncoder(ImageModel):
         text: bool = False,
         logit_scale: bool = False,
         text_blocks: int | Literal["all"] = "all",
+        logit_bias: bool = False,
     ) -> list[str]:
         """Makes exactly the named parts and the projector trainable; returns the trainable names.
 

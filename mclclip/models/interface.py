@@ -64,6 +64,11 @@ class Model(Protocol):
         ...
 
     @property
+    def has_logit_bias(self) -> bool:
+        """Whether there is a logit bias, which a sigmoid loss reads."""
+        ...
+
+    @property
     def upper_bounds(self) -> Mapping[str, float]:
         """Largest values of parameters, which the optimizer keeps."""
         ...
@@ -74,7 +79,8 @@ class Model(Protocol):
         text: Tensor | None = None,
         text_features: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Features for an objective, by name: `image_features`, `text_features`, `logit_scale`."""
+        """Features for an objective, by name: `image_features`, `text_features`, `logit_scale`,
+        and `logit_bias` where there is one."""
         ...
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
@@ -101,6 +107,7 @@ class Model(Protocol):
         text: bool,
         logit_scale: bool,
         text_blocks: int | Literal["all"] = "all",
+        logit_bias: bool = False,
     ) -> list[str]:
         """Makes exactly the named parts trainable; returns the names of trainable parameters."""
         ...

@@ -89,6 +89,10 @@ class HasFeatures(Protocol):
     def feature_dim(self) -> int:
         """Width of the features that the objective sees."""
 
+    @property
+    def has_logit_bias(self) -> bool:
+        """Whether ``logit_bias`` is among them."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -116,6 +120,8 @@ class Facts:
     engine        name of the engine
     device        where it will run
     widths        of the features that were clustered, and of those that are trained
+    global_batch  samples per step over all ranks
+    zero_stage    how much deepspeed shares out, where that is the engine
     """
 
     num_clusters: int
@@ -124,6 +130,8 @@ class Facts:
     engine: str
     device: torch.device | None = None
     widths: tuple[int, int] | None = None
+    global_batch: int | None = None
+    zero_stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ class Sizes:
     """Numbers that a cost depends on: samples of one rank, ranks, width of features, classes.
 
     ``peak_bytes`` runs a function on tensors without values and returns the most bytes that it
-    holds at a time.
+    holds at a time. ``model_bytes`` is the size of the model's parameters and buffers.
     """
 
     local_batch: int
@@ -140,6 +148,7 @@ class Sizes:
     num_classes: int
     dtype: torch.dtype
     peak_bytes: Callable[[Callable[[], None]], int]
+    model_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,7 @@ class Batch(Protocol):
     views: list[Tensor]
     labels: Tensor
     sample_id: Tensor
+    prefix_length: int
     classes: Tensor | None
     text: Tensor | None
     text_features: Tensor | None

@@ -8,6 +8,9 @@ matrix product.
 The own pair is in every row's denominator, so it begins the stream, outside the tiles; in a tile
 it is one of equal ids and masked like every repeated sample. A row without negatives therefore has
 loss 0 and gradient 0 exactly.
+
+Losses that weigh their negatives otherwise are made of the negatives' log-sum-exp alone
+(``log_sums``), of their number (``count_negatives``) and of sums of keys (``sum_negatives``).
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ class Pairs:
     all_sample_ids: Tensor
     first: int
 
+    def masked(self, rows: slice, columns: slice) -> Tensor:
+        """Bool [r, c]: the column is no negative of the row."""
+        found = self.groups[rows, None] != self.all_groups[columns]
+        found |= self.sample_id[rows, None] == self.all_sample_ids[columns]
+        return found
+
 
 # A compiler would unroll the loop over tiles.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -55,6 +64,34 @@ def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> tuple[
     return losses, alone
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def log_sums(queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
+    """Each row's log of the sum of exp L_pq over its negatives q: [b], -inf where it has none.
+
+    Arguments, arithmetic and errors are those of ``row_losses``. The gradient of a row without
+    negatives is 0.
+    """
+    sums: Tensor = _LogSums.apply(queries, keys, pairs, tile)  # type: ignore[no-untyped-call]
+    return sums
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sum_negatives(keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
+    """The sum of the keys of each row's negatives, [b, D], differentiable once in ``keys``."""
+    sums: Tensor = _Sums.apply(keys, pairs, tile)  # type: ignore[no-untyped-call]
+    return sums
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def count_negatives(pairs: Pairs, tile: int) -> Tensor:
+    """How many negatives each row has, int64 [b]."""
+    counts = torch.zeros_like(pairs.sample_id)
+    for rows in _blocks(len(pairs.groups), tile):
+        for columns in _blocks(len(pairs.all_groups), tile):
+            counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
+    return counts
+
+
 class _Tiles:
     """The tiles of one matrix, written into the same memory one after the other."""
 
@@ -66,12 +103,10 @@ class _Tiles:
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
         """[r, c], -inf where the pair is no negative; valid until the next call."""
-        queries, keys, pairs = self.queries[rows], self.keys[columns], self.pairs
+        queries, keys = self.queries[rows], self.keys[columns]
         shape = (len(queries), len(keys))
         out = torch.mm(queries, keys.T, out=self._memory[: shape[0] * shape[1]].view(shape))
-        masked = pairs.groups[rows, None] != pairs.all_groups[columns]
-        masked |= pairs.sample_id[rows, None] == pairs.all_sample_ids[columns]
-        return out.masked_fill_(masked, float("-inf"))
+        return out.masked_fill_(self.pairs.masked(rows, columns), float("-inf"))
 
     def own_keys(self) -> Tensor:
         """[b, D]: the keys of the rows' own pairs."""
@@ -82,19 +117,61 @@ def _blocks(length: int, size: int) -> list[slice]:
     return [slice(first, first + size) for first in range(0, length, size)]
 
 
-def _stream(tiles: _Tiles, rows: slice, positive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns losses, log-sum-exps and rows without a negative, each [r], of one row block with
-    the logits ``positive`` [r] of its own pairs."""
-    hardest = torch.full_like(positive, float("-inf"))  # highest logit of a negative so far
-    maximum, total = positive, torch.ones_like(positive)
+def _stream(
+    tiles: _Tiles, rows: slice, start: Tensor, weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Streams one block of rows over the negatives, from ``weight`` times the exp of ``start`` [r].
+
+    Returns m and l, each [r], with m + l the log of the sum, and the rows without a negative.
+    """
+    hardest = torch.full_like(start, float("-inf"))  # highest logit of a negative so far
+    maximum, total = start, torch.full_like(start, weight)
     for columns in tiles.column_blocks:
         logits = tiles.logits(rows, columns)
         hardest = torch.maximum(hardest, logits.amax(dim=1))
-        previous, maximum = maximum, torch.maximum(positive, hardest)
+        previous, maximum = maximum, torch.maximum(start, hardest)
         total.mul_((previous - maximum).exp_())
         total.add_(logits.sub_(maximum[:, None]).exp_().sum(dim=1))
-    log_total = total.log()
-    return maximum - positive + log_total, maximum + log_total, hardest == float("-inf")
+    return maximum, total.log(), hardest == float("-inf")
+
+
+def _streamed(tiles: _Tiles, start: Tensor, weight: float) -> tuple[Tensor, ...]:
+    """``_stream`` of all rows."""
+    found = [_stream(tiles, rows, start[rows], weight) for rows in tiles.row_blocks]
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def _pull(
+    tiles: _Tiles,
+    normalizers: Tensor,
+    weighted: Tensor,
+    grad_queries: Tensor | None,
+    grad_keys: Tensor | None,
+) -> None:
+    """Adds the negatives' part of a backward to the gradients that are wanted.
+
+    ``weighted`` are the queries times the gradient of their rows; that factor is still missing in
+    ``grad_queries``.
+    """
+    for rows in tiles.row_blocks:
+        for columns in tiles.column_blocks:
+            shares = tiles.logits(rows, columns).sub_(normalizers[rows, None]).exp_()
+            if grad_queries is not None:
+                grad_queries[rows].addmm_(shares, tiles.keys[columns])
+            if grad_keys is not None:
+                grad_keys[columns].addmm_(shares.T, weighted[rows])
+
+
+def _refuse_second_derivative() -> None:
+    """Raises RuntimeError in a backward that prepares another.
+
+    torch's once_differentiable is silent where the incoming gradient is a constant.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the contrastive loss was differentiated with create_graph=True: it has no second "
+            "derivative; leave create_graph out"
+        )
 
 
 class _RowLosses(torch.autograd.Function):
@@ -107,9 +184,9 @@ class _RowLosses(torch.autograd.Function):
         with torch.autocast(queries.device.type, enabled=False):
             tiles = _Tiles(queries, keys, pairs, tile)
             positive = torch.linalg.vecdot(queries, tiles.own_keys())
-            found = [_stream(tiles, rows, positive[rows]) for rows in tiles.row_blocks]
-        losses, normalizers, alone = (torch.cat(parts) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(queries, keys, losses, normalizers)
+            maximum, log_total, alone = _streamed(tiles, positive, 1.0)
+        losses = maximum - positive + log_total
+        ctx.save_for_backward(queries, keys, losses, maximum + log_total)
         ctx.pairs, ctx.tile = pairs, tile
         ctx.mark_non_differentiable(alone)
         return losses, alone
@@ -118,29 +195,71 @@ class _RowLosses(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if torch.is_grad_enabled():
-            # torch's once_differentiable is silent where the incoming gradient is a constant.
-            raise RuntimeError(
-                "the contrastive loss was differentiated with create_graph=True: it has no second "
-                "derivative; leave create_graph out"
-            )
+        _refuse_second_derivative()
         queries, keys, losses, normalizers = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         with torch.autocast(queries.device.type, enabled=False):
             tiles = _Tiles(queries, keys, ctx.pairs, ctx.tile)
             weighted = grad[:, None] * queries
+            _pull(tiles, normalizers, weighted, grad_queries, grad_keys)
             own = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
-            for rows in tiles.row_blocks:
-                for columns in tiles.column_blocks:
-                    shares = tiles.logits(rows, columns).sub_(normalizers[rows, None]).exp_()
-                    if grad_queries is not None:
-                        grad_queries[rows].addmm_(shares, keys[columns])
-                    if grad_keys is not None:
-                        grad_keys[columns].addmm_(shares.T, weighted[rows])
             if grad_queries is not None:
                 grad_queries.addcmul_(own, tiles.own_keys()).mul_(grad[:, None])
             if grad_keys is not None:
                 first = ctx.pairs.first
                 grad_keys[first : first + len(queries)].addcmul_(own, weighted)
         return grad_queries, grad_keys, None, None
+
+
+class _LogSums(torch.autograd.Function):
+    """See ``log_sums``."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
+        with torch.autocast(queries.device.type, enabled=False):
+            lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
+            maximum, log_total, _ = _streamed(_Tiles(queries, keys, pairs, tile), lowest, 0.0)
+        sums = maximum + log_total
+        ctx.save_for_backward(queries, keys, sums)
+        ctx.pairs, ctx.tile = pairs, tile
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        _refuse_second_derivative()
+        queries, keys, sums = ctx.saved_tensors
+        grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
+        grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
+        with torch.autocast(queries.device.type, enabled=False):
+            tiles = _Tiles(queries, keys, ctx.pairs, ctx.tile)
+            normalizers = sums.masked_fill(sums == float("-inf"), 0.0)  # of no negative: shares 0
+            _pull(tiles, normalizers, grad[:, None] * queries, grad_queries, grad_keys)
+        if grad_queries is not None:
+            grad_queries.mul_(grad[:, None])
+        return grad_queries, grad_keys, None, None
+
+
+class _Sums(torch.autograd.Function):
+    """See ``sum_negatives``."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
+        ctx.pairs, ctx.tile, ctx.num_keys = pairs, tile, len(keys)
+        sums = keys.new_zeros(len(pairs.groups), keys.shape[1])
+        with torch.autocast(keys.device.type, enabled=False):
+            for rows in _blocks(len(sums), tile):
+                for columns in _blocks(len(keys), tile):
+                    sums[rows].addmm_((~pairs.masked(rows, columns)).to(keys), keys[columns])
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        _refuse_second_derivative()
+        pairs, grad_keys = ctx.pairs, grad.new_zeros(ctx.num_keys, grad.shape[1])
+        with torch.autocast(grad.device.type, enabled=False):
+            for rows in _blocks(len(grad), ctx.tile):
+                for columns in _blocks(len(grad_keys), ctx.tile):
+                    kept = (~pairs.masked(rows, columns)).to(grad)
+                    grad_keys[columns].addmm_(kept.T, grad[rows])
+        return grad_keys, None, None

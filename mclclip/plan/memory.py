@@ -54,9 +54,9 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
         trainee = Trainee(model, Objective(), options.precision)
-        cost = _cost(config, options, model.feature_dim, local, machine)
         batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         sizes = _sizes(model, options)
+        cost = _cost(config, options, model.feature_dim, local, machine, sizes.parameters)
         existing = _existing(trainee, batch)
         parts = per_rank(
             sizes,
@@ -210,7 +210,7 @@ def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
 
 
 def _cost(
-    config: Config, options: TrainConfig, dim: int, local: int, machine: Machine
+    config: Config, options: TrainConfig, dim: int, local: int, machine: Machine, model_bytes: int
 ) -> objectives.Cost:
     """Cost of the objective, with as many classes as the largest of the stages has."""
     return options.objective.cost(
@@ -221,6 +221,7 @@ def _cost(
             num_classes=max(config.clusters, default=config.cluster.clusters_of(0)),
             dtype=_dtype(options),
             peak_bytes=memory.peak_bytes,
+            model_bytes=model_bytes,
         )
     )
 

@@ -9,7 +9,14 @@ import numpy as np
 from mclclip.config import Config, TrainConfig
 from mclclip.data.coverage import Coverage, coverage_report
 from mclclip.data.epoch_plan import check_samples, steps_per_epoch, total_steps
-from mclclip.data.groups import GroupedIndex, Policy, StageGroups, build_levels, require_steps
+from mclclip.data.groups import (
+    ALONE,
+    GroupedIndex,
+    Policy,
+    StageGroups,
+    build_levels,
+    require_steps,
+)
 from mclclip.data.labels import label_space, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.run import artifacts
@@ -146,7 +153,7 @@ def _check_samples(
     batch, policy = options.global_batch, options.plan.policy
     most = max(config.clusters[:stage], default=1)
     check_samples(name, batch, policy, most, known, known - usable)
-    if policy == "drop" and labels * batch > usable:
+    if policy in ALONE and labels * batch > usable:
         raise ValueError(
             f"{labels:,} possible labels x {name}.global_batch={batch:,} are more than the "
             f"{usable:,} samples, which {name}.plan.policy=drop does not allow: use policy "

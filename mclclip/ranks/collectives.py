@@ -95,6 +95,26 @@ def gather(x: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def shift(x: Tensor) -> Tensor:
+    """[...] on each rank -> that of the rank before it, without gradient: a hop around the ring.
+
+    The first rank receives from the last. After as many hops as there are ranks every tensor is
+    back. All ranks must pass the same shape.
+    """
+    world, own = world_size(), rank()
+    if world == 1:
+        return x.detach()
+    sent = x.detach().contiguous()
+    received = torch.empty_like(sent)
+    hops = [
+        dist.P2POp(dist.isend, sent, (own + 1) % world),
+        dist.P2POp(dist.irecv, received, (own - 1) % world),
+    ]
+    for work in dist.batch_isend_irecv(hops):
+        work.wait()
+    return received
+
+
 def all_reduce_sum(x: Tensor) -> Tensor:
     """Sum of ``x`` over the ranks, a new tensor without gradient."""
     total = x.detach().clone()

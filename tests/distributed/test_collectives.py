@@ -169,3 +169,20 @@ def test_a_hanging_or_dead_rank_does_not_hang_the_tests() -> None:
             pool(2, hang_or_die, 0, True)
     finally:
         pool.kill()
+
+
+def shift_around() -> tuple[list[Tensor], bool]:
+    """What this rank holds after each hop of the ring, and whether it has a gradient."""
+    held = [own(whole()).requires_grad_()]
+    for _ in range(collectives.world_size()):
+        held.append(collectives.shift(held[-1].T).T)  # any layout
+    return [x.detach() for x in held], held[-1].requires_grad
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_shift_is_a_hop_around_the_ring(ranks: RankPool, world_size: int) -> None:
+    parts = whole().chunk(world_size)
+    for rank, (held, has_grad) in enumerate(ranks(world_size, shift_around)):
+        assert not has_grad
+        for hop, got in enumerate(held):
+            assert torch.equal(got, parts[(rank - hop) % world_size])

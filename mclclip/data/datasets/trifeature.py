@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from PIL import Image
 from mclclip.data.datasets.sources import Pixels, Sources, Splits, check_size, png_sample
 from mclclip.data.shard_writer import PackedSample
 
-Coordinates = npt.NDArray[np.float32]
+Coordinates = npt.NDArray[np.floating[Any]]
 Mask = npt.NDArray[np.bool_]
 CANVAS, OBJECT, GREY = 224, 128, 0.5
 COLOURS = {
@@ -98,7 +99,7 @@ def render(
     inside &= TEXTURES[texture]((u + phase[0]) / period, (v + phase[1]) / period, random)
     canvas = np.full((CANVAS, CANVAS, 3), GREY)
     canvas[inside] = COLOURS[colour]
-    return np.rint(canvas * 255).astype(np.uint8)
+    return np.asarray(np.rint(canvas * 255), np.uint8)
 
 
 def _turned(x: Coordinates, y: Coordinates, angle: float) -> tuple[Coordinates, Coordinates]:
@@ -210,7 +211,7 @@ def _rain(u: Coordinates, v: Coordinates, random: np.random.Generator) -> Mask:
 
 def _pluses(u: Coordinates, v: Coordinates, random: np.random.Generator) -> Mask:
     across, down = abs(_cell(u)), abs(_cell(v))
-    return np.asarray((np.minimum(across, down) < 0.14) & (np.maximum(across, down) < 0.4))
+    return np.asarray((np.minimum(across, down) < 0.12) & (np.maximum(across, down) < 0.36))
 
 
 TEXTURES: dict[str, Callable[[Coordinates, Coordinates, np.random.Generator], Mask]] = {

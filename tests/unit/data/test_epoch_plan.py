@@ -22,7 +22,7 @@ from mclclip.data.labels import truncate
 from mclclip.randomness import mix, permute
 
 stable = settings(max_examples=35, deadline=None, derandomize=True, database=None)
-POLICIES = ("drop", "backoff", "mask", "wrap")
+POLICIES = ("drop", "backoff", "mask", "wrap", "carry")
 ORDERS = ("round_robin", "proportional")
 STUCK = [  # group sizes that leave some groups without any batch of 8, unless one is lent
     ([8, 3], (2,)),
@@ -267,7 +267,21 @@ def test_wrap_schedules_every_sample_and_repeats_only_in_small_groups(case: Case
 
 
 @stable
-@given(cases(policies=("drop",)))
+@given(cases(policies=("carry",)))
+def test_carry_goes_on_where_the_epoch_before_ended(case: Case) -> None:
+    rounds = [case.plan(epoch=epoch) for epoch in range(7)]
+    every = [ids for plan in rounds for ids in batches_of(plan)]
+    counts = Counter(sample for ids in every for sample in ids)
+    for label in set(case.labels[case.labels >= 0].tolist()):
+        members = np.flatnonzero(case.labels == label).tolist()
+        each = [counts[member] for member in members]
+        used = 7 * (len(members) // case.global_batch) * case.global_batch
+        assert sum(each) == used and max(each) - min(each) <= 1
+    assert [len(batches_of(plan)) for plan in rounds] == [len(batches_of(rounds[0]))] * 7
+
+
+@stable
+@given(cases(policies=("drop", "carry")))
 def test_drop_covers_what_the_formula_says(case: Case) -> None:
     """(vii), (x)."""
     plan, full = case.plan(), [n // case.global_batch for n in case.sizes]

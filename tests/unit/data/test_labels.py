@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.cluster import ami
+from mclclip.clustering.agreement import ami
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import (
     combine_stages,

@@ -112,10 +112,13 @@ def test_patch_dropout_rests_in_a_frozen_trunk(images: Tensor) -> None:
     assert hidden.shape == (3, 17, 64)
 
 
-def test_logit_bias_is_never_trained() -> None:
-    config = json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"init_logit_bias": -10.0}
-    model = load_clip(config)
+def test_a_logit_bias_is_an_output_and_trained_where_it_is_named(images: Tensor) -> None:
+    config = json.loads((CONFIGS / "tiny_vit.json").read_text())
+    assert "logit_bias" not in load_clip(config)(image=images)
+    model = load_clip(config | {"init_logit_bias": -10.0})
+    assert model(image=images)["logit_bias"].item() == -10.0
     assert lock(model, logit_scale=True) == ["clip.logit_scale"]
+    assert lock(model, logit_bias=True) == ["clip.logit_bias"]
 
 
 # --- locking a text tower --------------------------------------------------------------------

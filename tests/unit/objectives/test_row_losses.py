@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mclclip.objectives.row_losses import Pairs, row_losses
+from mclclip.objectives.row_losses import (
+    Pairs,
+    count_negatives,
+    log_sums,
+    row_losses,
+    sum_negatives,
+)
 
 
 def draw(
@@ -199,3 +205,53 @@ def test_compiled_callers_get_the_same() -> None:
         strict=True,
     ):
         assert torch.equal(mine, theirs)
+
+
+# --- parts of which other losses are made ------------------------------------------------------
+
+
+def kept(queries: Tensor, pairs: Pairs) -> Tensor:
+    """Bool [b, B]: negatives."""
+    return (pairs.groups[:, None] == pairs.all_groups) & (
+        pairs.sample_id[:, None] != pairs.all_sample_ids
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 7),
+    ranks=st.integers(1, 3),
+    groups=st.integers(1, 4),
+    distinct=st.none() | st.integers(1, 12),
+    tile=st.integers(1, 30),
+)
+def test_parts_are_those_of_the_matrix(tile: int, ranks: int, **drawn: Any) -> None:
+    queries, keys, pairs = draw(ranks=ranks, rank=ranks - 1, **drawn)
+    keep = kept(queries, pairs)
+    alone = ~keep.any(dim=1)
+    assert torch.equal(count_negatives(pairs, tile), keep.sum(dim=1))
+
+    sums = sum_negatives(keys, pairs, tile)
+    expected = keep.double() @ keys
+    torch.testing.assert_close(sums, expected, atol=1e-12, rtol=1e-12)
+    weights = torch.randn(sums.shape, dtype=torch.float64, generator=torch.Generator())
+    mine, theirs = (torch.autograd.grad((x * weights).sum(), keys)[0] for x in (sums, expected))
+    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+
+    found = log_sums(queries, keys, pairs, tile)
+    expected = (queries @ keys.T).masked_fill(~keep, float("-inf"))[~alone].logsumexp(dim=1)
+    assert (found[alone] == float("-inf")).all()
+    torch.testing.assert_close(found[~alone], expected, atol=1e-12, rtol=1e-12)
+    if not alone.all():
+        pulled = torch.where(alone, 0.0, found)  # rows without negatives get a gradient of 0
+        both = [torch.autograd.grad(x.square().sum(), (queries, keys)) for x in (pulled, expected)]
+        for mine, theirs in zip(*both, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-11)
+
+
+def test_second_derivatives_of_parts_are_refused() -> None:
+    queries, keys, pairs = draw(8, rows=4)
+    for part in (log_sums(queries, keys, pairs, 3), sum_negatives(keys, pairs, 3)):
+        with pytest.raises(RuntimeError, match="create_graph=True: it has no second derivative"):
+            torch.autograd.grad(part.sum(), keys, create_graph=True)

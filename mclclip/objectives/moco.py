@@ -1,0 +1,327 @@
+"""MoCo: two views of an image, the keys of one by a momentum copy of the model, without captions.
+
+``v2``  (Chen, Fan, Girshick and He, 2020): the first view against the copy's second view and a
+        queue of keys of earlier steps. Loss and queue are those of MoCo (He et al., 2020, Eq. 1 and
+        Algorithm 1); v2 changed projector, augmentation and learning rate, and set the temperature
+        to 0.2.
+``v3``  (Chen, Xie and He, 2021, Algorithm 1): both views against the copy's other view, with the
+        keys of the global batch for negatives, no queue, and a predictor on the queries. The loss
+        is 2 tau times the sum of both directions, as there.
+
+Both have the mask of MCL's Eq. 3: a key is a negative where its group is the row's and its sample
+is not. Entries of the queue carry both. Back-off batches compare shorter labels than others; a
+label of another length says nothing of the group, so only keys of batches that were masked at the
+same length are negatives.
+
+Departures. From MoCo: the queue starts empty and not with noise, and what is not filled yet is
+masked; its size need not be a multiple of the batch; earlier keys of the same sample are no
+negatives. From MoCo-v3's code: features have unit length before the predictor too, since models
+give them so. In both the copy has moved before the next step and not at its beginning, which gives
+the same keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mclclip.objectives.base import (
+    Batch,
+    Cost,
+    Facts,
+    Objective,
+    ObjectiveOptions,
+    Reads,
+    Setting,
+    Sizes,
+)
+from mclclip.objectives.momentum import MomentumCopy, Schedule, check_engine
+from mclclip.objectives.row_losses import Pairs, row_losses
+from mclclip.options import STRICT, Share
+from mclclip.ranks import collectives
+
+_TILE = 2048
+_QUEUE_SIZE = 65_536
+_NO_GROUP = torch.iinfo(torch.int64).min  # the group of keys that are no row's negative
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ObjectiveOptions):
+    """Two views of an image, one of them encoded by a momentum copy of the model."""
+
+    kind: Literal["moco"] = "moco"
+    """Which objective."""
+    version: Literal["v2", "v3"] = "v2"
+    """``v2``: a queue of keys of earlier steps; ``v3``: both directions, keys of the batch."""
+    queue_size: PositiveInt | None = None
+    """v2: keys that are kept, at least ``global_batch`` (null: 65,536)."""
+    momentum: Share | None = None
+    """Share of itself that the copy keeps at a step (null: 0.999 with v2, 0.99 with v3)."""
+    momentum_schedule: Schedule | None = None
+    """``constant``, or ``cosine`` from ``momentum`` to 1 (null: the former with v2, the latter with
+    v3)."""
+    temperature: PositiveFloat | None = None
+    """Cosines are divided by it (null: 0.2 with v2, 1.0 with v3)."""
+    predictor: list[PositiveInt] | None = None
+    """v3: widths of the predictor, such as [4096, 256]; the last is that of the features (null:
+    none)."""
+
+    num_views: ClassVar[int] = 2
+    controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
+
+    def __post_init__(self) -> None:
+        if self.version == "v2" and self.predictor:
+            raise ValueError("predictor belongs to version=v3: leave it out, or set version=v3")
+        if self.version == "v3" and self.queue_size is not None:
+            raise ValueError("queue_size belongs to version=v2: leave it out, or set version=v2")
+
+    @property
+    def num_queued(self) -> int:
+        """Keys in the queue; 0 without one."""
+        return (self.queue_size or _QUEUE_SIZE) if self.version == "v2" else 0
+
+    @property
+    def reads(self) -> Reads:
+        """Groups of samples with one pseudo label."""
+        return Reads(groups=True)
+
+    def check(self, facts: Facts) -> None:
+        """Raises ValueError for a queue that is smaller than a batch, and for ZeRO-3."""
+        super().check(facts)
+        check_engine(facts)
+        if self.version == "v2" and facts.global_batch is not None:
+            _check_queue(self.num_queued, facts.global_batch)
+
+    def build(self, setting: Setting) -> Objective:
+        """The loss with a momentum copy of the model."""
+        model: Any = setting.model
+        v2 = self.version == "v2"
+        base = (0.999 if v2 else 0.99) if self.momentum is None else self.momentum
+        schedule = self.momentum_schedule or ("constant" if v2 else "cosine")
+        temperature = self.temperature or (0.2 if v2 else 1.0)
+        copy = MomentumCopy(model, base, schedule)
+        dtype = torch.float64 if setting.precision == "float64" else torch.float32
+        if v2:
+            return QueuedKeys(copy, model.feature_dim, self.num_queued, temperature, dtype=dtype)
+        return BatchKeys(copy, self._predictor(setting).to(dtype), temperature)
+
+    def _predictor(self, setting: Setting) -> nn.Module:
+        """The predictor, the same on every rank: its weights are drawn by the seed."""
+        width = setting.model.feature_dim
+        if not self.predictor:
+            return nn.Identity()
+        if self.predictor[-1] != width:
+            raise ValueError(
+                f"train.objective.predictor ends in {self.predictor[-1]}, but the model's features "
+                f"have {width} dimensions, and the two are compared: let it end in {width}"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(setting.seed)
+            return predictor_of(width, self.predictor)
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """Memory of the copy, the queue and the keys that a row is compared with."""
+        dim, itemsize = sizes.dim, sizes.dtype.itemsize
+        queue = self.num_queued * (dim * itemsize + 3 * 8)
+        keys = self.num_queued + 2 * sizes.local_batch * sizes.num_ranks
+        return Cost(
+            step=(keys + 4 * sizes.local_batch) * dim * itemsize,
+            lasting={"momentum_copy": sizes.model_bytes, "queue": queue},
+            checkpoint=sizes.model_bytes + queue,
+        )
+
+
+def predictor_of(dim: int, widths: Sequence[int]) -> nn.Sequential:
+    """[b, dim] -> [b, widths[-1]]: linear layers without bias, each followed by a batch norm, and a
+    ReLU between them; the last batch norm has no weights. As MoCo-v3's code has it."""
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise([dim, *widths]):
+        layers += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU()]
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+
+
+def _check_queue(size: int, global_batch: int) -> None:
+    if size < global_batch:
+        raise ValueError(
+            f"objective.queue_size={size:,} is less than global_batch={global_batch:,}, whose keys "
+            f"it has to hold: raise it to {global_batch:,} or more"
+        )
+
+
+class _WithCopy(Objective):
+    """What both versions share: the momentum copy, and the mean over this rank's rows."""
+
+    def __init__(self, copy: MomentumCopy, temperature: float, tile: int) -> None:
+        super().__init__()
+        self.copy, self.temperature, self.tile = copy, temperature, tile
+
+    def begin(self, step: int, total: int, epoch: float) -> None:
+        """Sets the momentum of this step."""
+        self.copy.begin(step, total)
+
+    def stepped(self, model: nn.Module) -> None:
+        """Moves the copy towards the model."""
+        self.copy.follow(model)
+
+
+class QueuedKeys(_WithCopy):
+    """MoCo's loss with a queue, a ring buffer over the global batches in the order of ranks.
+
+    ``queue`` [Q, D], and of each key ``queue_groups``, ``queue_sample_ids`` and
+    ``queue_prefix_lengths`` [Q] (-1: never filled) are the same on every rank; ``position`` is
+    where the next batch goes.
+    """
+
+    queue: Tensor
+    queue_groups: Tensor
+    queue_sample_ids: Tensor
+    queue_prefix_lengths: Tensor
+    position: Tensor
+
+    def __init__(
+        self,
+        copy: MomentumCopy,
+        dim: int,
+        size: int,
+        temperature: float = 0.2,
+        *,
+        dtype: torch.dtype = torch.float32,
+        tile: int = _TILE,
+    ) -> None:
+        super().__init__(copy, temperature, tile)
+        self.register_buffer("queue", torch.zeros(size, dim, dtype=dtype))
+        for name in ("groups", "sample_ids", "prefix_lengths"):
+            self.register_buffer(f"queue_{name}", torch.full((size,), -1))
+        self.register_buffer("position", torch.zeros((), dtype=torch.int64))
+        self._new: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The model's features of the first view, and as ``keys`` the copy's of the second."""
+        first, second = batch.views
+        found = model(image=first, text=batch.text, text_features=batch.text_features)
+        prefix_length = torch.tensor(batch.prefix_length, device=first.device)
+        return dict(found) | {"keys": self.copy(second), "prefix_length": prefix_length}
+
+    def forward(
+        self,
+        image_features: Tensor,
+        keys: Tensor,
+        prefix_length: Tensor,
+        labels: Tensor,
+        sample_id: Tensor,
+        **unused: Any,
+    ) -> dict[str, Tensor]:
+        """Computes this rank's rows of the loss over the global batch.
+
+        Args:
+            image_features, keys: [b, D], unit length, of this rank; row i of both is one sample.
+            prefix_length: 0-dimensional int64, length at which this batch's labels are truncated.
+            labels: [b, 1] int64, group of each sample at that length.
+            sample_id: [b] int64.
+            unused: what other objectives look at.
+
+        Returns:
+            `loss`: mean over this rank's rows of the cross-entropy of the own key among it and the
+            negatives in the queue. `rows_without_negatives`: of the global batch, with loss 0 and
+            gradient 0; before the queue has keys these are all. Raises ValueError where the queue
+            is smaller than the global batch.
+        """
+        keys, groups = keys.detach(), labels[:, 0]
+        _check_queue(len(self.queue), len(keys) * collectives.world_size())
+        self._new = keys, groups, sample_id, prefix_length
+        known = self.queue_prefix_lengths == prefix_length
+        queued = torch.where(known, self.queue_groups, _NO_GROUP)
+        pairs = Pairs(
+            groups,
+            sample_id,
+            torch.cat([torch.full_like(groups, _NO_GROUP), queued]),
+            torch.cat([sample_id, self.queue_sample_ids]),
+            first=0,
+        )
+        columns = torch.cat([keys, self.queue])
+        losses, alone = row_losses(image_features / self.temperature, columns, pairs, self.tile)
+        return {
+            "loss": losses.mean(),
+            "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
+        }
+
+    @torch.no_grad()
+    def stepped(self, model: nn.Module) -> None:
+        """Moves the copy, and puts the keys of the global batch in place of the oldest."""
+        super().stepped(model)
+        assert self._new is not None
+        *of_samples, prefix_length = self._new
+        self._new = None
+        keys, groups, sample_ids = (collectives.gather(values) for values in of_samples)
+        places = torch.arange(len(keys), device=keys.device).add_(self.position)
+        places.remainder_(len(self.queue))
+        self.queue[places] = keys
+        self.queue_groups[places] = groups
+        self.queue_sample_ids[places] = sample_ids
+        self.queue_prefix_lengths[places] = prefix_length
+        self.position.add_(len(keys)).remainder_(len(self.queue))
+
+
+class BatchKeys(_WithCopy):
+    """MoCo-v3's loss: each view against the copy's other view of the global batch."""
+
+    def __init__(
+        self,
+        copy: MomentumCopy,
+        predictor: nn.Module,
+        temperature: float = 1.0,
+        *,
+        tile: int = _TILE,
+    ) -> None:
+        super().__init__(copy, temperature, tile)
+        self.predictor = predictor
+
+    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
+        first, second = batch.views
+        keys = {"keys": self.copy(first), "keys_1": self.copy(second)}
+        return super().features(model, batch) | keys
+
+    def forward(
+        self,
+        image_features: Tensor,
+        image_features_1: Tensor,
+        keys: Tensor,
+        keys_1: Tensor,
+        labels: Tensor,
+        sample_id: Tensor,
+        **unused: Any,
+    ) -> dict[str, Tensor]:
+        """Computes this rank's rows of the loss over the global batch.
+
+        Args:
+            image_features, image_features_1: [b, D], unit length, of this rank's two views.
+            keys, keys_1: [b, D], the copy's features of the same views.
+            labels: [b, 1] int64, group of each sample at the prefix where the mask compares.
+            sample_id: [b] int64.
+            unused: what other objectives look at.
+
+        Returns:
+            `loss`: 2 tau times the sum over both directions of the mean over this rank's rows.
+            `rows_without_negatives`: of the global batch, with loss 0 and gradient 0.
+        """
+        groups = labels[:, 0]
+        every = collectives.gather(groups), collectives.gather(sample_id)
+        pairs = Pairs(groups, sample_id, *every, first=collectives.rank() * len(groups))
+        total = torch.zeros_like(image_features[0, 0])
+        alone = torch.zeros(())
+        for view, others in ((image_features, keys_1), (image_features_1, keys)):
+            queries = functional.normalize(self.predictor(view), dim=-1) / self.temperature
+            losses, alone = row_losses(queries, collectives.gather(others), pairs, self.tile)
+            total = total + losses.mean()
+        return {
+            "loss": 2.0 * self.temperature * total,
+            "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
+        }

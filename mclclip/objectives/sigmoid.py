@@ -1,0 +1,274 @@
+"""SigLIP's pairwise sigmoid loss (Zhai, Mustafa, Kolesnikov and Beyer, 2023), with groups.
+
+Every pair of an image and a text is a binary question of its own: do they belong together? With
+cosines c, scale t and bias b, z = 1 for a sample's own pair and -1 for others (Eq. 1):
+
+    loss = 1 / B  *  sum over pairs (i, j) that count of  log(1 + exp(-z_ij (t c_ij + b)))
+
+There is no sum over a row that a pair has to be compared with, so the mask of MCL's Eq. 3 goes pair
+by pair: a pair of two samples counts where their groups are equal and the samples are not. B is the
+global batch whatever is masked, as in the paper.
+
+Ranks need not hold each other's texts all at once (section 3.3 of the paper, "Efficient chunked
+implementation"): each computes its images against its own texts, hands the texts to the next rank
+and takes those of the rank before, until all have been everywhere. Here the gradient of the texts
+is added up on the way and is complete when they are home again. Within a chunk the matrix is
+computed in tiles, so that memory is linear in the local batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.row_losses import Pairs, _Tiles
+from mclclip.options import STRICT
+from mclclip.ranks import collectives
+
+_TILE = 2048
+_START_SCALE, _START_BIAS = 10.0, -10.0
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ObjectiveOptions):
+    """SigLIP's loss: each pair on its own, with a trained scale and bias."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    """Which objective."""
+    between: Literal["captions", "views"] = "captions"
+    """``captions``: images against captions, with the model's logit scale, and its logit bias where
+    it has one (else one of the objective's, from -10, which exports leave behind); ``views``: the
+    first view of an image against the second of all, with a scale from 10 and a bias from -10 of
+    the objective's."""
+
+    controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
+
+    @property
+    def num_views(self) -> int:  # type: ignore[override]
+        """Two between views."""
+        return 2 if self.between == "views" else 1
+
+    @property
+    def reads(self) -> Reads:
+        """Groups of samples with one pseudo label; captions, logit scale and bias, or none."""
+        captions = self.between == "captions"
+        return Reads(captions=captions, logit_scale=captions, logit_bias=captions, groups=True)
+
+    def build(self, setting: Setting) -> Objective:
+        """The loss, with the scale and bias that the model does not have."""
+        dtype = torch.float64 if setting.precision == "float64" else torch.float32
+        if self.between == "views":
+            return Sigmoid("image_features_1", own_scale=True, own_bias=True).to(dtype)
+        own_bias = not setting.model.has_logit_bias
+        return Sigmoid("text_features", own_scale=False, own_bias=own_bias).to(dtype)
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """Memory that the loss holds between the features and their gradients."""
+
+        def run() -> None:
+            rows, columns = (
+                torch.empty(sizes.local_batch, sizes.dim, dtype=sizes.dtype, requires_grad=True)
+                for _ in range(2)
+            )
+            scale = torch.ones((), dtype=sizes.dtype)
+            ids = torch.zeros(sizes.local_batch, dtype=torch.int64)
+            pairs = Pairs(ids, ids, ids, ids, first=0)
+            sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs, _TILE)[0].backward()
+
+        # Texts and their gradient arrive while those before them leave.
+        chunk = 2 * sizes.local_batch * sizes.dim * sizes.dtype.itemsize
+        return Cost(step=sizes.peak_bytes(run) + (chunk if sizes.num_ranks > 1 else 0))
+
+
+class Sigmoid(Objective):
+    """The sigmoid loss of image features against those named ``other``.
+
+    ``own_scale`` and ``own_bias``: parameters of its own, [1] each, instead of the model's.
+    ``tile`` bounds the scores that exist at a time. Raises ValueError for a tile below 1.
+    """
+
+    def __init__(
+        self,
+        other: str = "text_features",
+        *,
+        own_scale: bool = False,
+        own_bias: bool = False,
+        tile: int = _TILE,
+    ) -> None:
+        super().__init__()
+        if tile < 1:
+            raise ValueError(f"tile is {tile}: wanted at least 1 row and column of the matrix")
+        self.other, self.tile = other, tile
+        start_scale = torch.full((1,), math.log(_START_SCALE))
+        self.log_scale = nn.Parameter(start_scale) if own_scale else None
+        self.bias = nn.Parameter(torch.full((1,), _START_BIAS)) if own_bias else None
+
+    def forward(
+        self, image_features: Tensor, labels: Tensor, sample_id: Tensor, **features: Tensor
+    ) -> dict[str, Tensor]:
+        """Computes this rank's rows of the loss over the global batch.
+
+        Args:
+            image_features: [b, D], unit length, of this rank; all ranks have the same b.
+            labels: [b, 1] int64, group of each sample at the prefix where the mask compares.
+            sample_id: [b] int64; equal ids are one sample, whose pairs but the own do not count.
+            features: the other features [b, D], and the model's ``logit_scale`` (exponentiated)
+                and ``logit_bias`` where they are not the objective's.
+
+        Returns:
+            `loss`: sum over this rank's images and the texts of all ranks, by b. Its mean over the
+            ranks is the global loss. `rows_without_negatives`: samples of the global batch that
+            count in their own pair alone. `logit_scale`, `logit_bias`: those used.
+
+        Raises ValueError for features that do not fit.
+        """
+        others = features[self.other]
+        if image_features.ndim != 2 or image_features.shape != others.shape:
+            raise ValueError(
+                f"image_features {tuple(image_features.shape)} and {self.other} "
+                f"{tuple(others.shape)} must both be [b, D]"
+            )
+        scale = features["logit_scale"] if self.log_scale is None else self.log_scale[0].exp()
+        bias = features["logit_bias"] if self.bias is None else self.bias[0]
+        groups, first = labels[:, 0], collectives.rank() * len(labels)
+        every = collectives.gather(groups), collectives.gather(sample_id)
+        pairs = Pairs(groups, sample_id, *every, first=first)
+        total, alone = sigmoid_sums(image_features, others, scale, bias, pairs, self.tile)
+        return {
+            "loss": total / len(labels),
+            "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
+            "logit_scale": scale,
+            "logit_bias": bias,
+        }
+
+
+# A compiler would unroll the loop over tiles.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sigmoid_sums(
+    queries: Tensor, keys: Tensor, scale: Tensor, bias: Tensor, pairs: Pairs, tile: int
+) -> tuple[Tensor, Tensor]:
+    """Sum of log(1 + exp(-z (scale * cosine + bias))) over this rank's rows and all ranks' keys.
+
+    Args:
+        queries, keys: [b, D] of this rank, of one dtype, float32 or float64.
+        scale, bias: 0-dimensional, the same on all ranks.
+        pairs: rows among the columns of all ranks.
+        tile: rows and columns that are computed at a time.
+
+    Returns:
+        The sum, differentiable once in all but ``pairs``, and bool [b]: the row has no negative.
+        The gradient is found in the same pass, in the dtype given. All ranks' sums must enter the
+        loss with the same factor, which is how the mean over ranks takes them.
+    """
+    total, alone = _SigmoidSums.apply(queries, keys, scale, bias, pairs, tile)  # type: ignore[no-untyped-call]
+    return total, alone
+
+
+class _Sums:
+    """The sum over pairs, and its gradients, as chunks of keys come by."""
+
+    def __init__(self, queries: Tensor, scale: Tensor, bias: Tensor, tile: int) -> None:
+        self.queries, self.scale, self.bias, self.tile = queries, scale, bias, tile
+        self.total, self.slope = torch.zeros_like(scale), torch.zeros_like(scale)
+        # Of the logits' gradient A: A @ keys, which gives the gradients of queries and scale.
+        self.products = torch.zeros_like(queries)
+        self.alone = torch.ones(len(queries), dtype=torch.bool, device=queries.device)
+
+    def add_own(self, keys: Tensor, grad_keys: Tensor | None) -> None:
+        """Adds the own pairs, row by row; their logits' gradient is -sigmoid(-logit)."""
+        logits = self.scale * torch.linalg.vecdot(self.queries, keys) + self.bias
+        self.total -= functional.logsigmoid(logits).sum()
+        pulls = torch.sigmoid(-logits).neg_()
+        self.slope += pulls.sum()
+        self.products.addcmul_(pulls[:, None], keys)
+        if grad_keys is not None:
+            grad_keys.addcmul_(pulls[:, None], self.queries)
+
+    def add_negatives(self, keys: Tensor, grad_keys: Tensor | None, pairs: Pairs) -> None:
+        """Adds the pairs of all rows and these keys that are negatives."""
+        tiles = _Tiles(self.scale * self.queries, keys, pairs, self.tile)
+        for rows in tiles.row_blocks:
+            for columns in tiles.column_blocks:
+                logits = tiles.logits(rows, columns).add_(self.bias)  # -inf where masked
+                self.alone[rows] &= logits.amax(dim=1) == float("-inf")
+                pushes = torch.sigmoid(logits)
+                self.total -= functional.logsigmoid(logits.neg_()).sum()
+                self.slope += pushes.sum()
+                self.products[rows].addmm_(pushes, keys[columns])
+                if grad_keys is not None:
+                    grad_keys[columns].addmm_(pushes.T, self.queries[rows])
+
+
+def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool) -> Tensor | None:
+    """Adds the pairs with all ranks' keys; returns the gradient of this rank's, by the scale.
+
+    Keys travel together with the gradient that ranks have added to them, all the way home. Where
+    it is not needed they travel alone, and stop before the last hop.
+    """
+    world, count = collectives.world_size(), len(keys)
+    travelling = torch.stack([keys, torch.zeros_like(keys)]) if need_grad else keys[None]
+    for hop in range(world):
+        here = travelling[0], travelling[1] if need_grad else None
+        if hop == 0:
+            sums.add_own(*here)
+        owner = (collectives.rank() - hop) % world
+        columns = slice(owner * count, (owner + 1) * count)
+        chunk = Pairs(
+            pairs.groups,
+            pairs.sample_id,
+            pairs.all_groups[columns],
+            pairs.all_sample_ids[columns],
+            first=0,
+        )
+        sums.add_negatives(*here, chunk)
+        if need_grad or hop < world - 1:
+            travelling = collectives.shift(travelling)
+    return travelling[1] if need_grad else None
+
+
+class _SigmoidSums(torch.autograd.Function):
+    """See ``sigmoid_sums``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        pairs: Pairs,
+        tile: int,
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(queries.device.type, enabled=False):
+            sums = _Sums(queries, scale.to(queries.dtype), bias.to(queries.dtype), tile)
+            by_keys = _around_the_ring(sums, keys, pairs, ctx.needs_input_grad[1])
+            by_scale = (sums.products * queries).sum()
+            by_keys = None if by_keys is None else by_keys * sums.scale
+        ctx.save_for_backward(sums.products * sums.scale, by_keys, by_scale, sums.slope)
+        ctx.dtypes = scale.dtype, bias.dtype
+        ctx.mark_non_differentiable(sums.alone)
+        return sums.total, sums.alone
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the sigmoid loss was differentiated with create_graph=True: it has no second "
+                "derivative; leave create_graph out"
+            )
+        by_queries, by_keys, by_scale, by_bias = ctx.saved_tensors
+        of_scale, of_bias = ctx.dtypes
+        return (
+            grad * by_queries,
+            None if by_keys is None else grad * by_keys,
+            (grad * by_scale).to(of_scale),
+            (grad * by_bias).to(of_bias),
+            None,
+            None,
+        )

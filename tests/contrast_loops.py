@@ -1,0 +1,185 @@
+"""Contrastive losses written out row by row with plain loops, from the formulas of the papers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.objectives.base import Objective
+
+
+@dataclass
+class Batch:
+    """Raw features of two sides and the model's logit scale, with gradient, and marks."""
+
+    first: Tensor
+    second: Tensor
+    scale: Tensor
+    labels: Tensor
+    sample_id: Tensor
+    classes: Tensor
+
+    def unit(self) -> tuple[Tensor, Tensor]:
+        return functional.normalize(self.first, dim=-1), functional.normalize(self.second, dim=-1)
+
+    def run(self, objective: Objective, second: str = "image_features_1") -> dict[str, Tensor]:
+        """The objective's parts; the loss has been pulled back."""
+        image, other = self.unit()
+        features = {"image_features": image, second: other, "logit_scale": self.scale}
+        parts: dict[str, Tensor] = objective(
+            **features,
+            labels=self.labels[:, None],
+            sample_id=self.sample_id,
+            classes=self.classes[:, None],
+        )
+        parts["loss"].backward()
+        return parts
+
+    def gradients(self) -> list[Tensor]:
+        """Of both sides and the scale; zeros where none arrived."""
+        leaves = (self.first, self.second, self.scale)
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+    def rows(self, chosen: Any) -> Batch:
+        """Some of the samples, as a batch of its own."""
+        marks = (self.labels[chosen], self.sample_id[chosen], self.classes[chosen])
+        sides = (side.detach()[chosen].clone() for side in (self.first, self.second))
+        return Batch(*(x.requires_grad_() for x in (*sides, self.scale.detach().clone())), *marks)
+
+
+def draw(
+    seed: int,
+    rows: int,
+    groups: int = 1,
+    classes: int = 2,
+    repeated: bool = False,
+    dim: int = 6,
+    scale: float = 7.0,
+    dtype: torch.dtype = torch.float64,
+) -> Batch:
+    """Features at random; ``repeated``: the last sample is the first one again."""
+    rng = np.random.default_rng(seed)
+    sides = [torch.tensor(rng.normal(size=(rows, dim)), dtype=dtype) for _ in range(2)]
+    marks = [torch.tensor(rng.integers(0, n, size=rows)) for n in (groups, classes)]
+    sample_id = torch.tensor(rng.permutation(1000)[:rows])
+    if repeated:
+        for values in (*marks, sample_id):
+            values[-1] = values[0]
+    leaves = [x.requires_grad_() for x in (*sides, torch.tensor(scale, dtype=dtype))]
+    return Batch(*leaves, marks[0], sample_id, marks[1])
+
+
+@dataclass
+class Row:
+    """What a row meets: cosines of its own pair (None: it has none), of its negatives, and of those
+    of them that have its class."""
+
+    positive: Tensor | None
+    negatives: list[Tensor]
+    same_class: list[Tensor]
+
+
+def rows_of(batch: Batch, between: str, num_views: int = 2) -> list[list[Row]]:
+    """The rows of every direction."""
+    first, second = batch.unit()
+    count = len(first)
+    if between == "captions":
+        directions = [(first, [second], 0), (second, [first], 0)]
+    elif num_views == 1:
+        directions = [(first, [first], None)]
+    else:
+        directions = [(first, [first, second], 1), (second, [first, second], 0)]
+
+    def meets(p: int, q: int) -> bool:
+        same_group = bool(batch.labels[p] == batch.labels[q])
+        return same_group and bool(batch.sample_id[p] != batch.sample_id[q])
+
+    def row(queries: Tensor, keys: list[Tensor], own: int | None, p: int) -> Row:
+        met = [(queries[p] @ side[q], q) for side in keys for q in range(count) if meets(p, q)]
+        same = [cosine for cosine, q in met if batch.classes[p] == batch.classes[q]]
+        positive = None if own is None else queries[p] @ keys[own][p]
+        return Row(positive, [cosine for cosine, _ in met], same)
+
+    return [[row(*direction, p) for p in range(count)] for direction in directions]
+
+
+def loss(rows: list[list[Row]], of_row: Callable[[Row], Tensor | None]) -> Tensor:
+    """The mean over directions of the mean over the rows that have a loss."""
+    found = [[x for x in map(of_row, direction) if x is not None] for direction in rows]
+    return torch.stack([torch.stack(losses).mean() for losses in found]).mean()
+
+
+def _sum(terms: Iterator[Tensor]) -> Any:
+    return sum(terms, start=0.0)
+
+
+def info_nce(row: Row, scale: Tensor) -> Tensor:
+    """-log of the own pair's share."""
+    assert row.positive is not None
+    own = (scale * row.positive).exp()
+    return -(own / (own + _sum((scale * c).exp() for c in row.negatives))).log()
+
+
+def modified(row: Row, scale: Tensor, epsilon: float) -> Tensor:
+    """IFM's Eq. 2."""
+    assert row.positive is not None
+    own = (scale * (row.positive - epsilon)).exp()
+    return -(own / (own + _sum((scale * (c + epsilon)).exp() for c in row.negatives))).log()
+
+
+def hard_negatives(row: Row, scale: Tensor, beta: float, tau_plus: float) -> Tensor:
+    """HCL's code, with the number of the row's negatives."""
+    assert row.positive is not None
+    if not row.negatives:
+        return 0.0 * row.positive
+    own, count = (scale * row.positive).exp(), len(row.negatives)
+    e = torch.stack([(scale * c).exp() for c in row.negatives])
+    weights = e**beta
+    reweighted = (weights * e).sum() / weights.mean()
+    estimate = (reweighted - tau_plus * count * own) / (1.0 - tau_plus)
+    estimate = torch.maximum(estimate, count * (-scale).exp())
+    return -(own / (own + estimate)).log()
+
+
+def supervised(row: Row, scale: Tensor) -> Tensor | None:
+    """SupCon's Eq. 2; None without a positive."""
+    own = [] if row.positive is None else [row.positive]
+    if not own + row.same_class:
+        return None
+    everybody = _sum((scale * c).exp() for c in own + row.negatives)
+    terms = [((scale * c).exp() / everybody).log() for c in own + row.same_class]
+    return -torch.stack(terms).mean()
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def agree(
+    batch: Batch,
+    objective: Objective,
+    between: str,
+    of_row: Callable[[Row, Tensor], Tensor | None],
+    *,
+    temperature: float | None = None,
+    num_views: int = 2,
+) -> dict[str, Tensor]:
+    """Compares value and gradient with the loops; returns the parts."""
+    reference = batch.rows(slice(None))
+    scale = reference.scale if temperature is None else torch.tensor(1.0 / temperature)
+    expected = loss(rows_of(reference, between, num_views), lambda row: of_row(row, scale))
+    expected.backward()
+    second = "text_features" if between == "captions" else "image_features_1"
+    parts = batch.run(objective, second)
+    close(parts["loss"].detach(), expected.detach())
+    for mine, theirs in zip(batch.gradients(), reference.gradients(), strict=True):
+        close(mine, theirs, 1e-11)
+    assert math.isfinite(parts["loss"].item())
+    return parts

@@ -1,0 +1,337 @@
+"""Every published data set as shards, from fakes of what users have, and from real files."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mclclip.torchvision_fix  # noqa: F401
+from mclclip import config, index, make_dataset
+from mclclip.data import datasets
+from mclclip.data.batches import TrainingBatches
+from mclclip.data.datasets.celeba import balanced
+from mclclip.data.datasets.imagenet_subset import SUBSETS
+from mclclip.data.datasets.readers import CIFAR10_CLASSES
+from mclclip.data.datasets.stl_digits import paste
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import AttributeClasses
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
+from tests.unit.data.datasets import fakes
+
+
+def make(name: str, out: Path, *sources: str, **options: Any) -> dict[str, list[Any]]:
+    """What the shards of each split hold."""
+    make_dataset.run(name, out, source=list(sources), **options)
+    counts = read_manifest(out, "dataset").counts["samples"]
+    found = {path.name: fakes.read(path) for path in out.iterdir() if path.is_dir()}
+    assert {split: len(rows) for split, rows in found.items() if rows} == counts
+    return found
+
+
+def test_every_name_has_a_builder() -> None:
+    for name in datasets.NAMES:
+        assert callable(importlib.import_module(f"mclclip.data.datasets.{name}").build)
+
+
+def test_cifar10(tmp_path: Path) -> None:
+    images = fakes.cifar_batches(tmp_path / "c")
+    found = make("cifar10", tmp_path / "out", f"cifar10={tmp_path / 'c'}", samples_per_shard=7)
+    assert len(list((tmp_path / "out" / "train").glob("*.tar"))) == 3
+    rows = found["train"] + found["test"]
+    np.testing.assert_array_equal([array for _, array in rows], images)
+    assert found["test"][0][0]["class"] == CIFAR10_CLASSES[5]
+
+
+def test_cifar_mnist(tmp_path: Path) -> None:
+    images = fakes.cifar_batches(tmp_path / "c")
+    digits, labels = fakes.mnist(tmp_path / "m")
+    sources = (f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
+    found = make("cifar_mnist", tmp_path / "out", *sources)
+    for split, part, cut in (
+        ("train", images[:20], slice(8)),
+        ("test", images[20:], slice(8, None)),
+    ):
+        np.testing.assert_array_equal([array[..., :3] for _, array in found[split]], part)
+        used: Counter[int] = Counter()
+        for facts, array in found[split]:
+            assert array.shape == (32, 32, 4) and not array[[0, 1, -1, -2], :, 3].any()
+            (row,) = np.flatnonzero((digits[cut] == array[2:-2, 2:-2, 3]).all(axis=(1, 2)))
+            assert facts["mnist"] == labels[cut][row] and facts["cifar"] in CIFAR10_CLASSES
+            used[int(row)] += 1
+        assert max(used.values()) - min(used.values()) <= 1  # every digit equally often
+    other = make("cifar_mnist", tmp_path / "other", *sources, seed=1)
+    assert [f["mnist"] for f, _ in other["train"]] != [f["mnist"] for f, _ in found["train"]]
+
+
+def test_stl10(tmp_path: Path) -> None:
+    images = fakes.stl10(tmp_path)
+    found = make("stl10", tmp_path / "out", f"stl10={tmp_path}")
+    for split, wanted in images.items():
+        np.testing.assert_array_equal([array for _, array in found[split]], wanted)
+    assert "class" not in found["unlabeled"][0][0] and found["train"][1][0]["class"] == "bird"
+
+
+def test_stl_digits(tmp_path: Path) -> None:
+    images = fakes.stl10(tmp_path / "s")
+    fakes.mnist(tmp_path / "m")
+    sources = (f"stl10={tmp_path / 's'}", f"mnist={tmp_path / 'm'}")
+    found = make("stl_digits", tmp_path / "out", *sources, copies=2)
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 6, "test": 3}
+    assert {facts["mnist"] for facts, _ in found["test"]} <= {8, 9}
+    facts, array = found["train"][0]
+    assert facts["stl10"] == "airplane" and (array != images["train"][0]).any()
+    with pytest.raises(ValueError, match="copies is 10: wanted 1 to 9"):
+        make("stl_digits", tmp_path / "more", *sources, copies=10)
+
+
+@pytest.mark.parametrize("copies", [1, 4, 9])
+def test_pasted_digits_cover_by_their_ink(copies: int) -> None:
+    image, digit = fakes.pixels(0, 96, 96, 3), np.zeros((28, 28), np.uint8)
+    digit[10:18, 10:18] = 255
+    pasted = paste(image, digit, copies, np.random.default_rng(0))
+    changed = (pasted != image).any(axis=2)
+    assert (pasted[changed] == 255).all() and 0 < changed.sum() <= 64 * copies
+    cells = changed.reshape(3, 32, 3, 32).any(axis=(1, 3))
+    assert cells.sum() == copies
+    half = paste(np.zeros_like(image), digit // 2, 1, np.random.default_rng(0))
+    assert half.max() == 127
+
+
+def test_celeba_is_made_independent(tmp_path: Path) -> None:
+    values = fakes.celeba(tmp_path)
+    found = make("celeba", tmp_path / "out", f"celeba={tmp_path}")
+    names = ("black_hair", "smiling", "male")
+    for split, part in (("train", slice(0, 120)), ("test", slice(160, None))):
+        rows = [tuple(facts[name] for name in names) for facts, _ in found[split]]
+        cells = Counter(map(tuple, values[part].tolist()))
+        assert Counter(rows) == dict.fromkeys(cells, min(cells.values())) and len(cells) == 8
+        for facts, _ in found[split]:
+            row = int(facts["file"].split(".")[0]) - 1
+            assert values[row].tolist() == [facts[name] for name in names]
+            assert row in range(240)[part]
+    small = make("celeba", tmp_path / "small", f"celeba={tmp_path}", size=5)
+    assert small["train"][0][1].shape == (6, 5, 3)
+
+
+def test_attributes_that_cannot_be_made_independent() -> None:
+    values = np.array([*itertools.product((0, 1), repeat=3)])
+    assert balanced(np.arange(8), values, 0).tolist() == list(range(8))
+    with pytest.raises(ValueError, match="7 images of CelebA lack a combination"):
+        balanced(np.arange(7), values, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("list_attr_celeba.txt", ""),
+        ("list_attr_celeba.txt", "1\nSmiling Male\n000001.jpg 1 1\n"),
+        ("list_attr_celeba.txt", "1\nSmiling Male Black_Hair\n000001.jpg 1 1\n"),
+        ("list_attr_celeba.txt", "1\nSmiling Male Black_Hair\n000001.jpg 1 1 2\n"),
+        ("list_attr_celeba.txt", "1\nSmiling Male Black_Hair\n../../x.jpg 1 1 1\n"),
+        ("list_eval_partition.txt", "000001.jpg 3\n"),
+        ("list_eval_partition.txt", "000001.jpg\n"),
+    ],
+)
+def test_damaged_lists_of_celeba(tmp_path: Path, name: str, text: str) -> None:
+    fakes.celeba(tmp_path, count=12)
+    (tmp_path / "celeba" / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name} is not the list of CelebA"):
+        make("celeba", tmp_path / "out", f"celeba={tmp_path}")
+
+
+def test_a_folder_with_its_own_split(tmp_path: Path) -> None:
+    for name in ("train/a/0.jpg", "train/b/1.bmp", "test/a/2.png"):
+        fakes.image_file(tmp_path / "in" / name, fakes.pixels(0, 8, 16, 3))
+    found = make("folder", tmp_path / "out", f"folder={tmp_path / 'in'}")
+    assert [(f["class"], f["file"]) for f, _ in found["train"]] == [("a", "0.jpg"), ("b", "1.bmp")]
+    assert [f["file"] for f, _ in found["test"]] == ["2.png"]
+    small = make("folder", tmp_path / "small", f"folder={tmp_path / 'in'}", size=4)
+    assert {array.shape for rows in small.values() for _, array in rows} == {(4, 8, 3)}
+
+
+def test_a_folder_is_split_by_a_seed(tmp_path: Path) -> None:
+    for name, count in (("a", 10), ("b", 3), ("one", 1)):
+        for number in range(count):
+            fakes.image_file(tmp_path / "in" / name / f"{number}.png", fakes.pixels(0, 4, 4, 3))
+    runs = [
+        make("folder", tmp_path / f"{k}", f"folder={tmp_path / 'in'}", seed=seed, test_share=0.3)
+        for k, seed in enumerate((0, 0, 1))
+    ]
+    files = [{s: [(f["class"], f["file"]) for f, _ in r[s]] for s in r} for r in runs]
+    assert files[0] == files[1] != files[2]
+    assert Counter(name for name, _ in files[0]["test"]) == {"a": 3, "b": 1}
+    assert len({*files[0]["train"], *files[0]["test"]}) == 14
+
+
+def test_imagenet_subset(tmp_path: Path) -> None:
+    for split, wnid in itertools.product(("train", "val"), [*SUBSETS["in1p"], "n00000001"]):
+        fakes.image_file(tmp_path / "in" / split / wnid / f"{wnid}.JPEG", fakes.pixels(0, 4, 4, 3))
+    found = make("imagenet_subset", tmp_path / "out", f"imagenet={tmp_path / 'in'}")
+    assert [(f["class"], f["name"]) for f, _ in found["test"]] == [*SUBSETS["in1p"].items()]
+    assert len(found["train"]) == 10
+    subset = tmp_path / "list.txt"
+    subset.write_text("# two\nn00000001 big cats\n\nn02108089\n")
+    found = make("imagenet_subset", tmp_path / "2", f"imagenet={tmp_path / 'in'}", subset=subset)
+    assert [f.get("superclass") for f, _ in found["train"]] == ["big cats", None]
+    for text, message in (
+        ("dogs\n", "line 1 begins with 'dogs'"),
+        ("n00000001\nn00000001 x\n", "line 2 begins with 'n00000001'"),
+        ("\n", "names no class"),
+    ):
+        subset.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            make("imagenet_subset", tmp_path / "3", f"imagenet={tmp_path}", subset=str(subset))
+    with pytest.raises(FileNotFoundError, match="wanted in1p, or a file"):
+        make("imagenet_subset", tmp_path / "3", f"imagenet={tmp_path}", subset="in26")
+
+
+# --- sources -----------------------------------------------------------------------------------
+
+
+def test_wrong_sources_and_options_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no folder of cifar10 is given: name it with --source"):
+        make("cifar10", tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        make("cifar10", tmp_path / "b", f"cifar10={tmp_path / 'none'}")
+    for wrong in ("cifar10", "=x", "cifar10="):
+        with pytest.raises(ValueError, match=f"--source {wrong}: wanted NAME=FOLDER"):
+            make("cifar10", tmp_path / "c", wrong)
+    with pytest.raises(ValueError, match="the data set cifar10 has no option size: it has downl"):
+        make("cifar10", tmp_path / "d", size=3)
+    with pytest.raises(ValueError, match="folder cannot be downloaded"):
+        make("folder", tmp_path / "e", f"folder={tmp_path}", download=True)
+    fakes.image_file(tmp_path / "in" / "a" / "0.tif", fakes.pixels(0, 4, 4, 3))
+    (tmp_path / "in" / "a" / "1.tif").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"1.tif cannot be decoded \(unidentified"):
+        make("folder", tmp_path / "f", f"folder={tmp_path / 'in'}")
+
+
+def test_a_finished_set_is_kept_and_force_makes_another(tmp_path: Path) -> None:
+    fakes.cifar_batches(tmp_path / "c")
+    source, out = f"cifar10={tmp_path / 'c'}", tmp_path / "out"
+    make("cifar10", out, source)
+    before = (out / "train" / "00000.tar").stat().st_mtime_ns
+    make("cifar10", out, source)
+    assert (out / "train" / "00000.tar").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="seed was 0, now 1"):
+        make("cifar10", out, source, seed=1)
+    make("cifar10", out, source, seed=1, force=True)
+    assert (tmp_path / "out.old-1").is_dir()
+
+
+def test_downloads_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision import datasets as published
+
+    def fetch(root: str, download: bool) -> None:
+        assert download
+        fakes.cifar_batches(Path(root))
+
+    monkeypatch.setattr(published, "CIFAR10", fetch)
+    source = f"cifar10={tmp_path / 'c'}"
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        make("cifar10", tmp_path / "out", source)
+    assert len(make("cifar10", tmp_path / "out2", source, download=True)["train"]) == 20
+
+    def fail(root: str, download: bool) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(published, "CIFAR10", fail)
+    with pytest.raises(RuntimeError, match="cifar10 could not be downloaded into .* no route"):
+        make("cifar10", tmp_path / "out3", source, download=True)
+
+
+# --- read by the index, and real files ---------------------------------------------------------
+
+
+def test_attributes_reach_the_index(tmp_path: Path) -> None:
+    fakes.cifar_batches(tmp_path / "c")
+    fakes.mnist(tmp_path / "m")
+    sources = (f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
+    found = make("cifar_mnist", tmp_path / "out", *sources)["train"]
+    source = {"shards": f"{tmp_path}/out/train/*.tar", "attributes": ["cifar", "mnist"]}
+    tree = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"train": source}}}
+    opened = index.run(config.from_tree(tree), SINGLE)
+    for name in ("cifar", "mnist"):
+        codes, values = opened.attribute(name)
+        assert [values[code] for code in codes] == [str(facts[name]) for facts, _ in found]
+
+
+class Noisy:
+    """A transform of arrays, with a draw of its own in every view."""
+
+    reads_arrays = True
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1) + torch.rand(())
+
+
+def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: Path) -> None:
+    fakes.cifar_batches(tmp_path / "c")
+    fakes.mnist(tmp_path / "m")
+    make("cifar_mnist", tmp_path / "o", f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
+    source = {"shards": f"{tmp_path}/o/train/*.tar", "attributes": ["mnist"]}
+    tree = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"train": source}}}
+    opened = index.run(config.from_tree(tree), SINGLE)
+    classes, codes = AttributeClasses(opened, "mnist"), opened.attribute("mnist")[0]
+    labels = np.zeros(len(opened), np.int64)
+    labels[opened.without_attribute("mnist", "this test")] = -1
+    options: dict[str, Any] = dict(
+        index=opened,
+        grouped=GroupedIndex.build(labels, (1,)),
+        transform=Noisy(),
+        reads_captions=False,
+        num_views=2,
+        global_batch=8,
+        policy="backoff",
+        order="round_robin",
+        seed=0,
+        stage=0,
+        class_labels=classes,
+        max_image_pixels=10_000,
+    )
+    whole = TrainingBatches(**options)[1]
+    assert [view.shape for view in whole.views] == [(8, 4, 32, 32)] * 2
+    assert not torch.equal(*whole.views)
+    assert whole.classes is not None and whole.classes.dtype == torch.int64
+    assert whole.classes.tolist() == codes[whole.sample_id.numpy()][:, None].tolist()
+    for rank in range(2):  # as loader workers get it: pickled
+        batches = pickle.loads(pickle.dumps(TrainingBatches(**options, rank=rank, world_size=2)))
+        part, wanted = batches[1], whole.rows(4 * rank, 4 * rank + 4)
+        for left, right in zip(part.tensors(), wanted.tensors(), strict=True):
+            assert torch.equal(left, right)
+
+
+@pytest.mark.real_data
+@pytest.mark.slow
+def test_real_cifar_mnist(tmp_path: Path, shared_data: Path) -> None:
+    sources = (f"cifar10={shared_data / 'cifar10'}", f"mnist={shared_data / 'mnist'}")
+    found = make("cifar_mnist", tmp_path / "out", *sources)
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 50_000, "test": 10_000}
+    from sklearn.metrics import adjusted_mutual_info_score
+
+    for rows in found.values():
+        classes = [[facts[name] for facts, _ in rows] for name in ("cifar", "mnist")]
+        assert abs(adjusted_mutual_info_score(*classes)) < 2e-3
+
+
+@pytest.mark.real_data
+def test_real_folder_and_digits(tmp_path: Path, shared_data: Path) -> None:
+    from mclclip.data.datasets.readers import read_mnist
+
+    digits, labels = read_mnist(shared_data / "mnist", "train")
+    assert digits.shape == (8_000, 28, 28) and np.bincount(labels).min() > 700
+    folder = shared_data / "caltech101" / "101_ObjectCategories"
+    (tmp_path / "in").mkdir()
+    for path in sorted(folder.iterdir())[:2]:
+        (tmp_path / "in" / path.name).symlink_to(path)
+    found = make("folder", tmp_path / "out", f"folder={tmp_path / 'in'}", size=16)
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 24, "test": 6}

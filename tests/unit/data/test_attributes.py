@@ -1,0 +1,195 @@
+"""Attributes: fields of samples' JSON in the index, and as classes of a training."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import config, index
+from mclclip.data.attributes import parse_attributes
+from mclclip.data.labels import AttributeClasses
+from mclclip.data.sample_index import KIND, SampleIndex
+from mclclip.data.shard_scan import scan_shard
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
+
+ROWS: list[Any] = [
+    {"shape": "star", "size": 10},
+    {"shape": "circle", "size": 9},
+    {"shape": True, "size": "9"},
+    {"size": -1},
+    {"shape": "star", "size": 1.5},
+]
+
+
+def make_shard(path: Path, rows: list[Any], prefix: str = "k") -> Path:
+    """A tar of samples whose .json members are ``rows``: bytes as they are, None for no member."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for number, row in enumerate(rows):
+            data = row if isinstance(row, bytes) else json.dumps(row).encode()
+            members = [("jpg", b"image"), *([] if row is None else [("json", data)])]
+            for extension, content in members:
+                info = tarfile.TarInfo(f"{prefix}{number}.{extension}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def run(run_dir: Path, force: bool = False, **sources: tuple[Path, list[str]]) -> SampleIndex:
+    tree = {
+        name: {"shards": f"{path}/*.tar", "attributes": names}
+        for name, (path, names) in sources.items()
+    }
+    options = {"run_dir": str(run_dir), "data": {"sources": tree, "index_workers": 1}}
+    return index.run(config.from_tree(options), SINGLE, force=force)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    make_shard(tmp_path / "shards" / "0.tar", ROWS)
+    return tmp_path / "shards"
+
+
+def test_codes_are_places_among_the_sorted_values(tmp_path: Path, shards: Path) -> None:
+    found = run(tmp_path / "run", s=(shards, ["shape", "size"]))
+    codes, values = found.attribute("shape")
+    assert values == ["circle", "star"] and codes.tolist() == [1, 0, -1, -1, 1]
+    assert codes.dtype == np.int32 and not codes.flags.writeable
+    codes, values = found.attribute("size")
+    assert values == ["-1", "9", "10"]  # by size, and "9" is 9
+    assert codes.tolist() == [2, 1, 1, 0, -1]
+    manifest = read_manifest(found.directory, KIND)
+    assert manifest.counts["attributes"] == {"shape": 2, "size": 3}
+    assert manifest.counts["findings"]["no_attribute:shape"] == {
+        "count": 2,
+        "examples": ["s/k2", "s/k3"],
+    }
+    assert manifest.counts["findings"]["no_attribute:size"]["count"] == 1
+    with pytest.raises(ValueError, match=r"no attribute 'colour', it has \['shape', 'size'\]"):
+        found.attribute("colour")
+
+
+def test_an_index_without_attributes_is_what_it_was(tmp_path: Path, shards: Path) -> None:
+    plain, named = run(tmp_path / "a", s=(shards, [])), run(tmp_path / "b", s=(shards, ["shape"]))
+    assert plain.digest != named.digest
+    assert not (plain.directory / "attributes.json").exists()
+    assert "attributes" not in (plain.directory / "shards.json").read_text()
+    assert scan_shard(str(shards / "0.tar"), "s", "txt").rows.schema.names[-1] == "num_captions"
+    again = run(tmp_path / "c", s=(shards, ["shape"]))
+    assert again.digest == named.digest
+    with pytest.raises(ValueError, match="it has none: name it in data.sources"):
+        plain.attribute("shape")
+
+
+def test_new_shards_may_bring_values_and_attributes(tmp_path: Path, shards: Path) -> None:
+    first = run(tmp_path / "run", s=(shards, ["shape"]))
+    make_shard(shards / "1.tar", [{"shape": "arrow"}, {"shape": "star"}], "l")
+    make_shard(tmp_path / "more" / "0.tar", [{"size": 3}])
+    found = run(tmp_path / "run", s=(shards, ["shape"]), t=(tmp_path / "more", ["size"]))
+    codes, values = found.attribute("shape")
+    assert values == ["arrow", "circle", "star"]
+    assert codes.tolist() == [2, 1, -1, -1, 2, 0, 2, -1]
+    assert found.attribute("size")[0].tolist() == [-1] * 7 + [0]
+    assert found.digest != first.digest
+    whole = run(tmp_path / "whole", s=(shards, ["shape"]), t=(tmp_path / "more", ["size"]))
+    assert whole.digest == found.digest
+    one, two = ((i.directory / "samples.arrow").read_bytes() for i in (found, whole))
+    assert one == two
+
+
+def test_other_attributes_of_a_known_shard_are_refused(tmp_path: Path, shards: Path) -> None:
+    run(tmp_path / "run", s=(shards, ["shape"]))
+    with pytest.raises(ValueError, match=r"indexed with attributes=\['shape'\], now \['size'\]"):
+        run(tmp_path / "run", s=(shards, ["size"]))
+    assert run(tmp_path / "run", force=True, s=(shards, ["size"])).attribute("size")
+
+
+@pytest.mark.parametrize("names", [["shape", "shape"], [" "]])
+def test_wrong_names_are_refused(tmp_path: Path, shards: Path, names: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"data.sources.s.attributes: got \["):
+        run(tmp_path / "run", s=(shards, names))
+
+
+def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None:
+    found = run(tmp_path / "run", s=(shards, ["shape", "absent"]))
+    assert found.without_attribute("shape", "x").tolist() == [2, 3]
+    with pytest.raises(ValueError, match="supcon reads the attribute 'absent', and none of the 5"):
+        found.without_attribute("absent", "supcon")
+
+
+def test_classes(tmp_path: Path, shards: Path) -> None:
+    found = run(tmp_path / "run", s=(shards, ["shape", "size"]))
+    classes = AttributeClasses(found, "shape")
+    assert (classes.num_classes, classes.labels_per_sample) == (2, 1)
+    for given in (classes, pickle.loads(pickle.dumps(classes))):
+        got = given[np.array([4, 2, 1])]
+        assert got.dtype == np.int64 and got.tolist() == [[1], [-1], [0]]
+        assert given.digest == classes.digest != AttributeClasses(found, "size").digest
+    with pytest.raises(RuntimeError, match="attribute 'shape', which have no centroids"):
+        classes.centroids()
+    with pytest.raises(ValueError, match="no attribute 'colour'"):
+        AttributeClasses(found, "colour")
+
+
+# --- what strangers write ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b'{"a": "x"}', "x"),
+        (b'{"a": 7}', "7"),
+        (b'{"a": "\xc3\xa9\xe2\x98\x83"}', "é☃"),
+        (b'{"a": "\\ud800"}', "?"),
+        (b'{"a": true}', None),
+        (b'{"a": null}', None),
+        (b'{"a": 1.0}', None),
+        (b'{"a": ["x"]}', None),
+        (b'{"a": {"b": 1}}', None),
+        (b'{"a": " "}', None),
+        (b'["a"]', None),
+        (b"\xff\xfe", None),
+        (b"", None),
+        (b'{"a": ' + b"9" * 5000 + b"}", None),
+        (b"[" * 100_000, None),
+    ],
+)
+def test_a_value_is_a_string_or_an_integer(data: bytes, value: str | None) -> None:
+    assert parse_attributes(data, ["a"]) == [value]
+
+
+def test_broken_json_and_numbers_of_any_length(tmp_path: Path) -> None:
+    rows = [b"{", None, {"a": "9" * 5000}, {"a": "1" * 18}, {"a": "007"}, {"a": "7"}]
+    make_shard(tmp_path / "shards" / "0.tar", rows)
+    codes, values = run(tmp_path / "run", s=(tmp_path / "shards", ["a"])).attribute("a")
+    assert values == ["7", "1" * 18, "007", "9" * 5000]
+    assert codes.tolist() == [-1, -1, 3, 1, 2, 0]
+
+
+def test_many_values(tmp_path: Path) -> None:
+    count = 3_000
+    make_shard(tmp_path / "shards" / "0.tar", [{"a": n * 7919 % count} for n in range(count)])
+    codes, values = run(tmp_path / "run", s=(tmp_path / "shards", ["a"])).attribute("a")
+    assert values == [str(n) for n in range(count)]
+    assert codes.tolist() == [n * 7919 % count for n in range(count)]
+
+
+@pytest.mark.slow
+def test_a_million_values() -> None:
+    from mclclip.data import attributes
+    from mclclip.data.sample_index import pa
+
+    count = 1_000_000
+    column = attributes.columns_of(["a"], [[str(n)] for n in range(count)])
+    table = pa.table(column, schema=pa.schema(attributes.fields_of(["a"])))
+    coded, values = attributes.to_codes(table)
+    assert len(values["a"]) == count and coded[0].to_numpy()[-1] == count - 1
+    assert attributes.to_text(coded, values)[0].to_pylist() == table[0].to_pylist()

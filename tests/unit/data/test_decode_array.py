@@ -1,0 +1,162 @@
+"""Arrays as image members: decoded, refused, and read beside pictures."""
+
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mclclip.data.decode import DecodeError, decode_array, is_array
+from mclclip.data.sample_index import SampleIndex, Shard, join_rows, write_tables
+from mclclip.data.samples import BadSample, Sample, TarDataset
+from mclclip.data.shard_scan import Findings, scan_shard
+from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.run.artifacts import Artifact
+
+LIMIT = 10_000
+
+
+class Pixels:
+    """A transform that takes pictures and arrays."""
+
+    reads_arrays = True
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+def npy(array: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, **options)
+    return buffer.getvalue()
+
+
+def pixels(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
+def test_an_array_comes_back(channels: int) -> None:
+    array = pixels(5, 6, channels)
+    for stored in (array, np.asfortranarray(array)):
+        found = decode_array(npy(stored), LIMIT)
+        assert found.dtype == np.uint8 and found.flags.c_contiguous and found.flags.writeable
+        np.testing.assert_array_equal(found, array)
+
+
+def header(text: str, version: bytes = b"\x01\x00") -> bytes:
+    data = text.encode() + b"\n"
+    size = struct.pack("<H" if version[0] == 1 else "<I", len(data))
+    return b"\x93NUMPY" + version + size + data
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"\x93NUMPY", "broken"),
+        (npy(np.array([{"a": print}]), allow_pickle=True), "unsupported"),
+        (npy(pixels(4, 4, 4).astype(np.float32)), "unsupported"),
+        (npy(pixels(4, 4, 4).astype(np.int8)), "unsupported"),
+        (npy(pixels(4, 4)), "unsupported"),
+        (npy(pixels(0, 4, 4)), "broken"),
+        (npy(pixels(101, 100, 4)), "bomb"),
+        (npy(pixels(4, 4, 4))[:-1], "truncated"),
+        (npy(pixels(4, 4, 4)) + b"x", "broken"),
+        (header("{'descr': '|u1', 'fortran_order': False, 'shape': (99999999, 9999, 4)}"), "bomb"),
+        (header("{'descr': '|u1', 'fortran_order': False, 'shape': (1, 1, 10**9)}"), "broken"),
+        (
+            header("{'descr': '|u1', 'fortran_order': False, 'shape': (1, 1, 999999999)}"),
+            "truncated",
+        ),
+        (header("{'descr': '|u1', 'fortran_order': False, 'shape': (-1, -1, 4)}"), "broken"),
+        (header("{'descr': '|u1', 'fortran_order': False, 'shape': (True, 1, 1)}"), "truncated"),
+        (header(" " * 60_000), "broken"),
+        (header("(" * 9_000), "broken"),
+        (header("__import__('os').getcwd()"), "broken"),
+        (header("{'descr': '|u1'}", b"\x03\x00"), "unsupported"),
+        (header("{}", b"\x02\x00"), "broken"),
+    ],
+)
+def test_what_is_wrong_has_a_reason(data: bytes, reason: str) -> None:
+    with pytest.raises(DecodeError) as raised:
+        decode_array(data, LIMIT)
+    assert raised.value.reason == reason
+
+
+def test_every_damage_gives_pixels_or_a_reason() -> None:
+    whole, random = npy(pixels(4, 4, 4)), np.random.default_rng(1)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[random.integers(len(damaged))] = random.integers(256)
+        try:
+            assert decode_array(bytes(damaged), LIMIT).dtype == np.uint8
+        except DecodeError as error:
+            assert error.reason
+
+
+# --- in shards ---------------------------------------------------------------------------------
+
+
+def make_index(root: Path, samples: list[PackedSample]) -> SampleIndex:
+    (path,) = write_shards(samples, root / "shards", 100)
+    scan = scan_shard(str(path), "s", "txt")
+    shard = Shard(str(path), "s", "txt", 0, len(scan.rows), path.stat().st_size)
+    artifact = Artifact.open(root / "index", kind="index", config={}, inputs={})
+    table = join_rows(None, 0, [scan.rows], Findings())
+    artifact.finish({}, content_digest=write_tables(root / "index", table, [shard]))
+    return SampleIndex.open(root / "index")
+
+
+def png(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_arrays_and_pictures_of_one_shard(tmp_path: Path) -> None:
+    four, rgba = pixels(8, 8, 4), pixels(8, 8, 4)
+    samples = [
+        PackedSample("a", npy(four), "npy", []),
+        PackedSample("b", png(rgba), "png", []),  # stays RGB
+        PackedSample("c", npy(four)[:-9], "npy", []),
+    ]
+    index = make_index(tmp_path, samples)
+    data = TarDataset(index, Pixels(), reads_captions=False, max_image_pixels=LIMIT)
+    first, second, third = data.__getitems__([0, 1, 2])
+    assert isinstance(first, Sample) and isinstance(second, Sample)
+    assert torch.equal(first.views[0] * 255, torch.from_numpy(four.transpose(2, 0, 1)).float())
+    assert second.views[0].shape == (3, 8, 8)
+    assert third == BadSample(2, "truncated")
+    pictures_only = TarDataset(
+        index, lambda image: torch.zeros(3, *image.size), reads_captions=False, max_image_pixels=99
+    )
+    assert isinstance(pictures_only[1], Sample)
+    with pytest.raises(ValueError, match="sample s/a is an array of 4 channels"):
+        pictures_only[0]
+
+
+def test_an_array_beside_a_picture_is_no_image(tmp_path: Path) -> None:
+    """Embeddings are often stored so."""
+    samples = [PackedSample("a", b"image", "jpg", []), PackedSample("b", b"image", "jpg", [])]
+    (path,) = write_shards(samples, tmp_path, 100)
+    import tarfile
+
+    with tarfile.open(path, "a") as tar:
+        for key in ("a", "c"):
+            info = tarfile.TarInfo(f"{key}.npy")
+            info.size = 5
+            tar.addfile(info, io.BytesIO(b"array"))
+    found = scan_shard(str(path), "s", "txt")
+    assert found.rows["key"].to_pylist() == ["s/a", "s/b", "s/c"]
+    data, rows = path.read_bytes(), found.rows.to_pylist()
+    contents = [data[r["image_offset"] :][: r["image_size"]] for r in rows]
+    assert contents == [b"image", b"image", b"array"]
+    assert "several_images" not in found.findings.to_json()
+    assert is_array(npy(pixels(1, 1, 1))) and not is_array(b"array")

@@ -1,0 +1,129 @@
+"""What contrastive losses share: options, memory by the plan, features that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mclclip.models.memory import faked, peak_bytes
+from mclclip.objectives.base import Sizes, kinds, parse
+from mclclip.objectives.contrast import ContrastOptions, excess
+from mclclip.objectives.info_nce import InfoNCE
+from tests import contrast_loops as loops
+
+KINDS: dict[str, dict[str, Any]] = {
+    "info_nce": {"kind": "info_nce"},
+    "nt_xent": {"kind": "nt_xent"},
+    "ifm": {"kind": "ifm"},
+    "ifm_views": {"kind": "ifm", "between": "views", "temperature": 0.2},
+    "hcl": {"kind": "hcl"},
+    "hcl_views": {"kind": "hcl", "between": "views", "temperature": {"learnable": True}},
+    "supcon": {"kind": "supcon", "attribute": "shape"},
+    "supcon_1": {"kind": "supcon", "attribute": "shape", "num_views": 1},
+}
+
+
+def options_of(name: str) -> ContrastOptions:
+    options = parse(KINDS[name])
+    assert isinstance(options, ContrastOptions)
+    return options
+
+
+def test_parts_are_no_kinds() -> None:
+    assert {"info_nce", "nt_xent", "ifm", "hcl", "supcon"} <= {*kinds()}
+    assert not {"contrast", "temperature", "row_losses"} & {*kinds()}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_reads_what_it_is_between(name: str) -> None:
+    options = options_of(name)
+    captions = options.between == "captions"
+    assert options.reads.captions == options.reads.logit_scale == captions
+    assert options.reads.groups
+    assert options.controls == ("ungrouped", "random_groups")
+    assert options.num_views == (1 if captions or name == "supcon_1" else 2)
+
+
+def test_a_temperature_of_its_own_leaves_the_models_scale_alone() -> None:
+    reads = parse({"kind": "info_nce", "temperature": 0.07}).reads
+    assert reads.captions and not reads.logit_scale
+
+
+def sizes(local: int, num_ranks: int = 1) -> Sizes:
+    return Sizes(local, num_ranks, 64, 10, torch.float32, peak_bytes)
+
+
+@pytest.mark.parametrize("name", ["info_nce", "ifm_views", "hcl", "supcon"])
+def test_planned_memory_is_that_of_a_step(name: str) -> None:
+    options = options_of(name)
+    batch = loops.draw(0, rows=300, dim=64, dtype=torch.float32)
+    loss = options.objective(options._temperature(torch.float32))
+    second = "text_features" if options.between == "captions" else "image_features_1"
+    features = {"image_features": batch.first, second: batch.second, "logit_scale": batch.scale}
+    marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
+    marks["classes"] = batch.classes[:, None]
+    measured = peak_bytes(
+        lambda: loss(**features, **marks)["loss"].backward(),
+        [*features.values(), *marks.values()],
+    )
+    with faked(torch.nn.Linear(1, 1)):
+        planned = options.cost(sizes(300)).step
+    # The plan counts the features themselves, and gathered ones beside them.
+    assert measured < planned < measured + 7 * 300 * 64 * 4
+
+
+def test_planned_memory_is_linear_in_the_batch() -> None:
+    with faked(torch.nn.Linear(1, 1)):
+        costs = [options_of("hcl").cost(sizes(local)).step for local in (2048, 4096, 6144)]
+    assert costs[2] - costs[1] == pytest.approx(costs[1] - costs[0], rel=0.02)
+    assert costs[2] < 6144 * 6144 * 4 / 3  # a third of the matrix
+
+
+class Tiles(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, torch.Tensor):
+                self.largest = max(self.largest, item.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_matrix_is_never_whole(name: str) -> None:
+    options = options_of(name)
+    loss = options.objective(options._temperature(torch.float64))
+    loss.tile = 16
+    batch = loops.draw(1, rows=100, dim=4)
+    with Tiles() as seen:
+        batch.run(loss, "text_features" if options.between == "captions" else "image_features_1")
+    assert 100 <= seen.largest <= 2 * 100 * 4
+
+
+def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
+    loss, image = InfoNCE(between="views"), torch.eye(3)
+    marks = {"labels": torch.zeros(3, 1, dtype=torch.int64), "sample_id": torch.arange(3)}
+    scale = torch.tensor(1.0)
+    with pytest.raises(ValueError, match="reads image_features_1, and was given image_features,"):
+        loss(image_features=image, logit_scale=scale, **marks)
+    with pytest.raises(ValueError, match=r"image_features_1 \(2, 3\) must both be \[b, D\]"):
+        loss(image_features=image, image_features_1=image[:2], logit_scale=scale, **marks)
+    with pytest.raises(ValueError, match="temperature=null takes the logit scale of the model"):
+        loss(image_features=image, image_features_1=image, **marks)
+
+
+def test_excess_is_exact_for_large_differences() -> None:
+    negatives = torch.tensor([-800.0, 0.0, 40.0, 800.0, float("-inf")], dtype=torch.float64)
+    negatives.requires_grad_()
+    found = excess(negatives, torch.zeros(5, dtype=torch.float64))
+    expected = [0.0, 0.6931471805599453, 40.0 + 4.248354255291589e-18, 800.0, 0.0]
+    loops.close(found, torch.tensor(expected, dtype=torch.float64), 1e-15)
+    found.sum().backward()
+    assert negatives.grad is not None
+    loops.close(negatives.grad[1:], torch.tensor([0.5, 1.0, 1.0, 0.0], dtype=torch.float64))

@@ -1,0 +1,254 @@
+"""The sigmoid loss: SigLIP's formula pair by pair; invariants in value and gradient; options."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from mclclip import config
+from mclclip.models.clip import load_clip
+from mclclip.models.memory import peak_bytes
+from mclclip.objectives.base import Setting, Sizes, parse
+from mclclip.objectives.sigmoid import Sigmoid
+from mclclip.ranks.process_group import SINGLE
+
+VIT = json.loads((Path(__file__).parents[2] / "configs" / "tiny_vit.json").read_text())
+NAMES = ("image", "text", "scale", "bias")
+
+
+class Inputs:
+    """Raw features, scale and bias with gradient; ``run`` gives the loss and the gradients."""
+
+    def __init__(self, seed: int, rows: int, groups: int = 1, dtype: Any = torch.float64) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.image, self.text = (
+            torch.randn(rows, 6, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
+            for _ in range(2)
+        )
+        self.scale = torch.tensor(7.0, dtype=dtype, requires_grad=True)
+        self.bias = torch.tensor(-2.0, dtype=dtype, requires_grad=True)
+        self.labels = torch.randint(0, groups, (rows,), generator=random)
+        self.sample_id = torch.randperm(1000, generator=random)[:rows]
+
+    def run(self, loss_of: Callable[[Inputs, Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """The loss and the gradients of the four inputs."""
+        unit = [functional.normalize(x, dim=-1) for x in (self.image, self.text)]
+        loss = loss_of(self, *unit)
+        return [loss.detach(), *torch.autograd.grad(loss, [getattr(self, n) for n in NAMES])]
+
+
+def fast(inputs: Inputs, image: Tensor, text: Tensor, tile: int = 1024) -> Tensor:
+    return found(inputs, image, text, tile)["loss"]
+
+
+def found(inputs: Inputs, image: Tensor, text: Tensor, tile: int = 1024) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = Sigmoid(tile=tile)(
+        image,
+        inputs.labels[:, None],
+        inputs.sample_id,
+        text_features=text,
+        logit_scale=inputs.scale,
+        logit_bias=inputs.bias,
+    )
+    return result
+
+
+def slow(inputs: Inputs, image: Tensor, text: Tensor) -> Tensor:
+    """Eq. 1, pair by pair, of the pairs that count."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(len(image)):
+        for j in range(len(text)):
+            same_sample = bool(inputs.sample_id[i] == inputs.sample_id[j])
+            if i != j and (same_sample or inputs.labels[i] != inputs.labels[j]):
+                continue
+            logit = inputs.scale * image[i] @ text[j] + inputs.bias
+            total = total + torch.log1p(torch.exp(-logit if i == j else logit))
+    return total / len(image)
+
+
+def close(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-12) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 8),
+    groups=st.integers(1, 4),
+    tile=st.integers(1, 9),
+)
+def test_loss_and_gradient_are_the_definition(seed: int, rows: int, groups: int, tile: int) -> None:
+    inputs = Inputs(seed, rows, groups)
+    if rows > 3:
+        inputs.sample_id[0] = inputs.sample_id[3]
+    expected = inputs.run(slow)
+    close(inputs.run(lambda *given: fast(*given, tile=tile)), expected)
+    assert expected[0] >= 0
+
+
+def test_masked_pairs_have_exactly_no_influence() -> None:
+    """Sample 0 is alone in its group: of it the own pair alone counts."""
+    inputs = Inputs(4, 6)
+    inputs.labels = torch.tensor([1, 0, 0, 0, 0, 0])
+    loss, image, text, _, _ = inputs.run(fast)
+    changed = Inputs(4, 6)
+    changed.labels = inputs.labels
+    with torch.no_grad():
+        changed.image[0].neg_()
+        changed.text[0].neg_()
+    _, other_image, other_text, _, _ = changed.run(fast)
+    assert torch.equal(image[1:], other_image[1:]) and torch.equal(text[1:], other_text[1:])
+    assert loss > 0 and image[0].abs().max() > 0  # the own pair
+
+
+def test_groups_are_a_sum_of_pure_batches_over_the_global_batch() -> None:
+    inputs = Inputs(2, 12, groups=3)
+    total = torch.zeros((), dtype=torch.float64)
+    for label in inputs.labels.unique():
+        rows = (inputs.labels == label).nonzero()[:, 0]
+        pure = Inputs(2, 12)
+        pure.image, pure.text = (x.detach()[rows].requires_grad_() for x in (pure.image, pure.text))
+        pure.labels, pure.sample_id = inputs.labels[rows], inputs.sample_id[rows]
+        total += len(rows) * pure.run(fast)[0]
+    torch.testing.assert_close(12 * inputs.run(fast)[0], total)
+
+
+def test_rows_without_negatives_are_counted_and_keep_their_own_pair() -> None:
+    inputs = Inputs(5, 4)
+    inputs.labels = torch.tensor([0, 1, 2, 2])
+    inputs.sample_id = torch.tensor([3, 4, 5, 5])  # a sample repeated is no negative
+    unit = [functional.normalize(x.detach(), dim=-1) for x in (inputs.image, inputs.text)]
+    result = found(inputs, *unit)
+    assert int(result["rows_without_negatives"]) == 4
+    logits = inputs.scale * (unit[0] * unit[1]).sum(dim=1) + inputs.bias
+    torch.testing.assert_close(result["loss"], -functional.logsigmoid(logits).mean())
+
+
+def test_large_logits_stay_finite() -> None:
+    inputs = Inputs(7, 5, dtype=torch.float32)
+    inputs.scale = torch.tensor(1e4, requires_grad=True)
+    assert all(torch.isfinite(value).all() for value in inputs.run(fast))
+
+
+def test_arithmetic_is_fp32_under_autocast() -> None:
+    inputs = Inputs(8, 6, groups=2, dtype=torch.float32)
+    expected = inputs.run(fast)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = inputs.run(fast)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_memory_is_linear_in_the_batch() -> None:
+    def peak(rows: int) -> int:
+        options = parse({"kind": "sigmoid"})
+        with FakeTensorMode():
+            return options.cost(Sizes(rows, 1, 8, 0, torch.float32, peak_bytes)).step
+
+    whole_matrix = 4 * 8_192**2
+    assert peak(8_192) < 1.2 * peak(4_096) < whole_matrix / 2  # above the tile of 2,048 rows
+
+
+def test_texts_without_gradient_change_nothing_else() -> None:
+    inputs = Inputs(11, 6, groups=2)
+    expected = inputs.run(fast)
+    text = functional.normalize(inputs.text, dim=-1).detach()
+    loss = fast(inputs, functional.normalize(inputs.image, dim=-1), text)
+    wanted = (inputs.image, inputs.scale, inputs.bias)
+    close(list(torch.autograd.grad(loss, wanted)), [expected[n] for n in (1, 3, 4)])
+
+
+def test_a_second_derivative_is_refused() -> None:
+    inputs = Inputs(1, 3)
+    loss = fast(inputs, inputs.image, inputs.text)
+    with pytest.raises(RuntimeError, match="sigmoid loss was differentiated with create_graph"):
+        torch.autograd.grad(loss, inputs.image, create_graph=True)
+
+
+def test_bad_input_is_refused() -> None:
+    inputs = Inputs(1, 3)
+    with pytest.raises(ValueError, match=r"image_features \(3, 6\) and text_features \(3, 2\)"):
+        fast(inputs, inputs.image, inputs.text[:, :2])
+    with pytest.raises(ValueError, match="tile is 0: wanted at least 1"):
+        Sigmoid(tile=0)
+    with pytest.raises(ValueError, match="between"):
+        parse({"kind": "sigmoid", "between": "texts"})
+
+
+# --- where scale and bias come from ------------------------------------------------------------
+
+
+def batch(views: int) -> Any:
+    random = torch.Generator().manual_seed(0)
+    return SimpleNamespace(
+        views=[torch.randn(3, 3, 32, 32, generator=random) for _ in range(views)],
+        text=torch.randint(1, 400, (3, VIT["text_cfg"]["context_length"]), generator=random),
+        text_features=None,
+        labels=torch.zeros(3, 1, dtype=torch.int64),
+        sample_id=torch.arange(3),
+    )
+
+
+def built(tree: dict[str, Any], model_config: dict[str, Any]) -> tuple[Any, Any, dict[str, Tensor]]:
+    """Model, objective and what it returns for a batch, with its parts locked as for a run."""
+    options = {"run_dir": "x", "base": {"objective": {"kind": "sigmoid", **tree}}}
+    training = config.from_tree(options).base
+    assert training is not None
+    model = load_clip(model_config, seed=1)
+    model.lock(**training.model_arguments()["lock"])
+    objective = training.objective.build(Setting(model=model, context=SINGLE, seed=0))
+    given = batch(training.objective.num_views)
+    if not training.objective.reads.captions:
+        given.text = None
+    features = objective.features(model, given)
+    parts: dict[str, Tensor] = objective(
+        **features, labels=given.labels, sample_id=given.sample_id, classes=None
+    )
+    parts["loss"].backward()  # type: ignore[no-untyped-call]
+    return model, objective, parts
+
+
+def test_scale_and_bias_of_the_model_are_trained() -> None:
+    model, objective, parts = built({}, VIT | {"init_logit_bias": -7.0, "init_logit_scale": 1.5})
+    assert not list(objective.parameters())
+    assert parts["logit_bias"].item() == -7.0
+    assert parts["logit_scale"].item() == pytest.approx(math.exp(1.5))
+    assert model.clip.logit_bias.grad.abs() > 0 and model.clip.logit_scale.grad.abs() > 0
+
+
+def test_a_model_without_a_bias_gets_one_of_the_objective() -> None:
+    model, objective, parts = built({}, VIT)
+    assert {n: p.shape for n, p in objective.named_parameters()} == {"bias": (1,)}
+    assert parts["logit_bias"].item() == -10.0 and objective.bias.grad.abs() > 0
+    assert model.clip.logit_scale.grad.abs() > 0
+
+
+def test_views_have_scale_and_bias_of_the_objective() -> None:
+    model, objective, parts = built({"between": "views"}, VIT | {"init_logit_bias": -7.0})
+    assert {n for n, _ in objective.named_parameters()} == {"log_scale", "bias"}
+    assert parts["logit_scale"].item() == pytest.approx(10.0)
+    assert parts["logit_bias"].item() == -10.0
+    assert not model.clip.logit_bias.requires_grad and not model.clip.logit_scale.requires_grad
+    assert model.clip.visual.proj.grad.abs().max() > 0
+
+
+def test_the_bias_rests_where_it_is_not_read_or_the_scale_is_locked() -> None:
+    def lock(**train: Any) -> Any:
+        tree = {"run_dir": "x", "train": train}
+        return config.from_tree(tree).train.model_arguments()["lock"]["logit_bias"]
+
+    assert lock(objective={"kind": "sigmoid"}) is True
+    assert lock(objective={"kind": "info_nce"}) is False
+    assert lock(objective={"kind": "sigmoid"}, lock={"logit_scale": False}) is False
