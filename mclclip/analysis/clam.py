@@ -91,7 +91,9 @@ def clam(
 
     encoder    images [n, C, H, W] -> features [n, D], differentiable; in eval mode
     layer      its last convolution, with an output [n, c, h, w], or last block, with tokens
-               [n, T, c]: the largest square of tokens at the end is taken for the image
+               [n, T, c]: the largest square of tokens at the end is taken for the image. Where
+               the features are of a class token, take the last block's first norm: behind the
+               block no other token counts any more, and the map is 0
     anchor     [C, H, W]
     positive   [C, H, W]
     views      of the anchor; the map is about pixels that a view sees, and 0 elsewhere

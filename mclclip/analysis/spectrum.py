@@ -28,14 +28,13 @@ def covariance(features: ArrayLike) -> Values:
     if count == 0:
         raise ValueError("there are no features: their covariance is that of nothing")
     centred = rows - np.asarray(total) / count
-    products: Values = all_reduce_sum(torch.from_numpy(centred.T @ centred)).numpy()
-    return products / float(count)
+    products = all_reduce_sum(torch.from_numpy(centred.T @ centred)).numpy()
+    return np.asarray(products / count, dtype=np.float64)
 
 
 def singular_values(features: ArrayLike) -> Values:
     """[D], largest first: singular values of the covariance of all ranks' rows [n, D]."""
-    values = np.linalg.svd(covariance(features), compute_uv=False).astype(np.float64)
-    return values
+    return np.asarray(np.linalg.svd(covariance(features), compute_uv=False), dtype=np.float64)
 
 
 def effective_rank(values: ArrayLike) -> float:

@@ -39,7 +39,7 @@ class LabelFilter(nn.Module):
     ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             self.labels = nn.Embedding(num_classes, label_dim, dtype=dtype)
             self.layers = nn.Sequential(
                 nn.BatchNorm1d(label_dim, dtype=dtype),

@@ -7,8 +7,10 @@ negatives, all seen through gates that a label filter makes of (y1, y2).
 Where the paper is silent or contradicts itself:
 
 - y2 is drawn over the classes of the global batch, once for both views of a sample (the authors'
-  code permutes the local batch). Samples of one step are alike for any number of ranks.
+  code permutes the local batch).
 - Candidates pass the gates of the row (Eq. 2 and the code; Algorithm 1 has those of their pair).
+- A sample's other view is no positive of it, also where y2 is y1.
+- Candidates of a momentum copy go through the same layer norm, which has no copy of its own.
 - The gates are sigmoids (Eq. 3; Algorithm 1 omits them); the loss is -log of what Eq. 2 prints.
 - Every positive has a term of its own with one positive in the denominator, and a row's loss is
   their mean. A row whose class y2 has no other sample is left out of the mean.
@@ -55,7 +57,8 @@ class Options(ObjectiveOptions):
     """Compare only within groups of samples with one pseudo label, as MCL does."""
     pairs: Pairing = "arbitrary"
     """Classes that a sample is paired with: any of the batch; its own (``identical``); any other
-    (``distinct``); its own and its closest (``n_closest``)."""
+    (``distinct``); its own and its closest of all classes, as far as the batch has them
+    (``n_closest``)."""
     num_closest: NonNegativeInt = 5
     """N of ``n_closest``; 0: the sample's own class alone."""
     closest_by: Literal["class_means", "label_embeddings"] = "class_means"
@@ -84,13 +87,20 @@ class Options(ObjectiveOptions):
     starts_anew: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.class_means is not None and (
-            self.pairs != "n_closest" or self.closest_by != "class_means"
-        ):
+        if self.class_means is not None and not self._reads_means:
             raise ValueError(
                 "class_means is given, and is read only with pairs=n_closest and "
                 "closest_by=class_means: set these, or leave it out"
             )
+        if self._reads_means and self.class_means is None and self.attribute is not None:
+            raise ValueError(
+                f"pairs=n_closest with attribute={self.attribute} has no class means: give "
+                "class_means=FILE.npy, or set closest_by=label_embeddings"
+            )
+
+    @property
+    def _reads_means(self) -> bool:
+        return self.pairs == "n_closest" and self.closest_by == "class_means"
 
     @property
     def reads(self) -> Reads:
@@ -131,15 +141,10 @@ class Options(ObjectiveOptions):
 
     def _means(self, setting: Setting) -> Tensor | None:
         """[K, E], where closeness is theirs."""
-        if self.pairs != "n_closest" or self.closest_by != "class_means":
+        if not self._reads_means:
             return None
         assert setting.classes is not None
         if self.class_means is None:
-            if self.attribute is not None:
-                raise ValueError(
-                    f"pairs=n_closest with attribute={self.attribute} has no class means: give "
-                    "class_means=FILE.npy, or set closest_by=label_embeddings"
-                )
             return torch.from_numpy(np.array(setting.classes.centroids()))
         if not Path(self.class_means).is_file():
             raise FileNotFoundError(f"class_means={self.class_means} is no file")
@@ -260,8 +265,8 @@ class SimLAP(Objective):
             of the global batch that are left out; `rows_without_negatives`, others of loss 0.
             `open_gates`, share above a half; `temperature`; with a penalty, `gate_penalty`.
         """
-        scale = self.temperature.scale(self._normed(image_features), logit_scale)
         views = self._views(image_features, image_features_1, classes, keys, keys_1)
+        scale = self.temperature.scale(views[0][0], logit_scale)
         pairs = self._pairs(classes[:, 0], labels[:, 0], sample_id)
         # Rows without a partner are left out.
         gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))

@@ -1,6 +1,7 @@
 """SimLAP over real gloo processes equals the single process, in value and gradient, and trains."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests import tiny
 
 Ranks = Callable[..., list[Any]]
 ROWS = 12
-STEPS = 3
+STEPS = 4
 
 
 class Tower(nn.Module):
@@ -117,25 +118,40 @@ def train_on_this_rank(tree: dict[str, Any]) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_pseudo_labels_are_trained_on_by_any_number_of_ranks(
-    ranks: Ranks, tmp_path: Path, engine: str
+def tree_of(run_dir: Path, data: Path, engine: str, attribute: str | None) -> dict[str, Any]:
+    tree = tiny.tree(run_dir, data)
+    tree["data"]["sources"]["patterns"]["attributes"] = ["shape"]
+    tree["train"] |= {
+        "precision": "float64",
+        "steps": STEPS,
+        "log_every": 1,
+        "lock": {},
+        "engine": {"name": engine},
+        "objective": {
+            "kind": "simlap",
+            "label_dim": 8,
+            "hidden_dim": 8,
+            "attribute": attribute,
+            "temperature": {"learnable": True, "start": 0.1},
+        },
+    }
+    return tree | {"num_stages": 1, "base": None}
+
+
+@pytest.mark.parametrize(
+    ("engine", "attribute"),
+    [pytest.param("ddp", None, marks=pytest.mark.slow), ("fsdp", "shape")],
+)
+def test_any_number_of_ranks_trains_the_same(
+    ranks: Ranks, tmp_path: Path, engine: str, attribute: str | None
 ) -> None:
+    """On pseudo labels and on an attribute; and a training goes on where it was stopped."""
     data = tiny.make_data(tmp_path / "data", num_samples=48)
-
-    def losses(world_size: int) -> list[float]:
-        tree = tiny.tree(tmp_path / f"{world_size}", data)
-        tree["train"] |= {
-            "precision": "float64",
-            "steps": STEPS,
-            "log_every": 1,
-            "lock": {},
-            "engine": {"name": engine},
-            "objective": {"kind": "simlap", "label_dim": 8, "hidden_dim": 8},
-        }
-        tree |= {"num_stages": 1, "base": None}
-        return list(ranks(world_size, train_on_this_rank, tree)[0])
-
-    alone = losses(1)
+    trees = {n: tree_of(tmp_path / str(n), data, engine, attribute) for n in (1, 2)}
+    alone, two = (ranks(n, train_on_this_rank, tree)[0] for n, tree in trees.items())
     assert len(alone) == STEPS and len(set(alone)) == STEPS
-    np.testing.assert_allclose(losses(2), alone, rtol=1e-9)
+    np.testing.assert_allclose(two, alone, rtol=1e-9)
+    directory = tmp_path / "1/stage_1/train"
+    shutil.rmtree(directory / f"checkpoints/step_{STEPS:08d}")
+    (directory / "manifest.json").rename(directory / "in_progress.json")
+    assert ranks(1, train_on_this_rank, trees[1])[0] == alone
