@@ -1,0 +1,167 @@
+"""Methods of images alone on four-channel data: run whole, killed, resumed, evaluated, analysed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import mclclip
+from mclclip import checkpoint
+from mclclip.data.datasets.sources import array_sample
+from mclclip.data.shard_writer import write_shards
+from mclclip.eval import results
+from tests import tiny
+from tests.e2e.conftest import KillAfter, Shell
+
+STEPS = 4
+SIZES = {"train": 64, "test": 24}
+VIEWS = "between: views, temperature: 0.5"
+OBJECTIVES = {
+    "nt_xent": "{kind: nt_xent}",
+    "schedule": "{kind: nt_xent, temperature: {schedule: cosine, min: 0.1, max: 1.0, "
+    "half_period: 2, per: step}}",
+    "moco_v2": "{kind: moco, queue_size: 40}",
+    "moco_v3": "{kind: moco, version: v3, predictor: [12, 6]}",
+    "sigmoid": "{kind: sigmoid, between: views}",
+    "ifm": f"{{kind: ifm, {VIEWS}}}",
+    "hcl": f"{{kind: hcl, {VIEWS}}}",
+    "sum": f"{{kind: weighted_sum, terms: [{{objective: {{kind: nt_xent}}}}, "
+    f"{{objective: {{kind: ifm, term: modified, {VIEWS}}}}}]}}",
+    "supcon": "{kind: supcon, attribute: shape}",
+    "simlap": "{kind: simlap, attribute: shape, label_dim: 8, hidden_dim: 8}",
+}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``train`` and ``test`` shards: 16 pixels, four channels, attributes shape and colour."""
+    root = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    for split, number in SIZES.items():
+        samples = []
+        for n in range(number):
+            shape, colour = n % 3, n // 3 % 2
+            pixels = random.integers(0, 60, (16, 16, 4), np.uint8)
+            pixels[4 * shape : 4 * shape + 4, :, colour] += 150
+            about = {"shape": shape, "colour": ["red", "green"][colour]}
+            samples.append(array_sample(n, pixels, about))
+        write_shards(samples, root / split, 20)
+    return root
+
+
+def config(path: Path, run_dir: Path, pictures: Path, objective: str, **changes: Any) -> str:
+    """Writes a configuration of small stages from scratch and returns its path."""
+    training: dict[str, Any] = {
+        "global_batch": 16,
+        "steps": STEPS,
+        "lr": 1e-3,
+        "objective": yaml.safe_load(objective),
+        "checkpoint": {"every": 2},
+        "log_every": 1,
+    }
+    small = {"channels": [4, 8, 8, 12], "layers": [1, 1, 1, 1]}
+    vision = {
+        "backbone": "timm:resnet18",
+        "channels": 4,
+        "image_size": 16,
+        "stem": "cifar",
+        "options": small,
+    }
+    features = {"kind": "attributes", "path": str(pictures)}
+    tree = {
+        "run_dir": str(run_dir),
+        "device": "cpu",
+        "num_threads": 1,
+        "num_stages": 1,
+        "data": {
+            "sources": {
+                "p": {"shards": f"{pictures}/train/*.tar", "attributes": ["shape", "colour"]}
+            },
+            "num_workers": 0,
+            "index_workers": 1,
+        },
+        "model": {"name": {"vision_cfg": vision}, "projector": [12, 6]},
+        "base": training,
+        "cluster": {"num_clusters": 2, "restarts": 1},
+        "train": training | {"start": "random"},
+        "export": {"soup": False},
+        "eval": {
+            "suite": {"features": features | {"options": {"attributes": ["shape", "colour"]}}}
+        },
+    } | changes
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def test_stages_from_scratch_beside_an_ensemble(
+    shell: Shell, pictures: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    where = config(
+        tmp_path / "c.yaml", run, pictures, OBJECTIVES["nt_xent"], controls=["ungrouped"]
+    )
+    shell.ok("run", "--config", where)
+    rows = {(r.model, r.metric): r for r in results.read(run / "results.jsonl")}
+    models = {"stage_0", "stage_1", "control_ungrouped_stage_1", "concat_raw"}
+    assert models < {model for model, _ in rows}
+    assert {metric for _, metric in rows} == {"shape", "colour", "mean"}
+    assert all(row.count == SIZES["test"] for row in rows.values())
+    exports = ["stage_0", "stage_1", "controls/ungrouped/stage_1"]
+    first = [
+        mclclip.load_model(run / name / "export").model.visual.trunk.conv1.weight  # type: ignore[attr-defined]
+        for name in exports
+    ]
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
+    joined = mclclip.load_model(run / "exports" / "concat_stage_norm")
+    assert joined.embed_dim == 2 * 12
+    finished = shell.ok("analyse", "--config", where)
+    assert "stage_1 has no embeddings" in finished.stderr
+    drawn = {path.stem for path in (run / "analysis").glob("*.png")}
+    assert drawn == {path.stem for path in (run / "analysis").glob("*.json")}
+    assert {"accuracy", "agreement", "nearest", "overlap", "singular_values"} < drawn
+    shares = json.loads((run / "analysis" / "recall.json").read_text())
+    assert set(shares) == {"stage_0, shape", "stage_0, colour"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("base.objective={kind: supcon, attribute: size}", "no attribute 'size'"),
+        ("base.objective={kind: info_nce}", "reads captions"),
+        ("base.objective={kind: moco, queue_size: 8}", "queue"),
+        ("model.name.vision_cfg.channels=3", "has 4 channels, but the model takes 3"),
+    ],
+)
+def test_mistakes_are_one_line(
+    shell: Shell, pictures: Path, tmp_path: Path, changes: str, message: str
+) -> None:
+    where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES["nt_xent"])
+    finished = shell("run", "--config", where, "num_stages=0", changes)
+    assert finished.code == 2 and len(finished.complaints()) == 1
+    assert message in finished.complaints()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", OBJECTIVES)
+def test_killed_and_resumed(shell: Shell, pictures: Path, tmp_path: Path, method: str) -> None:
+    where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES[method])
+    shell.ok("run", "--config", where)
+    elsewhere = ["run", "--config", where, f"run_dir={tmp_path / 'killed'}"]
+    shell(*elsewhere, inside=KillAfter("update", 3))
+    assert checkpoint.steps(tmp_path / "killed/stage_0/train/checkpoints") == [2]
+    shell(*elsewhere, inside=KillAfter("update", 2 + 3))
+    shell.ok(*elsewhere)
+    for stage in (0, 1):
+        wanted, got = (
+            checkpoint.load_model_state(tmp_path / name / f"stage_{stage}/train/checkpoints", STEPS)
+            for name in ("run", "killed")
+        )
+        assert wanted.keys() == got.keys()
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert tiny.digests(tmp_path / "run") == tiny.digests(tmp_path / "killed")
