@@ -65,15 +65,16 @@ class ContrastOptions(ObjectiveOptions):
     def build(self, setting: Setting) -> Objective:
         """The loss; a learnable temperature is its only parameter."""
         double = setting.precision == "float64"
-        return self.objective(self._temperature(torch.float64 if double else torch.float32))
+        return self.objective(self.new_temperature(torch.float64 if double else torch.float32))
 
-    def _temperature(self, dtype: torch.dtype) -> Temperature:
+    def new_temperature(self, dtype: torch.dtype) -> Temperature:
+        """The temperature that the options give; a trained one is a parameter of ``dtype``."""
         given = self.temperature
         return Temperature(0.5 if given is None and self.between == "views" else given, dtype)
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory that the loss holds between the features and their gradients, all directions."""
-        loss = self.objective(self._temperature(sizes.dtype))
+        loss = self.objective(self.new_temperature(sizes.dtype))
         local, everywhere = sizes.local_batch, sizes.local_batch * sizes.num_ranks
 
         def empty(rows: int) -> list[Tensor]:

@@ -61,7 +61,7 @@ def sizes(local: int, num_ranks: int = 1) -> Sizes:
 def test_planned_memory_is_that_of_a_step(name: str) -> None:
     options = options_of(name)
     batch = loops.draw(0, rows=300, dim=64, dtype=torch.float32)
-    loss = options.objective(options._temperature(torch.float32))
+    loss = options.objective(options.new_temperature(torch.float32))
     second = "text_features" if options.between == "captions" else "image_features_1"
     features = {"image_features": batch.first, second: batch.second, "logit_scale": batch.scale}
     marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
@@ -99,12 +99,27 @@ class Tiles(TorchDispatchMode):
 @pytest.mark.parametrize("name", KINDS)
 def test_matrix_is_never_whole(name: str) -> None:
     options = options_of(name)
-    loss = options.objective(options._temperature(torch.float64))
+    loss = options.objective(options.new_temperature(torch.float64))
     loss.tile = 16
     batch = loops.draw(1, rows=100, dim=4)
     with Tiles() as seen:
         batch.run(loss, "text_features" if options.between == "captions" else "image_features_1")
     assert 100 <= seen.largest <= 2 * 100 * 4
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_arithmetic_is_fp32_under_autocast(name: str) -> None:
+    options = options_of(name)
+    loss = options.objective(options.new_temperature(torch.float32))
+    second = "text_features" if options.between == "captions" else "image_features_1"
+    plain = loops.draw(2, rows=7, groups=2, dtype=torch.float32)
+    cast = plain.rows(slice(None))
+    expected = plain.run(loss, second)["loss"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = cast.run(loss, second)["loss"]
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    for mine, theirs in zip(cast.gradients(), plain.gradients(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
