@@ -10,7 +10,8 @@ Where the paper is silent or contradicts itself:
   code permutes the local batch).
 - Candidates pass the gates of the row (Eq. 2 and the code; Algorithm 1 has those of their pair).
 - A sample's other view is no positive of it, also where y2 is y1.
-- Candidates of a momentum copy go through the same layer norm, which has no copy of its own.
+- SimLAP-MoCo has no predictor, and its candidates go through the layer norm of the rows, which has
+  no copy of its own. Each view is compared with the copy's other one, as in MoCo v3.
 - The gates are sigmoids (Eq. 3; Algorithm 1 omits them); the loss is -log of what Eq. 2 prints.
 - Every positive has a term of its own with one positive in the denominator, and a row's loss is
   their mean. A row whose class y2 has no other sample is left out of the mean.
@@ -31,12 +32,22 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.base import (
+    Batch,
+    Cost,
+    Facts,
+    Objective,
+    ObjectiveOptions,
+    Reads,
+    Setting,
+    Sizes,
+)
 from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
 from mclclip.objectives.label_filter import LabelFilter, Penalty, gate_penalty
 from mclclip.objectives.label_pairs import Pairing, closest_classes, draw_partners
+from mclclip.objectives.momentum import MomentumCopy, check_engine
 from mclclip.objectives.temperature import AnyTemperature, Temperature
-from mclclip.options import STRICT
+from mclclip.options import STRICT, Share
 from mclclip.randomness import Integers, mix
 from mclclip.ranks import collectives
 
@@ -78,6 +89,9 @@ class Options(ObjectiveOptions):
     the other sign, which its text wants; ``bernoulli`` is a gate's entropy as a probability."""
     penalty_weight: NonNegativeFloat = 0.0
     """Weight of the penalty."""
+    momentum: Share | None = None
+    """Share of itself that a momentum copy of the model keeps at a step, such as 0.99; it rises to
+    1 by a cosine. Candidates are the copy's features (SimLAP-MoCo); null: there is no copy."""
     label_dim: PositiveInt = 512
     """Width of the label embedding."""
     hidden_dim: PositiveInt = 1024
@@ -113,6 +127,12 @@ class Options(ObjectiveOptions):
             attribute=self.attribute,
         )
 
+    def check(self, facts: Facts) -> None:
+        """Raises ValueError where the engine cannot carry the momentum copy."""
+        super().check(facts)
+        if self.momentum is not None:
+            check_engine(facts)
+
     def build(self, setting: Setting) -> Objective:
         """The loss with a new label filter, alike on all ranks."""
         assert setting.classes is not None
@@ -126,18 +146,22 @@ class Options(ObjectiveOptions):
             seed=setting.seed,
             dtype=wide,
         )
-        return SimLAP(
-            label_filter,
-            seed=setting.seed,
-            pairs=self.pairs,
-            num_closest=self.num_closest,
-            class_means=self._means(setting),
-            score=self.score,
-            temperature=Temperature(self.temperature, wide),
-            norm=nn.LayerNorm(dim, dtype=wide) if self.norm == "layer" else None,
-            penalty=self.penalty,
-            penalty_weight=self.penalty_weight,
-        )
+        options: dict[str, Any] = {
+            "seed": setting.seed,
+            "pairs": self.pairs,
+            "num_closest": self.num_closest,
+            "class_means": self._means(setting),
+            "score": self.score,
+            "temperature": Temperature(self.temperature, wide),
+            "norm": nn.LayerNorm(dim, dtype=wide) if self.norm == "layer" else None,
+            "penalty": self.penalty,
+            "penalty_weight": self.penalty_weight,
+        }
+        if self.momentum is None:
+            return SimLAP(label_filter, **options)
+        model: Any = setting.model
+        copy = MomentumCopy(model, self.momentum, "cosine")
+        return MomentumSimLAP(copy, label_filter, **options)
 
     def _means(self, setting: Setting) -> Tensor | None:
         """[K, E], where closeness is theirs."""
@@ -185,7 +209,11 @@ class Options(ObjectiveOptions):
             torch.autograd.backward(torch.stack(losses).sum())
 
         # Weights, their gradient and two moments.
-        return Cost(step=sizes.peak_bytes(run), lasting={"label_filter": 4 * filter_bytes})
+        lasting = {"label_filter": 4 * filter_bytes}
+        if self.momentum is None:
+            return Cost(step=sizes.peak_bytes(run), lasting=lasting)
+        lasting["momentum_copy"] = sizes.model_bytes
+        return Cost(sizes.peak_bytes(run), lasting, checkpoint=sizes.model_bytes)
 
 
 class SimLAP(Objective):
@@ -361,3 +389,26 @@ class SimLAP(Objective):
         found: tuple[Tensor, Tensor, Tensor]
         found = pair_losses(scale * queries, weights, candidates, pairs, self.tile)
         return found
+
+
+class MomentumSimLAP(SimLAP):
+    """SimLAP whose candidates are a momentum copy's features of the other view (SimLAP-MoCo)."""
+
+    def __init__(self, copy: MomentumCopy, label_filter: LabelFilter, **options: Any) -> None:
+        super().__init__(label_filter, **options)
+        self.copy = copy
+
+    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
+        first, second = batch.views
+        keys = {"keys": self.copy(first), "keys_1": self.copy(second)}
+        return super().features(model, batch) | keys
+
+    def begin(self, step: int, total: int, epoch: float) -> None:
+        """As ``SimLAP``; sets the momentum of this step."""
+        super().begin(step, total, epoch)
+        self.copy.begin(step, total)
+
+    def stepped(self, model: nn.Module) -> None:
+        """Moves the copy towards the model."""
+        self.copy.follow(model)

@@ -132,6 +132,7 @@ def tree_of(run_dir: Path, data: Path, engine: str, attribute: str | None) -> di
             "label_dim": 8,
             "hidden_dim": 8,
             "attribute": attribute,
+            "momentum": 0.9,
             "temperature": {"learnable": True, "start": 0.1},
         },
     }

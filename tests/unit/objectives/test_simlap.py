@@ -152,6 +152,53 @@ def test_keys_of_a_momentum_copy() -> None:
     assert torch.autograd.grad(one, second, allow_unused=True) == (None,)
 
 
+class Model(nn.Module):
+    """A linear tower."""
+
+    feature_dim = DIM
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(5, DIM, dtype=torch.float64)
+
+    def forward(self, image: Tensor, **unused: Any) -> dict[str, Tensor]:
+        return {"image_features": functional.normalize(self.tower(image))}
+
+
+def test_candidates_are_the_features_of_a_momentum_copy() -> None:
+    model, given = Model(), batch()
+    classes = SimpleNamespace(num_classes=CLASSES)
+    around = Setting(model, Context(), seed=5, precision="float64", classes=classes)  # type: ignore[arg-type]
+    plain = parse({"kind": "simlap"}).build(around)
+    module = parse({"kind": "simlap", "momentum": 0.9}).build(around)
+    generator = torch.Generator().manual_seed(0)
+    views = torch.randn(2, ROWS, 5, generator=generator, dtype=torch.float64).unbind()
+    seen: Any = SimpleNamespace(views=list(views), text=None, text_features=None)
+    rest = {name: given[name] for name in ("labels", "sample_id", "classes")}
+
+    def losses() -> tuple[Tensor, Tensor]:
+        for each in (plain, module):
+            each.begin(0, 100, 0.0)
+        return plain(**plain.features(model, seen), **rest)["loss"], module(
+            **module.features(model, seen), **rest
+        )["loss"]
+
+    two_views, with_copy = losses()
+    torch.testing.assert_close(with_copy, two_views)  # the copy is still the model
+    with_copy.backward()
+    assert model.tower.weight.grad is not None
+    assert all(p.grad is None for n, p in module.named_parameters() if n.startswith("copy."))
+    before = model.tower.weight.detach().clone()
+    change = torch.linspace(-2.0, 2.0, 5 * DIM, dtype=torch.float64).reshape(DIM, 5)
+    with torch.no_grad():
+        model.tower.weight.add_(change)
+    two_views, with_copy = losses()
+    assert not torch.isclose(with_copy, two_views)
+    module.stepped(model)
+    followed = dict(module.named_parameters())["copy.model.tower.weight"]
+    torch.testing.assert_close(followed.detach(), before + 0.1 * change, atol=1e-3, rtol=0)
+
+
 def test_the_draw_moves_with_the_step_and_not_otherwise() -> None:
     given, module = batch(), objective()
     first = module(**given)["loss"]
