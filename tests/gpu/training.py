@@ -202,7 +202,7 @@ def scaled_head(where: Where) -> str:
             engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": scale})
         for step in range(3):
             batch = batch_of(step, device)
-            batch.labels = (batch.sample_id[:, None] * 7 + torch.arange(3, device=device)) % 60
+            batch.classes = (batch.sample_id[:, None] * 7 + torch.arange(3, device=device)) % 60
             engine.update(batch, lr=LR)
         found.append(centers.rows - normal_rows(8, 1, deviation=1.0)(0, 60).to(device))
     return f"off by {close('class centers', found[1], found[0], 0.05):.1g}"
