@@ -14,11 +14,12 @@ from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
+from mclclip.models.loading import prepare_model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.base import Setting, parse
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.train.loop import Trainee, prepare_model
+from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed.test_engines import assert_close, whole
 from tests.distributed.test_head_engines import LOCK
