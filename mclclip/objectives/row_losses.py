@@ -96,7 +96,7 @@ def count_negatives(pairs: Pairs, tile: int) -> Tensor:
     return counts
 
 
-class _Tiles:
+class Tiles:
     """The tiles of one matrix, written into the same memory one after the other."""
 
     def __init__(self, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> None:
@@ -122,7 +122,7 @@ def _blocks(length: int, size: int) -> list[slice]:
 
 
 def _stream(
-    tiles: _Tiles, rows: slice, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
+    tiles: Tiles, rows: slice, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Streams one block of rows over the negatives, from ``weight`` times the exp of ``start`` [r].
 
@@ -145,7 +145,7 @@ def _stream(
 
 
 def _streamed(
-    tiles: _Tiles, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
+    tiles: Tiles, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
 ) -> tuple[Tensor, ...]:
     """``_stream`` of all rows."""
     found = [_stream(tiles, rows, start[rows], weight, factors) for rows in tiles.row_blocks]
@@ -153,7 +153,7 @@ def _streamed(
 
 
 def _pull(
-    tiles: _Tiles,
+    tiles: Tiles,
     shares: Callable[[slice, slice], Tensor],
     queries: Tensor,
     grad_queries: Tensor | None,
@@ -190,7 +190,7 @@ class _RowLosses(torch.autograd.Function):
         ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(queries.device.type, enabled=False):
-            tiles = _Tiles(queries, keys, pairs, tile)
+            tiles = Tiles(queries, keys, pairs, tile)
             positive = torch.linalg.vecdot(queries, tiles.own_keys())
             maximum, log_totals, alone = _streamed(tiles, positive, 1.0)
             log_total = log_totals[:, 0]
@@ -209,7 +209,7 @@ class _RowLosses(torch.autograd.Function):
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         with torch.autocast(queries.device.type, enabled=False):
-            tiles = _Tiles(queries, keys, ctx.pairs, ctx.tile)
+            tiles = Tiles(queries, keys, ctx.pairs, ctx.tile)
 
             def shares(rows: slice, columns: slice) -> Tensor:
                 return tiles.logits(rows, columns).sub_(normalizers[rows, None]).exp_()
@@ -233,7 +233,7 @@ class _LogSums(torch.autograd.Function):
         ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int, factors: tuple[float, ...]
     ) -> Tensor:
         with torch.autocast(queries.device.type, enabled=False):
-            tiles = _Tiles(queries, keys, pairs, tile)
+            tiles = Tiles(queries, keys, pairs, tile)
             lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
             maximum, log_totals, _ = _streamed(tiles, lowest, 0.0, factors)
         sums = torch.stack([f * maximum + log_totals[:, i] for i, f in enumerate(factors)])
@@ -248,7 +248,7 @@ class _LogSums(torch.autograd.Function):
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         with torch.autocast(queries.device.type, enabled=False):
-            tiles = _Tiles(queries, keys, ctx.pairs, ctx.tile)
+            tiles = Tiles(queries, keys, ctx.pairs, ctx.tile)
             normalizers = sums.masked_fill(sums == float("-inf"), 0.0)  # of no negative: shares 0
 
             def shares(rows: slice, columns: slice) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
-from mclclip.objectives.row_losses import Pairs, _Tiles
+from mclclip.objectives.row_losses import Pairs, Tiles
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
 
@@ -192,7 +192,7 @@ class _Sums:
 
     def add_negatives(self, keys: Tensor, grad_keys: Tensor | None, pairs: Pairs) -> None:
         """Adds the pairs of all rows and these keys that are negatives."""
-        tiles = _Tiles(self.scale * self.queries, keys, pairs, self.tile)
+        tiles = Tiles(self.scale * self.queries, keys, pairs, self.tile)
         for rows in tiles.row_blocks:
             for columns in tiles.column_blocks:
                 logits = tiles.logits(rows, columns).add_(self.bias)  # -inf where masked

@@ -29,7 +29,7 @@ PARTS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "ema": "moving average",
-    "objective": "class centers",
+    "objective": "objective",
     "engine": "engine's buffers",
     "activations": "activations",
     "loss": "features, loss",

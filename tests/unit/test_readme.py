@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 
 from mclclip import cli, config, demo, process
 from mclclip.eval import run as evaluation
+from mclclip.objectives.base import kinds, options_class
 
 ROOT = Path(__file__).resolve().parents[2]
 README, LAUNCH, EVAL = "README.md", "launch/README.md", "eval/README.md"
@@ -136,6 +138,22 @@ def complaint(option: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_every_field_of_an_objective_is_there() -> None:
+    rows = column(LAUNCH, "field")
+    assert len(rows) >= 5
+    for row in rows:
+        named, kinds = (re.findall(r"`(\w+)`", part) for part in row.split("("))
+        assert named and kinds
+        for kind in kinds:
+            known = {field.name for field in dataclasses.fields(options_class(kind))}
+            assert set(named) <= known, f"{kind} has no {set(named) - known}"
+
+
+def test_every_objective_has_a_row() -> None:
+    named = set(re.findall(r"`(\w+)`", " ".join(column(LAUNCH, "kind"))))
+    assert named == set(kinds())
 
 
 def test_every_option_in_the_tables_is_there() -> None:
