@@ -54,6 +54,11 @@ class Split:
     images: list[StoredImage]
     values: dict[str, list[str]]
 
+    def first(self, number: int | None) -> Split:
+        """The first ``number`` images; all of them for None."""
+        values = {name: found[:number] for name, found in self.values.items()}
+        return Split(self.images[:number], values)
+
 
 def read_split(directory: Path, names: Sequence[str]) -> Split:
     """Reads ``directory/*.tar``. FileNotFoundError where there is none; ValueError for samples
@@ -107,19 +112,24 @@ def evaluate(
     seed: int = 0,
     max_iterations: int = linear_probe.MAX_ITERATIONS,
     k: int = 10,
+    max_train: int | None = None,
 ) -> list[Figure]:
     """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
     under a classifier trained on ``root/train``; ``mean`` is over attributes.
 
     ``probe``: ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train),
-    or ``knn``, the majority of the ``k`` nearest. Features are extracted once for all attributes.
+    or ``knn``, the majority of the ``k`` nearest. ``max_train``: only so many train images, the first
+    of the shards, are used. Features are extracted once for all attributes.
     Figures do not depend on the number of ranks.
     """
     if not attributes:
         raise ValueError("attributes is empty: name at least one field of the samples' .json")
+    if max_train is not None and max_train < 1:
+        raise ValueError(f"max_train is {max_train}: wanted at least 1 image, or null for all")
     known, asked = together(
         lambda: [read_split(Path(root) / part, attributes) for part in ("train", "test")]
     )
+    known = known.first(max_train)
     train, test = extractor.images(known.images), extractor.images(asked.images)
     figures = []
     for name in attributes:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 
 SOAK = os.environ.get("MCLCLIP_SOAK") == "1"
 IN_SOAK = (pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="in 'make soak'"))
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+def in_soak(test: Test) -> Test:
+    """Leaves a test to the soak; a quicker one shows the same in `make test`."""
+    for mark in IN_SOAK:
+        test = mark(test)
+    return test
 
 
 def kept(cases: Sequence[Any], *indices: int) -> list[Any]:

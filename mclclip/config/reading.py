@@ -5,6 +5,7 @@ Derived numbers are not options: they are computed once, by the verb that needs 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -78,8 +79,19 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {parent!r} holds a value, not options")
     node[last] = _parse_yaml(text, f"override {override!r}")
+    if last == "kind" and parents[-1:] == ["objective"]:
+        _drop_foreign(node)
     if node[last] is None and parents in (["eval", "suite"], ["data", "sources"]):
         del node[last]  # eval.suite.coco=null drops a recipe's benchmark
+
+
+def _drop_foreign(objective: dict[str, Any]) -> None:
+    """Takes away, in place, options that belonged to another kind of objective and that the one
+    named now lacks; an unknown kind is left to the check."""
+    with contextlib.suppress(ValueError):
+        known = {item.name for item in dataclasses.fields(options_class(str(objective["kind"])))}
+        for name in objective.keys() - known:
+            del objective[name]
 
 
 _UNION_MEMBERS = ("int", "str", "constrained-int", "constrained-float")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mclclip.ranks import collectives, process_group
 from tests.distributed.conftest import RankPool
+from tests.matrix import in_soak
 
 WORLDS = (1, 2, 3, 4)
 ROWS = 12
@@ -160,6 +161,7 @@ def test_the_pool_outlives_failures(ranks: RankPool) -> None:
     assert [len(found) for found in ranks(2, gather_all)] == [7, 7]
 
 
+@in_soak
 def test_a_hanging_or_dead_rank_does_not_hang_the_tests() -> None:
     pool = RankPool()
     try:

@@ -28,7 +28,7 @@ from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed import test_engines
 from tests.distributed.test_engines import assert_close, batch_of, make_engine, run, train, whole
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
@@ -89,7 +89,7 @@ def single(ranks: Ranks) -> Callable[..., tuple[list[float], dict[str, Any]]]:
 # --- as the single process ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", kept(STAGES, 1, 2))
 @pytest.mark.parametrize(
     "options", kept([{}, {"clip_grad_norm": 0.5, "ema_decay": 0.9}], 1), ids=str
 )
@@ -101,7 +101,7 @@ def test_two_ranks_equal_one(ranks: Ranks, single: Any, stage: int, options: Any
         assert_same(state, got)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", kept(STAGES, 2))
 def test_gradient_caching_equals_the_whole_batch(ranks: Ranks, single: Any, stage: int) -> None:
     """In micro-batches of unequal size (12 = 5 + 5 + 2)."""
     losses, state = single(steps=short)
@@ -111,6 +111,7 @@ def test_gradient_caching_equals_the_whole_batch(ranks: Ranks, single: Any, stag
     assert_same(state, got)
 
 
+@in_soak
 def test_three_ranks_that_divide_no_parameter(ranks: Ranks, single: Any) -> None:
     """Also with more than one bucket of gradients, and some larger than a bucket."""
     losses, state = single(steps=short, ema_decay=0.9)
@@ -125,6 +126,7 @@ def in_small_buckets(*args: Any) -> Any:
         return zero(short, *args)
 
 
+@in_soak
 def test_zero_3_with_small_parameters_kept_whole(ranks: Ranks, single: Any) -> None:
     losses, state = single()
     got_losses, got = ranks(2, run, "deepspeed", "fp32", {"zero_stage": 3})[0]
@@ -140,7 +142,7 @@ def norms(name: str, options: dict[str, Any]) -> list[float]:
     return [float(engine.update(batch_of(step), lr=1e-3)["grad_norm"]) for step in range(3)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", kept(STAGES, 1))
 def test_gradient_norm_is_that_before_clipping(ranks: Ranks, stage: int) -> None:
     expected = ranks(1, norms, "ddp", {})[0]
     assert min(expected) > 0.2
@@ -193,7 +195,7 @@ def bounded(stage: int) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", kept(STAGES, 2))
 def test_the_logit_scale_stays_below_its_bound(ranks: Ranks, stage: int) -> None:
     bound = float(np.float32(math.log(100.0)))
     for values in ranks(2, zero, bounded, stage):
@@ -279,6 +281,7 @@ def resnet(name: str, options: dict[str, Any]) -> tuple[list[float], dict[str, A
     return losses, whole(engine.state_dict()), list(engine.local_parameters())
 
 
+@in_soak
 @pytest.mark.parametrize("stage", STAGES)
 def test_resnet_with_a_frozen_tower(ranks: Ranks, stage: int) -> None:
     losses, state, trained = ranks(1, resnet, "ddp", {})[0]

@@ -165,7 +165,7 @@ def test_the_same_training_goes_on(
     np.testing.assert_allclose(losses(tmp_path / "run"), alone[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", kept(["ddp", "fsdp"], 0))
 def test_the_same_ranks_end_bit_for_bit(
     ranks: Ranks, data: Path, left: Any, tmp_path: Path, engine: str
 ) -> None:

@@ -106,7 +106,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "options"), kept(CASES, 2, 4), ids=str)
 @pytest.mark.parametrize("world_size", kept([2, 3], 1))
 def test_float64(ranks: Ranks, world_size: int, name: str, options: dict[str, Any]) -> None:
     alone = {n: v for n, v in options.items() if n != "micro_batch"}
@@ -119,7 +119,7 @@ def test_float64(ranks: Ranks, world_size: int, name: str, options: dict[str, An
         assert_close(state, got, 1e-9)
 
 
-@pytest.mark.parametrize("micro_batch", [None, 4])
+@pytest.mark.parametrize("micro_batch", kept([None, 4], 1))
 @pytest.mark.parametrize("name", kept(["ddp", "fsdp"], 1))
 def test_fp16_leaves_the_head_unscaled(ranks: Ranks, name: str, micro_batch: int | None) -> None:
     """Rounded to fp16 the trunk differs; the head moves as far as under fp32."""

@@ -21,12 +21,14 @@ from mclclip.data import arrays
 from mclclip.data.arrays import NpyBlocks
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from tests.matrix import in_soak
 from tests.unit.clustering.test_assignment import LIMIT_MIB, growth_mib
 from tests.unit.test_cluster import BAD, contents, make_run
 from tests.unit.test_cluster import SIZES as SAMPLES
 
 Ranks = Callable[..., list[Any]]
 BLOCK = 64
+
 SIZES = (150, 64, 1, 300, 90)  # rows per shard: neither blocks nor ranks divide them
 
 
@@ -324,6 +326,7 @@ def die_among_the_blocks(options: dict[str, Any]) -> None:
     labels_and_similarities(options)
 
 
+@in_soak
 def test_an_interrupted_assignment_is_not_finished_and_done_again(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 NUM_RANKS = 2
 WORKER = """
@@ -154,6 +154,7 @@ def test_nobody_survives_a_killed_launcher(tmp_path: Path, moment: str, count: i
         assert not survivors(pids, within_s)
 
 
+@in_soak
 def test_a_killed_worker_takes_all_with_it(tmp_path: Path) -> None:
     with torchrun(tmp_path, "waiting in a collective") as launcher:
         pids = pids_when(tmp_path, NUM_RANKS)
@@ -172,6 +173,7 @@ def test_a_worker_killed_before_it_joined_is_not_waited_for(tmp_path: Path) -> N
         assert not survivors(pids, 5.0)
 
 
+@in_soak
 def test_a_finished_run_looks_finished(tmp_path: Path) -> None:
     with torchrun(tmp_path, "finishing") as launcher:
         assert launcher.wait(timeout=90) == 0

@@ -74,9 +74,9 @@ def one_step(dtype_name: str, tile: int, frozen: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), kept([("float32", 1e-5), ("float64", 1e-12)], 1))
+@pytest.mark.parametrize("frozen", kept([False, True], 0))
+@pytest.mark.parametrize("world_size", kept([2, 3, 4], 0, 1))
 def test_ranks_equal_one_process(
     ranks: Ranks, world_size: int, frozen: bool, dtype: str, tolerance: float
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests import tiny
 from tests.e2e.conftest import Finished, Shell
+from tests.matrix import in_soak
 
 Prepare = Callable[[Path], None]
 
@@ -270,6 +271,7 @@ def test_unreadable_checkpoint(shell: Shell, config: Path, prepared: Path, tmp_p
     assert (last.parent / ".damaged_step_00000006").is_dir()
 
 
+@in_soak
 def test_batch_that_two_ranks_cannot_share(config: Path, tmp_path: Path) -> None:
     """Under torchrun: one line from mclclip on two ranks, beside torchrun's own."""
     process = tiny.mclclip(

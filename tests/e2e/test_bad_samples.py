@@ -20,6 +20,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Finished, KillAfter, RecordBatches, Shell
+from tests.matrix import kept
 
 STEPS = 6
 NUM_SAMPLES = 120
@@ -134,7 +135,7 @@ def test_a_resumed_run_replaces_them_alike(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("verb", ["train", "embed"])
+@pytest.mark.parametrize("verb", kept(["train", "embed"], 1))
 def test_too_many_stop_all_ranks_together(
     shell: Shell, config: Path, done: Run, tmp_path: Path, verb: str
 ) -> None:

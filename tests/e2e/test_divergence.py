@@ -16,7 +16,7 @@ from mclclip import checkpoint
 from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Finished, Shell
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 CENTERS = "train.objective={kind: mlcd, labels_per_sample: 2, sample_rate: 0.5, margin: none}"
 
@@ -90,7 +90,7 @@ def assert_good(directory: Path, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize("ranks", kept([1, 2], 1))
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", kept(["ddp", "fsdp"], 1))
 def test_every_rank_stops_where_one_of_them_has_nan(
     shell: Shell, indexed: Path, tmp_path: Path, engine: str, ranks: int
 ) -> None:
@@ -119,8 +119,8 @@ def test_every_rank_stops_where_one_of_them_has_nan(
     assert_good(directory, [8])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("ranks", kept([1, 2], 1))
+@pytest.mark.parametrize("asynchronous", kept([False, True], 1))
 def test_nan_between_two_rows_is_not_saved(
     shell: Shell, indexed: Path, tmp_path: Path, asynchronous: bool, ranks: int
 ) -> None:
@@ -147,6 +147,7 @@ def test_a_rate_that_is_too_high_ends_the_training(
     assert artifacts.is_finished(tmp_path / "run/stage_0/train")
 
 
+@in_soak
 def test_class_centers_stop_too(shell: Shell, indexed: Path, tmp_path: Path) -> None:
     """Also where NaN has reached rows that later steps do not draw."""
     run_dir = tmp_path / "run"
@@ -163,6 +164,7 @@ def test_class_centers_stop_too(shell: Shell, indexed: Path, tmp_path: Path) -> 
     assert_good(run_dir / "stage_1/train/checkpoints", [2])
 
 
+@in_soak
 def test_zero_and_fp16_go_on(shell: Shell, indexed: Path, tmp_path: Path) -> None:
     """They leave the step out: its NaN reaches nothing."""
     pytest.importorskip("deepspeed")

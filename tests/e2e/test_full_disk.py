@@ -16,6 +16,7 @@ from mclclip.run import artifacts
 from tests import tiny
 from tests.distributed.conftest import RankPool
 from tests.e2e.conftest import Finished, Shell
+from tests.matrix import kept
 
 MIB = 2**20
 Disk = Callable[[Path, int], Path]
@@ -90,7 +91,7 @@ def save(directory: Path, steps: list[int], on_error: str, asynchronous: bool) -
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
+@pytest.mark.parametrize("on_error", kept(["stop", "continue"], 1))
 def test_two_ranks_keep_the_checkpoint_before(
     ranks: RankPool, disk: Disk, tmp_path: Path, on_error: str, asynchronous: bool
 ) -> None:
@@ -123,7 +124,7 @@ def lines_of(finished: Finished, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("on_error", "ranks"), [("stop", 2), ("continue", 2), ("stop", 1), ("continue", 1)]
+    ("on_error", "ranks"), kept([("stop", 2), ("continue", 2), ("stop", 1), ("continue", 1)], 0, 3)
 )
 def test_a_training_on_a_full_disk(
     shell: Shell, disk: Disk, data: Path, tmp_path: Path, on_error: str, ranks: int

@@ -241,6 +241,7 @@ def test_ranks_resume_and_see_the_same_batches(
     assert_same_training(whole, cut)
 
 
+@pytest.mark.slow
 def test_torchrun_makes_the_same_pseudo_labels(done: Run, tmp_path: Path) -> None:
     options = ["--config", str(done.config), f"run_dir={tmp_path}", "controls=[]"]
     process = tiny.mclclip("run", *options, ranks=2)

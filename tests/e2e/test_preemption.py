@@ -242,7 +242,11 @@ def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_p
     [
         (Signal(signal.SIGKILL), "has ended: the job ends"),
         (sleep, "is waited for (rank 1 at loop.py:"),
-        (Signal(signal.SIGSTOP), "has not been heard of for 3 s (peer_timeout_s)"),
+        pytest.param(
+            Signal(signal.SIGSTOP),
+            "has not been heard of for 3 s (peer_timeout_s)",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["killed", "hangs", "stopped"],
 )

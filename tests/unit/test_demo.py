@@ -12,6 +12,7 @@ from mclclip import demo
 from mclclip.config import Config
 from mclclip.eval.results import Result
 from mclclip.models.clip import load_clip
+from tests.matrix import in_soak
 
 
 def test_settings_keep_seeds_apart_and_overrides_win() -> None:
@@ -58,6 +59,7 @@ def test_a_seed_given_twice_is_refused(tmp_path: Path) -> None:
         demo.run(tmp_path, seeds=[1, 1])
 
 
+@in_soak
 def test_a_knowing_text_tower_stays_what_its_teacher_learned(tmp_path: Path) -> None:
     steps = ("base.steps=2", "train.steps=2", "data.num_workers=0", "controls=[]")
     less = (*steps, "export.concat=[]", "export.soup=false")

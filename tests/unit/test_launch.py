@@ -24,8 +24,10 @@ import pytest
 from mclclip import config
 from mclclip.cli import build_parser
 from tests import tiny
+from tests.matrix import in_soak
 
 LAUNCH, SLURM = tiny.ROOT / "launch", tiny.ROOT / "slurm"
+
 SCRIPTS = [*LAUNCH.glob("*.sh"), *SLURM.glob("*.sbatch")]
 BATCH = ["mclclip.sbatch", "eval_array.sbatch"]
 WAIT_S = 20.0
@@ -261,6 +263,7 @@ def test_the_users_mistake_is_the_last_line(
     assert stderr.splitlines()[0] == "Traceback of torchrun" and stderr.splitlines()[-1] == last
 
 
+@pytest.mark.slow
 def test_a_real_mistake_under_torchrun(folder: Path) -> None:
     process = start(
         folder, 2, "config", f"--config={folder}/n\u00e9.yaml",
@@ -316,6 +319,7 @@ def test_nothing_outlives_a_killed_script(folder: Path) -> None:
     until(lambda: not any(map(runs, pids)))
 
 
+@in_soak
 def test_a_real_torchrun_says_nothing_when_asked_to_leave(folder: Path) -> None:
     package = folder / "mclclip"
     package.mkdir()

@@ -138,7 +138,7 @@ def test_arrays_and_pictures_of_one_shard(tmp_path: Path) -> None:
         index, lambda image: torch.zeros(3, *image.size), reads_captions=False, max_image_pixels=99
     )
     assert isinstance(pictures_only[1], Sample)
-    with pytest.raises(ValueError, match="sample s/a is an array of 4 channels"):
+    with pytest.raises(ValueError, match="sample s/a: it is an array of 4 channels"):
         pictures_only[0]
 
 

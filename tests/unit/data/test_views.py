@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from mclclip.data import samples as samples_module
 from mclclip.data.batches import _AUGMENTATION, Batch, TrainingBatches, keyed_rng
+from mclclip.data.decode import decode_image
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
@@ -64,19 +65,19 @@ def expected(batches: TrainingBatches, batch: Batch, row: int, view: int) -> tor
     raw = batches.dataset.read_many([sample_id])[0]
     assert isinstance(raw, samples_module.RawSample)
     with keyed_rng(int(mix(3, 1, epoch, _AUGMENTATION, sample_id, view))):
-        return augment(samples_module.decode_image(raw.image, 10_000))
+        return augment(decode_image(raw.image, 10_000))
 
 
 def test_an_image_is_decoded_once_for_all_views(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, decoded = samples_module.decode_image, [0]
+    decode, decoded = samples_module.decode, [0]
 
     def counting(*arguments: Any) -> Any:
         decoded[0] += 1
         return decode(*arguments)
 
-    monkeypatch.setattr(samples_module, "decode_image", counting)
+    monkeypatch.setattr(samples_module, "decode", counting)
     found = []
     for num_views in (1, 4):
         decoded[0] = 0

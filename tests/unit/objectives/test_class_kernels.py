@@ -305,9 +305,7 @@ def test_where_they_are_available(interpreter: Call, monkeypatch: pytest.MonkeyP
     assert not class_kernels.available(cpu)
 
 
-@pytest.mark.parametrize(
-    ("kind", "capability"), kept([("bf16", 80), ("bf16", 90), ("fp32", 80)], 1)
-)
+@pytest.mark.parametrize(("kind", "capability"), kept([("bf16", 80), ("bf16", 90), ("fp32", 80)]))
 def test_they_compile(compiler: Call, kind: str, capability: int) -> None:
     """For an A100 and an H100: which needs none. The interpreter takes what the compiler does not.
 
