@@ -118,8 +118,8 @@ def evaluate(
     under a classifier trained on ``root/train``; ``mean`` is over attributes.
 
     ``probe``: ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train),
-    or ``knn``, the majority of the ``k`` nearest. ``max_train``: only so many train images, the first
-    of the shards, are used. Features are extracted once for all attributes.
+    or ``knn``, the majority of the ``k`` nearest. ``max_train``: only so many train images are
+    used, the first of the shards. Features are extracted once for all attributes.
     Figures do not depend on the number of ranks.
     """
     if not attributes:
