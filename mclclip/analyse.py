@@ -271,7 +271,11 @@ def _images(material: Material, ids: Sequence[int]) -> list[NDArray[np.uint8]]:
     )  # fmt: skip
     found = []
     for raw in dataset.read_many(ids):
-        assert not isinstance(raw, BadSample), "undecodable samples are not among the ids"
+        if isinstance(raw, BadSample):
+            raise RuntimeError(
+                f"sample {material.index.keys([raw.sample_id])[0]} cannot be read ({raw.reason}): "
+                "its shard has changed since it was indexed, put it back"
+            )
         pixels = np.asarray(decode(raw.image, limit, reads_arrays=True))
         found.append(pixels[..., :3] if pixels.shape[2] >= 3 else pixels[..., [0, 0, 0]])
     return found
