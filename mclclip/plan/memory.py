@@ -29,7 +29,7 @@ PARTS = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "ema": "moving average",
-    "objective": "objective",
+    "objective": "the objective",
     "engine": "engine's buffers",
     "activations": "activations",
     "loss": "features, loss",
@@ -119,7 +119,10 @@ def _remedy(
             ways.append(f"{name}.engine.grad_checkpointing=true")
         return f"set {' or '.join(ways)}, or use more GPUs"
     if most == "objective":
-        return "use more GPUs, which share the class centers, or lower cluster.num_clusters"
+        return (
+            "use more GPUs, which share class centers among them, or lower cluster.num_clusters or "
+            "objective.queue_size"
+        )
     if most in ("loss", "batch", "context"):
         return f"lower {name}.global_batch, or use more GPUs"
     if how.name == "ddp":

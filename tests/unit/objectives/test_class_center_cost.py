@@ -90,5 +90,5 @@ def test_too_many_classes_for_a_gpu() -> None:
     )
     machine = Machine(1, 1, 80.0)
     made = plan.make(options, machine, 400_000_000)
-    with pytest.raises(ValueError, match="the biggest part is class centers.*use more GPUs"):
+    with pytest.raises(ValueError, match="the biggest part is the objective.*use more GPUs"):
         plan.memory.check(made["memory"]["train"], "train", options.train, machine)
