@@ -18,6 +18,7 @@ from mclclip.data.shard_writer import write_shards
 from mclclip.eval import results
 from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
+from tests.matrix import kept
 
 STEPS = 4
 SIZES = {"train": 64, "test": 24}
@@ -148,7 +149,7 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", OBJECTIVES)
+@pytest.mark.parametrize("method", kept([*OBJECTIVES], 2, 3, 9))
 def test_killed_and_resumed(shell: Shell, pictures: Path, tmp_path: Path, method: str) -> None:
     where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES[method])
     shell.ok("run", "--config", where)

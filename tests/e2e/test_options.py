@@ -155,7 +155,6 @@ def test_what_cannot_be_is_refused_in_a_line(
             ("model", "deepspeed"),
             ("step", "deepspeed"),
         ],
-        0,
         1,
     ),
 )

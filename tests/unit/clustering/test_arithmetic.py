@@ -12,6 +12,7 @@ from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.assignment import assign
 from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import num_threads
+from tests.matrix import kept
 from tests.nearest_checks import ROUNDINGS
 from tests.unit.clustering.test_kmeans import ALGORITHMS, noise
 
@@ -210,7 +211,7 @@ def test_two_levels_with_the_numbers_of_the_table_6_sweep(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_clusters", "num_splits"), [(10_000, 100), (20_000, 141)])
+@pytest.mark.parametrize(("num_clusters", "num_splits"), kept([(10_000, 100), (20_000, 141)], 0))
 def test_two_levels_of_k_10k_and_k_20k(num_clusters: int, num_splits: int) -> None:
     """As many groups and clusters as the sweep has, of fewer rows; the groups are uneven."""
     rows = noise(3 * num_clusters, 16)
