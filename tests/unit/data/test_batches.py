@@ -26,6 +26,7 @@ from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard,
 from mclclip.data.samples import TextFeatures
 from mclclip.data.shard_scan import Findings
 from mclclip.data.shard_writer import PackedSample, write_shards
+from tests.matrix import kept
 
 NUM_SAMPLES, RADICES = 240, (3, 2)
 LABELS = np.sort(np.random.default_rng(5).integers(0, 6, NUM_SAMPLES))[
@@ -340,7 +341,6 @@ from torch.utils.data import DataLoader
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import start_loader_worker
 from tests.unit.data.test_batches import make
-from tests.matrix import kept
 
 if __name__ == "__main__":
     directory, digest, method, persistent, how = sys.argv[1:]
