@@ -44,7 +44,7 @@ def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> N
     """Values in percent: one group of bars per metric, one bar per model."""
     metrics = list(groups)
     models = list(dict.fromkeys(model for values in groups.values() for model in values))
-    with _figure(path, max(5.0, 0.28 * len(models) * len(metrics) + 2), 3.6) as figure:
+    with _figure(path, max(5.0, 0.28 * len(models) * len(metrics) + 4), 3.6) as figure:
         axes = figure.subplots()
         width = 0.8 / max(len(models), 1)
         for number, model in enumerate(models):
@@ -53,7 +53,7 @@ def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> N
         axes.set_xticks(np.arange(len(metrics)), metrics)
         axes.set_ylabel("percent")
         axes.set_title(title)
-        axes.legend(fontsize="small")
+        figure.legend(loc="outside right upper", fontsize="small")
 
 
 def lines(path: Path, title: str, series: Series, x: str, y: str, *, log: bool = False) -> None:
