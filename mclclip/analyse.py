@@ -46,7 +46,7 @@ ANCHORS, NEIGHBOURS = 8, 8
 
 @dataclass(frozen=True)
 class Material:
-    """What the figures are made of: a run, and a seeded sample of its rows.
+    """A run and a seeded sample of its rows, of which the figures are made.
 
     ``variants`` are ``mcl`` and the run's controls; ``attributes`` are those of the index.
     """

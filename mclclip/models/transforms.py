@@ -39,8 +39,13 @@ Pair = tuple[Transform, Transform]
 
 @dataclass(frozen=True)
 class Look:
-    """What a tower takes: height and width in pixels, and per channel (or for all channels one
-    number) what is subtracted from values between 0 and 1, and what divides the rest."""
+    """Size and number format of a tower's images.
+
+    size      height and width in pixels
+    mean      subtracted from values between 0 and 1: one number, or one for each channel
+    std       divides what is left: one number, or one for each channel
+    channels  C
+    """
 
     size: tuple[int, int]
     mean: Sequence[float]

@@ -285,9 +285,7 @@ class BatchKeys(_WithCopy):
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
-        first, second = batch.views
-        keys = {"keys": self.copy(first), "keys_1": self.copy(second)}
-        return super().features(model, batch) | keys
+        return super().features(model, batch) | self.copy.keys(batch.views)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Literal, Self
 
 import torch
@@ -75,6 +76,11 @@ class MomentumCopy(nn.Module):
         """[b, C, H, W] -> [b, D], unit length, without gradient."""
         features: Tensor = self.model(image=images)["image_features"]
         return features
+
+    def keys(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The features [b, D] of two views as ``keys`` and ``keys_1``, without gradient."""
+        first, second = views
+        return {"keys": self(first), "keys_1": self(second)}
 
     def begin(self, step: int, total: int) -> None:
         """Sets the momentum of the update after ``step``, of which there are ``total``."""

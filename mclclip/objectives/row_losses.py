@@ -23,6 +23,11 @@ import torch
 from torch import Tensor
 
 
+def choose_no_autocast(device: torch.device) -> torch.autocast:
+    """Arithmetic in the dtype of the tensors, whatever surrounds it."""
+    return torch.autocast(device.type, enabled=False)
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Rows among the columns: row i's own pair is column ``first`` + i; a column is a negative of
@@ -189,7 +194,7 @@ class _RowLosses(torch.autograd.Function):
     def forward(
         ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(queries.device.type, enabled=False):
+        with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, pairs, tile)
             positive = torch.linalg.vecdot(queries, tiles.own_keys())
             maximum, log_totals, alone = _streamed(tiles, positive, 1.0)
@@ -208,7 +213,7 @@ class _RowLosses(torch.autograd.Function):
         queries, keys, losses, normalizers = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
-        with torch.autocast(queries.device.type, enabled=False):
+        with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, ctx.pairs, ctx.tile)
 
             def shares(rows: slice, columns: slice) -> Tensor:
@@ -232,7 +237,7 @@ class _LogSums(torch.autograd.Function):
     def forward(
         ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int, factors: tuple[float, ...]
     ) -> Tensor:
-        with torch.autocast(queries.device.type, enabled=False):
+        with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, pairs, tile)
             lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
             maximum, log_totals, _ = _streamed(tiles, lowest, 0.0, factors)
@@ -247,7 +252,7 @@ class _LogSums(torch.autograd.Function):
         queries, keys, sums = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
-        with torch.autocast(queries.device.type, enabled=False):
+        with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, ctx.pairs, ctx.tile)
             normalizers = sums.masked_fill(sums == float("-inf"), 0.0)  # of no negative: shares 0
 
@@ -270,7 +275,7 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
         ctx.pairs, ctx.tile, ctx.num_keys = pairs, tile, len(keys)
         sums = keys.new_zeros(len(pairs.groups), keys.shape[1])
-        with torch.autocast(keys.device.type, enabled=False):
+        with choose_no_autocast(keys.device):
             for rows in _blocks(len(sums), tile):
                 for columns in _blocks(len(keys), tile):
                     sums[rows].addmm_((~pairs.masked(rows, columns)).to(keys), keys[columns])
@@ -280,7 +285,7 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _refuse_second_derivative()
         pairs, grad_keys = ctx.pairs, grad.new_zeros(ctx.num_keys, grad.shape[1])
-        with torch.autocast(grad.device.type, enabled=False):
+        with choose_no_autocast(grad.device):
             for rows in _blocks(len(grad), ctx.tile):
                 for columns in _blocks(len(grad_keys), ctx.tile):
                     kept = (~pairs.masked(rows, columns)).to(grad)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
-from mclclip.objectives.row_losses import Pairs, Tiles
+from mclclip.objectives.row_losses import Pairs, Tiles, choose_no_autocast
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
 
@@ -230,11 +230,6 @@ def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool) -
         if need_grad or hop < world - 1:
             travelling = collectives.shift(travelling)
     return travelling[1] if need_grad else None
-
-
-def choose_no_autocast(device: torch.device) -> torch.autocast:
-    """Arithmetic in the dtype of the tensors, whatever surrounds it."""
-    return torch.autocast(device.type, enabled=False)
 
 
 class _SigmoidSums(torch.autograd.Function):

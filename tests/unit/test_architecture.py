@@ -188,7 +188,6 @@ STILL_ASKING = {
     "embed.py",
     "eval/features.py",
     "models/lora.py",
-    "objectives/row_losses.py",
     "objectives/class_centers/rows.py",
     "objectives/class_centers/kernels.py",
     "objectives/class_centers/sums.py",

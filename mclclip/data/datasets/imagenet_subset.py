@@ -1,4 +1,4 @@
-"""Some classes of an ImageNet folder, by WordNet id, with superclasses where a list gives them.
+"""Builds a data set of classes of an ImageNet folder, named by WordNet id or by a list.
 
 ``in1p`` are the ten dog breeds of SimLAP's IN1P (appendix D.1). Its IN25, 25 classes in 5
 superclasses, is printed as pictures only: write its list into a file.
