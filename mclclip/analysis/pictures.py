@@ -36,7 +36,7 @@ def _figure(path: Path, width: float, height: float) -> Iterator[Any]:
     figure = library()(figsize=(width, height), layout="constrained", dpi=120)
     yield figure
     with whole_file(path) as file:
-        # No date and no version: equal figures give equal bytes.
+        # Without the version of matplotlib, which says nothing of the figure.
         figure.savefig(file, format="png", metadata={"Software": None})
 
 
