@@ -27,6 +27,7 @@ class ClipModel(ImageModel):
     """
 
     part = "clip"
+    reads_texts = True
     clip: Any
 
     def __init__(

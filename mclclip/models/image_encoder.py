@@ -27,6 +27,7 @@ class ImageEncoder(ImageModel):
     """
 
     part = "tower"
+    reads_texts = False
     tower: Any
 
     def __init__(

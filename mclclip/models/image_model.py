@@ -33,6 +33,7 @@ class ImageModel(nn.Module):
     """
 
     part: str
+    reads_texts: bool
 
     def __init__(
         self,

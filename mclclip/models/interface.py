@@ -26,6 +26,8 @@ class Model(Protocol):
     """Pixels of an image's side, or height and width."""
     num_channels: int
     """Channels of an image, C."""
+    reads_texts: bool
+    """Whether there is a text tower."""
     preprocess_train: Callable[[Any], Tensor]
     """PIL image -> [C, H, W] with augmentation."""
     preprocess_val: Callable[[Any], Tensor]

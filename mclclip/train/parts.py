@@ -20,7 +20,6 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.models.clip_model import ClipModel
 from mclclip.models.loading import AnyModel, load_any, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.tokenizer import fetched
@@ -226,7 +225,7 @@ def build_model(
         model = load_any(layout.export(0), load_weights=False, seed=seed, **same)
     else:
         model = load_any(layout.export(stage - 1 if options.start == "previous" else 0), **same)
-    if options.objective.reads.captions and not isinstance(model, ClipModel):
+    if options.objective.reads.captions and not model.reads_texts:
         raise ValueError(
             f"objective.kind={options.objective.kind} reads captions, and the model has no text "
             "tower: take an objective of views, such as nt_xent, or a CLIP model"
