@@ -39,7 +39,6 @@ class Context:
         return self.rank == 0
 
 
-CPU = torch.device("cpu")
 SINGLE = Context()
 _STARTED = time.monotonic()
 TIMEOUT = datetime.timedelta(days=1)
@@ -147,16 +146,7 @@ def _join(backend: str, **options: Any) -> None:
 def shutdown() -> None:
     """Leaves the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
-        # In torch 2.7 the last reference to a group frees it under the interpreter's lock, and
-        # waits there for gloo's threads, one of which may wait for that lock to free a tensor.
-        # References to gloo itself are freed without it, so they go last.
-        gloo = [
-            group._get_backend(CPU)
-            for group in dist.distributed_c10d._world.pg_map
-            if CPU in group._device_types
-        ]
         dist.destroy_process_group()
-        del gloo
 
 
 def leave(code: int, close_group: bool = True) -> NoReturn:
