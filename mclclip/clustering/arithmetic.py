@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -134,8 +134,7 @@ def sums_in_float32() -> Iterator[None]:
 
 def _rounds_float32() -> bool:
     """Whether torch is set to round the inputs of float32 products, on whichever device."""
-    owners = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    found = [getattr(owner, "fp32_precision", None) for owner in owners]
-    if any(found):  # torch 2.9 and newer, whose older question fails after a newer setting
-        return any(precision not in (None, "none", "ieee") for precision in found)
-    return torch.get_float32_matmul_precision() != "highest"
+    # torch.get_float32_matmul_precision() may fail once these have been set.
+    backends: Any = torch.backends  # some of these names are not in its annotations
+    owners = (backends.cuda.matmul, backends.mkldnn.matmul)
+    return any(owner.fp32_precision not in ("none", "ieee") for owner in owners)

@@ -101,10 +101,6 @@ def test_float32_may_round_its_inputs_as_torch_is_set(device: torch.device) -> N
     assert arithmetic.choose_rounding(device, "float32", CHOSEN) == "none"
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 and newer"
-)
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 and newer")
 @pytest.mark.parametrize("number", range(3))
 def test_torch_may_be_set_by_its_newer_names(number: int) -> None:
     """After which ``torch.get_float32_matmul_precision()`` may raise a RuntimeError."""
