@@ -118,17 +118,6 @@ def test_torch_may_be_set_by_its_newer_names(number: int) -> None:
             owner.fp32_precision = precision
 
 
-def test_an_old_torch_that_has_no_newer_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Old:
-        pass
-
-    monkeypatch.setattr(torch.backends.cuda, "matmul", Old())
-    monkeypatch.setattr(torch.backends, "mkldnn", Old())
-    assert arithmetic.choose_rounding(CPU, "float32", CHOSEN) == "none"
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert arithmetic.choose_rounding(CPU, "float32", CHOSEN) == "inputs"
-
-
 def test_a_rounding_has_to_fit_the_products() -> None:
     for products, rounding in itertools.product(
         get_args(arithmetic.Products), get_args(arithmetic.Rounding)
