@@ -116,6 +116,7 @@ def test_where_the_training_digits_are_all_are_used(tmp_path: Path) -> None:
         gzip.compress(fakes.idx(fakes.pixels(0, 2, 28, 28)))[:-20],
         b"no gzip",
     ],
+    ids=range(7),  # what gzip writes holds the time, which names of tests must not
 )
 def test_a_damaged_idx_file_is_one_line(tmp_path: Path, data: bytes) -> None:
     fakes.mnist(tmp_path)
