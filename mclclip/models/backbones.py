@@ -1,4 +1,4 @@
-"""Image towers of timm and torchvision by name, for images of any size and number of channels.
+"""Image towers by name, timm's and torchvision's, for images of any size and number of channels.
 
 They train from random weights on small pictures, as SimCLR, MoCo and SimLAP are studied, where
 open_clip's own towers do not fit: four channels, 32 pixels, a ResNet-18. A model's configuration
@@ -27,6 +27,7 @@ import timm
 from torchvision import models as torchvision_models
 
 from mclclip.models import transforms
+from mclclip.models.small_conv import SmallConv
 from mclclip.models.timm_towers import timm_layout
 from mclclip.models.towers import ImageLayout, Step, checked
 from mclclip.options import STRICT
@@ -40,7 +41,8 @@ class Backbone:
     """The `vision_cfg` of a backbone."""
 
     backbone: str
-    """``timm:NAME``, or ``torchvision:NAME`` for one of its ResNets."""
+    """``timm:NAME``; ``torchvision:NAME`` for one of its ResNets; ``mclclip:small_conv``, plain
+    convolutions for experiments of minutes, with ``widths`` and ``strides`` as options."""
     channels: PositiveInt = 3
     """Channels of an image."""
     image_size: PositiveInt = 224
@@ -82,7 +84,7 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
     listed = _listed(library)
     if name not in listed:
         near = difflib.get_close_matches(name, listed, n=3, cutoff=0.0)
-        known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision"
+        known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision, mclclip"
         raise ValueError(
             f"vision_cfg.backbone of {where} is {found.backbone!r}, which is no listed model "
             f"({known}): give timm:NAME, or torchvision:NAME of a ResNet"
@@ -95,11 +97,11 @@ def _listed(library: str) -> list[str]:
         return list(timm.list_models())
     if library == "torchvision":
         return [n for n in torchvision_models.list_models(torchvision_models) if "resne" in n]
-    return []
+    return ["small_conv"] if library == "mclclip" else []
 
 
 class BackboneTower(nn.Module):
-    """A model of timm or torchvision as an image tower, without its classifier.
+    """A model of ``Backbone`` as an image tower, without its classifier.
 
     ``trunk`` is the library's model; ``head`` is empty. Images [B, C, H, W] -> features [B, D].
     """
@@ -109,9 +111,8 @@ class BackboneTower(nn.Module):
         self.image_size = (config.image_size, config.image_size)
         self.num_channels = config.channels
         library, _, name = config.backbone.partition(":")
-        make = _timm_model if library == "timm" else _torchvision_model
         try:
-            self.trunk: Any = make(name, config)
+            self.trunk: Any = _MAKERS[library](name, config)
         except Exception as error:  # the libraries raise any kind for options that they do not know
             cause = " ".join(str(error).split())[:200]
             raise ValueError(f"{config.backbone} of {where} cannot be built ({cause})") from error
@@ -165,6 +166,14 @@ def _torchvision_model(name: str, config: Backbone) -> Any:
     return model
 
 
+def _small_conv(name: str, config: Backbone) -> Any:
+    options: dict[str, Any] = dict(config.options)
+    return SmallConv(config.channels, **options)
+
+
+_MAKERS = {"timm": _timm_model, "torchvision": _torchvision_model, "mclclip": _small_conv}
+
+
 def _convolution(channels: int, first: nn.Conv2d, size: Any, stride: Any) -> nn.Conv2d:
     """A first convolution of another size, with the weights that ResNets begin with."""
     padding = tuple(n // 2 for n in size)
@@ -180,12 +189,12 @@ def build(config: Backbone, seed: int, where: str) -> BackboneTower:
         return BackboneTower(config, where)
 
 
-class TorchvisionLayout(ImageLayout):
-    """torchvision's `ResNet`: its stem is the embedding, every residual block is a block."""
+class ConvolutionLayout(ImageLayout):
+    """A stem, which is the embedding, blocks one after the other, and a mean over all positions."""
 
     @staticmethod
-    def of(tower: nn.Module) -> TorchvisionLayout:
-        """The layout of `tower`."""
+    def of_torchvision(tower: nn.Module) -> ConvolutionLayout:
+        """torchvision's `ResNet`: every residual block is a block."""
         layers = [f"trunk.layer{i}" for i in range(1, 5)]
         blocks = tuple(
             (f"{layer}.{name}",)
@@ -193,7 +202,14 @@ class TorchvisionLayout(ImageLayout):
             for name, _ in tower.get_submodule(layer).named_children()
         )
         stem = ("trunk.conv1", "trunk.bn1", "trunk.relu", "trunk.maxpool")
-        return checked(tower, TorchvisionLayout(stem, blocks, (), ()))
+        return checked(tower, ConvolutionLayout(stem, blocks, (), ()))
+
+    @staticmethod
+    def of_small_conv(tower: nn.Module) -> ConvolutionLayout:
+        """The first convolution is the stem, every further one is a block."""
+        layers = tower.get_submodule("trunk.layers").named_children()
+        first, *rest = (f"trunk.layers.{name}" for name, _ in layers)
+        return checked(tower, ConvolutionLayout((first,), tuple((name,) for name in rest), (), ()))
 
     def pooled_dim(self, tower: Any) -> int:
         """Width of the features: there is no projection."""
@@ -215,7 +231,9 @@ def layout_of(tower: BackboneTower) -> ImageLayout | str:
     """Its layout, or the reason why it cannot be split or locked by block."""
     try:
         if isinstance(tower.trunk, torchvision_models.ResNet):
-            return TorchvisionLayout.of(tower)
+            return ConvolutionLayout.of_torchvision(tower)
+        if isinstance(tower.trunk, SmallConv):
+            return ConvolutionLayout.of_small_conv(tower)
         return timm_layout(tower)
     except ValueError as error:
         return str(error)

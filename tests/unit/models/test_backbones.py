@@ -25,6 +25,9 @@ KINDS = {
     "timm resnet": config("timm:resnet18", stem="cifar"),
     "torchvision resnet": config("torchvision:resnet18", stem="cifar"),
     "its own stem": config("torchvision:resnet18", image_size=32),
+    "small convolutions": config(
+        "mclclip:small_conv", options={"widths": [8, 16, 32], "strides": [2, 2, 1]}
+    ),
     "transformer": config("timm:vit_tiny_patch16_224", options=VIT),
 }
 
@@ -85,6 +88,7 @@ def test_arrays_of_four_channels_become_views() -> None:
         (config("resnet18"), "no listed model .*timm, torchvision"),
         (config("timm:hf-hub:stranger/model"), "no listed model"),
         (config("torchvision:vgg11"), "no listed model"),
+        (config("mclclip:small_conv", options={"widths": [8]}), "wanted as many of each"),
         (config("timm:vit_tiny_patch16_224", stem="cifar", options=VIT), "leave stem out"),
         (config("timm:resnet18", colours=3), "vision_cfg.colours"),
         (config("timm:resnet18", mean=[0.5, 0.5]), "mean has 2 values"),
