@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageWriterTransforms,
+)
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -31,8 +35,31 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 # --- writing -----------------------------------------------------------------------------------
 
 
+class _Streams(_StorageWriterTransforms):
+    """DCP's streams into one file, of which one that failed is let go in silence.
+
+    Else it flushes the file, which is closed by then, and Python 3.13 prints a traceback of that.
+    """
+
+    def transform_save_stream(self, write_item: Any, raw_stream: Any) -> tuple[Any, list[str]]:
+        """As DCP's."""
+        stream: Any
+        stream, names = super().transform_save_stream(write_item, raw_stream)
+
+        def flush() -> None:
+            if not raw_stream.closed:
+                raw_stream.flush()
+
+        stream.close = flush
+        return stream, names
+
+
 class _Writer(FileSystemWriter):
     """DCP's writer; says that a disk is full, where torch's file format stumbles over that."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.transforms = _Streams()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's part; raises the OSError behind torch's error, if there is one."""
