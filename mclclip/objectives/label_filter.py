@@ -1,7 +1,6 @@
 """SimLAP's label filter: two classes -> the gates that open the dimensions they share.
 
-Source: SimLAP (Wu et al., 2024), Eq. 3 to 5 and Table 5c. Beside it the gates of the paper's
-baseline, which are always open.
+Source: SimLAP (Wu et al., 2024), Eq. 3 to 5 and Table 5c.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class LabelFilter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_classes = num_classes
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self.labels = nn.Embedding(num_classes, label_dim, dtype=dtype)
@@ -62,7 +60,7 @@ class LabelFilter(nn.Module):
 
         They are what is looked at after training, and what the penalty is about.
         """
-        classes = torch.arange(self.num_classes, device=self.labels.weight.device)
+        classes = torch.arange(self.labels.num_embeddings, device=self.labels.weight.device)
         training = self.training
         self.eval()
         try:
@@ -70,18 +68,6 @@ class LabelFilter(nn.Module):
         finally:
             self.train(training)
         return gates
-
-
-class OpenGates(nn.Module):
-    """Gates [n, D] that are all 1, of ``num_classes`` classes, in the place of a label filter."""
-
-    def __init__(self, num_classes: int, dim: int, *, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.num_classes, self.dim, self.dtype = num_classes, dim, dtype
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Classes [n] and [n], int64 -> ones [n, D]."""
-        return torch.ones(len(first), self.dim, dtype=self.dtype, device=first.device)
 
 
 def gate_penalty(gates: Tensor, kind: Penalty) -> Tensor:

@@ -43,7 +43,7 @@ from mclclip.objectives.base import (
     Sizes,
 )
 from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
-from mclclip.objectives.label_filter import LabelFilter, OpenGates, Penalty, gate_penalty
+from mclclip.objectives.label_filter import LabelFilter, Penalty, gate_penalty
 from mclclip.objectives.label_pairs import Pairing, closest_classes, draw_partners
 from mclclip.objectives.momentum import MomentumCopy, check_engine
 from mclclip.objectives.temperature import AnyTemperature, Temperature
@@ -77,9 +77,6 @@ class Options(ObjectiveOptions):
     as they are at the step."""
     class_means: str | None = None
     """An .npy file [num_classes, E] with the classes' means (null: the clusters' centroids)."""
-    gates: Literal["learned", "open"] = "learned"
-    """``learned``: those of the label filter; ``open``: all of them are 1, which is the paper's
-    baseline, supervised contrast of the same pairs in the whole space (section 4, Fig. 7)."""
     score: Score = "exact"
     """``exact``: the cosine of gated features; ``code``: the gated product of unit features."""
     temperature: AnyTemperature = 0.05
@@ -115,18 +112,6 @@ class Options(ObjectiveOptions):
                 "class_means=FILE.npy, or set closest_by=label_embeddings"
             )
 
-        if self.gates == "open" and self.penalty_weight:
-            raise ValueError("penalty_weight is for learned gates, and gates=open: set it to 0")
-        if self.gates == "open" and self._reads_embeddings:
-            raise ValueError(
-                "closest_by=label_embeddings reads the label filter, and gates=open has none: set "
-                "closest_by=class_means"
-            )
-
-    @property
-    def _reads_embeddings(self) -> bool:
-        return self.pairs == "n_closest" and self.closest_by == "label_embeddings"
-
     @property
     def _reads_means(self) -> bool:
         return self.pairs == "n_closest" and self.closest_by == "class_means"
@@ -153,7 +138,14 @@ class Options(ObjectiveOptions):
         assert setting.classes is not None
         num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
         wide = torch.float64 if setting.precision == "float64" else torch.float32
-        label_filter = self._filter(num_classes, dim, wide, setting.seed)
+        label_filter = LabelFilter(
+            num_classes,
+            dim,
+            label_dim=self.label_dim,
+            hidden_dim=self.hidden_dim,
+            seed=setting.seed,
+            dtype=wide,
+        )
         options: dict[str, Any] = {
             "seed": setting.seed,
             "pairs": self.pairs,
@@ -170,21 +162,6 @@ class Options(ObjectiveOptions):
         model: Any = setting.model
         copy = MomentumCopy(model, self.momentum, "cosine")
         return MomentumSimLAP(copy, label_filter, **options)
-
-    def _filter(
-        self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
-    ) -> LabelFilter | OpenGates:
-        """What makes the gates [n, dim] of two classes."""
-        if self.gates == "open":
-            return OpenGates(num_classes, dim, dtype=dtype)
-        return LabelFilter(
-            num_classes,
-            dim,
-            label_dim=self.label_dim,
-            hidden_dim=self.hidden_dim,
-            seed=seed,
-            dtype=dtype,
-        )
 
     def _means(self, setting: Setting) -> Tensor | None:
         """[K, E], where closeness is theirs."""
@@ -209,11 +186,15 @@ class Options(ObjectiveOptions):
         filter_bytes = sizes.dtype.itemsize * (
             sizes.num_classes * self.label_dim + self.hidden_dim * (self.label_dim + sizes.dim)
         )
-        if self.gates == "open":
-            filter_bytes = 0
 
         def run() -> None:
-            label_filter = self._filter(1, sizes.dim, sizes.dtype)
+            label_filter = LabelFilter(
+                1,
+                sizes.dim,
+                label_dim=self.label_dim,
+                hidden_dim=self.hidden_dim,
+                dtype=sizes.dtype,
+            )
             zeros = torch.zeros(everywhere, dtype=torch.int64)
             gates, own = label_filter(zeros[:local], zeros[:local]), zeros[:local]
             pairs = ClassPairs(own, own, own, own, zeros, zeros, zeros)
@@ -247,7 +228,7 @@ class SimLAP(Objective):
 
     def __init__(
         self,
-        label_filter: LabelFilter | OpenGates,
+        label_filter: LabelFilter,
         *,
         seed: int = 0,
         pairs: Pairing = "arbitrary",
@@ -265,7 +246,7 @@ class SimLAP(Objective):
         self.seed, self.step, self.num_closest, self.tile = seed, 0, num_closest, tile
         self.penalty: Penalty = penalty
         self.penalty_weight = penalty_weight
-        num_classes = label_filter.num_classes
+        num_classes = label_filter.labels.num_embeddings
         if pairs == "n_closest" and num_closest >= num_classes:
             raise ValueError(
                 f"num_closest is {num_closest}, with {num_classes} classes: wanted at most "
@@ -331,7 +312,6 @@ class SimLAP(Objective):
             "temperature": 1.0 / scale.detach(),
         }
         if self.penalty_weight:
-            assert isinstance(self.filter, LabelFilter)
             parts["gate_penalty"] = gate_penalty(self.filter.of_classes(), self.penalty)
             parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
         return parts
@@ -372,10 +352,10 @@ class SimLAP(Objective):
         Raises ValueError, on all ranks, for a class that the label filter does not have.
         """
         every, all_ids = collectives.gather(own), collectives.gather(ids)
-        known, numbers = self.filter.num_classes, every.cpu().numpy()
+        known, numbers = self.filter.labels.num_embeddings, every.cpu().numpy()
         if numbers.min() < 0 or numbers.max() >= known:
             raise ValueError(
-                f"classes of a batch are {numbers.min()} to {numbers.max()}, and the objective "
+                f"classes of a batch are {numbers.min()} to {numbers.max()}, and the label filter "
                 f"has those of 0 to {known - 1}: the labels are of other data"
             )
         closest = self._closest_of(np.unique(numbers)) if self.pairs == "n_closest" else None
@@ -390,8 +370,9 @@ class SimLAP(Objective):
         """The closest classes [P, N] of each of the classes ``present`` [P]."""
         if self._closest is not None:
             return self._closest[torch.from_numpy(present)].numpy()
-        assert isinstance(self.filter, LabelFilter)
-        every = torch.arange(self.filter.num_classes, device=self.filter.labels.weight.device)
+        every = torch.arange(
+            self.filter.labels.num_embeddings, device=self.filter.labels.weight.device
+        )
         rows = torch.from_numpy(present).to(every.device)
         return closest_classes(self.filter.labels(every), rows, self.num_closest).cpu().numpy()
 
@@ -413,9 +394,7 @@ class SimLAP(Objective):
 class MomentumSimLAP(SimLAP):
     """SimLAP whose candidates are a momentum copy's features of the other view (SimLAP-MoCo)."""
 
-    def __init__(
-        self, copy: MomentumCopy, label_filter: LabelFilter | OpenGates, **options: Any
-    ) -> None:
+    def __init__(self, copy: MomentumCopy, label_filter: LabelFilter, **options: Any) -> None:
         super().__init__(label_filter, **options)
         self.copy = copy
 

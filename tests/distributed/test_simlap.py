@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mclclip import cluster, config, embed, export, index, train
 from mclclip.engines.batch_norm import synchronize_batch_norms
-from mclclip.objectives.label_filter import LabelFilter, OpenGates
+from mclclip.objectives.label_filter import LabelFilter
 from mclclip.objectives.simlap import SimLAP
 from mclclip.objectives.temperature import Learnable, Temperature
 from mclclip.ranks import collectives
@@ -38,10 +38,7 @@ class Tower(nn.Module):
         norm = nn.LayerNorm(5, dtype=torch.float64)
         temperature = Temperature(Learnable(start=0.3), torch.float64)
         options = {"temperature": temperature, **options}
-        gates: LabelFilter | OpenGates = label_filter
-        if options.pop("open", False):
-            gates = OpenGates(4, 5, dtype=torch.float64)
-        self.loss = SimLAP(gates, seed=1, norm=norm, tile=5, **options)
+        self.loss = SimLAP(label_filter, seed=1, norm=norm, tile=5, **options)
         self.loss.begin(2, 10, 0.0)
 
     def forward(self, batch: dict[str, Tensor], momentum: bool) -> dict[str, Tensor]:
@@ -89,7 +86,6 @@ def one_step(options: dict[str, Any], momentum: bool) -> dict[str, Any]:
 CASES: list[tuple[dict[str, Any], bool]] = [
     ({"pairs": "arbitrary", "penalty_weight": 0.2}, False),
     ({"pairs": "distinct", "score": "code"}, False),
-    ({"open": True}, False),
     ({"pairs": "n_closest", "num_closest": 1}, True),
 ]
 

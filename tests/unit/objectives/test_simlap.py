@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mclclip.models.memory import peak_bytes
 from mclclip.objectives.base import Reads, Setting, Sizes, parse
-from mclclip.objectives.label_filter import LabelFilter, OpenGates, gate_penalty
+from mclclip.objectives.label_filter import LabelFilter, gate_penalty
 from mclclip.objectives.label_pairs import draw_partners
 from mclclip.objectives.simlap import SimLAP
 from mclclip.objectives.temperature import CosineSchedule, Learnable, Temperature
@@ -39,11 +39,8 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def objective(**options: Any) -> SimLAP:
-    return with_gates(LabelFilter(CLASSES, DIM, label_dim=5, hidden_dim=7).double(), **options)
-
-
-def with_gates(gates: LabelFilter | OpenGates, **options: Any) -> SimLAP:
-    made = SimLAP(gates, seed=3, **{"temperature": Temperature(0.2), **options})
+    label_filter = LabelFilter(CLASSES, DIM, label_dim=5, hidden_dim=7).double()
+    made = SimLAP(label_filter, seed=3, **{"temperature": Temperature(0.2), **options})
     made.begin(17, 100, 0.5)
     return made.double()
 
@@ -87,20 +84,6 @@ def test_value_and_gradient_are_the_paper_with_loops(pairs: str, score: str, nor
     assert pairs != "identical" or left_out == 1
     mine = torch.autograd.grad(found["loss"], leaves)
     theirs = torch.autograd.grad(expected, leaves)
-    for left, right in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.parametrize("pairs", ["arbitrary", "identical"])
-@pytest.mark.parametrize("score", ["exact", "code"])
-def test_open_gates_contrast_the_same_pairs_in_the_whole_space(pairs: str, score: str) -> None:
-    given = batch()
-    module = with_gates(OpenGates(CLASSES, DIM, dtype=torch.float64), pairs=pairs, score=score)
-    found, (expected, _) = module(**given), slow(given, module)
-    torch.testing.assert_close(found["loss"], expected, atol=1e-11, rtol=1e-11)
-    assert float(found["open_gates"]) == 1.0
-    leaves = [given["image_features"], given["image_features_1"]]
-    mine, theirs = (torch.autograd.grad(loss, leaves) for loss in (found["loss"], expected))
     for left, right in zip(mine, theirs, strict=True):
         torch.testing.assert_close(left, right, atol=1e-10, rtol=1e-10)
 
@@ -298,17 +281,11 @@ def test_bad_options_are_refused_in_one_line(tmp_path: Path) -> None:
         parse(near | {"class_means": str(tmp_path / "few.npy")}).build(setting())
     with pytest.raises(ValueError, match="class_means is given, and is read only with pairs="):
         parse({"kind": "simlap", "class_means": "x.npy"})
-    baseline = {"kind": "simlap", "gates": "open"}
-    assert not list(parse(baseline).build(setting()).filter.parameters())
-    with pytest.raises(ValueError, match="penalty_weight is for learned gates, and gates=open"):
-        parse(baseline | {"penalty_weight": 0.1})
-    with pytest.raises(ValueError, match="reads the label filter, and gates=open has none"):
-        parse(near | {"gates": "open", "closest_by": "label_embeddings"})
 
 
 def test_bad_batches_are_refused_in_one_line() -> None:
     given, module = batch(), objective()
-    with pytest.raises(ValueError, match="classes of a batch are 0 to 4, and the objective has"):
+    with pytest.raises(ValueError, match="classes of a batch are 0 to 4, and the label filter has"):
         module(**given | {"classes": given["classes"] + (given["classes"] == 3)})
     with pytest.raises(ValueError, match="classes of a batch are -1 to 2"):
         module(**given | {"classes": given["classes"] - 1})
