@@ -306,7 +306,8 @@ def test_every_linear_probe_reads_pooled_features() -> None:
         for benchmark in config.load(recipe).eval.suite.values()
         if benchmark.kind == "linear_probe"
     }
-    assert set(probes) == {*MLCD, "mlcd_finetune_vitl14"}
+    imagenet = {"mlcd_imagenet_rn50", "simclr_imagenet", "simlap_imagenet"}
+    assert set(probes) == {*MLCD, *imagenet, "mlcd_finetune_vitl14"}
     assert all(options.get("feature") == "pooled" for options in probes.values())
 
 
