@@ -85,10 +85,20 @@ class ImplicitModification(Contrast):
 
     def rows(self, contrasted: Contrasted) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum of the plain and the modified loss of every row."""
-        plain, modified = self.weights
         (negatives,), positives = contrasted.log_sums(1.0), contrasted.positives()
-        lowered = positives - 2.0 * self.epsilon * contrasted.scale
-        losses = modified * excess(negatives, lowered)
-        if plain:
-            losses = losses + plain * excess(negatives, positives)
+        shift = self.epsilon * contrasted.scale
+        losses = modified_losses(negatives, positives, shift, self.weights)
         return losses, {"rows_without_negatives": negatives == float("-inf")}
+
+
+def modified_losses(
+    negatives: Tensor, positives: Tensor, shift: Tensor | float, weights: tuple[float, float]
+) -> Tensor:
+    """The sum of the plain and the modified loss of rows, [b], with their ``weights``.
+
+    ``negatives`` [b] are the log-sum-exps of the rows' negatives, ``positives`` [b] the logits of
+    their own pairs; ``shift`` is epsilon in units of the logits.
+    """
+    plain, modified = weights
+    losses = modified * excess(negatives, positives - 2.0 * shift)
+    return losses + plain * excess(negatives, positives) if plain else losses

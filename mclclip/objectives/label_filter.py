@@ -38,6 +38,7 @@ class LabelFilter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.num_classes = num_classes
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self.labels = nn.Embedding(num_classes, label_dim, dtype=dtype)
@@ -68,6 +69,22 @@ class LabelFilter(nn.Module):
         finally:
             self.train(training)
         return gates
+
+
+class OpenGates(nn.Module):
+    """In place of a label filter: every gate is 1, so that all classes meet in all dimensions.
+
+    num_classes   classes that samples may have
+    dim           D, number of gates
+    """
+
+    def __init__(self, num_classes: int, dim: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.num_classes, self.dim, self.dtype = num_classes, dim, dtype
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Classes [n] and [n], int64 -> ones [n, D]."""
+        return torch.ones(len(first), self.dim, dtype=self.dtype, device=first.device)
 
 
 def gate_penalty(gates: Tensor, kind: Penalty) -> Tensor:

@@ -13,6 +13,10 @@ is not. Entries of the queue carry both. Back-off batches compare shorter labels
 label of another length says nothing of the group, so only keys of batches that were masked at the
 same length are negatives.
 
+With ``epsilon`` above 0 the loss of a row is that of implicit feature modification at alpha = 1
+(`ifm`), as in IFM-MoCo-v2 (Robinson et al., 2021, section 4.2): its own key moved away by epsilon
+and all negatives, those of the queue, moved nearer by as much.
+
 Departures. From MoCo: the queue starts empty and not with noise, and what is not filled yet is
 masked; its size need not be a multiple of the batch; earlier keys of the same sample are no
 negatives. From MoCo-v3's code: features have unit length before the predictor too, since models
@@ -24,11 +28,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import PositiveFloat, PositiveInt
+from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -42,8 +47,9 @@ from mclclip.objectives.base import (
     Setting,
     Sizes,
 )
+from mclclip.objectives.ifm import Term, modified_losses
 from mclclip.objectives.momentum import MomentumCopy, Schedule, check_engine
-from mclclip.objectives.row_losses import Pairs, row_losses
+from mclclip.objectives.row_losses import Pairs, log_sums, row_losses
 from mclclip.options import STRICT, Share
 from mclclip.ranks import collectives
 
@@ -72,6 +78,10 @@ class Options(ObjectiveOptions):
     predictor: list[PositiveInt] | None = None
     """v3: widths of the predictor, such as [4096, 256]; the last is that of the features (null:
     none)."""
+    epsilon: NonNegativeFloat = 0.0
+    """How far keys are modified against the loss, in units of the cosine (IFM); 0: not at all."""
+    term: Term = "both"
+    """With ``epsilon``: the mean of the plain and the modified loss, or ``modified`` alone."""
 
     num_views: ClassVar[int] = 2
     controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
@@ -81,6 +91,8 @@ class Options(ObjectiveOptions):
             raise ValueError("predictor belongs to version=v3: leave it out, or set version=v3")
         if self.version == "v3" and self.queue_size is not None:
             raise ValueError("queue_size belongs to version=v2: leave it out, or set version=v2")
+        if self.term == "modified" and not self.epsilon:
+            raise ValueError("term=modified with epsilon=0 modifies nothing: set epsilon, or both")
 
     @property
     def num_queued(self) -> int:
@@ -107,10 +119,11 @@ class Options(ObjectiveOptions):
         schedule = self.momentum_schedule or ("constant" if v2 else "cosine")
         temperature = self.temperature or (0.2 if v2 else 1.0)
         copy = MomentumCopy(model, base, schedule)
+        rows = Rows(temperature, self.epsilon, self.term)
         dtype = torch.float64 if setting.precision == "float64" else torch.float32
         if v2:
-            return QueuedKeys(copy, model.feature_dim, self.num_queued, temperature, dtype=dtype)
-        return BatchKeys(copy, self._predictor(setting).to(dtype), temperature)
+            return QueuedKeys(copy, model.feature_dim, self.num_queued, rows, dtype=dtype)
+        return BatchKeys(copy, self._predictor(setting).to(dtype), rows)
 
     def _predictor(self, setting: Setting) -> nn.Module:
         """The predictor, the same on every rank: its weights are drawn by the seed."""
@@ -155,12 +168,38 @@ def _check_queue(size: int, global_batch: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What is lost of a row: the cross-entropy of its own key, or that of modified keys.
+
+    ``temperature`` divides cosines; ``epsilon`` and ``term`` are those of ``Options``; ``tile`` is
+    how many rows and columns of the similarities are computed at a time.
+    """
+
+    temperature: float
+    epsilon: float = 0.0
+    term: Term = "both"
+    tile: int = _TILE
+
+    def losses(self, features: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Losses [b] of features [b, D] against keys [B, D], and which rows have no negatives."""
+        queries = features / self.temperature
+        if not self.epsilon:
+            losses, alone = row_losses(queries, keys, pairs, self.tile)
+            return losses, alone
+        (negatives,) = log_sums(queries, keys, pairs, self.tile).unbind()
+        positives = (queries * keys[pairs.first : pairs.first + len(queries)]).sum(dim=1)
+        weights = (0.5, 0.5) if self.term == "both" else (0.0, 1.0)
+        shift = self.epsilon / self.temperature
+        return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
+
+
 class _WithCopy(Objective):
     """What both versions share: the momentum copy, and the mean over this rank's rows."""
 
-    def __init__(self, copy: MomentumCopy, temperature: float, tile: int) -> None:
+    def __init__(self, copy: MomentumCopy, rows: Rows) -> None:
         super().__init__()
-        self.copy, self.temperature, self.tile = copy, temperature, tile
+        self.copy, self.rows = copy, rows
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Sets the momentum of this step."""
@@ -190,12 +229,11 @@ class QueuedKeys(_WithCopy):
         copy: MomentumCopy,
         dim: int,
         size: int,
-        temperature: float = 0.2,
+        rows: Rows,
         *,
         dtype: torch.dtype = torch.float32,
-        tile: int = _TILE,
     ) -> None:
-        super().__init__(copy, temperature, tile)
+        super().__init__(copy, rows)
         self.register_buffer("queue", torch.zeros(size, dim, dtype=dtype))
         for name in ("groups", "sample_ids", "prefix_lengths"):
             self.register_buffer(f"queue_{name}", torch.full((size,), -1))
@@ -246,7 +284,7 @@ class QueuedKeys(_WithCopy):
             first=0,
         )
         columns = torch.cat([keys, self.queue])
-        losses, alone = row_losses(image_features / self.temperature, columns, pairs, self.tile)
+        losses, alone = self.rows.losses(image_features, columns, pairs)
         return {
             "loss": losses.mean(),
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
@@ -272,15 +310,8 @@ class QueuedKeys(_WithCopy):
 class BatchKeys(_WithCopy):
     """MoCo-v3's loss: each view against the copy's other view of the global batch."""
 
-    def __init__(
-        self,
-        copy: MomentumCopy,
-        predictor: nn.Module,
-        temperature: float = 1.0,
-        *,
-        tile: int = _TILE,
-    ) -> None:
-        super().__init__(copy, temperature, tile)
+    def __init__(self, copy: MomentumCopy, predictor: nn.Module, rows: Rows) -> None:
+        super().__init__(copy, rows)
         self.predictor = predictor
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -316,10 +347,10 @@ class BatchKeys(_WithCopy):
         total = torch.zeros_like(image_features[0, 0])
         alone = torch.zeros(())
         for view, others in ((image_features, keys_1), (image_features_1, keys)):
-            queries = functional.normalize(self.predictor(view), dim=-1) / self.temperature
-            losses, alone = row_losses(queries, collectives.gather(others), pairs, self.tile)
+            queries = functional.normalize(self.predictor(view), dim=-1)
+            losses, alone = self.rows.losses(queries, collectives.gather(others), pairs)
             total = total + losses.mean()
         return {
-            "loss": 2.0 * self.temperature * total,
+            "loss": 2.0 * self.rows.temperature * total,
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
         }

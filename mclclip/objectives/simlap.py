@@ -17,6 +17,8 @@ Where the paper is silent or contradicts itself:
   their mean. A row whose class y2 has no other sample is left out of the mean.
 - ``score=code`` is the score of the authors' code: features of unit length, both gated, are
   multiplied, and not brought to unit length again.
+- ``gates=open`` is our reading of Fig. 8's SupCon with pairs of other classes: the same pairs and
+  the same loss in all dimensions. SupCon itself has all positives of a row in its denominator.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from mclclip.objectives.base import (
     Sizes,
 )
 from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
-from mclclip.objectives.label_filter import LabelFilter, Penalty, gate_penalty
+from mclclip.objectives.label_filter import LabelFilter, OpenGates, Penalty, gate_penalty
 from mclclip.objectives.label_pairs import Pairing, closest_classes, draw_partners
 from mclclip.objectives.momentum import MomentumCopy, check_engine
 from mclclip.objectives.temperature import AnyTemperature, Temperature
@@ -53,6 +55,7 @@ from mclclip.ranks import collectives
 
 _TILE = 1024
 Score = Literal["exact", "code"]
+Gates = Literal["labels", "open"]
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -77,6 +80,9 @@ class Options(ObjectiveOptions):
     as they are at the step."""
     class_means: str | None = None
     """An .npy file [num_classes, E] with the classes' means (null: the clusters' centroids)."""
+    gates: Gates = "labels"
+    """``labels``: a label filter makes them of the two classes; ``open``: all are 1, so that pairs
+    of any classes are compared in all dimensions."""
     score: Score = "exact"
     """``exact``: the cosine of gated features; ``code``: the gated product of unit features."""
     temperature: AnyTemperature = 0.05
@@ -111,6 +117,21 @@ class Options(ObjectiveOptions):
                 f"pairs=n_closest with attribute={self.attribute} has no class means: give "
                 "class_means=FILE.npy, or set closest_by=label_embeddings"
             )
+        if self.gates == "open":
+            self._check_open()
+
+    def _check_open(self) -> None:
+        """Raises ValueError for options that say something of a label filter."""
+        if self.penalty_weight:
+            raise ValueError(
+                f"penalty_weight={self.penalty_weight} is for the gates of a label filter, and "
+                "gates=open has none: leave it out, or set gates=labels"
+            )
+        if self.pairs == "n_closest" and self.closest_by == "label_embeddings":
+            raise ValueError(
+                "gates=open has no label embeddings to say which classes are closest: set "
+                "closest_by=class_means"
+            )
 
     @property
     def _reads_means(self) -> bool:
@@ -138,13 +159,17 @@ class Options(ObjectiveOptions):
         assert setting.classes is not None
         num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
         wide = torch.float64 if setting.precision == "float64" else torch.float32
-        label_filter = LabelFilter(
-            num_classes,
-            dim,
-            label_dim=self.label_dim,
-            hidden_dim=self.hidden_dim,
-            seed=setting.seed,
-            dtype=wide,
+        label_filter = (
+            OpenGates(num_classes, dim, dtype=wide)
+            if self.gates == "open"
+            else LabelFilter(
+                num_classes,
+                dim,
+                label_dim=self.label_dim,
+                hidden_dim=self.hidden_dim,
+                seed=setting.seed,
+                dtype=wide,
+            )
         )
         options: dict[str, Any] = {
             "seed": setting.seed,
@@ -209,7 +234,7 @@ class Options(ObjectiveOptions):
             torch.autograd.backward(torch.stack(losses).sum())
 
         # Weights, their gradient and two moments.
-        lasting = {"label_filter": 4 * filter_bytes}
+        lasting = {} if self.gates == "open" else {"label_filter": 4 * filter_bytes}
         if self.momentum is None:
             return Cost(step=sizes.peak_bytes(run), lasting=lasting)
         lasting["momentum_copy"] = sizes.model_bytes
@@ -228,7 +253,7 @@ class SimLAP(Objective):
 
     def __init__(
         self,
-        label_filter: LabelFilter,
+        label_filter: LabelFilter | OpenGates,
         *,
         seed: int = 0,
         pairs: Pairing = "arbitrary",
@@ -246,7 +271,7 @@ class SimLAP(Objective):
         self.seed, self.step, self.num_closest, self.tile = seed, 0, num_closest, tile
         self.penalty: Penalty = penalty
         self.penalty_weight = penalty_weight
-        num_classes = label_filter.labels.num_embeddings
+        num_classes = label_filter.num_classes
         if pairs == "n_closest" and num_closest >= num_classes:
             raise ValueError(
                 f"num_closest is {num_closest}, with {num_classes} classes: wanted at most "
@@ -311,7 +336,7 @@ class SimLAP(Objective):
             "open_gates": (gates.detach() > 0.5).to(gates.dtype).mean(),
             "temperature": 1.0 / scale.detach(),
         }
-        if self.penalty_weight:
+        if self.penalty_weight and isinstance(self.filter, LabelFilter):
             parts["gate_penalty"] = gate_penalty(self.filter.of_classes(), self.penalty)
             parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
         return parts
@@ -352,7 +377,7 @@ class SimLAP(Objective):
         Raises ValueError, on all ranks, for a class that the label filter does not have.
         """
         every, all_ids = collectives.gather(own), collectives.gather(ids)
-        known, numbers = self.filter.labels.num_embeddings, every.cpu().numpy()
+        known, numbers = self.filter.num_classes, every.cpu().numpy()
         if numbers.min() < 0 or numbers.max() >= known:
             raise ValueError(
                 f"classes of a batch are {numbers.min()} to {numbers.max()}, and the label filter "
@@ -370,11 +395,10 @@ class SimLAP(Objective):
         """The closest classes [P, N] of each of the classes ``present`` [P]."""
         if self._closest is not None:
             return self._closest[torch.from_numpy(present)].numpy()
-        every = torch.arange(
-            self.filter.labels.num_embeddings, device=self.filter.labels.weight.device
-        )
-        rows = torch.from_numpy(present).to(every.device)
-        return closest_classes(self.filter.labels(every), rows, self.num_closest).cpu().numpy()
+        assert isinstance(self.filter, LabelFilter)
+        vectors = self.filter.labels.weight
+        rows = torch.from_numpy(present).to(vectors.device)
+        return closest_classes(vectors, rows, self.num_closest).cpu().numpy()
 
     def _losses(
         self, scale: Tensor, rows: Tensor, gates: Tensor, candidates: Tensor, pairs: ClassPairs
@@ -394,7 +418,9 @@ class SimLAP(Objective):
 class MomentumSimLAP(SimLAP):
     """SimLAP whose candidates are a momentum copy's features of the other view (SimLAP-MoCo)."""
 
-    def __init__(self, copy: MomentumCopy, label_filter: LabelFilter, **options: Any) -> None:
+    def __init__(
+        self, copy: MomentumCopy, label_filter: LabelFilter | OpenGates, **options: Any
+    ) -> None:
         super().__init__(label_filter, **options)
         self.copy = copy
 

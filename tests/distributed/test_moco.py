@@ -29,7 +29,7 @@ Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS = 8, 5
 V2 = {"kind": "moco", "queue_size": 12, "momentum": 0.7}
 V3 = {"kind": "moco", "version": "v3", "predictor": [6, 8], "momentum": 0.7}
-TREES = {"v2": V2, "v3": V3, "resnet": V2}
+TREES = {"v2": V2, "v3": V3, "resnet": V2 | {"epsilon": 0.1}}
 RESNET = Path(__file__).parents[1] / "configs" / "tiny_resnet.json"
 
 

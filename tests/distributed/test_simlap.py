@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mclclip import cluster, config, embed, export, index, train
 from mclclip.engines.batch_norm import synchronize_batch_norms
-from mclclip.objectives.label_filter import LabelFilter
+from mclclip.objectives.label_filter import LabelFilter, OpenGates
 from mclclip.objectives.simlap import SimLAP
 from mclclip.objectives.temperature import Learnable, Temperature
 from mclclip.ranks import collectives
@@ -34,11 +34,13 @@ class Tower(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.weight = nn.Parameter(torch.randn(5, 6, generator=generator, dtype=torch.float64))
-        label_filter = LabelFilter(4, 5, label_dim=3, hidden_dim=4, dtype=torch.float64)
+        sizes = {"label_dim": 3, "hidden_dim": 4, "dtype": torch.float64}
+        given = options.get("gates") == "open"
+        gates = OpenGates(4, 5, torch.float64) if given else LabelFilter(4, 5, **sizes)
         norm = nn.LayerNorm(5, dtype=torch.float64)
         temperature = Temperature(Learnable(start=0.3), torch.float64)
-        options = {"temperature": temperature, **options}
-        self.loss = SimLAP(label_filter, seed=1, norm=norm, tile=5, **options)
+        options = {"temperature": temperature} | {n: options[n] for n in options if n != "gates"}
+        self.loss = SimLAP(gates, seed=1, norm=norm, tile=5, **options)
         self.loss.begin(2, 10, 0.0)
 
     def forward(self, batch: dict[str, Tensor], momentum: bool) -> dict[str, Tensor]:
@@ -86,6 +88,7 @@ def one_step(options: dict[str, Any], momentum: bool) -> dict[str, Any]:
 CASES: list[tuple[dict[str, Any], bool]] = [
     ({"pairs": "arbitrary", "penalty_weight": 0.2}, False),
     ({"pairs": "distinct", "score": "code"}, False),
+    ({"pairs": "arbitrary", "gates": "open"}, False),
     ({"pairs": "n_closest", "num_closest": 1}, True),
 ]
 

@@ -21,6 +21,7 @@ from tests import tiny
 
 FOLDER = tiny.ROOT / "launch" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
+SWEEPS = sorted(FOLDER.glob("*.sweep"))
 PAPER = ["cc12m_vitl14_paper", "cc12m_rn50_paper"]
 OPENAI = ["cc12m_vitb32", "cc12m_vitl14", "mcl_release", *PAPER]
 MLCD = ["mlcd_laion_vitl14", "mlcd_ablation_vitb32"]
@@ -91,7 +92,7 @@ def _commands(recipe: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in found if "$" not in line]
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", [*RECIPES, *SWEEPS], ids=lambda path: path.name)
 def test_its_commands_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line takes every word of them, and the options are those of the recipe."""
     monkeypatch.chdir(tiny.ROOT)
@@ -270,6 +271,86 @@ def test_the_released_recipe_differs_where_it_says() -> None:
     )
 
 
+def test_the_unimodal_recipe_is_the_papers() -> None:
+    """MCL: 4.1, 5.4, A.2, Table 1a, Eq. 2, 3 and 5, Algorithm 1, in this order."""
+    options = config.load(FOLDER / "trifeature_paper.yaml")
+    base, train = options.base, options.train
+    assert options.model.name == {"vision_cfg": {"backbone": "timm:resnet18", "image_size": 128}}
+    assert base is not None and (options.num_stages, train.epochs, train.steps) == (2, 200, None)
+    assert options.cluster.num_clusters == 5
+    assert base == dataclasses.replace(train, start="base") and train.start == "random"
+    assert (train.objective.kind, train.objective.temperature) == ("nt_xent", 0.5)
+    assert (options.cluster.label_mode, train.plan.policy) == ("prefix", "mask")
+    assert (train.plan.order, options.export.concat) == ("round_robin", ["raw"])
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "vision"),
+    [
+        (
+            "cifar_mnist_paper",
+            ["cifar", "mnist"],
+            {"channels": 4, "image_size": 32, "stem": "cifar"},
+        ),
+        ("celeba", ["black_hair", "smiling", "male"], {"image_size": 128}),
+    ],
+)
+def test_the_unimodal_recipes_differ_by_data_and_tower(
+    name: str, attributes: list[str], vision: dict[str, Any]
+) -> None:
+    paper, other = (config.load(FOLDER / f"{n}.yaml") for n in ("trifeature_paper", name))
+    data = f"data/{name.removesuffix('_paper')}"
+    source = dataclasses.replace(
+        paper.data.sources["pictures"], shards=f"{data}/train/*.tar", attributes=attributes
+    )
+    probe = dataclasses.replace(
+        paper.eval.suite["features"], path=data, options={"attributes": attributes}
+    )
+    tower = {"vision_cfg": {"backbone": "timm:resnet18", **vision}}
+    assert other == dataclasses.replace(
+        paper,
+        run_dir=other.run_dir,
+        data=dataclasses.replace(paper.data, sources={"pictures": source}),
+        model=dataclasses.replace(paper.model, name=tower),
+        eval=dataclasses.replace(paper.eval, suite={"features": probe}),
+    )
+
+
+def test_other_unimodal_recipes_have_the_epochs_and_towers_of_the_papers() -> None:
+    """MCL 5.4 (STL-10) and A.3; IFM 2.2, 4.1, 4.2 and Table 1."""
+
+    def said(name: str) -> tuple[Any, ...]:
+        options = config.load(FOLDER / f"{name}.yaml")
+        base, tower = options.base, options.model.name
+        assert base is not None and isinstance(tower, dict) and base.steps is None
+        backbone = tower["vision_cfg"]["backbone"].removeprefix("timm:")
+        return backbone, options.num_stages, base.epochs, base.objective.kind
+
+    assert said("stl10") == ("resnet50", 2, 400, "nt_xent")
+    assert said("simclr_imagenet") == ("resnet34", 2, 100, "nt_xent")
+    assert said("imagenet100") == ("resnet50", 0, 200, "moco")
+    assert said("stl_digits") == ("resnet18", 0, 200, "nt_xent")
+    imagenet = config.load(FOLDER / "simclr_imagenet.yaml").train
+    assert (imagenet.global_batch, imagenet.start) == (8192, "random")
+
+
+def test_simlap_is_the_papers() -> None:
+    """Tables 1, 3d, 5a and 5b, and section 5.2."""
+    options = config.load(FOLDER / "simlap_imagenet.yaml")
+    base, objective = options.base, options.base and options.base.objective
+    assert base is not None and objective is not None
+    assert (base.global_batch, base.epochs, base.optimizer, base.lr) == (1024, 500, "lars", 0.2)
+    assert (base.schedule, base.weight_decay, base.warmup * 500) == ("cosine", 1e-4, 40)
+    assert options.model.projector == [2048, 256] and options.cluster.num_clusters == 1000
+    assert (objective.kind, objective.temperature, objective.norm) == ("simlap", 0.05, "layer")
+    assert (objective.pairs, objective.penalty_weight, objective.gates) == (
+        "arbitrary",
+        0,
+        "labels",
+    )
+    assert len([b for b in options.eval.suite.values() if b.kind == "linear_probe"]) == 6
+
+
 # --- recipes of MLCD -----------------------------------------------------------------------------
 
 
@@ -298,6 +379,19 @@ def test_mlcd_recipes_are_the_papers(name: str, trained: str, epochs: int) -> No
     assert (probe.kind, probe.options) == ("linear_probe", {"feature": "pooled"})
 
 
+def test_the_resnet_of_mlcd_is_the_papers() -> None:
+    """Table 7b and its text, 4.1, A.2 and Table 9."""
+    options = config.load(FOLDER / "mlcd_imagenet_rn50.yaml")
+    train, centers = options.train, options.train.objective
+    assert options.trained_model is not None and isinstance(options.trained_model.name, dict)
+    assert options.trained_model.name["vision_cfg"]["backbone"] == "torchvision:resnet50"
+    assert (train.epochs, options.cluster.num_clusters) == (100, 4000)
+    assert (centers.kind, centers.labels_per_sample, centers.sample_rate) == ("mlcd", 8, 0.1)
+    assert (centers.margin, centers.margin_size, centers.weight_decay) == ("arc", 0.3, 0.2)
+    assert (train.optimizer, train.weight_decay) == ("adamw", 0.2)
+    assert round(train.warmup * (1_281_167 // train.global_batch) * 100) == 2000
+
+
 def test_every_linear_probe_reads_pooled_features() -> None:
     """CLIP's protocol (A.3 of MLCD), whose features lie before the projection."""
     probes = {
@@ -306,7 +400,8 @@ def test_every_linear_probe_reads_pooled_features() -> None:
         for benchmark in config.load(recipe).eval.suite.values()
         if benchmark.kind == "linear_probe"
     }
-    assert set(probes) == {*MLCD, "mlcd_finetune_vitl14"}
+    imagenet = {"mlcd_imagenet_rn50", "simclr_imagenet", "simlap_imagenet"}
+    assert set(probes) == {*MLCD, *imagenet, "mlcd_finetune_vitl14"}
     assert all(options.get("feature") == "pooled" for options in probes.values())
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mclclip import config
 from tests import tiny
@@ -17,6 +19,7 @@ from tests import tiny
 SCRIPT = tiny.ROOT / "launch" / "sweep.sh"
 RECIPE = tiny.ROOT / "launch" / "recipes" / "mlcd_ablation_vitb32.yaml"
 TABLE = RECIPE.with_name("mlcd_table6.sweep")
+SWEEPS = sorted(RECIPE.parent.glob("*.sweep"))
 NEEDED = ("index", "stage_0/export", "stage_0/embeddings", "stage_0/clusters")
 TEXT = "stage_0/text_embeddings"
 
@@ -38,6 +41,64 @@ def refused(*arguments: object, **environment: object) -> str:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("sweep.sh: ") and ended.stderr.count("\n") == 1
     return ended.stderr
+
+
+# --- the shipped files --------------------------------------------------------------------------
+
+
+def commands(file: Path) -> list[tuple[Path, list[str], list[str]]]:
+    """The runs that a file's head describes: the recipe, the options before $options, and those
+    behind it. Other variables of the shell stand for a number."""
+    text = "\n".join(line[1:] for line in file.read_text().splitlines() if line.startswith("#"))
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        if "$options" not in line or "--config" not in line:
+            continue
+        words = [word for word in shlex.split(line) if "=" in word or word == "$options"]
+        words = [re.sub(r"\$(?!options)\w+", "1", word) for word in words]
+        (recipe,) = re.findall(r"--config launch/recipes/(\w+\.yaml)", line)
+        place = words.index("$options")
+        found.append((file.with_name(recipe), words[:place], words[place + 1 :]))
+    return found
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda path: path.stem)
+def test_every_line_is_a_run_of_every_recipe_that_its_head_names(file: Path) -> None:
+    runs = [line.split()[2:] for line in sweep(file).stdout.splitlines()]
+    described = commands(file)
+    assert described, "the head shows how its runs are started"
+    settings = []
+    for recipe, before, after in described:
+        tree = yaml.safe_load(recipe.read_text())
+        found = [config.from_tree(tree, [*before, *options, *after]) for options in runs]
+        settings = settings or [dataclasses.replace(each, run_dir="") for each in found]
+    twice = [n + 1 for n, each in enumerate(settings) if each in settings[:n]]
+    assert not twice, f"runs {twice} of {described[0][0].name} are done twice"
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda path: path.stem)
+def test_the_loops_of_a_head_count_its_lines(file: Path) -> None:
+    text, count = file.read_text(), len(sweep(file).stdout.splitlines())
+    assert f"launch/recipes/{file.name}" in text
+    loops = re.findall(r"for n in (?:[\d ]*\$\(seq(?: \d+)? (\d+)\)|[\d ]*?(\d+));", text)
+    asked = [int(last) for pair in loops for last in pair if last]
+    alone = re.findall(r"sweep\.sh \$file (\d+)\)", text)
+    assert max([*asked, *map(int, alone)]) == count
+
+
+def test_a_recipe_is_named_by_the_sweeps_that_run_it() -> None:
+    """Its head lists them, where it has such a list."""
+    named = {recipe.name: set[str]() for recipe in RECIPE.parent.glob("*.yaml")}
+    for file in SWEEPS:
+        for recipe, _, _ in commands(file):
+            named[recipe.name].add(file.stem)
+    lists = 0
+    for recipe in RECIPE.parent.glob("*.yaml"):
+        text = re.sub(r"\s*\n#\s*", " ", recipe.read_text())
+        if found := re.findall(r"(?:Sweeps|The sweep) on it: ([\w, ]+?)\.", text):
+            assert set(found[0].split(", ")) == named[recipe.name], recipe.name
+            lists += 1
+    assert lists >= 9
 
 
 # --- the runs of a file -------------------------------------------------------------------------

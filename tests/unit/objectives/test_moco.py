@@ -80,9 +80,18 @@ def step_of(
 
 
 class SlowQueue:
-    """MoCo's Algorithm 1 with a list for the queue, and MCL's Eq. 3 pair by pair."""
+    """MoCo's Algorithm 1 with a list for the queue, and MCL's Eq. 3 pair by pair; with ``epsilon``
+    IFM's mean of the loss and that of moved keys, or by ``weights`` one of them."""
 
-    def __init__(self, size: int, momentum: float, tau: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        momentum: float,
+        tau: float,
+        epsilon: float = 0.0,
+        weights: tuple[float, float] = (0.5, 0.5),
+    ) -> None:
+        self.epsilon, self.weights = epsilon, weights
         self.weight = Model().weight.detach().clone().requires_grad_()
         self.copy = self.weight.detach().clone()
         self.size, self.momentum, self.tau = size, momentum, tau
@@ -102,7 +111,10 @@ class SlowQueue:
                 and sample != int(batch.sample_id[row])
             ]
             alone += not negatives
-            total = total - own + torch.stack([own, *negatives]).exp().sum().log()
+            for weight, moved in zip(self.weights, (0.0, self.epsilon / self.tau), strict=True):
+                logits = [own - moved, *(each + moved for each in negatives)]
+                own_loss = torch.stack(logits).exp().sum().log() - logits[0]
+                total = total + weight * own_loss
         loss = total / BATCH
         (gradient,) = torch.autograd.grad(loss, self.weight)
         with torch.no_grad():
@@ -137,6 +149,42 @@ def test_v2_is_the_definition(queue_size: int, groups: int) -> None:
     filled = objective.queue_prefix_lengths[order] >= 0
     torch.testing.assert_close(objective.queue[order][filled], kept, atol=1e-12, rtol=0)
     assert filled.sum() == len(kept)
+
+
+@pytest.mark.parametrize(("term", "weights"), [("both", (0.5, 0.5)), ("modified", (0.0, 1.0))])
+def test_v2_with_modified_keys_is_the_definition(term: str, weights: tuple[float, float]) -> None:
+    """IFM-MoCo-v2: the own key moved away by epsilon, and every negative of the queue nearer."""
+    model, objective = built({"queue_size": 6, "momentum": 0.8, "epsilon": 0.1, "term": term})
+    slow = SlowQueue(6, 0.8, 0.2, 0.1, weights)
+    plain, silent = [], 0
+    for step in range(STEPS):
+        batch = batch_of(step, groups=2)
+        found = step_of(model, objective, batch, step)
+        loss, count, gradient = slow.step(batch)
+        torch.testing.assert_close(found["loss"].detach(), loss, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(found["gradient"], gradient, atol=1e-12, rtol=1e-12)
+        assert int(found["rows_without_negatives"]) == count
+        plain.append(float(loss))
+        silent += count == BATCH
+    assert silent and plain[0] == 0.0 < max(plain)
+
+
+def test_v3_with_modified_keys_is_the_definition() -> None:
+    model, objective = built({"version": "v3", "temperature": 0.4, "epsilon": 0.1})
+    batch = batch_of(0, groups=1, repeats=False)
+    features = objective.features(model, batch)
+    own, expected = torch.arange(BATCH), torch.zeros((), dtype=torch.float64)
+    for queries, keys in (("image_features", "keys_1"), ("image_features_1", "keys")):
+        cosines = features[queries] @ features[keys].T
+        for moved in (cosines, cosines + 0.1 - 0.2 * torch.eye(BATCH, dtype=torch.float64)):
+            expected = expected + functional.cross_entropy(moved / 0.4, own) / 2
+    found = objective(**features, labels=batch.labels, sample_id=batch.sample_id)
+    torch.testing.assert_close(found["loss"], 2 * 0.4 * expected)
+
+
+def test_a_modified_term_alone_wants_an_epsilon() -> None:
+    with pytest.raises(ValueError, match="term=modified with epsilon=0 modifies nothing"):
+        parse({"kind": "moco", "term": "modified"})
 
 
 def test_v2_without_a_mask_is_the_cross_entropy_of_moco() -> None:
@@ -280,8 +328,8 @@ def test_defaults_are_those_of_the_papers() -> None:
     _, v2 = built({})
     _, v3 = built({"version": "v3"})
     assert isinstance(v2, QueuedKeys) and isinstance(v3, BatchKeys)
-    assert (len(v2.queue), v2.temperature, v2.copy.base) == (65_536, 0.2, 0.999)
-    assert (v3.temperature, v3.copy.base) == (1.0, 0.99)
+    assert (len(v2.queue), v2.rows.temperature, v2.copy.base) == (65_536, 0.2, 0.999)
+    assert (v3.rows.temperature, v3.copy.base) == (1.0, 0.99)
     assert (v2.copy.schedule, v3.copy.schedule) == ("constant", "cosine")
 
 

@@ -114,6 +114,30 @@ def test_equal_gates_and_one_class_are_infonce_with_one_positive_at_a_time() -> 
     torch.testing.assert_close(found["loss"], torch.stack(terms).mean(), atol=1e-11, rtol=1e-11)
 
 
+@pytest.mark.parametrize("pairs", ["arbitrary", "identical"])
+def test_open_gates_compare_pairs_of_any_classes_in_all_dimensions(pairs: Any) -> None:
+    """No dimension is left out and nothing but the temperature is trained: SimLAP's Fig. 8."""
+    given, near = batch(), {"kind": "simlap", "pairs": pairs, "norm": "none", "temperature": 0.2}
+    module = parse(near | {"gates": "open"}).build(setting())
+    module.begin(17, 100, 0.0)
+    found, y1 = module(**given), given["classes"][:, 0]
+    y2 = torch.tensor(draw_partners(y1.numpy(), given["sample_id"].numpy(), mix(5, 17), pairs))
+    terms = []
+    for rows, others in (("image_features", "image_features_1"),
+                         ("image_features_1", "image_features")):  # fmt: skip
+        scores = (given[rows] @ given[others].T / 0.2).exp()
+        for p in range(ROWS):
+            negatives = scores[p][(y1 != y1[p]) & (y1 != y2[p])].sum()
+            positives = [scores[p, q] for q in range(ROWS) if y1[q] == y2[p] and q != p]
+            if positives:
+                losses = [-(each / (each + negatives)).log() for each in positives]
+                terms.append(torch.stack(losses).mean())
+    torch.testing.assert_close(found["loss"], torch.stack(terms).mean(), atol=1e-11, rtol=1e-11)
+    assert float(found["open_gates"]) == 1.0 and not list(module.parameters())
+    found["loss"].backward()
+    assert bool(given["image_features"].grad.abs().sum() > 0)
+
+
 def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
     given = batch()
     given["classes"] = torch.zeros(ROWS, 1, dtype=torch.int64)
@@ -281,6 +305,11 @@ def test_bad_options_are_refused_in_one_line(tmp_path: Path) -> None:
         parse(near | {"class_means": str(tmp_path / "few.npy")}).build(setting())
     with pytest.raises(ValueError, match="class_means is given, and is read only with pairs="):
         parse({"kind": "simlap", "class_means": "x.npy"})
+    open_gates = {"kind": "simlap", "gates": "open"}
+    with pytest.raises(ValueError, match=r"penalty_weight=0.1 is for the gates of a label filter"):
+        parse(open_gates | {"penalty_weight": 0.1})
+    with pytest.raises(ValueError, match="gates=open has no label embeddings to say which classes"):
+        parse(near | {"gates": "open", "closest_by": "label_embeddings"})
 
 
 def test_bad_batches_are_refused_in_one_line() -> None:

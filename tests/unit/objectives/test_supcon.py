@@ -80,6 +80,9 @@ def test_it_says_what_it_reads() -> None:
     assert shape.reads == Reads(groups=True, attribute="shape")
     assert (shape.num_views, Options().num_views) == (1, 2)
     assert Options().reads == Reads(groups=True, clusters=1)
+    alone = Options(groups=False)  # the clusters that are the classes make no groups
+    assert alone.reads == Reads(clusters=1) and alone.controls == ()
+    assert Options().controls == ("ungrouped", "random_groups")
 
 
 def test_missing_classes_are_told_in_one_line() -> None:
