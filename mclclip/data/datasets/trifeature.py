@@ -22,7 +22,14 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mclclip.data.datasets.sources import Pixels, Sources, Splits, check_size, png_sample
+from mclclip.data.datasets.sources import (
+    Pixels,
+    Sources,
+    Splits,
+    check_size,
+    in_random_order,
+    png_sample,
+)
 from mclclip.data.shard_writer import PackedSample
 
 Coordinates = npt.NDArray[np.floating[Any]]
@@ -74,7 +81,7 @@ def build(
         test[bool(held_out)].append(combination)
 
     def samples(part: list[tuple[int, tuple[str, str, str]]]) -> Iterator[PackedSample]:
-        numbered = itertools.product(part, range(images_per_combination))
+        numbered = in_random_order(itertools.product(part, range(images_per_combination)), seed)
         for number, ((combination, (shape, texture, colour)), copy) in enumerate(numbered):
             random = np.random.default_rng([seed, 1, combination, copy])
             pixels = render(shape, texture, colour, random, texture_period)
