@@ -21,7 +21,7 @@ Where the paper is silent or contradicts itself:
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -41,9 +41,16 @@ from mclclip.objectives.base import (
     Reads,
     Setting,
     Sizes,
+    with_prefix,
 )
 from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
-from mclclip.objectives.label_filter import LabelFilter, Penalty, gate_penalty
+from mclclip.objectives.label_filter import (
+    LabelFilter,
+    Penalty,
+    Subspaces,
+    gate_penalty,
+    normed,
+)
 from mclclip.objectives.label_pairs import Pairing, closest_classes, draw_partners
 from mclclip.objectives.momentum import MomentumCopy, check_engine
 from mclclip.objectives.temperature import AnyTemperature, Temperature
@@ -99,6 +106,7 @@ class Options(ObjectiveOptions):
 
     num_views: ClassVar[int] = 2
     starts_anew: ClassVar[bool] = True
+    has_gates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.class_means is not None and not self._reads_means:
@@ -162,6 +170,20 @@ class Options(ObjectiveOptions):
         model: Any = setting.model
         copy = MomentumCopy(model, self.momentum, "cosine")
         return MomentumSimLAP(copy, label_filter, **options)
+
+    def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
+        """The label filter and the layer norm of a saved state of the objective."""
+        labels, last = state["filter.labels.weight"], state["filter.layers.5.weight"]
+        label_filter = LabelFilter(
+            len(labels), len(last), label_dim=self.label_dim, hidden_dim=self.hidden_dim
+        )
+        label_filter.load_state_dict(with_prefix(state, "filter."))
+        norm = None
+        if self.norm == "layer":
+            norm = nn.LayerNorm(len(last))
+            norm.load_state_dict(with_prefix(state, "norm."))
+            norm.eval().requires_grad_(False)
+        return Subspaces(label_filter.eval().requires_grad_(False), norm)
 
     def _means(self, setting: Setting) -> Tensor | None:
         """[K, E], where closeness is theirs."""
@@ -341,10 +363,7 @@ class SimLAP(Objective):
         """Features after the layer norm, if there is one; fp32 at least."""
         if features.dtype != torch.float64:
             features = features.float()
-        if self.norm is None:
-            return features
-        normed: Tensor = self.norm(functional.normalize(features) * math.sqrt(features.shape[1]))
-        return normed
+        return normed(features, self.norm)
 
     def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
         """The positives and negatives of this rank's rows, whose partners are drawn.
