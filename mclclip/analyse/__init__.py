@@ -14,7 +14,15 @@ from functools import partial
 from pathlib import Path
 
 from mclclip import files
-from mclclip.analyse import encoders, features, gates, labels, scores
+from mclclip.analyse import (
+    features,
+    gates,
+    heat_maps,
+    labels,
+    robustness,
+    scores,
+    subspaces,
+)
 from mclclip.analyse.material import Figure, Material
 from mclclip.analysis import pictures
 from mclclip.config import Config
@@ -30,7 +38,9 @@ FIGURES: Mapping[str, Figure] = {
     **labels.FIGURES,
     **features.FIGURES,
     **gates.FIGURES,
-    **encoders.FIGURES,
+    **heat_maps.FIGURES,
+    **robustness.FIGURES,
+    **subspaces.FIGURES,
 }
 """Every figure by its name, which its files have too."""
 
@@ -51,13 +61,17 @@ def run(
     return collectives.on_main(partial(_run, config, context, names))
 
 
+def material_of(config: Config, context: Context) -> Material:
+    """The material of a run's figures. Raises FileNotFoundError where there is no index yet."""
+    index = SampleIndex.open(Layout.of(config).index)
+    attributes = {name for source in config.data.sources.values() for name in source.attributes}
+    return Material(config, index, tuple(sorted(attributes)), config.seed, context.device)
+
+
 def _run(config: Config, context: Context, names: Sequence[str] | None) -> Path:
     pictures.library()
-    layout = Layout.of(config)
-    index = SampleIndex.open(layout.index)
-    attributes = {name for source in config.data.sources.values() for name in source.attributes}
-    material = Material(config, index, tuple(sorted(attributes)), config.seed, context.device)
-    directory = layout.run_dir / "analysis"
+    material = material_of(config, context)
+    directory = material.layout.run_dir / "analysis"
     directory.mkdir(exist_ok=True)
     drawn = names or [name for name, figure in FIGURES.items() if not figure.encoder]
     for name in drawn:
@@ -68,7 +82,7 @@ def _run(config: Config, context: Context, names: Sequence[str] | None) -> Path:
             log.info("wrote %s", directory / f"{name}.png")
         elif names:
             raise ValueError(
-                f"{config.run_dir} has nothing for the figure {name}: {name} needs {figure.needs}"
+                f"{config.run_dir} has nothing for {name}: {name} needs {figure.needs}"
             )
         else:
             log.info("analyse: the run has nothing for %s, which needs %s", name, figure.needs)

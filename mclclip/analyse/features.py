@@ -24,7 +24,7 @@ def singular_values(material: Material, path: Path) -> dict[str, Any] | None:
     Fig. 3)."""
     data = {}
     for name, rows in material.features.items():
-        values = spectrum.singular_values(rows)
+        values = spectrum.singular_values(rows, alone=True)
         data[name] = {
             "singular_values": values.tolist(),
             "effective_rank": spectrum.effective_rank(values),

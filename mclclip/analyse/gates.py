@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip.analyse.material import ClassGates, Figure, Material
+from mclclip.analyse.material import ClassGates, Figure, Material, pair_title
 from mclclip.analysis import gates as analysis
 from mclclip.analysis import pictures
 from mclclip.analysis.class_overlap import class_similarity
@@ -41,22 +41,19 @@ def gate_pairs(material: Material, path: Path) -> dict[str, Any] | None:
 
     Shown are the pairs whose classes have the least similar gates, and those with the most similar.
     """
-    data, panels = {}, {}
+    data: dict[str, list[dict[str, Any]]] = {}
+    panels = {}
     for name, found in material.gates.items():
         own, names = _shown(found)
         pairs = analysis.unlike_pairs(own, PAIRS)
-        data[name] = [
-            {
-                "classes": [names[first], names[second]],
-                "mean_of_gates": own[[first, second]].mean(axis=0).tolist(),
-                "gates_of_pair": values.tolist(),
-                "dimensions": analysis.most_open(own, [first, second], DIMENSIONS).tolist(),
-            }
-            for (first, second), values in zip(pairs.tolist(), found.of_pairs(pairs), strict=True)
-        ]
-        for entry in data[name]:
-            title = f"{name}: {' and '.join(entry['classes'])}"
-            panels[title] = entry["mean_of_gates"], entry["gates_of_pair"], entry["dimensions"]
+        data[name] = []
+        for pair, values in zip(pairs.tolist(), found.of_pairs(pairs), strict=True):
+            mean = own[pair].mean(axis=0)
+            dimensions = analysis.most_open(own, pair, DIMENSIONS).tolist()
+            panels[f"{name}: {pair_title(names, pair)}"] = mean, values, dimensions
+            entry = {"classes": [names[code] for code in pair], "dimensions": dimensions}
+            entry |= {"mean_of_gates": mean.tolist(), "gates_of_pair": values.tolist()}
+            data[name].append(entry)
     if not panels:
         return None
     pictures.pairs(path, "gates of pairs, and the dimensions that both open most", panels)
@@ -111,11 +108,9 @@ def _of_features(
     return table
 
 
-_NEEDS = (
-    "a finished training whose objective learns gates, such as simlap, with its last checkpoint"
-)
+NEEDS = "a finished training whose objective learns gates, such as simlap, with its last checkpoint"
 FIGURES = {
-    "gates": Figure(gates, _NEEDS),
-    "gate_pairs": Figure(gate_pairs, _NEEDS),
-    "class_likeness": Figure(class_likeness, _NEEDS),
+    "gates": Figure(gates, NEEDS),
+    "gate_pairs": Figure(gate_pairs, NEEDS),
+    "class_likeness": Figure(class_likeness, NEEDS),
 }

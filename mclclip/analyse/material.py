@@ -192,6 +192,11 @@ def as_picture(pixels: NDArray[Any]) -> NDArray[Any]:
     return pixels[..., :3] if pixels.shape[2] >= 3 else pixels[..., [0, 0, 0]]
 
 
+def pair_title(names: Sequence[str], pair: Sequence[int]) -> str:
+    """The names of two classes."""
+    return " and ".join(names[code] for code in pair)
+
+
 @dataclass(frozen=True)
 class Figure:
     """One figure, which is drawn at a path and whose data are returned.

@@ -161,12 +161,15 @@ def planes(path: Path, title: str, rows: Sequence[Mapping[str, Plane]]) -> None:
 
 
 def _scatter(axes: Any, places: Any, codes: Any, values: Sequence[str]) -> None:
-    """Points by their code; what has none lies below the others."""
+    """Points by their code, and large the mean of each code's; what has none lies below."""
     codes = np.full(len(places), -1) if codes is None else np.asarray(codes)
     shades = ["lightgrey", *_shades(len(values))]
     for number, value in enumerate(("none", *values), start=-1):
         if (chosen := codes == number).any():
-            axes.scatter(*places[chosen].T, s=5, color=shades[number + 1], label=value)
+            colour, own = [shades[number + 1]], places[chosen]
+            axes.scatter(*own.T, s=5, c=colour, label=value)
+            if number >= 0:
+                axes.scatter(*own.mean(axis=0), s=70, c=colour, edgecolors="black", zorder=3)
 
 
 def _shades(count: int) -> Sequence[Any]:
