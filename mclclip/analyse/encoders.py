@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mclclip.analyse.material import ClassGates, Material
 from mclclip.models.image_model import ImageModel
 from mclclip.models.loading import load_any
-from mclclip.objectives.base import with_prefix
 from mclclip.objectives.label_filter import normed
 from mclclip.run import artifacts
 
@@ -84,5 +83,5 @@ def load(material: Material, stage: int, gates: ClassGates | None = None) -> Pix
         model = load_any(directory, projector=named.projector)
         if named.projector:
             projector: nn.Module = model.get_submodule("projector")
-            projector.load_state_dict(with_prefix(gates.state, "model.projector."))
+            projector.load_state_dict(gates.projector)
     return PixelEncoder(model, gates).to(material.device).eval()

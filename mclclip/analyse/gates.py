@@ -1,7 +1,4 @@
-"""Figures of the gates that SimLAP has learned, from the last checkpoint of a training.
-
-A figure shows the first ``MAX_CLASSES`` classes, as many as the paper's.
-"""
+"""Figures of the gates that SimLAP has learned, from the last checkpoint of a training."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from mclclip.analysis import gates as analysis
 from mclclip.analysis import pictures
 from mclclip.analysis.class_overlap import class_similarity
 
-MAX_CLASSES = 1_000
 PAIRS = 3  # of the least and of the most similar gates
 DIMENSIONS = 10
 
@@ -89,7 +85,8 @@ def class_likeness(material: Material, path: Path) -> dict[str, Any] | None:
 
 def _shown(found: ClassGates) -> tuple[NDArray[np.float32], list[str]]:
     """Gates [C, D] and names [C] of the classes that are shown."""
-    return found.of_classes()[:MAX_CLASSES], list(found.names[:MAX_CLASSES])
+    gates = found.of_classes()
+    return gates, list(found.names[: len(gates)])
 
 
 def _of_features(

@@ -75,21 +75,23 @@ def nearest_labels(material: Material, path: Path) -> dict[str, Any] | None:
         if name not in material.clusters:
             continue
         nearest = material.clusters[name]
-        cosines = open_npy(material.layout.clusters(stage) / "similarities.npy", "cluster")
+        similar = open_npy(material.layout.clusters(stage) / "similarities.npy", "cluster")
         # One more, for the sample shown is none.
-        examples = neighbours.examples_of(nearest, cosines, nearest[ids, :LABELS], EXAMPLES + 1)
+        examples = neighbours.examples_of(nearest, similar, nearest[ids, :LABELS], EXAMPLES + 1)
         data[name] = []
         for sample in ids.tolist():
             labels = []
-            for cluster, cosine in zip(
-                nearest[sample, :LABELS], cosines[sample, :LABELS], strict=True
+            for cluster, near in zip(
+                nearest[sample, :LABELS], similar[sample, :LABELS], strict=True
             ):
                 others = examples[int(cluster)]
                 others = others[others != sample][:EXAMPLES]
                 keys = material.index.keys(others)
-                labels.append({"cluster": int(cluster), "cosine": float(cosine), "examples": keys})
+                labels.append(
+                    {"cluster": int(cluster), "similarity": float(near), "examples": keys}
+                )
                 shown.append(material.images([sample, *others.tolist()]))
-                names.append(f"{name}: cluster {cluster}, cosine {cosine:.2f}")
+                names.append(f"{name}: cluster {cluster}, similarity {near:.2f}")
             data[name].append({"sample": material.index.keys([sample])[0], "labels": labels})
     if not data:
         return None

@@ -27,6 +27,7 @@ from mclclip.run.layout import Layout
 log = logging.getLogger("mclclip")
 
 MAX_SAMPLES = 5_000  # of the figures that compare all pairs
+MAX_CLASSES = 1_000  # whose gates are looked at, the first ones; as many as the paper's
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,17 @@ class ClassGates:
     names      [K] of the classes
     codes      [N] of all samples of the index; -1 for none
     subspaces  label filter and layer norm
-    state      the tensors of model and objective, by name
+    projector  the tensors of the model's projector, by name; empty where it has none
     """
 
     names: Sequence[str]
     codes: NDArray[np.integer]
     subspaces: Subspaces
-    state: Mapping[str, torch.Tensor]
+    projector: Mapping[str, torch.Tensor]
 
     def of_classes(self) -> NDArray[np.float32]:
-        """[K, D]: the gates of every class by itself."""
-        return self.of_pairs(np.column_stack([np.arange(len(self.names))] * 2))
+        """[C, D]: the gates of each of the first ``MAX_CLASSES`` classes by itself."""
+        return self.of_pairs(np.column_stack([np.arange(len(self.names[:MAX_CLASSES]))] * 2))
 
     def of_pairs(self, pairs: NDArray[np.int64]) -> NDArray[np.float32]:
         """[P, D]: the gates of pairs [P, 2] of classes."""
@@ -163,7 +164,8 @@ class Material:
                 f"stage_{stage} was trained with {subspaces.num_classes} classes, and the index "
                 f"has {len(names)} values of {attribute}: the index has changed since, train again"
             )
-        return ClassGates(names, codes, subspaces, state)
+        projector = with_prefix(state, "model.projector.")
+        return ClassGates(names, codes, subspaces, projector)
 
     def raw_images(self, ids: Sequence[int]) -> list[Any]:
         """The images of samples as they are stored: pictures, or arrays [H, W, C]."""

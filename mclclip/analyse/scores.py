@@ -11,6 +11,7 @@ import numpy as np
 from mclclip.analyse.material import Figure, Material
 from mclclip.analysis import loss_readout, pictures
 from mclclip.eval import results
+from mclclip.run import artifacts
 from mclclip.run.layout import Layout
 
 _LAST = 0.1  # share of the recorded steps, from the end, over which a loss is averaged
@@ -66,18 +67,32 @@ def loss_against_readouts(material: Material, path: Path) -> dict[str, Any] | No
 
 
 def _losses(material: Material) -> dict[str, float]:
-    """The last losses of all trainings of the run, by the names of their encoders."""
+    """The last losses of all finished trainings of the run, by the names of their encoders."""
     found = {}
     for variant in ("mcl", *material.config.controls):
         layout = Layout.of(material.config, variant)
         for stage, name in material.stages.items():
-            metrics = layout.train(stage) / "metrics.jsonl"
-            if metrics.exists() and (stage or variant == "mcl"):
-                lines = metrics.read_text(encoding="utf-8").splitlines()
-                recorded = [json.loads(line)["loss"] for line in lines]
+            directory = layout.train(stage)
+            if artifacts.is_finished(directory) and (stage or variant == "mcl"):
+                recorded = _recorded(directory / "metrics.jsonl")
                 last = recorded[-max(1, round(_LAST * len(recorded))) :]
-                found[layout.model_name(name)] = float(np.mean(last))
+                if last:
+                    found[layout.model_name(name)] = float(np.mean(last))
     return found
+
+
+def _recorded(path: Path) -> list[float]:
+    """The losses of a metrics.jsonl in order; ValueError names the line that is not a row."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    losses = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            losses.append(float(json.loads(line)["loss"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} line {number} is not a row with a loss ({error}): remove that line"
+            ) from error
+    return losses
 
 
 FIGURES = {

@@ -146,6 +146,16 @@ def test_losses_are_those_of_metrics_and_errors_of_results(config: Config, drawn
     assert found["error_percent"]["features, shape"][0] == 100.0 - rows["stage_0", "shape"]
 
 
+def test_a_broken_row_of_metrics_is_one_line(config: Config, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(config.run_dir, run)
+    with open(run / "stage_1/train/metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    moved = from_tree(views.tree(run, tmp_path, SIMLAP | {"attribute": "shape"}, STEPS))
+    with pytest.raises(ValueError, match=r"metrics.jsonl line 5 is not a row with a loss"):
+        analyse.run(moved, SINGLE, figures="loss_readout")
+
+
 def test_heat_maps_lie_over_the_anchor(drawn: Path) -> None:
     for stage, spaces in data(drawn, "clam").items():
         assert stage in ("stage_0", "stage_1") and len(spaces) == 2
@@ -175,7 +185,7 @@ def test_subspaces_are_seen_behind_the_projector(config: Config, drawn: Path) ->
     assert features.shape == (2, 6)  # the projector's width
     projector = encoder.model.get_submodule("projector").state_dict()
     for name, tensor in projector.items():
-        assert torch.equal(tensor, learned.state[f"model.projector.{name}"])
+        assert torch.equal(tensor, learned.projector[name])
     # A layer norm that has hardly been trained leaves rows of mean 0 and length sqrt(D).
     assert np.allclose(features.mean(axis=1), 0.0, atol=0.1)
     assert np.allclose(np.linalg.norm(features, axis=1), 6**0.5, atol=0.2)
