@@ -64,6 +64,17 @@ class PixelEncoder(nn.Module):
         return features
 
 
+def features_of(
+    material: Material, encoder: PixelEncoder, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """[n, D]: the features of samples, which are read a batch at a time."""
+    size, parts = material.config.embed.batch_size, []
+    for start in range(0, len(ids), size):
+        images = material.raw_images(ids[start : start + size].tolist())
+        parts.append(encoder.of_all(encoder.pixels(images), size))
+    return np.concatenate(parts)
+
+
 def load(material: Material, stage: int, gates: ClassGates | None = None) -> PixelEncoder | None:
     """A stage's export in evaluation mode, on the device; None, and a line in the log, without one.
 

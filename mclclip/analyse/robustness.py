@@ -60,9 +60,7 @@ def _readouts(material: Material, encoder: PixelEncoder, attribute: str) -> dict
     train, test = rows[:cut], rows[cut:][known[cut:]]
     labels, truth = (np.searchsorted(classes, codes[part]) for part in (train, test))
     batch = material.config.embed.batch_size
-    images, tested = (
-        encoder.pixels(material.raw_images(material.ids[part].tolist())) for part in (train, test)
-    )
+    images = encoder.pixels(material.raw_images(material.ids[train].tolist()))
     features = encoder.of_all(images, batch)
     readout = linear_probe.fit(features, labels, _STRENGTH)
     weight, bias = (torch.from_numpy(v).float().to(images.device) for v in readout.linear())
@@ -73,7 +71,7 @@ def _readouts(material: Material, encoder: PixelEncoder, attribute: str) -> dict
     )
     reached = moved.reached.cpu().numpy()
     after = encoder.of_all(moved.images[moved.reached], batch) if reached.any() else features[:0]
-    asked = encoder.of_all(tested, batch)
+    asked = encoders.features_of(material, encoder, material.ids[test])
     trained = {
         "D": (features, labels),
         "D_R": (after, labels[reached]),

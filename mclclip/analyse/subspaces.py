@@ -36,8 +36,7 @@ def subspaces(material: Material, path: Path) -> dict[str, Any] | None:
         ids = material.ids[rows[learned.codes[material.ids[rows]] >= 0]]
         if len(ids) < layouts.FEWEST:
             continue
-        pixels = encoder.pixels(material.raw_images(ids.tolist()))
-        features = encoder.of_all(pixels, material.config.embed.batch_size)
+        features = encoders.features_of(material, encoder, ids)
         codes, spaces = learned.codes[ids], _spaces(learned)
         data[name] = {"samples": material.index.keys(ids), "classes": list(learned.names)}
         data[name] |= {"codes": codes.tolist(), "panels": {}}
