@@ -127,25 +127,24 @@ def layer_with_map(
 ) -> nn.Module:
     """The one of the ``layers``, in their order, whose output ``clam`` can make the best map of.
 
+    Layers that the encoder does not run, such as a text tower's, are passed over.
     Of convolutions it is the last one whose output for the image [C, H, W] has at least 4 x 4
     places; where none has, the one with the most. Of blocks over tokens it is the last but one,
     behind which the last one still mixes the tokens, so that a class token depends on the others.
     Raises ValueError where no layer is run.
     """
-    sizes: list[int] = []
     with ExitStack() as stack:
         outputs = [stack.enter_context(_kept(layer)) for layer in layers]
         with torch.no_grad():
             encoder(image[None])
-    for found in outputs:
-        four = found and found[0].ndim == 4
-        sizes.append(found[0].shape[2] * found[0].shape[3] if four else 0)
-    if not any(outputs):
+    run = [(layer, found[0]) for layer, found in zip(layers, outputs, strict=True) if found]
+    if not run:
         raise ValueError("the encoder runs none of its layers by themselves: there is no map")
-    if not any(sizes):
-        return layers[max(len(layers) - 2, 0)]
-    enough = [number for number, size in enumerate(sizes) if size >= _PLACES]
-    return layers[enough[-1] if enough else sizes.index(max(sizes))]
+    maps = [(layer, output.shape[2:].numel()) for layer, output in run if output.ndim == 4]
+    if not maps:
+        return run[-2:][0][0]
+    enough = [layer for layer, places in maps if places >= _PLACES]
+    return enough[-1] if enough else max(maps, key=lambda found: found[1])[0]
 
 
 @contextmanager

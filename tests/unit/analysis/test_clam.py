@@ -168,7 +168,7 @@ def test_the_layer_is_the_last_with_a_map() -> None:
     assert layer_with_map(encoder, layers, image) is layers[1]
     assert layer_with_map(encoder, layers[2:], image) is layers[2]
     tokens = Blocks()
-    assert layer_with_map(tokens, [*tokens.blocks], image) is tokens.blocks[1]
+    assert layer_with_map(tokens, [*tokens.blocks, nn.Linear(2, 2)], image) is tokens.blocks[1]
     assert layer_with_map(tokens, [tokens.blocks[2]], image) is tokens.blocks[2]
     with pytest.raises(ValueError, match="runs none of its layers"):
         layer_with_map(encoder, [*tokens.blocks], image)
