@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_figures, extract
@@ -46,18 +48,46 @@ def strength_at(position: int) -> float:
     return float(10.0 ** (position / STEPS_PER_DECADE))
 
 
-def fit_predict(
-    train: Features,
-    labels: IntArray,
-    test: Features,
-    strength: float,
-    max_iterations: int = MAX_ITERATIONS,
-) -> Answers:
-    """Trains on unit rows ``train`` [N, E] with ``labels`` [N]; answers ``test`` [Q, E].
+@dataclass(frozen=True)
+class Classifier:
+    """A trained classifier of unit rows [Q, E].
+
+    model      scikit-learn's, of rows after the shift and the scaling
+    mean       [E], subtracted from rows
+    length     multiplies what is left
+    converged  False where scikit-learn warned of it
+    """
+
+    model: Any
+    mean: NDArray[np.float64]
+    length: float
+    converged: bool
+
+    def predict(self, rows: Features) -> IntArray:
+        """Labels [Q] of unit rows [Q, E]."""
+        labels: IntArray = self.model.predict((rows - self.mean) * self.length).astype(np.int64)
+        return labels
+
+    def linear(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Weight [C, E] and bias [C]: the largest entry of ``rows @ weight.T + bias`` is predicted.
+
+        C are the classes that it was trained on, in order.
+        """
+        weight, bias = self.model.coef_ * self.length, self.model.intercept_
+        if len(weight) == 1:  # of two classes scikit-learn keeps the second one's row alone
+            weight = np.concatenate([-weight, weight]) / 2
+            bias = np.concatenate([-bias, bias]) / 2
+        return weight, bias - weight @ self.mean
+
+
+def fit(
+    train: Features, labels: IntArray, strength: float, max_iterations: int = MAX_ITERATIONS
+) -> Classifier:
+    """Trains on unit rows ``train`` [N, E] with ``labels`` [N].
 
     Minimises sum of cross-entropies + strength / 2 * |weights|^2, the bias free, over features of
     length sqrt(E): entries of about 1, as an image tower's last norm gives, so that one strength
-    means the same at any width. ``converged`` is False where scikit-learn warns of it.
+    means the same at any width.
     """
     # Only here: half a second that no other command should pay.
     from sklearn.exceptions import ConvergenceWarning
@@ -70,9 +100,23 @@ def fit_predict(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         model.fit((train - mean) * length, labels)
-    predicted = model.predict((test - mean) * length).astype(np.int64)
     stopped = any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
-    return Answers(predicted, not stopped)
+    return Classifier(model, mean, length, not stopped)
+
+
+def fit_predict(
+    train: Features,
+    labels: IntArray,
+    test: Features,
+    strength: float,
+    max_iterations: int = MAX_ITERATIONS,
+) -> Answers:
+    """Trains on unit rows ``train`` [N, E] with ``labels`` [N] (``fit``); answers ``test`` [Q, E].
+
+    ``converged`` is False where scikit-learn warns of it.
+    """
+    classifier = fit(train, labels, strength, max_iterations)
+    return Answers(classifier.predict(test), classifier.converged)
 
 
 def held_out(labels: IntArray, share: float, seed: int) -> BoolArray:

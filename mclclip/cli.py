@@ -236,7 +236,10 @@ def _add_configured(verbs: Any) -> None:
     variable = "variable of the suite, such as data=FOLDER"
     evaluate.add_argument("--set", dest="variables", metavar="NAME=VALUE", help=variable, **several)
     evaluate.add_argument("--only", metavar="BENCHMARK", **several)
-    add("analyse", "what a run left -> figures, as data and as pictures")
+    analyse = add("analyse", "what a run left -> figures, as data and as pictures")
+    figures = "some figures; default: all for which no encoder runs. With an encoder, only where "
+    figures += "they are named: clam, adversarial_sets, subspaces"
+    analyse.add_argument("--figures", metavar="NAME,...", help=figures)
     add("run", "the whole method: every verb, over all stages", _run)
 
 

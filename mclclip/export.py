@@ -122,18 +122,9 @@ def _fill(model: AnyModel, train_directory: Path, options: TrainConfig, ema: boo
     With ``ema`` what was trained is its moving average, where the training kept one.
     """
     directory = train_directory / "checkpoints"
-    steps = checkpoint.steps(directory)
-    if not steps:
-        raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train' again")
-    trained = artifacts.read_manifest(train_directory, "train").counts["steps"]
-    if steps[-1] != trained:
-        raise RuntimeError(
-            f"{directory} ends at step {steps[-1]}, the training at {trained}: remove "
-            f"{train_directory / artifacts.MANIFEST}, then run 'mclclip train' again"
-        )
-    state = checkpoint.load_model_state(directory, steps[-1])
-    if ema and options.ema_decay is not None:
-        state |= checkpoint.load_model_state(directory, steps[-1], part="ema")
+    state = checkpoint.trained_state(
+        train_directory, averaged=ema and options.ema_decay is not None
+    )
     state = _model_part(state, model.part, directory)
     if options.lora is not None:
         model.lock(**to_tree(options.lock))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _BRIGHTNESS = (1.0, 1.1, 0.9)
+_PLACES = 16
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,31 @@ def clam(
     for view, values in zip(views, maps, strict=True):
         view.lay_back(values, total, seen)
     return HeatMap(total / seen.clamp_min(1.0), float(similarity.detach()))
+
+
+def layer_with_map(
+    encoder: Callable[[Tensor], Tensor], layers: Sequence[nn.Module], image: Tensor
+) -> nn.Module:
+    """The one of the ``layers``, in their order, whose output ``clam`` can make the best map of.
+
+    Layers that the encoder does not run, such as a text tower's, are passed over.
+    Of convolutions it is the last one whose output for the image [C, H, W] has at least 4 x 4
+    places; where none has, the one with the most. Of blocks over tokens it is the last but one,
+    behind which the last one still mixes the tokens, so that a class token depends on the others.
+    Raises ValueError where no layer is run.
+    """
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(_kept(layer)) for layer in layers]
+        with torch.no_grad():
+            encoder(image[None])
+    run = [(layer, found[0]) for layer, found in zip(layers, outputs, strict=True) if found]
+    if not run:
+        raise ValueError("the encoder runs none of its layers by themselves: there is no map")
+    maps = [(layer, output.shape[2:].numel()) for layer, output in run if output.ndim == 4]
+    if not maps:
+        return run[-2:][0][0]
+    enough = [layer for layer, places in maps if places >= _PLACES]
+    return enough[-1] if enough else max(maps, key=lambda found: found[1])[0]
 
 
 @contextmanager

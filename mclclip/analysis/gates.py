@@ -36,6 +36,20 @@ def gate_similarity(gates: ArrayLike) -> Matrix:
     return shared
 
 
+def unlike_pairs(gates: ArrayLike, count: int) -> NDArray[np.int64]:
+    """[P, 2]: pairs of different classes, from those whose gates are least alike to the most.
+
+    Alike is the cosine of their gates. ``count`` pairs of each end; all of them where there are
+    fewer.
+    """
+    rows = unit_rows(gates)
+    first, second = np.triu_indices(len(rows), 1)
+    order = np.argsort((rows @ rows.T)[first, second], kind="stable")
+    if len(order) > 2 * count:
+        order = np.concatenate([order[:count], order[-count:]])
+    return np.column_stack([first, second])[order].astype(np.int64)
+
+
 def label_similarity(embeddings: ArrayLike) -> Matrix:
     """[K, K]: the cosine of the classes' label embeddings [K, E]."""
     rows = unit_rows(embeddings)

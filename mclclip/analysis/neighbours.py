@@ -1,6 +1,7 @@
 """The nearest samples of chosen ones, and of samples that IFM makes.
 
-Sources: MCL's Fig. 3 (neighbours of an anchor, stage by stage); IFM (Robinson et al., "Can
+Sources: MCL's Fig. 3 (neighbours of an anchor, stage by stage); MLCD's Fig. 2 and 5 (samples of a
+cluster); IFM (Robinson et al., "Can
 Contrastive Learning Avoid Shortcut Solutions?", 2021), section 3.1 and Fig. 4: a modified positive
 v+ - eps v and a modified negative v- + eps v are shown by their nearest neighbour in a memory bank.
 """
@@ -18,6 +19,8 @@ from mclclip.eval.knn import nearest
 
 Integers = NDArray[np.int64]
 Cosines = NDArray[np.float32]
+_BLOCK = 1 << 20
+_COPIES, _SAME = 16, 1e-5
 
 
 def nearest_samples(features: ArrayLike, anchors: ArrayLike, k: int) -> tuple[Cosines, Integers]:
@@ -34,6 +37,41 @@ def nearest_samples(features: ArrayLike, anchors: ArrayLike, k: int) -> tuple[Co
     drop = np.where((rows == chosen[:, None]).any(axis=1), (rows == chosen[:, None]).argmax(1), k)
     keep = np.arange(k + 1) != drop[:, None]
     return similarity[keep].reshape(-1, k), rows[keep].reshape(-1, k)
+
+
+def nearest_different(features: ArrayLike, anchors: ArrayLike) -> Integers:
+    """The row [A] that is nearest to each of the ``anchors`` [A] without being a copy of it.
+
+    Rows of the same direction are copies. -1 where there is no other among its 16 nearest ones.
+    """
+    rows = np.asarray(features)
+    cosines, near = nearest_samples(rows, anchors, min(_COPIES, len(rows) - 1))
+    different = cosines < 1.0 - _SAME
+    found = near[np.arange(len(near)), different.argmax(axis=1)]
+    return np.where(different.any(axis=1), found, -1)
+
+
+def examples_of(
+    nearest_clusters: NDArray[np.integer],
+    similarities: NDArray[np.floating],
+    wanted: ArrayLike,
+    count: int,
+) -> dict[int, Integers]:
+    """Cluster -> at most ``count`` rows whose nearest cluster it is, most similar ones first.
+
+    ``nearest_clusters`` and ``similarities`` are [N, L], nearest first, perhaps memory-mapped: they
+    are read once, in blocks. A cluster of ``wanted`` [C] that is nobody's nearest has no rows.
+    """
+    clusters = np.unique(np.asarray(wanted, dtype=np.int64))
+    found = {int(cluster): np.zeros(0, np.int64) for cluster in clusters}
+    for start in range(0, len(nearest_clusters), _BLOCK):
+        own = np.asarray(nearest_clusters[start : start + _BLOCK, 0])
+        rows = np.flatnonzero(np.isin(own, clusters))
+        for cluster in np.unique(own[rows]).tolist():
+            here = np.concatenate([found[cluster], start + rows[own[rows] == cluster]])
+            order = np.argsort(-similarities[here, 0], kind="stable")
+            found[cluster] = here[order[:count]]
+    return found
 
 
 def nearest_to_modified(

@@ -16,6 +16,7 @@ import numpy as np
 from mclclip.files import whole_file
 
 Series = Mapping[str, Sequence[float]]
+_NAMED = 20  # more rows, columns or colours than this stand without their names
 
 
 def library() -> Any:
@@ -102,15 +103,191 @@ def histograms(
         figure.suptitle(title)
 
 
-def sheet(path: Path, title: str, rows: Sequence[Sequence[Any]], labels: Sequence[str]) -> None:
-    """Pictures in rows, the first of each apart from the others; ``rows`` hold [H, W, 3] arrays."""
+def without_nan(matrix: Any) -> list[list[float | None]]:
+    """A matrix as nested lists for JSON, which has no nan: there stands None."""
+    return [[float(v) if np.isfinite(v) else None for v in row] for row in np.asarray(matrix)]
+
+
+def points(
+    path: Path,
+    title: str,
+    panels: Mapping[str, Sequence[tuple[str, float, float]]],
+    x: str,
+    y: str,
+) -> None:
+    """A panel per name with named points."""
+    with _figure(path, 4.2 * len(panels) + 0.4, 3.6) as figure:
+        for axes, (name, named) in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+        ):
+            for label, across, up in named:
+                axes.scatter([across], [up], label=label)
+            axes.set_title(name, fontsize="small")
+            axes.set_xlabel(x)
+            axes.set_ylabel(y)
+            axes.margins(0.15)
+            axes.locator_params(axis="x", nbins=4)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+        figure.suptitle(title)
+
+
+Plane = tuple[Any, Any, Sequence[str]]
+"""Points [N, 2], the codes [N] of their colours (None: there are none), and the codes' values."""
+
+
+def planes(path: Path, title: str, rows: Sequence[Mapping[str, Plane]]) -> None:
+    """Rows of panels with coloured points; the points of code -1 are grey.
+
+    All panels of a row have the same values, which are named beside the last one.
+    """
+    width = max(map(len, rows))
+    with _figure(path, 3.4 * width + 1.6, 3.4 * len(rows) + 0.4) as figure:
+        grid = figure.subplots(len(rows), width, squeeze=False)
+        for axes in grid.ravel():
+            axes.set_axis_off()
+        for line, panels in zip(grid, rows, strict=True):
+            for axes, (name, (places, codes, values)) in zip(line, panels.items(), strict=False):
+                axes.set_axis_on()
+                axes.set_xticks([])
+                axes.set_yticks([])
+                axes.set_title(name, fontsize="small")
+                _scatter(axes, np.asarray(places), codes, values)
+            if codes is not None and len(values) <= _NAMED:
+                axes.legend(
+                    loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="x-small", markerscale=2
+                )
+        figure.suptitle(title)
+
+
+def _scatter(axes: Any, places: Any, codes: Any, values: Sequence[str]) -> None:
+    """Points by their code, and large the mean of each code's; what has none lies below."""
+    codes = np.full(len(places), -1) if codes is None else np.asarray(codes)
+    shades = ["lightgrey", *_shades(len(values))]
+    for number, value in enumerate(("none", *values), start=-1):
+        if (chosen := codes == number).any():
+            colour, own = [shades[number + 1]], places[chosen]
+            axes.scatter(*own.T, s=5, c=colour, label=value)
+            if number >= 0:
+                axes.scatter(*own.mean(axis=0), s=70, c=colour, edgecolors="black", zorder=3)
+
+
+def _shades(count: int) -> Sequence[Any]:
+    """As many colours, which differ as much as can be."""
+    from matplotlib import colormaps
+
+    if count <= _NAMED:
+        return list(colormaps["tab10" if count <= 10 else "tab20"](np.arange(count)))
+    return list(colormaps["gist_rainbow"](np.linspace(0.0, 1.0, count)))
+
+
+def gates(path: Path, title: str, rows: Mapping[str, tuple[Sequence[str], Any, Any]]) -> None:
+    """Per name the gates [K, D] of classes as shades, and beside them their sums [K] as bars."""
+    heights = [_height(len(names)) for names, _, _ in rows.values()]
+    with _figure(path, 9.0, sum(heights) + 0.5) as figure:
+        grid = figure.subplots(
+            len(rows), 2, squeeze=False, width_ratios=[4, 1], height_ratios=heights, sharey="row"
+        )
+        for (left, right), (name, (names, values, sizes)) in zip(grid, rows.items(), strict=True):
+            shown = left.imshow(
+                values, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest"
+            )
+            left.set_title(name, fontsize="small")
+            left.set_xlabel("dimension")
+            _name_ticks(left, None, names)
+            right.barh(np.arange(len(names)), sizes)
+            right.set_xlabel("sum of gates")
+            figure.colorbar(shown, ax=left, label="gate")
+        figure.suptitle(title)
+
+
+def pairs(path: Path, title: str, panels: Mapping[str, tuple[Any, Any, Sequence[int]]]) -> None:
+    """A panel per name with mean gates [D] of two classes as bars, of which the chosen dimensions
+    stand out, and the gates [D] of the pair as a line."""
+    with _figure(path, 9.0, 1.4 * len(panels) + 0.5) as figure:
+        every = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+        for axes, (name, (mean, own, dimensions)) in zip(every, panels.items(), strict=True):
+            mean, chosen = np.asarray(mean), np.asarray(dimensions)
+            places = np.arange(len(mean))
+            axes.bar(places, mean, width=1.0, color="lightsteelblue", label="mean of both")
+            axes.bar(chosen, mean[chosen], width=1.0, color="darkred", label="most open")
+            axes.step(places, own, where="mid", color="black", linewidth=0.8, label="of the pair")
+            axes.set_ylim(0, 1)
+            axes.set_title(name, fontsize="small")
+        handles, labels = every[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+        every[-1].set_xlabel("dimension")
+        figure.supylabel("gate")
+        figure.suptitle(title)
+
+
+def matrices(
+    path: Path, title: str, panels: Mapping[str, tuple[Sequence[str], Any]], columns: int = 3
+) -> None:
+    """A panel per name with a square table of classes as shades, each on a scale of its own.
+
+    The diagonal, a class with itself, does not set the scale.
+    """
+    lines = -(-len(panels) // columns)
+    side = max(_height(len(names)) for names, _ in panels.values())
+    with _figure(path, (side + 1.4) * columns, (side + 0.7) * lines + 0.4) as figure:
+        grid = figure.subplots(lines, columns, squeeze=False).ravel()
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        for axes, (name, (names, values)) in zip(grid, panels.items(), strict=False):
+            table = np.asarray(values, dtype=np.float64)
+            others = table[~np.eye(len(table), dtype=bool) & np.isfinite(table)]
+            low, high = (others.min(), others.max()) if len(others) else (0.0, 1.0)
+            shown = axes.imshow(table, vmin=low, vmax=high, cmap="viridis")
+            axes.set_title(name, fontsize="small")
+            _name_ticks(axes, names, names)
+            figure.colorbar(shown, ax=axes, shrink=0.8)
+        figure.suptitle(title)
+
+
+def _height(count: int) -> float:
+    """Inches for as many rows."""
+    return min(max(2.2, 0.25 * count), 6.0)
+
+
+def _name_ticks(axes: Any, columns: Sequence[str] | None, rows: Sequence[str]) -> None:
+    """Names of columns and rows, where they are few enough to be read."""
+    if columns is not None:
+        few = columns if len(columns) <= _NAMED else []
+        axes.set_xticks(range(len(few)), few, rotation=90, fontsize="x-small")
+    few = rows if len(rows) <= _NAMED else []
+    axes.set_yticks(range(len(few)), few, fontsize="x-small")
+
+
+def sheet(
+    path: Path,
+    title: str,
+    rows: Sequence[Sequence[Any]],
+    labels: Sequence[str],
+    columns: Sequence[str] = (),
+    heat: Mapping[tuple[int, int], Any] | None = None,
+) -> None:
+    """Pictures in rows, the first of each apart from the others.
+
+    rows     pictures [H, W, 3]; rows may have different lengths
+    labels   of the rows
+    columns  titles above the first row (none: no titles)
+    heat     (row, column) -> a map [h, w], at least 0, that is laid over that picture, each scaled
+             to its own largest value
+    """
     width = max(len(row) for row in rows)
     with _figure(path, 0.9 * width + 1.2, 0.95 * len(rows) + 0.5) as figure:
         grid = figure.subplots(len(rows), width, squeeze=False)
         for axes in grid.ravel():
             axes.set_axis_off()
         for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
-            for axes, image in zip(grid[number], row, strict=False):
+            for place, (axes, image) in enumerate(zip(grid[number], row, strict=False)):
                 axes.imshow(image)
+                values = (heat or {}).get((number, place))
+                if values is not None:
+                    whole = axes.get_images()[0].get_extent()
+                    axes.imshow(values, cmap="jet", alpha=0.5, vmin=0.0, extent=whole)
             grid[number, 0].set_title(label, fontsize="x-small", loc="left")
+        for axes, name in zip(grid[0], columns, strict=False):
+            axes.text(0.5, 1.3, name, fontsize="x-small", ha="center", transform=axes.transAxes)
         figure.suptitle(title)

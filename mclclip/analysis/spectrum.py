@@ -16,25 +16,31 @@ from mclclip.ranks.collectives import all_reduce_sum
 Values = NDArray[np.float64]
 
 
-def covariance(features: ArrayLike) -> Values:
+def covariance(features: ArrayLike, *, alone: bool = False) -> Values:
     """[D, D], float64: of the rows [n, D] of all ranks, about their mean, divided by their number.
 
     Ranks may have different numbers of rows, also none, and all call it. The mean is summed over
-    the ranks first, so that nothing cancels. ValueError where no rank has a row.
+    the ranks first, so that nothing cancels. ``alone``: of this process's rows; the other ranks do
+    not call it. ValueError where there is no row.
     """
     rows = np.asarray(features, dtype=np.float64)
     sums = np.concatenate([rows.sum(axis=0), [len(rows)]])
-    *total, count = all_reduce_sum(torch.from_numpy(sums)).numpy()
+    *total, count = _summed(sums, alone)
     if count == 0:
         raise ValueError("there are no features: their covariance is that of nothing")
     centred = rows - np.asarray(total) / count
-    products = all_reduce_sum(torch.from_numpy(centred.T @ centred)).numpy()
-    return np.asarray(products / count, dtype=np.float64)
+    return np.asarray(_summed(centred.T @ centred, alone) / count, dtype=np.float64)
 
 
-def singular_values(features: ArrayLike) -> Values:
-    """[D], largest first: singular values of the covariance of all ranks' rows [n, D]."""
-    return np.asarray(np.linalg.svd(covariance(features), compute_uv=False), dtype=np.float64)
+def _summed(values: Values, alone: bool) -> Values:
+    """Sum over the ranks, or the values themselves."""
+    return values if alone else all_reduce_sum(torch.from_numpy(values)).numpy()
+
+
+def singular_values(features: ArrayLike, *, alone: bool = False) -> Values:
+    """[D], largest first: singular values of the ``covariance`` of rows [n, D]."""
+    matrix = covariance(features, alone=alone)
+    return np.asarray(np.linalg.svd(matrix, compute_uv=False), dtype=np.float64)
 
 
 def effective_rank(values: ArrayLike) -> float:

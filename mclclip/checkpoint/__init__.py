@@ -17,5 +17,6 @@ from mclclip.checkpoint.checkpoints import Checkpoints
 from mclclip.checkpoint.resumption import Stateful
 from mclclip.checkpoint.step_files import path_of, steps
 from mclclip.checkpoint.storage import load_model_state
+from mclclip.checkpoint.trained import trained_state
 
-__all__ = ["Checkpoints", "Stateful", "load_model_state", "path_of", "steps"]
+__all__ = ["Checkpoints", "Stateful", "load_model_state", "path_of", "steps", "trained_state"]

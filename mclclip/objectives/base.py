@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
+from mclclip.objectives.label_filter import Subspaces
 from mclclip.options import STRICT
 from mclclip.ranks.outside import OutsideParameters
 from mclclip.ranks.process_group import Context
@@ -228,6 +229,8 @@ class ObjectiveOptions:
     """Whether stages may start from another encoder than the one that was clustered."""
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp", "deepspeed")
     """Engines that can carry its parameters and buffers."""
+    has_gates: ClassVar[bool] = False
+    """Whether it learns gates of classes, which ``subspaces`` finds in its saved state."""
 
     @property
     def reads(self) -> Reads:
@@ -251,9 +254,20 @@ class ObjectiveOptions:
         """The objective. All ranks call it together."""
         raise NotImplementedError(f"{type(self).__name__} builds nothing")
 
+    def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
+        """The gates of classes in a saved state (names to tensors) of the objective; called only
+        where it ``has_gates``."""
+        raise NotImplementedError(f"{type(self).__name__} has no gates")
+
     def cost(self, sizes: Sizes) -> Cost:
         """Memory that the loss takes; by default that of the gathered features."""
         return Cost(step=4 * sizes.local_batch * sizes.num_ranks * sizes.dim * sizes.dtype.itemsize)
+
+
+def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors of a state whose names begin with ``prefix``, under the rest of their names."""
+    found = ((n, tensor) for n, tensor in state.items() if n.startswith(prefix))
+    return {name.removeprefix(prefix): tensor for name, tensor in found}
 
 
 # --- kinds -------------------------------------------------------------------------------------

@@ -5,10 +5,13 @@ Source: SimLAP (Wu et al., 2024), Eq. 3 to 5 and Table 5c.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 Penalty = Literal["paper", "neg_glog", "bernoulli"]
 
@@ -85,6 +88,39 @@ class OpenGates(nn.Module):
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         """Classes [n] and [n], int64 -> ones [n, D]."""
         return torch.ones(len(first), self.dim, dtype=self.dtype, device=first.device)
+
+
+def normed(features: Tensor, norm: nn.Module | None) -> Tensor:
+    """Features [n, D] as gates are applied to them: after the layer norm, if there is one.
+
+    They are brought to length sqrt(D) first, so that the norm's epsilon does not count.
+    """
+    if norm is None:
+        return features
+    found: Tensor = norm(functional.normalize(features) * math.sqrt(features.shape[1]))
+    return found
+
+
+@dataclass(frozen=True)
+class Subspaces:
+    """A trained label filter, and the layer norm of the features that it gates.
+
+    They are made for figures, on the CPU, in evaluation mode and without gradients.
+    """
+
+    filter: LabelFilter
+    norm: nn.Module | None
+
+    @property
+    def num_classes(self) -> int:
+        """Classes that have gates."""
+        return self.filter.num_classes
+
+    def gates(self, first: Tensor, second: Tensor) -> Tensor:
+        """Classes [n] and [n], int64 -> the gates [n, D] of these pairs of classes."""
+        with torch.no_grad():
+            found: Tensor = self.filter(first, second)
+        return found
 
 
 def gate_penalty(gates: Tensor, kind: Penalty) -> Tensor:

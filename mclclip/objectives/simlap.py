@@ -23,7 +23,7 @@ Where the paper is silent or contradicts itself:
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -43,9 +43,17 @@ from mclclip.objectives.base import (
     Reads,
     Setting,
     Sizes,
+    with_prefix,
 )
 from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
-from mclclip.objectives.label_filter import LabelFilter, OpenGates, Penalty, gate_penalty
+from mclclip.objectives.label_filter import (
+    LabelFilter,
+    OpenGates,
+    Penalty,
+    Subspaces,
+    gate_penalty,
+    normed,
+)
 from mclclip.objectives.label_pairs import Pairing, closest_classes, draw_partners
 from mclclip.objectives.momentum import MomentumCopy, check_engine
 from mclclip.objectives.temperature import AnyTemperature, Temperature
@@ -134,6 +142,11 @@ class Options(ObjectiveOptions):
             )
 
     @property
+    def has_gates(self) -> bool:  # type: ignore[override]
+        """Whether a label filter learns them."""
+        return self.gates == "labels"
+
+    @property
     def _reads_means(self) -> bool:
         return self.pairs == "n_closest" and self.closest_by == "class_means"
 
@@ -187,6 +200,20 @@ class Options(ObjectiveOptions):
         model: Any = setting.model
         copy = MomentumCopy(model, self.momentum, "cosine")
         return MomentumSimLAP(copy, label_filter, **options)
+
+    def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
+        """The label filter and the layer norm of a saved state of the objective."""
+        labels, last = state["filter.labels.weight"], state["filter.layers.5.weight"]
+        label_filter = LabelFilter(
+            len(labels), len(last), label_dim=self.label_dim, hidden_dim=self.hidden_dim
+        )
+        label_filter.load_state_dict(with_prefix(state, "filter."))
+        norm = None
+        if self.norm == "layer":
+            norm = nn.LayerNorm(len(last))
+            norm.load_state_dict(with_prefix(state, "norm."))
+            norm.eval().requires_grad_(False)
+        return Subspaces(label_filter.eval().requires_grad_(False), norm)
 
     def _means(self, setting: Setting) -> Tensor | None:
         """[K, E], where closeness is theirs."""
@@ -366,10 +393,7 @@ class SimLAP(Objective):
         """Features after the layer norm, if there is one; fp32 at least."""
         if features.dtype != torch.float64:
             features = features.float()
-        if self.norm is None:
-            return features
-        normed: Tensor = self.norm(functional.normalize(features) * math.sqrt(features.shape[1]))
-        return normed
+        return normed(features, self.norm)
 
     def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
         """The positives and negatives of this rank's rows, whose partners are drawn.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -21,7 +21,9 @@ from mclclip.objectives.base import (
     Reads,
     Setting,
     Sizes,
+    with_prefix,
 )
+from mclclip.objectives.label_filter import Subspaces
 from mclclip.options import STRICT
 from mclclip.ranks.outside import OutsideParameters
 
@@ -80,6 +82,16 @@ class Options(ObjectiveOptions):
         """Engines that can carry every term."""
         every = [term.objective.engines for term in self.terms]
         return tuple(name for name in every[0] if all(name in names for names in every))
+
+    @property
+    def has_gates(self) -> bool:  # type: ignore[override]
+        """True where a term has gates."""
+        return any(term.objective.has_gates for term in self.terms)
+
+    def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
+        """The gates of the first term that has some."""
+        number = [term.objective.has_gates for term in self.terms].index(True)
+        return self.terms[number].objective.subspaces(with_prefix(state, f"terms.{number}."))
 
     @property
     def reads(self) -> Reads:

@@ -6,22 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
 import mclclip
 from mclclip import checkpoint
-from mclclip.data.datasets.sources import array_sample
-from mclclip.data.shard_writer import write_shards
 from mclclip.eval import results
-from tests import tiny
+from tests import tiny, views
 from tests.e2e.conftest import KillAfter, Shell
 from tests.matrix import kept
 
 STEPS = 4
-SIZES = {"train": 64, "test": 24}
 VIEWS = "between: views, temperature: 0.5"
 OBJECTIVES = {
     "nt_xent": "{kind: nt_xent}",
@@ -41,61 +37,13 @@ OBJECTIVES = {
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``train`` and ``test`` shards: 16 pixels, four channels, attributes shape and colour."""
-    root = tmp_path_factory.mktemp("pictures")
-    random = np.random.default_rng(0)
-    for split, number in SIZES.items():
-        samples = []
-        for n in range(number):
-            shape, colour = n % 3, n // 3 % 2
-            pixels = random.integers(0, 60, (16, 16, 4), np.uint8)
-            pixels[4 * shape : 4 * shape + 4, :, colour] += 150
-            about = {"shape": shape, "colour": ["red", "green"][colour]}
-            samples.append(array_sample(n, pixels, about))
-        write_shards(samples, root / split, 20)
-    return root
+    """``train`` and ``test`` shards."""
+    return views.make_data(tmp_path_factory.mktemp("pictures"))
 
 
 def config(path: Path, run_dir: Path, pictures: Path, objective: str, **changes: Any) -> str:
     """Writes a configuration of small stages from scratch and returns its path."""
-    training: dict[str, Any] = {
-        "global_batch": 16,
-        "steps": STEPS,
-        "lr": 1e-3,
-        "objective": yaml.safe_load(objective),
-        "checkpoint": {"every": 2},
-        "log_every": 1,
-    }
-    small = {"channels": [4, 8, 8, 12], "layers": [1, 1, 1, 1]}
-    vision = {
-        "backbone": "timm:resnet18",
-        "channels": 4,
-        "image_size": 16,
-        "stem": "cifar",
-        "options": small,
-    }
-    features = {"kind": "attributes", "path": str(pictures)}
-    tree = {
-        "run_dir": str(run_dir),
-        "device": "cpu",
-        "num_threads": 1,
-        "num_stages": 1,
-        "data": {
-            "sources": {
-                "p": {"shards": f"{pictures}/train/*.tar", "attributes": ["shape", "colour"]}
-            },
-            "num_workers": 0,
-            "index_workers": 1,
-        },
-        "model": {"name": {"vision_cfg": vision}, "projector": [12, 6]},
-        "base": training,
-        "cluster": {"num_clusters": 2, "restarts": 1},
-        "train": training | {"start": "random"},
-        "export": {"soup": False},
-        "eval": {
-            "suite": {"features": features | {"options": {"attributes": ["shape", "colour"]}}}
-        },
-    } | changes
+    tree = views.tree(run_dir, pictures, yaml.safe_load(objective), STEPS, **changes)
     path.write_text(yaml.safe_dump(tree))
     return str(path)
 
@@ -112,7 +60,7 @@ def test_stages_from_scratch_beside_an_ensemble(
     models = {"stage_0", "stage_1", "control_ungrouped_stage_1", "concat_raw"}
     assert models < {model for model, _ in rows}
     assert {metric for _, metric in rows} == {"shape", "colour", "mean"}
-    assert all(row.count == SIZES["test"] for row in rows.values())
+    assert all(row.count == views.SIZES["test"] for row in rows.values())
     exports = ["stage_0", "stage_1", "controls/ungrouped/stage_1"]
     first = [
         mclclip.load_model(run / name / "export").model.visual.trunk.conv1.weight  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from mclclip import checkpoint
 from mclclip.checkpoint import Checkpoints, step_files, storage
 from mclclip.checkpoint.mirror import Mirror
 from mclclip.ranks.finiteness import NotFinite
+from mclclip.run.artifacts import Artifact
 from tests.matrix import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -184,6 +185,27 @@ def test_a_part_can_be_had_alone(tmp_path: Path) -> None:
     assert checkpoint.load_model_state(tmp_path, 3, "ema") == {"scale": torch.tensor(0.5)}
     with pytest.raises(RuntimeError, match="no part 'text', only ema, model, optimizer"):
         checkpoint.load_model_state(tmp_path, 3, "text")
+
+
+def test_what_a_finished_training_has_left(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="run 'mclclip train' first"):
+        checkpoint.trained_state(tmp_path, averaged=False)
+    artifact = Artifact.open(tmp_path, kind="train", config={}, inputs={})
+    artifact.finish({"steps": 4})
+    with pytest.raises(FileNotFoundError, match="no checkpoint in .*run 'mclclip train' again"):
+        checkpoint.trained_state(tmp_path, averaged=False)
+    checkpoints, source = Checkpoints(tmp_path / "checkpoints", keep=2), Source(4)
+    checkpoints.save(3, Source(3))
+    with pytest.raises(RuntimeError, match="ends at step 3, the training at 4"):
+        checkpoint.trained_state(tmp_path, averaged=False)
+    source.state["ema.scale"] = torch.tensor(0.5)
+    checkpoints.save(4, source)
+    assert (
+        checkpoint.trained_state(tmp_path, averaged=False)["scale"] == source.state["model.scale"]
+    )
+    averaged = checkpoint.trained_state(tmp_path, averaged=True)
+    assert averaged["scale"] == 0.5
+    assert torch.equal(averaged["tail.weight"], source.state["model.tail.weight"])
 
 
 # --- which are kept ----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.analysis.clam import View, clam, draw_views, whole_view
+from mclclip.analysis.clam import View, clam, draw_views, layer_with_map, whole_view
 
 SIZE = 8
 
@@ -144,3 +144,31 @@ def test_bad_layers_are_refused() -> None:
     flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 4)).double()
     with pytest.raises(ValueError, match=r"the layer gives \[1, 4\], wanted"):
         clam(flat, flat[1], anchor, anchor, view)
+
+
+class Blocks(nn.Module):
+    """Three blocks over the tokens of 2 x 2 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = functional.unfold(images, 2, stride=2).transpose(1, 2)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return tokens.mean(dim=1)
+
+
+def test_the_layer_is_the_last_with_a_map() -> None:
+    """Outputs of 8 x 8, 4 x 4, 2 x 2 and 1 x 1 places; blocks over tokens; none that is run."""
+    image = torch.zeros(3, SIZE, SIZE)
+    layers = [nn.Conv2d(3, 2, 1), *(nn.Conv2d(2, 2, 2, stride=2) for _ in range(3))]
+    encoder = nn.Sequential(*layers, nn.Flatten())
+    assert layer_with_map(encoder, layers, image) is layers[1]
+    assert layer_with_map(encoder, layers[2:], image) is layers[2]
+    tokens = Blocks()
+    assert layer_with_map(tokens, [*tokens.blocks, nn.Linear(2, 2)], image) is tokens.blocks[1]
+    assert layer_with_map(tokens, [tokens.blocks[2]], image) is tokens.blocks[2]
+    with pytest.raises(ValueError, match="runs none of its layers"):
+        layer_with_map(encoder, [*tokens.blocks], image)

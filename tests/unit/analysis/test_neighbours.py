@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from mclclip.analysis.neighbours import nearest_samples, nearest_to_modified
+from mclclip.analysis import neighbours
+from mclclip.analysis.neighbours import (
+    examples_of,
+    nearest_different,
+    nearest_samples,
+    nearest_to_modified,
+)
 
 
 def random(count: int, dim: int = 5, seed: int = 0) -> np.ndarray:
@@ -54,3 +60,25 @@ def test_the_zero_vector_has_no_neighbour() -> None:
     v = circle(0.0)[0]
     with pytest.raises(ValueError, match="zero or not finite"):
         nearest_to_modified(circle(0.0, 90.0), v, v, [1.0], "positive")
+
+
+def test_the_nearest_that_is_no_copy() -> None:
+    features = random(30)
+    features[[2, 5]] = 3.0 * features[3]
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    cosine = unit @ unit[3]
+    cosine[[2, 3, 5]] = -np.inf
+    assert nearest_different(features, [3]).tolist() == [int(cosine.argmax())]
+    assert nearest_different(np.ones((20, 4)), [0, 7]).tolist() == [-1, -1]
+
+
+def test_examples_are_the_most_similar_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_BLOCK", 7)  # a cluster's rows lie in several blocks
+    rng = np.random.default_rng(0)
+    clusters, cosines = rng.integers(0, 4, (40, 2)), rng.random((40, 2))
+    found = examples_of(clusters, cosines, [[2, 0], [2, 9]], 3)
+    assert found.keys() == {0, 2, 9} and not len(found[9])
+    for cluster in (0, 2):
+        own = np.flatnonzero(clusters[:, 0] == cluster)
+        expected = own[np.argsort(-cosines[own, 0])][:3]
+        assert found[cluster].tolist() == expected.tolist()

@@ -48,6 +48,20 @@ def test_answers_are_those_of_another_solver(strength: float) -> None:
     assert 0.5 < np.mean(wanted == truth) < 0.95  # neither trivial nor hopeless
 
 
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_a_classifier_is_a_weight_and_a_bias(num_classes: int) -> None:
+    train, labels = noisy_classes(200, num_classes)
+    test, _ = noisy_classes(300, num_classes, seed=1)
+    classifier = linear_probe.fit(train, labels, 1.0)
+    weight, bias = classifier.linear()
+    assert weight.shape == (num_classes, 9) and bias.shape == (num_classes,)
+    logits = test @ weight.T + bias
+    assert np.array_equal(logits.argmax(axis=1), classifier.predict(test))
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    wanted = classifier.model.predict_proba((test - classifier.mean) * classifier.length)
+    np.testing.assert_allclose(shares, wanted, atol=1e-6)
+
+
 def test_many_classes_are_learnt_to_the_end() -> None:
     """With 200 classes scikit-learn's own tolerance stops too early, as do rows of length 1."""
     rng = np.random.default_rng(0)

@@ -1,0 +1,98 @@
+"""The encoders that some figures run: exports of the stages, for pixels between 0 and 1.
+
+Gates act on the features of the projector, which is not exported and is read from the last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mclclip.analyse.material import ClassGates, Material
+from mclclip.models.image_model import ImageModel
+from mclclip.models.loading import load_any
+from mclclip.objectives.label_filter import normed
+from mclclip.run import artifacts
+
+log = logging.getLogger("mclclip")
+
+NEEDS = "exports of its stages: run 'mclclip export --stage 0'"
+
+
+class PixelEncoder(nn.Module):
+    """A stage's encoder for pixels [n, C, H, W] between 0 and 1, which it normalises itself.
+
+    Its features are those of the export, at unit length; with ``gates`` those that the gates act
+    on, behind projector and layer norm.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: ImageModel, gates: ClassGates | None = None) -> None:
+        super().__init__()
+        self.model, self.gated = model, gates is not None
+        self.norm = None if gates is None else gates.subspaces.norm
+        for name in ("mean", "std"):
+            values = torch.tensor(model.config["preprocess_cfg"][name], dtype=torch.float32)
+            self.register_buffer(name, values.reshape(-1, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[n, C, H, W] -> [n, D]."""
+        images = (pixels - self.mean) / self.std
+        if self.gated:
+            return normed(self.model(image=images)["image_features"], self.norm)
+        return self.model.encode_image(images, normalize=True)
+
+    def pixels(self, images: Sequence[Any]) -> Tensor:
+        """Stored images -> pixels [n, C, H, W] between 0 and 1, of the encoder's size."""
+        prepared = torch.stack([self.model.preprocess_val(image) for image in images])
+        return (prepared.to(self.mean.device) * self.std + self.mean).clamp(0.0, 1.0)
+
+    def of_all(self, pixels: Tensor, batch_size: int) -> NDArray[np.float32]:
+        """[N, D]: the features of pixels [N, C, H, W], a batch at a time."""
+        with torch.no_grad():
+            parts = [self(batch).cpu() for batch in torch.split(pixels, batch_size)]
+        features: NDArray[np.float32] = torch.cat(parts).numpy()
+        return features
+
+
+def features_of(
+    material: Material, encoder: PixelEncoder, ids: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """[n, D]: the features of samples, which are read a batch at a time."""
+    size, parts = material.config.embed.batch_size, []
+    for start in range(0, len(ids), size):
+        images = material.raw_images(ids[start : start + size].tolist())
+        parts.append(encoder.of_all(encoder.pixels(images), size))
+    return np.concatenate(parts)
+
+
+def load(material: Material, stage: int, gates: ClassGates | None = None) -> PixelEncoder | None:
+    """A stage's export in evaluation mode, on the device; None, and a line in the log, without one.
+
+    With ``gates`` it has the projector that was trained.
+    """
+    directory = material.layout.export(stage)
+    if not artifacts.is_finished(directory):
+        log.info(
+            "stage_%d has no export and is left out: run 'mclclip export --stage %d' to have it in",
+            stage, stage,
+        )  # fmt: skip
+        return None
+    if gates is None:
+        model = load_any(directory)
+    else:
+        named = material.config.model_of("train" if stage else "base")
+        model = load_any(directory, projector=named.projector)
+        if named.projector:
+            projector: nn.Module = model.get_submodule("projector")
+            projector.load_state_dict(gates.projector)
+    return PixelEncoder(model, gates).to(material.device).eval()

@@ -1,0 +1,159 @@
+"""Figures of features: spectrum, neighbours, overlap of classes, t-SNE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mclclip.analyse.material import Figure, Material
+from mclclip.analysis import class_overlap, hypersphere, neighbours, pictures, spectrum
+from mclclip.analysis import tsne as layouts
+
+ANCHORS, NEIGHBOURS = 8, 8
+MODIFIED = 3  # anchors whose positive and negative IFM modifies
+EPSILONS = (0.0, 0.1, 0.2, 0.5, 1.0)
+KINDS: Sequence[Literal["positive", "negative"]] = ("positive", "negative")
+MAX_LAID_OUT = 2_000
+
+
+def singular_values(material: Material, path: Path) -> dict[str, Any] | None:
+    """Singular values of the features' covariance, effective rank and uniformity by stage (SimLAP,
+    Fig. 3)."""
+    data = {}
+    for name, rows in material.features.items():
+        values = spectrum.singular_values(rows, alone=True)
+        data[name] = {
+            "singular_values": values.tolist(),
+            "effective_rank": spectrum.effective_rank(values),
+            "uniformity": hypersphere.uniformity(rows),
+        }
+    if not data:
+        return None
+    series = {
+        f"{name}: effective rank {entry['effective_rank']:.1f}": entry["singular_values"]
+        for name, entry in data.items()
+    }
+    pictures.lines(path, "singular values", series, "number", "value", log=True)
+    return data
+
+
+def nearest(material: Material, path: Path) -> dict[str, Any] | None:
+    """The nearest samples of the same anchors in every stage's space (MCL, Fig. 3)."""
+    if not material.features or len(material.ids) <= NEIGHBOURS:
+        return None
+    anchors = np.random.default_rng([material.seed, 5]).permutation(len(material.ids))[:ANCHORS]
+    found, shown, labels = {}, [], []
+    for name, rows in material.features.items():
+        cosines, near = neighbours.nearest_samples(rows, anchors, NEIGHBOURS)
+        keys = [material.index.keys(material.ids[row]) for row in near]
+        found[name] = [
+            {"anchor": key, "nearest": others, "cosines": values.tolist()}
+            for key, others, values in zip(
+                material.index.keys(material.ids[anchors]), keys, cosines, strict=True
+            )
+        ]
+    for number, anchor in enumerate(anchors):
+        for name in found:
+            near_keys = found[name][number]["nearest"]
+            ids = [int(material.ids[anchor]), *material.index.ids_of(near_keys).tolist()]
+            shown.append(material.images(ids))
+            labels.append(name)
+    pictures.sheet(path, "an anchor, and its nearest samples", shown, labels)
+    return found
+
+
+def overlap(material: Material, path: Path) -> dict[str, Any] | None:
+    """Cosines within and between the values of each attribute, by stage (SimLAP, Fig. 4)."""
+    data: dict[str, Any] = {}
+    panels: dict[str, pictures.Series] = {}
+    edges: Sequence[float] = ()
+    for attribute in material.attributes:
+        codes = material.codes(attribute)[material.ids]
+        known = codes >= 0
+        for name, rows in material.features.items():
+            found = class_overlap.class_overlap(rows[known], codes[known])
+            title = f"{name}, {attribute}: overlap {found.overlap:.2f}"
+            edges = found.edges.tolist()
+            panels[title] = {"within": found.intra.tolist(), "between": found.inter.tolist()}
+            data.setdefault(attribute, {})[name] = {"overlap": found.overlap, **panels[title]}
+    if not data:
+        return None
+    pictures.histograms(path, "cosines within and between values", edges, panels)
+    return {"edges": edges, "attributes": data}
+
+
+def modified(material: Material, path: Path) -> dict[str, Any] | None:
+    """The sample nearest to a positive, and to a negative, as IFM modifies it (IFM, Fig. 4).
+
+    The positive of an anchor is the nearest sample that is no copy of it: embeddings have one view
+    of each sample, and the paper's positive is another view. The negative is drawn by the seed.
+    """
+    if not material.features or len(material.ids) < 3:
+        return None
+    random = np.random.default_rng([material.seed, 7])
+    drawn = random.permutation(len(material.ids))[: 2 * MODIFIED]
+    anchors, negatives = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+    data: dict[str, list[dict[str, Any]]] = {}
+    shown, titles = [], []
+    for name, rows in material.features.items():
+        positives = neighbours.nearest_different(rows, anchors)
+        for anchor, *samples in zip(anchors, positives, negatives, strict=False):
+            for kind, sample in zip(KINDS, samples, strict=True):
+                if sample < 0:
+                    continue
+                cosines, near = neighbours.nearest_to_modified(
+                    rows, rows[anchor], rows[sample], EPSILONS, kind
+                )
+                ids = material.ids[[anchor, *near]]
+                keys = material.index.keys(ids)
+                entry = {"kind": kind, "anchor": keys[0], "nearest": keys[1:]}
+                own = material.index.keys(material.ids[[sample]])[0]
+                entry |= {"sample": own, "cosines": cosines.tolist()}
+                data.setdefault(name, []).append(entry)
+                shown.append(material.images(ids.tolist()))
+                titles.append(f"{name}: {kind}")
+    columns = ["anchor", *(f"eps {eps:g}" for eps in EPSILONS)]
+    pictures.sheet(path, "nearest to a modified sample", shown, titles, columns)
+    return {"eps": EPSILONS, "stages": data}
+
+
+def tsne(material: Material, path: Path) -> dict[str, Any] | None:
+    """Features on a plane by t-SNE, of every stage, coloured by each attribute (SimLAP, Fig. 5)."""
+    rows = material.some(MAX_LAID_OUT, 8)
+    if not material.features or len(rows) < layouts.FEWEST:
+        return None
+    places = {
+        name: layouts.tsne(features[rows], material.seed)
+        for name, features in material.features.items()
+    }
+    colours = {
+        name: (material.codes(name)[material.ids[rows]], material.index.attribute(name)[1])
+        for name in material.attributes
+    }
+    lines: list[dict[str, pictures.Plane]] = [
+        {f"{stage}, by {name}": (found, *colour) for stage, found in places.items()}
+        for name, colour in colours.items()
+    ]
+    plain: dict[str, pictures.Plane] = {n: (found, None, ()) for n, found in places.items()}
+    pictures.planes(path, "t-SNE of the features", lines or [plain])
+    return {
+        "samples": material.index.keys(material.ids[rows]),
+        "places": {name: found.tolist() for name, found in places.items()},
+        "attributes": {
+            name: {"values": values, "codes": codes.tolist()}
+            for name, (codes, values) in colours.items()
+        },
+    }
+
+
+_EMBEDDINGS = "embeddings: run 'mclclip embed --stage 0'"
+FIGURES = {
+    "singular_values": Figure(singular_values, _EMBEDDINGS),
+    "nearest": Figure(nearest, f"{_EMBEDDINGS}, of more than {NEIGHBOURS} samples"),
+    "overlap": Figure(overlap, f"attributes in data.sources.NAME.attributes, and {_EMBEDDINGS}"),
+    "modified": Figure(modified, f"{_EMBEDDINGS}, of three samples or more"),
+    "tsne": Figure(tsne, f"{_EMBEDDINGS}, of at least {layouts.FEWEST} samples"),
+}

@@ -1,0 +1,32 @@
+"""The state that a finished training has left: the model and the objective, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from mclclip.checkpoint.step_files import steps
+from mclclip.checkpoint.storage import load_model_state
+from mclclip.run import artifacts
+
+
+def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]:
+    """The tensors of the last checkpoint of a finished training, on the CPU, by name.
+
+    ``averaged``: of what was trained, the moving average. Raises FileNotFoundError where the
+    training has not finished or its checkpoints are gone, and RuntimeError where they are those of
+    another training, or damaged.
+    """
+    directory = train_directory / "checkpoints"
+    trained = artifacts.read_manifest(train_directory, "train").counts["steps"]
+    saved = steps(directory)
+    if not saved:
+        raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train' again")
+    if saved[-1] != trained:
+        raise RuntimeError(
+            f"{directory} ends at step {saved[-1]}, the training at {trained}: remove "
+            f"{train_directory / artifacts.MANIFEST}, then run 'mclclip train' again"
+        )
+    state = load_model_state(directory, saved[-1])
+    return state | load_model_state(directory, saved[-1], part="ema") if averaged else state

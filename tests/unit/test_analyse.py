@@ -1,0 +1,247 @@
+"""Figures of a run: what they hold, what they need, and one clear line where that is missing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip import analyse, checkpoint, cli, embed, pipeline
+from mclclip.analyse import encoders, features, gates, heat_maps, labels
+from mclclip.config import Config, from_tree
+from mclclip.eval import results
+from mclclip.ranks.process_group import SINGLE
+from tests import views
+
+STEPS = 4
+SIMLAP = {"kind": "simlap", "label_dim": 8, "hidden_dim": 8}
+DEFAULT = {name for name, figure in analyse.FIGURES.items() if not figure.encoder}
+NAMED = analyse.FIGURES.keys() - DEFAULT
+# Fewer pictures on a sheet, which take most of the time.
+FEWER = {
+    features: {"ANCHORS": 1, "NEIGHBOURS": 2, "MODIFIED": 1, "EPSILONS": (0.0, 0.5)},
+    labels: {"SAMPLES": 1, "EXAMPLES": 2},
+    gates: {"PAIRS": 1},
+    heat_maps: {"PAIRS": 1, "VIEWS": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A finished run whose stage 0 has gates of shapes, and stage 1 of clusters."""
+    root = tmp_path_factory.mktemp("analyse")
+    pictures = views.make_data(root / "pictures")
+    tree = views.tree(root / "run", pictures, SIMLAP | {"attribute": "shape"}, STEPS)
+    tree["train"] |= {"objective": SIMLAP | {"pairs": "distinct"}, "ema_decay": 0.9}
+    tree["cluster"] |= {"num_clusters": 3, "labels_per_sample": 2}
+    tree["export"] |= {"concat": []}
+    made = from_tree(tree)
+    pipeline.run(made, SINGLE)
+    embed.run(made, SINGLE, stage=1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def drawn(config: Config) -> Path:
+    """The folder with all its figures, of which some have fewer pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, numbers in FEWER.items():
+            for name, number in numbers.items():
+                patch.setattr(module, name, number)
+        analyse.run(config, SINGLE)
+        return analyse.run(config, SINGLE, figures=", ".join(sorted(NAMED)))
+
+
+def data(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_every_figure_is_data_and_a_picture(drawn: Path) -> None:
+    lacking = {"pseudo_labels"}  # simlap without groups has none
+    for suffix in (".json", ".png"):
+        assert {p.stem for p in drawn.glob(f"*{suffix}")} == analyse.FIGURES.keys() - lacking
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.glob("*.png"))
+
+
+def test_gates_are_those_of_the_last_checkpoint(config: Config, drawn: Path) -> None:
+    found, run = data(drawn, "gates"), Path(config.run_dir)
+    assert found["stage_0"]["classes"] == ["0", "1", "2"]
+    assert found["stage_1"]["classes"] == ["cluster 0", "cluster 1", "cluster 2"]
+    for stage, averaged in ((0, False), (1, True)):
+        state = checkpoint.load_model_state(run / f"stage_{stage}/train/checkpoints", STEPS)
+        if averaged:
+            path = run / f"stage_{stage}/train/checkpoints"
+            state |= checkpoint.load_model_state(path, STEPS, part="ema")
+        own = {n.removeprefix("objective.filter."): t for n, t in state.items()}
+        hidden = own["labels.weight"]
+        for norm, linear in (("0", "2"), ("3", "5")):
+            mean, var = (own[f"layers.{norm}.running_{what}"] for what in ("mean", "var"))
+            hidden = (hidden - mean) / (var + 1e-5).sqrt()
+            hidden = hidden * own[f"layers.{norm}.weight"] + own[f"layers.{norm}.bias"]
+            hidden = hidden.relu() @ own[f"layers.{linear}.weight"].T + own[f"layers.{linear}.bias"]
+        gates = np.array(found[f"stage_{stage}"]["gates"])
+        np.testing.assert_allclose(gates, hidden.sigmoid().numpy(), atol=1e-6)
+        np.testing.assert_allclose(found[f"stage_{stage}"]["sizes"], gates.sum(axis=1), rtol=1e-6)
+
+
+def test_pairs_of_gates_select_dimensions(drawn: Path) -> None:
+    gates, pairs = data(drawn, "gates"), data(drawn, "gate_pairs")
+    own = dict(zip(gates["stage_0"]["classes"], gates["stage_0"]["gates"], strict=True))
+    assert len(pairs["stage_0"]) == 2  # the least and the most similar of three
+    for pair in pairs["stage_0"]:
+        mean = np.mean([own[name] for name in pair["classes"]], axis=0)
+        np.testing.assert_allclose(pair["mean_of_gates"], mean, rtol=1e-5)
+        assert pair["dimensions"] == np.argsort(-mean, kind="stable")[:10].tolist()
+        assert np.all((0 < np.array(pair["gates_of_pair"])) & (np.array(mean) < 1))
+    likeness = data(drawn, "class_likeness")["stage_0"]
+    assert {"open in both", "features", "label embeddings"} < likeness.keys()
+    assert all(np.shape(likeness[name]) == (3, 3) for name in likeness if name != "classes")
+
+
+def test_tsne_is_seeded_and_of_every_stage(config: Config, drawn: Path) -> None:
+    found = data(drawn, "tsne")
+    assert {name: np.shape(p) for name, p in found["places"].items()} == {
+        "stage_0": (64, 2),
+        "stage_1": (64, 2),
+    }
+    assert set(found["attributes"]["shape"]["codes"]) == {0, 1, 2}
+    analyse.run(config, SINGLE, figures="tsne")
+    assert data(drawn, "tsne") == found
+
+
+def test_nearest_labels_have_examples_of_their_own(config: Config, drawn: Path) -> None:
+    clusters = np.load(Path(config.run_dir) / "stage_0/clusters/cluster_labels.npy")
+    number = {f"p/{n:09d}": n for n in range(64)}
+    for entry in data(drawn, "nearest_labels")["stage_0"]:
+        labels = entry["labels"]
+        own = clusters[number[entry["sample"]]].tolist()
+        assert [label["cluster"] for label in labels] == own and len(own) == 2
+        for label in labels:
+            examples = [clusters[number[key], 0] for key in label["examples"]]
+            assert set(examples) <= {label["cluster"]} and entry["sample"] not in label["examples"]
+
+
+def test_a_sample_that_is_not_modified_is_its_own_neighbour(drawn: Path) -> None:
+    found = data(drawn, "modified")
+    assert found["eps"][0] == 0.0
+    kinds = [entry["kind"] for entry in found["stages"]["stage_0"]]
+    assert set(kinds) == {"positive", "negative"}
+    for entry in found["stages"]["stage_0"]:
+        assert entry["cosines"][0] == pytest.approx(1.0, abs=1e-5)
+        assert entry["anchor"] != entry["sample"]
+
+
+def test_losses_are_those_of_metrics_and_errors_of_results(config: Config, drawn: Path) -> None:
+    found, run = data(drawn, "loss_readout"), Path(config.run_dir)
+    assert found["models"] == ["stage_0", "stage_1"] and found["correlations"] is None
+    lines = (run / "stage_1/train/metrics.jsonl").read_text().splitlines()
+    assert found["loss"][1] == json.loads(lines[-1])["loss"]
+    rows = {(r.model, r.metric): r.value for r in results.read(run / "results.jsonl")}
+    assert found["error_percent"]["features, shape"][0] == 100.0 - rows["stage_0", "shape"]
+
+
+def test_a_broken_row_of_metrics_is_one_line(config: Config, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(config.run_dir, run)
+    with open(run / "stage_1/train/metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    moved = from_tree(views.tree(run, tmp_path, SIMLAP | {"attribute": "shape"}, STEPS))
+    with pytest.raises(ValueError, match=r"metrics.jsonl line 5 is not a row with a loss"):
+        analyse.run(moved, SINGLE, figures="loss_readout")
+
+
+def test_heat_maps_lie_over_the_anchor(drawn: Path) -> None:
+    for stage, spaces in data(drawn, "clam").items():
+        assert stage in ("stage_0", "stage_1") and len(spaces) == 2
+        for entry in spaces:
+            for space in ("all", "gates of y1", "gates of y2"):
+                heat = np.array(entry[space]["heat"])
+                assert heat.shape == (16, 16) and heat.min() >= 0.0
+                assert -1.0 <= entry[space]["similarity"] <= 1.0
+
+
+def test_readouts_of_robust_and_non_robust_features(drawn: Path) -> None:
+    found = data(drawn, "adversarial_sets")
+    assert found.keys() == {"shape", "colour"}
+    for stage in found["shape"].values():
+        assert stage["moved"] + stage["tested"] == 64 and 0 <= stage["reached"] <= 1
+        assert stage["accuracy_percent"].keys() == {"D", "D_R", "D_NR"}
+
+
+def test_subspaces_are_seen_behind_the_projector(config: Config, drawn: Path) -> None:
+    found = data(drawn, "subspaces")["stage_0"]
+    assert len(found["panels"]) == 3 and found["panels"].keys() > {"all dimensions"}
+    material = analyse.material_of(config, SINGLE)
+    learned = material.gates["stage_0"]
+    encoder = encoders.load(material, 0, learned)
+    assert encoder is not None
+    features = encoder.of_all(encoder.pixels(material.raw_images([0, 1])), 2)
+    assert features.shape == (2, 6)  # the projector's width
+    projector = encoder.model.get_submodule("projector").state_dict()
+    for name, tensor in projector.items():
+        assert torch.equal(tensor, learned.projector[name])
+    # A layer norm that has hardly been trained leaves rows of mean 0 and length sqrt(D).
+    assert np.allclose(features.mean(axis=1), 0.0, atol=0.1)
+    assert np.allclose(np.linalg.norm(features, axis=1), 6**0.5, atol=0.2)
+
+
+def test_help_names_the_figures_for_which_an_encoder_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.build_parser().parse_args(["analyse", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"named: {', '.join(n for n in analyse.FIGURES if n in NAMED)}" in shown
+
+
+@pytest.mark.parametrize("name", ["gate", "", "gates;tsne"])
+def test_an_unknown_figure_is_one_line(config: Config, name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"no figure {name!r}: take accuracy, .*subspaces"
+    ) as error:
+        analyse.run(config, SINGLE, figures=f"tsne,{name}")
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_run_lacks_is_one_line_where_it_is_named(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run without gates, embeddings and exports; without a name the figure is left out."""
+    run = tmp_path / "run"
+    shutil.copytree(Path(config.run_dir) / "index", run / "index")
+    tree = views.tree(run, tmp_path, {"kind": "nt_xent"}, STEPS)
+    bare = from_tree(tree)
+    for name, needs in (
+        ("gates", "objective learns gates, such as simlap"),
+        ("subspaces", "objective learns gates, such as simlap"),
+        ("tsne", "run 'mclclip embed --stage 0'"),
+        ("clam", "run 'mclclip export --stage 0'"),
+        ("nearest_labels", "run 'mclclip cluster --stage 0'"),
+    ):
+        with pytest.raises(ValueError, match=f"{run} has nothing for .* {name} needs") as error:
+            analyse.run(bare, SINGLE, figures=name)
+        assert needs in str(error.value) and "\n" not in str(error.value)
+    with caplog.at_level(logging.INFO, "mclclip"):
+        folder = analyse.run(bare, SINGLE)
+    assert not [*folder.glob("*.png")]
+    assert "nothing for gates" in caplog.text
+
+
+def test_gates_whose_checkpoints_are_gone_are_left_out(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(config.run_dir, run)
+    shutil.rmtree(run / "stage_0/train/checkpoints")
+    moved = from_tree(
+        views.tree(run, tmp_path, SIMLAP | {"attribute": "shape"}, STEPS, num_stages=0)
+    )
+    with caplog.at_level(logging.INFO, "mclclip"), pytest.raises(ValueError, match="nothing for"):
+        analyse.run(moved, SINGLE, figures="gates")
+    assert "stage_0 is left out of figures of gates" in caplog.text
