@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from mclclip import analyse, checkpoint, cli, embed, pipeline
-from mclclip.analyse import encoders, features, gates, heat_maps, labels
+from mclclip.analyse import encoders, features, gates, heat_maps, labels, subspaces
 from mclclip.config import Config, from_tree
 from mclclip.eval import results
 from mclclip.ranks.process_group import SINGLE
@@ -23,12 +25,14 @@ STEPS = 4
 SIMLAP = {"kind": "simlap", "label_dim": 8, "hidden_dim": 8}
 DEFAULT = {name for name, figure in analyse.FIGURES.items() if not figure.encoder}
 NAMED = analyse.FIGURES.keys() - DEFAULT
-# Fewer pictures on a sheet, which take most of the time.
-FEWER = {
-    features: {"ANCHORS": 1, "NEIGHBOURS": 2, "MODIFIED": 1, "EPSILONS": (0.0, 0.5)},
+# Fewer pictures on a sheet, and fewer points on a plane, which take most of the time.
+LAID_OUT = 20
+FEWER: dict[ModuleType, dict[str, Any]] = {
+    features: {"ANCHORS": 1, "NEIGHBOURS": 2, "MODIFIED": 1, "MAX_LAID_OUT": LAID_OUT},
     labels: {"SAMPLES": 1, "EXAMPLES": 2},
     gates: {"PAIRS": 1},
     heat_maps: {"PAIRS": 1, "VIEWS": 3},
+    subspaces: {"MAX_LAID_OUT": LAID_OUT},
 }
 
 
@@ -48,14 +52,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def drawn(config: Config) -> Path:
-    """The folder with all its figures, of which some have fewer pictures."""
+def drawn(config: Config) -> Iterator[Path]:
+    """The folder with all its figures."""
     with pytest.MonkeyPatch.context() as patch:
         for module, numbers in FEWER.items():
             for name, number in numbers.items():
                 patch.setattr(module, name, number)
         analyse.run(config, SINGLE)
-        return analyse.run(config, SINGLE, figures=", ".join(sorted(NAMED)))
+        yield analyse.run(config, SINGLE, figures=", ".join(sorted(NAMED)))
 
 
 def data(folder: Path, name: str) -> Any:
@@ -107,8 +111,8 @@ def test_pairs_of_gates_select_dimensions(drawn: Path) -> None:
 def test_tsne_is_seeded_and_of_every_stage(config: Config, drawn: Path) -> None:
     found = data(drawn, "tsne")
     assert {name: np.shape(p) for name, p in found["places"].items()} == {
-        "stage_0": (64, 2),
-        "stage_1": (64, 2),
+        "stage_0": (LAID_OUT, 2),
+        "stage_1": (LAID_OUT, 2),
     }
     assert set(found["attributes"]["shape"]["codes"]) == {0, 1, 2}
     analyse.run(config, SINGLE, figures="tsne")
