@@ -422,8 +422,8 @@ class Config:
             )
         if other := [name for name in self.controls if name not in objective.controls]:
             raise ValueError(
-                f"controls={other} say nothing of train.objective.kind={objective.kind}, which has "
-                f"{', '.join(objective.controls) or 'none'}: leave them out"
+                f"controls={other} do not apply to train.objective.kind={objective.kind}, which "
+                f"has {', '.join(objective.controls) or 'none'}: leave them out"
             )
         self._check_start()
         for options in filter(None, (self.base, self.train)):

@@ -55,7 +55,7 @@ def run(
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
     if variant != "mcl" and variant not in options.objective.controls:
         raise ValueError(
-            f"--variant {variant} says nothing of train.objective.kind={options.objective.kind}, "
+            f"--variant {variant} does not apply to train.objective.kind={options.objective.kind}, "
             f"which has {', '.join(options.objective.controls) or 'no controls'}: leave it out"
         )
     layout = Layout.of(config, variant)
