@@ -74,8 +74,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class _Question:
-    """One row of Questions.csv."""
-
     line: int
     id: int
     type: str

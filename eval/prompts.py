@@ -240,7 +240,6 @@ def check_suite(benchmarks: Mapping[str, Benchmark]) -> None:
 
 
 def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
-    """The entry of ``clip_benchmark:DATASET`` in one of the package's JSON files."""
     dataset = choice.removeprefix(CLIP_BENCHMARK)
     try:
         package = importlib.resources.files("clip_benchmark")

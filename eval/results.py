@@ -142,7 +142,6 @@ def table(
 def _block(
     benchmark: str, rows: Sequence[Result], published: Sequence[Reference], intervals: bool
 ) -> Iterator[list[str]]:
-    """The cells of a block, line by line."""
     counts: dict[str, set[int]] = {}
     models: dict[str, dict[str, Result | Reference]] = {}
     for row in rows:

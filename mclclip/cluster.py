@@ -150,7 +150,6 @@ def _common(config: Config, context: Context, index: SampleIndex) -> dict[str, A
 
 
 def _fit(config: Config, stage: int, blocks: NpyBlocks, common: dict[str, Any]) -> kmeans.Found:
-    """k-means over all ranks."""
     options = config.cluster
     settings: dict[str, Any] = common | {
         "seed": (config.seed, stage),

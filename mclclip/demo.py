@@ -74,7 +74,6 @@ def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "t
 
 
 def _folder(out: Path, regime: Regime) -> Path:
-    """Folder of the runs of a regime."""
     return out if regime == "trained" else out / regime
 
 
@@ -172,7 +171,6 @@ def _give(
 
 
 def _context(settled: Config) -> Context:
-    """One process, on the device that the options name."""
     device = process_group.pick_device(settled.device, deterministic=settled.deterministic)
     return Context(device=device)
 

@@ -112,8 +112,6 @@ def write_splits(
 
 
 class _Counted:
-    """An iterable that counts the items it has yielded."""
-
     def __init__(self, samples: Any) -> None:
         self.samples, self.number = samples, 0
 
@@ -173,7 +171,6 @@ def _samples(
 
 
 def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
-    """Writes Questions.csv and the pictures; returns the number of questions."""
     rows: list[tuple[int, str, str]] = []
     for attribute in patterns.ATTRIBUTES:
         folder = root / "MLLM_VLM Images" / attribute

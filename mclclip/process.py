@@ -125,7 +125,6 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
 def _recorded(
     config: Config, verb: str, context: Context, work: Callable[[Context], object]
 ) -> None:
-    """Calls ``work`` between the records of its start and of its end."""
     from mclclip.ranks.peer_watch import PeerWatch
     from mclclip.run import run_state
 

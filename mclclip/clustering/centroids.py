@@ -253,6 +253,5 @@ class ShardedCentroids(WholeCentroids):
 
 
 def _nothing(centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and counts that are zero."""
     sums = torch.zeros_like(centroids, dtype=torch.int64)
     return sums, torch.zeros(len(centroids), dtype=torch.int64, device=centroids.device)

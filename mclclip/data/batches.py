@@ -282,7 +282,6 @@ class TrainingBatches(Dataset[Batch]):
     def _replacement(
         self, bad: BadSample, positions: Iterable[int], in_batch: frozenset[int], epoch: int
     ) -> tuple[Sample, int]:
-        """The first usable candidate and its position in the grouped index."""
         for position in positions:
             candidate = int(self.grouped.sample_ids[position])
             if candidate in in_batch or candidate in self._bad_ids:
@@ -319,7 +318,6 @@ class TrainingBatches(Dataset[Batch]):
             tried = positions
 
     def _label_at(self, position: int, prefix_length: int) -> int:
-        """The label at a position of the grouped index, truncated."""
         group = int(np.searchsorted(self.grouped.group_starts, position, side="right")) - 1
         label = np.asarray(self.grouped.group_labels[group : group + 1])
         return int(truncate(label, self.grouped.radices, prefix_length)[0])

@@ -170,7 +170,6 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    """The orientation applied, the metadata dropped."""
     method = _ORIENTATIONS.get(orientation)
     upright = image if method is None else image.transpose(method)
     upright.info = {}

@@ -190,7 +190,6 @@ def _shape(
     radius: float,
     colour: tuple[int, int, int],
 ) -> None:
-    """Draws one figure around (x, y), in pixels of the small picture."""
     cx, cy, r = x * _OVERSAMPLE, y * _OVERSAMPLE, radius * _OVERSAMPLE
     if name == "square":
         s = 0.88 * r

@@ -327,7 +327,6 @@ class TarDataset(Dataset["Sample | BadSample"]):
         return Sample(raw.sample_id, views, caption_number, text, text_features)
 
     def _decode(self, raw: RawSample, transform: Transform) -> Any:
-        """An RGB PIL image, or uint8 [H, W, C] of a sample that is an array."""
         arrays = bool(getattr(transform, "reads_arrays", False))
         try:
             return decode(raw.image, self.max_image_pixels, arrays)

@@ -115,7 +115,6 @@ _State = tuple[Tensor, Tensor | None]
 
 
 def _random_state(device: torch.device) -> _State:
-    """States of the CPU's generator and of the device's."""
     on_gpu = device.type != "cpu"
     state = torch.get_device_module(device).get_rng_state(device) if on_gpu else None
     return torch.get_rng_state(), state

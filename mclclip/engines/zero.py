@@ -211,7 +211,6 @@ class DeepspeedEngine(Engine):
             group["lr"] = rate
 
     def _flats(self) -> list[Tensor]:
-        """The tensors that ZeRO gives to the optimizer."""
         if self.zero_stage == 3:
             return list(self.optimizer.fp32_partitioned_groups_flat)
         return list(self.optimizer.single_partition_of_fp32_groups)

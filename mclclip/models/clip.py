@@ -193,7 +193,6 @@ def _check_is_clip(name: str | Path | Mapping[str, Any], model_cfg: Mapping[str,
 
 
 def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
-    """Replaces the fields of a part of a configuration that are not None."""
     model_cfg[part] |= {key: value for key, value in fields.items() if value is not None}
 
 
@@ -364,7 +363,6 @@ def _made(make: Callable[[], Any]) -> Any:
 
 
 def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
-    """Returns the model with random weights."""
     with tempfile.TemporaryDirectory() as folder, _quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
         torch.default_generator.manual_seed(seed)

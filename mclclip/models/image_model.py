@@ -162,7 +162,6 @@ class ImageModel(nn.Module):
     def _lock_image(
         self, image_blocks: int | Literal["all"], image_norm: bool, image_projection: bool
     ) -> None:
-        """Makes exactly these parts of the image tower trainable."""
         layout = self.layout
         number = number_of(layout, image_blocks, "image_blocks", "image tower")
         parts = layout.last(number) + (layout.embedding if image_blocks == "all" else ())
