@@ -75,9 +75,8 @@ class _Writer(FileSystemWriter):
 def own_part(state: State, rank: int, world_size: int) -> State:
     """The part of the state that this rank writes.
 
-    Plain tensors, which all ranks hold, are dealt to the W ranks by size, about 1/W of the bytes to
-    each; every rank computes the same deal, so each is written once. DTensors stay in all parts:
-    each rank writes its own shards of them.
+    Plain tensors, which all ranks hold, are dealt to the W ranks by size, the same way on each, so
+    that each is written once. DTensors stay in all parts: each rank writes its own shards.
     """
     plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
     plain.sort()

@@ -102,11 +102,8 @@ class Batch:
 
 @contextmanager
 def keyed_rng(key: int) -> Iterator[None]:
-    """Runs the block with the global CPU generators (torch, random, numpy) seeded by ``key``.
-
-    0 <= key < 2^64. Afterwards the generators are restored. torchvision draws from torch's, timm's
-    transforms from all three.
-    """
+    """Runs the block with the global CPU generators (torch, random, numpy) seeded by ``key``, 0 <=
+    key < 2^64, and restores them. torchvision draws from torch's, timm's transforms from all."""
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     torch.default_generator.manual_seed(key)
     random.seed(key)

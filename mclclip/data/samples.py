@@ -58,10 +58,7 @@ class RawSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """A decoded sample.
-
-    views [C, H, W] each; text int64 [context] or None; text_features float32 [D] or None.
-    """
+    """Views [C, H, W] each; text int64 [context] or None; text_features float32 [D] or None."""
 
     sample_id: int
     views: list[Tensor]

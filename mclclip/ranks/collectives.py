@@ -135,11 +135,10 @@ def all_reduce_max(x: Tensor) -> Tensor:
 
 
 def side_group() -> Any:
-    """A new gloo group of all ranks, or None where there is one process.
+    """A new gloo group of all ranks, for a background thread or CPU tensors (None: one process).
 
-    A background thread needs a group of its own, because the collectives of two threads on one
-    group may be matched in the wrong order. CPU tensors need one because NCCL does not move them.
-    All ranks must call this at the same point of their main threads.
+    Collectives of two threads on one group could be matched in the wrong order, and NCCL does not
+    move CPU tensors. All ranks must call this at the same point of their main threads.
     """
     return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
 

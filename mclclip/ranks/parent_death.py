@@ -23,9 +23,9 @@ _UNKNOWN_S = 1.0  # how long a worker may take to end where there is no /proc to
 def die_with_parent() -> None:
     """Asks Linux to kill this process when its parent dies, even by SIGKILL.
 
-    The workers of a torchrun that was killed with -9 outlive it by seconds, and pool workers may
-    outlive their owner; a restarted job would then write to the same files as they do. If torchrun
-    is already dead, this process ends here. On other systems this does nothing.
+    Workers outlive a torchrun that was killed with -9 by seconds, and pool workers may outlive
+    their owner; a restarted job would write to the same files. If torchrun is already dead, this
+    process ends here. On other systems this does nothing.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,10 +1,10 @@
 """Ends the job, and names the ranks, when ranks hang, die with their node, or cannot be reached.
 
 A collective waits for its slowest rank without saying which. Each rank therefore reports to the
-launcher's TCP store that it lives and how many times it made progress. A rank that has not reported
-for ``timeout_s`` is named, and so is the rank with the least progress when none was made for that
-long; then this process ends. Two threads do this: one talks to the store, which may block for ever
-when the network is cut; the other only compares times.
+launcher's TCP store that it lives and how often it made progress. A rank that does not report for
+``timeout_s`` is named, or the one with the least progress if none was made for that long; then this
+process ends. One thread talks to the store, which may block for ever when the network is cut;
+another only compares times.
 """
 
 from __future__ import annotations
@@ -181,8 +181,7 @@ class PeerWatch:
         if len(behind) == len(counts):
             return f"no rank has got on with the training ({self._places(behind)})"
         if self.context.rank in behind:
-            # Let the other ranks report first: if this one ended now, they would only see a dead
-            # process and not that it was hanging.
+            # The others report first: if this rank ended now, they would not see that it hung.
             if now - since <= self.timeout_s + _MISSED * self.period_s:
                 return None
             faulthandler.dump_traceback(file=sys.stderr)

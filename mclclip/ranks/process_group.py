@@ -151,13 +151,11 @@ def shutdown() -> None:
 
 
 def leave(code: int, close_group: bool = True) -> NoReturn:
-    """Ends this process with ``code`` at once, without the interpreter's shutdown.
+    """Flushes the output and ends this process with ``code``, without the interpreter's shutdown.
 
-    ``close_group``: pass False where a peer may be gone, since closing the group waits for it.
-
-    A gloo process that ran autograd may die at interpreter shutdown with SIGABRT ("terminate
-    called without an active exception"), and a finished run must not look failed. So this flushes
-    the output and exits.
+    A gloo process that ran autograd may die in that shutdown with SIGABRT ("terminate called
+    without an active exception"), and a finished run must not look failed. ``close_group``: pass
+    False where a peer may be gone, since closing the group waits for it.
     """
     if close_group and code == 0:
         shutdown()

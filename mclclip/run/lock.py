@@ -47,10 +47,10 @@ def _answers(pid: int) -> str | None:
 class _Watch:
     """How long a lock whose owner runs on another host has shown no heartbeat.
 
-    The clocks of two hosts may be minutes apart, so the time of the last heartbeat says nothing by
-    itself: only a change of it shows that the owner lives. ``silent_s`` counts the seconds without
-    a change, by our own clock. One look adds at most ``_LATE_LOOK_S``: if our look hangs on the
-    disk for minutes, the owner may hang there too. ``beats``: a heartbeat was seen to change.
+    The clocks of two hosts may be minutes apart, so only a change of the heartbeat's time shows
+    that the owner lives. ``silent_s`` counts the seconds without one, by our own clock. A look adds
+    at most ``_LATE_LOOK_S``: if it hangs on the disk, the owner may hang there too. ``beats``: a
+    change was seen.
     """
 
     def __init__(self) -> None:
