@@ -20,12 +20,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
-# The first of these that runs and is new enough (a pyenv shim may be there and not run).
+# The first of these that runs and is new enough (a pyenv shim may exist without running).
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$python && break; done)
-# The constraints pin a torch that is found without CUDA where pip has one. TORCH replaces that pin, in
-# an environment of its own: make test VENV=.venv-312 PYTHON=python3.12 TORCH='torch==2.11.0 ...'
+# constraints.txt pins torch. TORCH replaces that pin; give it an environment of its own:
+# make test VENV=.venv-312 PYTHON=python3.12 TORCH='torch==2.11.0 ...'
 TORCH ?=
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -60,7 +60,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Its own packages, and by way of a .pth file those of .venv.
+# This environment has its own packages, and through a .pth file those of .venv.
 peers: $(PEERS_INSTALLED)
 
 $(PEERS_INSTALLED): $(INSTALLED) tests/benchmarks/peers.txt

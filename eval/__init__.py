@@ -1,6 +1,6 @@
-"""Evaluation: takes an encoder and a data set folder, gives rows; knows nothing of training.
+"""Evaluation of an encoder on data sets, as rows of results.jsonl; independent of training.
 
 Imported as ``mclclip.eval``. One module per protocol (mmvp, retrieval, zeroshot, linear_probe,
-knn), ``datasets`` with the loaders, ``metrics`` in pure numpy, ``ranking``, ``features`` extracted
-once per benchmark, ``results`` for the rows, ``run`` for suites.
+knn, attributes); ``datasets`` has the loaders, ``metrics`` the formulas in pure numpy, ``ranking``
+ranks of queries, ``features`` the extraction of features, ``results`` the rows, ``run`` the suites.
 """

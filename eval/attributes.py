@@ -1,9 +1,9 @@
-"""Every attribute of a data set in shards, read out of frozen features by a linear classifier or by
-the nearest neighbours.
+"""Predicts every attribute of a data set in shards from frozen features, by a linear classifier or
+by the nearest neighbours.
 
-Source: MCL, section 4.1, and IFM, section 4: a classifier per attribute on the frozen encoder, its
-projector discarded, says which features an encoder has learned and which are suppressed. Both name
-no optimizer; here it is L-BFGS with an L2 penalty, as in `linear_probe`.
+Source: MCL, section 4.1, and IFM, section 4: a classifier per attribute on the frozen encoder,
+without its projector, shows which features an encoder has learned and which it suppresses. Both
+papers name no optimizer; here it is L-BFGS with an L2 penalty, as in `linear_probe`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Probe = Literal["linear", "knn"]
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image as it lies in a shard."""
+    """An image's place in a shard."""
 
     path: Path
     key: str
@@ -87,9 +87,9 @@ def read_split(directory: Path, names: Sequence[str]) -> Split:
 
 
 def coded(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArray, IntArray, int]:
-    """Labels [N], [Q] of both parts by sorted value, and the number of values of train.
+    """Labels [N] of train and [Q] of test (places among train's sorted values), and their number.
 
-    ValueError for a value that only test has: no classifier could answer it.
+    Raises ValueError for a value that only test has, since no classifier could predict it.
     """
     known = {value: code for code, value in enumerate(sorted(set(train)))}
     if strange := sorted(set(test) - known.keys()):
@@ -115,12 +115,12 @@ def evaluate(
     max_train: int | None = None,
 ) -> list[Figure]:
     """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
-    under a classifier trained on ``root/train``; ``mean`` is over attributes.
+    with a classifier trained on ``root/train``; ``mean`` is over attributes.
 
     ``probe``: ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train),
-    or ``knn``, the majority of the ``k`` nearest. ``max_train``: only so many train images are
-    used, the first of the shards. Features are extracted once for all attributes.
-    Figures do not depend on the number of ranks.
+    or ``knn``, the majority of the ``k`` nearest. ``max_train``: only the first so many train
+    images are used. Features are extracted once for all attributes. Figures do not depend on the
+    number of ranks. Raises ValueError for options out of range, and the errors of ``read_split``.
     """
     if not attributes:
         raise ValueError("attributes is empty: name at least one field of the samples' .json")

@@ -1,8 +1,8 @@
-"""Loaders: folders and files of data sets -> what the protocols are measured on. No torch here.
+"""Loaders of the data sets that protocols use; they import no torch.
 
 MMVP-VLM's minimal pairs, images with captions (tables, COCO's and Karpathy's JSON, Flickr30k's
 tokens), and images with classes (a folder per class, a table, ``train/`` and ``test/`` of folders).
-FileNotFoundError and ValueError, one line each, where something is not as it should be.
+They raise FileNotFoundError for missing files and ValueError for wrong content, in one line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUFFIXES = (*MMVP_SUFFIXES, ".bmp", ".tif", ".tiff")
 def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[int, list[str]]]:
     """The line and the cells under ``columns`` of every row of a CSV (or .tsv) with a header.
 
-    Blanks after a delimiter do not count. FileNotFoundError says that there is no ``what``.
+    Blanks after a delimiter are ignored. ``what`` names the file in the FileNotFoundError.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}")
@@ -74,8 +74,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class _Question:
-    """One row of Questions.csv."""
-
     line: int
     id: int
     type: str
@@ -152,10 +150,10 @@ def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class CaptionRule:
-    """Format and size that a named protocol of retrieval demands.
+    """Split, captions per image, and size that a named protocol of retrieval demands.
 
     ``captions_per_image``: only the first so many, in file order; None: all of them.
-    ``num_images``, ``num_captions``: the size that makes it this protocol; None: any.
+    ``num_images``, ``num_captions``: the size that the data must have; None: any.
     """
 
     split: str | None = None
@@ -185,7 +183,7 @@ class ImageTexts:
 def read_captions(
     path: Path, images: Path, protocol: str = "table", *, split: str | None = None
 ) -> ImageTexts:
-    """The images and captions of a named protocol, of the size that the protocol has.
+    """The images and captions of a named protocol, after a check of their numbers.
 
     ``path``: .csv or .tsv with the columns filepath, title and perhaps split; .json, COCO's or
     Karpathy's; or .token, Flickr30k's. Files are named from the folder ``images``. ``split``
@@ -216,7 +214,7 @@ def read_captions(
 def _joined(
     root: Path, names: Iterable[str], pairs: Iterable[tuple[str, str]], limit: float
 ) -> ImageTexts:
-    """Joins (file, caption) pairs: equal files are one image, of which ``limit`` captions stay."""
+    """Joins (file, caption) pairs: equal files are one image, with at most ``limit`` captions."""
     rows = {name: row for row, name in enumerate(names)}
     seen: Counter[int] = Counter()
     owners, captions = [], []

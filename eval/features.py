@@ -1,4 +1,4 @@
-"""Images and texts -> unit features, extracted once per benchmark, over any number of ranks."""
+"""Extracts unit features of images and texts, over any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: str = "") -> list[T]:
     """Runs ``work`` on each rank's contiguous share of ``count`` rows; all results on every rank.
 
-    Where it fails on one rank, it fails on all of them (``together``, which ``what`` goes to).
+    Where it fails on one rank, it raises on all of them (see ``together``, also for ``what``).
     """
     start, stop = (count * rank // context.world_size for rank in (context.rank, context.rank + 1))
     return gather_objects(together(lambda: work(slice(start, stop)), what))
 
 
 class Readable(Protocol):
-    """An image file, or a part of another file; its text names it in messages."""
+    """An image file, or a part of another file; ``str`` of it names it in messages."""
 
     def read_bytes(self) -> bytes:
         """The bytes of the image; OSError where they cannot be read."""
@@ -73,8 +73,8 @@ class Extractor:
     def images(self, paths: Sequence[Readable]) -> Features:
         """Unit features [N, E] of images, in their order, on every rank.
 
-        Raises ValueError on all ranks together for a file that cannot be read or decoded: a
-        benchmark without one of its images is another benchmark.
+        Raises ValueError on all ranks for a file that cannot be read or decoded: without one of
+        its images a benchmark's figures could not be compared.
         """
         read = partial(_read_images, self.encoder.preprocess_val, self.max_image_pixels)
         batches = _Batches(paths, read, self.batch_size)
@@ -83,8 +83,8 @@ class Extractor:
     def texts(self, texts: Sequence[str]) -> Features:
         """Unit features [N, E] of texts, in their order, on every rank.
 
-        Equal texts are encoded once: equal captions get equal features bit for bit, so that ties
-        between them are ties and not a matter of where in a batch they stood.
+        Equal texts are encoded once, so equal captions get equal features bit for bit and tie
+        exactly, wherever they are in a batch.
         """
         position = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         batches = _Batches([*position], self.encoder.tokenizer, self.batch_size)
@@ -141,11 +141,10 @@ class Extractor:
 
 @dataclass(frozen=True)
 class _Batches(Dataset[Any]):
-    """Batch number -> what ``make`` makes of its items: a tensor [b, ...], or one line on what is
-    wrong with an item.
+    """Batch number -> ``make`` of its items: a tensor [b, ...], or an error message of one line.
 
-    The line is returned, not raised: from a loader's worker an exception would arrive wrapped in
-    the worker's traceback.
+    The message is returned, not raised, since an exception from a loader worker would arrive
+    wrapped in the worker's traceback.
     """
 
     items: Sequence[Any]
@@ -159,7 +158,7 @@ class _Batches(Dataset[Any]):
 def _read_images(
     transform: Callable[[Any], Tensor], max_image_pixels: int, paths: Sequence[Readable]
 ) -> Tensor | str:
-    """Images -> [b, C, H, W], or one line on what is wrong with one."""
+    """Images -> [b, C, H, W], or an error message of one line."""
     images, arrays = [], bool(getattr(transform, "reads_arrays", False))
     for path in paths:
         try:
@@ -175,8 +174,8 @@ def _read_images(
 
 @contextlib.contextmanager
 def _inference(encoder: object, precision: str, device: torch.device) -> Iterator[None]:
-    """No gradients, evaluation mode, and the arithmetic of one precision, whatever autocast, TF32
-    and mode the caller has set; they are as before afterwards."""
+    """Runs the block without gradients, in eval mode and in the given precision, whatever autocast,
+    TF32 and mode the caller has set; restores these afterwards."""
     trained = encoder if isinstance(encoder, nn.Module) and encoder.training else None
     dtype = AUTOCAST.get(precision)
     convolutions, matmul = torch.backends.cudnn, torch.backends.cuda.matmul

@@ -1,7 +1,8 @@
 """k nearest neighbours on frozen image features.
 
-Source: SimLAP: cosine, k = 10, majority. Weighted by similarity, w = exp(s / 0.07), as Wu et al.,
-Unsupervised Feature Learning via Non-Parametric Instance Discrimination (CVPR 2018).
+Source: SimLAP uses cosines, k = 10, and the majority. Votes weighted by exp(similarity / 0.07) are
+those of Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination (CVPR
+2018).
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from mclclip.ranks.collectives import together
 
 Weights = Literal["majority", "similarity"]
 TEMPERATURE = 0.07
-SPARE = 16  # candidates beyond k that are summed again: faiss rounds to float32
+SPARE = 16  # candidates beyond k that are scored again in float64, since faiss uses float32
 
 
 def nearest(queries: Features, train: Features, k: int) -> tuple[NDArray[np.float32], IntArray]:
     """The k nearest of unit rows ``train`` [N, E] to each of ``queries`` [Q, E], by cosine.
 
-    Returns similarities and rows [Q, k], nearest first; of equally near rows the first. faiss finds
-    k + ``SPARE`` candidates among the rows that differ; their similarities are summed again in
-    float64 and rounded to float32, and equal rows stand in for each other. So equal features tie
-    exactly, however many there are. Which one of different rows is taken is left open only where
-    more than ``SPARE`` of them lie within faiss's rounding (1e-6) of the k-th nearest.
-    ValueError unless 1 <= k <= N, and where faiss is not installed.
+    Returns similarities and rows [Q, k], nearest first, ties by the lower row. faiss finds k +
+    ``SPARE`` candidates among the distinct rows; their similarities are computed again in float64
+    and rounded to float32, and copies of a row get the same one. So equal features tie exactly,
+    however many there are. A wrong row can be returned only where more than ``SPARE`` distinct rows
+    lie within faiss's rounding (1e-6) of the k-th nearest. Raises ValueError unless 1 <= k <= N,
+    and where faiss is not installed.
     """
     if not 1 <= k <= len(train):
         raise ValueError(f"k is {k}, wanted 1 to {len(train)}, the number of train images")
@@ -55,7 +56,7 @@ def nearest(queries: Features, train: Features, k: int) -> tuple[NDArray[np.floa
 
 
 def _faiss() -> Any:
-    """The package, imported where it is needed: no other protocol waits for it."""
+    """The faiss package, imported only when it is used. Raises ValueError where it is missing."""
     try:
         import faiss
     except ModuleNotFoundError:
@@ -102,11 +103,11 @@ def evaluate(
     temperature: float = TEMPERATURE,
     feature: Feature = "projected",
 ) -> list[Figure]:
-    """Accuracy and ``mean_per_class`` in percent of the images in ``root/test``, each answered by
-    its k nearest of ``root/train``; both hold a folder per class.
+    """Accuracy and ``mean_per_class`` in percent of the images in ``root/test``, each classified by
+    its k nearest images of ``root/train``; both hold a folder per class.
 
-    ``weights``: majority, or similarity with ``temperature``. Ranks share the test images out;
-    figures do not depend on their number.
+    ``weights``: majority, or similarity with ``temperature``. Ranks divide the test images; figures
+    do not depend on their number. Raises ValueError for options out of range.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, wanted a number above 0")

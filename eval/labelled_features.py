@@ -1,4 +1,4 @@
-"""Shared by linear probe and kNN: features of a train and a test set, and the figures."""
+"""Features of a train and a test set, and their figures, for linear probe and kNN."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mclclip.ranks.process_group import Context
 log = logging.getLogger("mclclip")
 
 Feature = Literal["projected", "pooled"]
-"""Image features after the projection into the space of texts, or before it (one CLIP alone)."""
+"""Image features after the projection, or before it (not of a joined encoder)."""
 
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """Unit features [N, E] with labels [N] of both parts; ``protocol`` says what they are."""
+    """Unit features [N, E] and labels [N] of both parts; ``protocol`` says how they were made."""
 
     train: Features
     train_labels: IntArray
@@ -40,8 +40,8 @@ class LabelledFeatures:
 def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatures:
     """The features of ``root/train`` and ``root/test`` (``read_split``), the same on every rank.
 
-    Test images that are copies of a train image are counted, in the log and in the protocol: they
-    are answered by heart. ValueError where the encoder has no such ``feature``.
+    The log and the protocol count test images that are copies of a train image, since these need no
+    generalisation. Raises ValueError where the encoder has no such ``feature``.
     """
     train, test = together(lambda: read_split(Path(root)))
     images = with_feature(extractor, feature)
@@ -60,9 +60,10 @@ def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatu
 
 
 def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
-    """An extractor whose ``images`` gives ``feature``, unit rows either way.
+    """An extractor whose ``images`` returns the unit rows of ``feature``.
 
-    ValueError for the pooled features of a joined encoder or of a ResNet, which have none.
+    Raises ValueError for encoders without pooled features: a joined encoder, or one whose attention
+    pool is its projection (open_clip's ResNets).
     """
     if feature == "projected":
         return extractor
@@ -70,7 +71,7 @@ def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
     encode = getattr(encoder, "encode_pooled", None)
     if encode is None:
         raise ValueError("a joined encoder has no pooled features: use feature=projected")
-    # One blank image tells how wide they are.
+    # The width of pooled features is found by encoding one blank image.
     blank = encoder.preprocess_val(Image.new("RGB", (32, 32)))[None]
     width = together(lambda: encode(blank.to(extractor.context.device))).shape[1]
     pooled = SimpleNamespace(

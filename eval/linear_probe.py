@@ -1,8 +1,9 @@
 """Linear probe: multinomial logistic regression on frozen image features.
 
-Source: Radford et al., CLIP (2021), appendix A.3: L-BFGS with at most 1,000 iterations, the L2
-strength swept on a validation set over 1e-6 to 1e6 in 8 steps per decade (96 steps), by halving the
-interval around the peak from 7 values on, and then the classifier trained on train and validation.
+Source: Radford et al., CLIP (2021), appendix A.3: L-BFGS with at most 1,000 iterations. The L2
+strength is chosen on a validation set, from 1e-6 to 1e6 with 8 steps per decade (96 steps): first 7
+values, then ever closer ones around the best. The final classifier is trained on train and
+validation together.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ log = logging.getLogger("mclclip")
 MAX_ITERATIONS = 1000
 STEPS_PER_DECADE = 8
 LAST_POSITION = 6 * STEPS_PER_DECADE  # positions -48 to 48 of the grid are 1e-6 to 1e6
-# On the gradient of the mean loss, which shrinks with the number of classes: a class has 1/K of the
-# images. scikit-learn's 1e-4 is too coarse for hundreds of classes.
+# Bound of the gradient of the mean loss, which shrinks with the number of classes K, since a class
+# has 1/K of the images. scikit-learn's default of 1e-4 is too coarse for hundreds of classes.
 TOLERANCE = 1e-6
 
 
@@ -85,16 +86,16 @@ def fit(
 ) -> Classifier:
     """Trains on unit rows ``train`` [N, E] with ``labels`` [N].
 
-    Minimises sum of cross-entropies + strength / 2 * |weights|^2, the bias free, over features of
-    length sqrt(E): entries of about 1, as an image tower's last norm gives, so that one strength
-    means the same at any width.
+    Minimises sum of cross-entropies + strength / 2 * |weights|^2, without a penalty on the bias, on
+    features scaled to length sqrt(E). Their entries are about 1, like those of an image tower's
+    last norm, so that a strength has the same effect at any width.
     """
-    # Only here: half a second that no other command should pay.
+    # Imported here, since it takes half a second that other commands need not spend.
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    # The free bias takes up any shift, so that the minimum is the same without the features' common
-    # mean, and L-BFGS finds it in far fewer steps.
+    # The bias absorbs any shift of the features, so subtracting their mean does not change the
+    # minimum; L-BFGS then needs far fewer steps.
     length, mean = math.sqrt(train.shape[1]), train.mean(axis=0, dtype=np.float64)
     model = LogisticRegression(C=1 / strength, max_iter=max_iterations, tol=TOLERANCE)
     with warnings.catch_warnings(record=True) as caught:
@@ -122,7 +123,7 @@ def fit_predict(
 def held_out(labels: IntArray, share: float, seed: int) -> BoolArray:
     """[N]: True for a seeded ``share`` of every class, rounded, at least one image and never all.
 
-    ValueError where every class has one image only: there is nothing to hold out.
+    Raises ValueError where every class has only one image.
     """
     rng = np.random.default_rng(seed)
     held = np.zeros(len(labels), dtype=np.bool_)
@@ -138,10 +139,10 @@ def held_out(labels: IntArray, share: float, seed: int) -> BoolArray:
 
 
 def search(score: Callable[[Sequence[int]], Mapping[int, float]]) -> int:
-    """The position of the grid with the best score, coarse to fine; of equal ones the strongest.
+    """The grid position with the best score, searched from coarse to fine; ties by the higher one.
 
-    ``score`` gives the scores of some positions: first 7, two decades apart, then the neighbours of
-    the best at half the distance, down to the grid's own.
+    ``score`` returns the scores of some positions: first of 7, two decades apart, then of the best
+    one's neighbours at half the distance, and so on down to the distance of the grid.
     """
     step = 2 * STEPS_PER_DECADE
     scores = dict(score(range(-LAST_POSITION, LAST_POSITION + 1, step)))
@@ -159,7 +160,7 @@ def choose_strength(
 ) -> float:
     """The strength with the highest accuracy on the held-out part of ``data.train``.
 
-    Ranks share the fits of a round out.
+    Ranks divide the fits of a round.
     """
     held = held_out(data.train_labels, share, seed)
     train, labels = data.train[~held], data.train_labels[~held]
@@ -201,7 +202,7 @@ def evaluate(
 
     ``strength``: the L2 strength (see ``fit_predict``); None chooses it on ``validation_share`` of
     every class of train, then trains on all of it. CLIP's protocol is ``feature="pooled"``. Figures
-    do not depend on the number of ranks.
+    do not depend on the number of ranks. Raises ValueError for options out of range.
     """
     if strength is not None and not (math.isfinite(strength) and strength > 0):
         raise ValueError(f"strength is {strength}, wanted a number above 0")

@@ -1,6 +1,6 @@
-"""Metric maths in pure numpy: intervals, ranks with ties, hits, means per class, minimal pairs.
+"""Formulas of metrics in pure numpy: intervals, ranks with ties, hits, class means, minimal pairs.
 
-Fractions are in [0, 1] here; rows of results hold percent.
+Fractions are in [0, 1] here; rows of results.jsonl are in percent.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def wilson_interval(successes: float, count: float, z: float = Z_95) -> tuple[fl
 def stratified_interval(shares: FloatArray, counts: IntArray) -> tuple[float, float]:
     """Wilson interval of the unweighted mean of the strata's shares [C], with counts [C] > 0.
 
-    The mean's variance is at most that of p(1-p) trials numbering C^2 / sum(1 / counts), which is
-    taken as the effective count; with equal counts this is the pooled interval.
+    With p the mean, its variance is at most p(1-p) / n for n = C^2 / sum(1 / counts), which is used
+    as the number of trials; with equal counts this is the pooled interval.
     """
     effective = len(counts) ** 2 / float(np.sum(1.0 / counts))
     mean = float(np.mean(shares))

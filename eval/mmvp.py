@@ -24,7 +24,7 @@ DIRECTIONS = ("statement_to_image", "image_to_text", "group")
 PROMPT = "a photo of "
 
 NEAR_TIE = 5e-4
-"""Difference of cosines below which half precision may turn a decision round."""
+"""Difference of cosines below which half precision may change a decision."""
 
 
 def score_pairs(

@@ -1,8 +1,7 @@
 """Class names and prompt templates for zero-shot classification: named choices, files, checks.
 
-Labels are what folders or tables call their classes; names are what prompts call them. This module
-imports no torch unless it is asked for CLIP's own names or templates, so that ``mclclip config``
-stays quick.
+A label is a class's name in folders or tables; a name is the one in prompts. This module imports
+torch only for CLIP's own names or templates, so that ``mclclip config`` stays quick.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[s
       - a file below ``root``: JSON (``.json``) with an object label -> name or a list of names;
         else text with a line per class, ``LABEL<TAB>name`` or ``LABEL`` alone.
 
-    What maps labels to names also says which classes there are: one without images remains a
-    candidate. A list of names does not: the candidates are ``labels``. It is joined to ImageNet's
-    WordNet ids by its place among the 1,000 sorted ids (so a part of them will do), to numbers if
-    they run from 0 to the last name, else to labels of the same words, and never to sorted folders
-    by position.
+    With a mapping from labels to names the candidates are all its classes, also those without
+    images. With a list of names they are ``labels``, which get their names in one of three ways. If
+    the labels are WordNet ids, by their places among ImageNet's 1,000 sorted ids (some of the ids
+    are enough). If they are the numbers from 0 to the last name, by number. Otherwise by equal
+    words, never by the position of a folder.
 
-    Raises ValueError where a label has no name, or one with a WordNet id in it (no caption says
+    Raises ValueError where a label has no name, or a name with a WordNet id in it (no caption says
     "n01440764"), and FileNotFoundError for a missing file.
     """
     if classes is None:
@@ -105,13 +104,13 @@ def _given_names(classes: str, root: Path) -> dict[str, str] | list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a text that hold something, without blanks around."""
+    """The lines of a text file that are not blank, stripped."""
     lines = path.read_text(encoding="utf-8-sig").splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
 def _joined(labels: Sequence[str], names: Sequence[str], source: str) -> dict[str, str]:
-    """Label -> its name of a list, for the labels that have one there (see ``find_names``)."""
+    """Label -> name, for the labels that have one in the list ``names`` (see ``find_names``)."""
     if all(map(_WORDNET_ID.fullmatch, labels)):
         ids = _imagenet_ids()
         if len(names) != len(ids):
@@ -144,7 +143,7 @@ def _words(text: str) -> str:
 
 @cache
 def _imagenet_ids() -> tuple[str, ...]:
-    """The WordNet ids of ImageNet-1k's classes, sorted, as its class numbers go."""
+    """The WordNet ids of ImageNet-1k's classes, sorted, which is the order of its class numbers."""
     import mclclip.torchvision_fix  # noqa: F401
 
     # isort: split
@@ -205,7 +204,7 @@ def check(
     classes: str | None = None,
     templates: str | Sequence[str] = "simple",
 ) -> None:
-    """Raises what ``zeroshot.evaluate`` would raise of names and templates; reads no image."""
+    """Raises the errors of ``zeroshot.evaluate`` about names and templates; reads no image."""
     find_names(labels_of(root, labels), classes, root)
     find_templates(templates, root)
 
@@ -222,7 +221,7 @@ class Benchmark(Protocol):
 
 
 def check_suite(benchmarks: Mapping[str, Benchmark]) -> None:
-    """``check`` of all zero-shot benchmarks whose folders are there.
+    """Calls ``check`` for all zero-shot benchmarks whose folders exist.
 
     Errors begin with the benchmark's name. Unknown options and wrong types are left to
     ``run.check``, which knows the evaluators and so imports torch.
@@ -241,7 +240,6 @@ def check_suite(benchmarks: Mapping[str, Benchmark]) -> None:
 
 
 def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
-    """The entry of ``clip_benchmark:DATASET`` in one of the package's JSON files."""
     dataset = choice.removeprefix(CLIP_BENCHMARK)
     try:
         package = importlib.resources.files("clip_benchmark")

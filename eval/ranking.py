@@ -10,7 +10,7 @@ from mclclip.eval.metrics import IntArray, ranks_with_ties
 from mclclip.ranks.process_group import SINGLE, Context
 
 CHUNK_BYTES = 128 * 2**20
-"""Size of the float32 similarity block that is held at once; its working copies are a few more."""
+"""Size of the float32 similarity block that is held at once, without a few working copies."""
 
 
 def rank_queries(
@@ -28,7 +28,7 @@ def rank_queries(
     image each row is or describes. Returns ranks with ties against and for the model (see
     ``ranks_with_ties``), equal to those of the whole matrix for any ``chunk_bytes``: similarities
     are summed in float64 and rounded to float32, so that equal features tie exactly wherever they
-    stand in a block. The ranks of ``context`` share the queries out.
+    stand in a block. The ranks of ``context`` divide the queries.
     """
     step = max(1, chunk_bytes // (4 * len(candidates)))
 
@@ -48,7 +48,7 @@ def rank_queries(
 def similarity(
     queries: Features, candidates: Features, device: torch.device | None = None, block: int = 8192
 ) -> Features:
-    """[q, C] float32, candidates in blocks so that no float64 copy of all of them is held."""
+    """Dot products float32 [q, C], by blocks of candidates, whose float64 copies take memory."""
     out = np.empty((len(queries), len(candidates)), dtype=np.float32)
     left = torch.from_numpy(queries).to(device, torch.float64)
     for start in range(0, len(candidates), block):

@@ -1,4 +1,4 @@
-"""results.jsonl: one row per figure, each with its count and interval; and its text table."""
+"""Reads and writes results.jsonl (one row per figure, with count and interval); prints a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mclclip.files import write_bytes
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of one benchmark, before it is known whose it is.
+    """One figure of one benchmark, without the model's name.
 
     value, ci_low, ci_high: percent; count: number of trials; protocol: how it was measured.
     """
@@ -50,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Reference:
-    """A published figure printed beside the own ones: percent, and where it stands."""
+    """A published figure in percent, printed beside our own, and its source."""
 
     model: str
     benchmark: str
@@ -82,7 +82,7 @@ def of_model(figures: Iterable[Figure], model: str, benchmark: str) -> list[Resu
 def read(path: Path) -> list[Result]:
     """The rows of a results.jsonl in order; an absent file has none.
 
-    ValueError names the line that is not a row.
+    Raises ValueError, naming the line, where a line is not a row.
     """
     if not Path(path).exists():
         return []
@@ -105,11 +105,11 @@ def read(path: Path) -> list[Result]:
 
 
 def write(path: Path, rows: Sequence[Result]) -> None:
-    """Adds rows to a results.jsonl: the file is the old one or the whole new one, never half.
+    """Adds rows to a results.jsonl, atomically.
 
     Earlier rows of the same (model, benchmark) are replaced, so a benchmark that runs again does
-    not appear twice. To be called by one process at a time: the run directory's lock sees to it.
-    ValueError where a value is not finite (JSON could not hold it).
+    not appear twice. Only one process may call it at a time, which the run directory's lock
+    ensures. Raises ValueError where a value is not finite (JSON cannot hold it).
     """
     for row in rows:
         if not all(map(math.isfinite, (row.value, row.ci_low, row.ci_high))):
@@ -142,7 +142,6 @@ def table(
 def _block(
     benchmark: str, rows: Sequence[Result], published: Sequence[Reference], intervals: bool
 ) -> Iterator[list[str]]:
-    """The cells of a block, line by line."""
     counts: dict[str, set[int]] = {}
     models: dict[str, dict[str, Result | Reference]] = {}
     for row in rows:

@@ -2,7 +2,7 @@
 
 Source of the protocols: Karpathy and Fei-Fei (CVPR 2015) for the test splits; Long-CLIP (ECCV 2024)
 for COCO val2017 with the first five captions and for the whole of Flickr30k, which MCL reports.
-Ties count against the model; where there are any, the optimistic figure stands beside.
+Ties count against the model; where there are any, the optimistic figure is reported too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def evaluate(
     names start from; both below ``root``. ``prompt`` is put before every caption.
     An image is right at k where any of its captions is among the first k, a caption where its
     image is. Images without a caption are candidates but no queries. ``R@k_optimistic`` (ties for
-    the model) appears in a direction that has ties. Ranks share the queries out; figures do not
-    depend on their number.
+    the model) appears in a direction that has ties. Ranks divide the queries; figures do not depend
+    on their number. Raises the errors of ``read_captions``.
     """
     root = Path(root)
     data = together(lambda: read_captions(root / captions, root / images, protocol, split=split))

@@ -1,7 +1,7 @@
-"""The verb ``eval``: encoders x benchmarks -> rows of results.jsonl.
+"""The verb ``eval``: evaluates encoders on benchmarks and writes rows of results.jsonl.
 
 A suite is a set of named benchmarks: the run's own (``eval.suite`` of the configuration), or a YAML
-file (``suites/*.yaml``) with data folders as variables and published figures beside.
+file (``suites/*.yaml``) with data folders as variables, and with published figures.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SUITES = Path(__file__).resolve().parent / "suites"
 
 @dataclass(frozen=True)
 class Suite:
-    """Benchmarks by name, and published figures to print beside the own ones."""
+    """Benchmarks by name, and published figures to print beside our own."""
 
     benchmarks: Mapping[str, BenchmarkConfig]
     references: Sequence[Reference] = field(default_factory=tuple)
@@ -143,8 +143,8 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
 
 
 def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Raises FileNotFoundError where an option names a file that is not there, and ValueError
-    where the classes of a zero-shot benchmark have no names, or templates are none."""
+    """Raises FileNotFoundError where an option names a missing file, and ValueError where a
+    zero-shot benchmark's class names or templates are wrong (``prompts.check``)."""
     for name, benchmark in benchmarks.items():
         for option in sorted(_FILE_OPTIONS & benchmark.options.keys()):
             file = Path(benchmark.path) / str(benchmark.options[option])
@@ -187,7 +187,7 @@ def run_suite(
 
 
 def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str) -> str:
-    """Names what a row was measured with: equal digests mean the row need not be made again."""
+    """Digest of everything that a row depends on; with an equal digest it is not made again."""
     parts = [benchmark.kind, benchmark.path, dict(benchmark.options), precision, identity]
     return digest_json(parts)[:16]
 
@@ -199,7 +199,7 @@ def identity_of(model: str | Path, pretrained: str | None = None) -> str:
         files = [Path(name) for name in (str(model), pretrained) if name]
         return digest_json([digest_file(f) if f.is_file() else str(f) for f in files])
     members = [p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors")]
-    # A manifest carries the time of writing, which is no property of the model.
+    # Manifests are left out, since they hold the time of writing.
     members = sorted(path for path in members if path.stem != "manifest")
     return digest_json([(path.relative_to(directory), digest_file(path)) for path in members])
 
@@ -214,8 +214,8 @@ def evaluate(
 ) -> list[Result]:
     """Evaluates models (name -> directory, or open_clip name, or NAME@PRETRAINED).
 
-    Benchmarks are those of ``eval.suite`` unless given. What results.jsonl already holds for the
-    same model files, benchmark and precision is skipped unless ``force``. Returns the new rows.
+    Benchmarks are those of ``eval.suite`` unless given. Those that results.jsonl already has for
+    the same model files, options and precision are skipped, unless ``force``. Returns the new rows.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     together(partial(check, benchmarks))
@@ -254,7 +254,7 @@ def evaluate(
 
 
 def _split(where: str) -> tuple[str, str | None]:
-    """``NAME@PRETRAINED`` -> both; a path that exists is one, whatever it holds."""
+    """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it."""
     if Path(where).exists() or "@" not in where:
         return where, None
     name, _, tag = where.rpartition("@")
@@ -262,7 +262,7 @@ def _split(where: str) -> tuple[str, str | None]:
 
 
 def exports_of(config: Config) -> dict[str, Path]:
-    """Every export of the run that is there, by the name it has in results.jsonl."""
+    """Every existing export of the run, by its name in results.jsonl."""
     found: dict[str, Path] = {}
     for variant in ("mcl", *config.controls):
         layout = Layout.of(config, variant)
@@ -311,6 +311,6 @@ def run(
 
 
 def _named(text: str) -> tuple[str, str | Path]:
-    """``NAME=PATH`` -> both; without a name the path is it."""
+    """Splits ``NAME=PATH``; without a name the path is the name."""
     name, equals, where = text.partition("=")
     return (name, where) if equals and not Path(text).exists() else (text, text)

@@ -26,7 +26,7 @@ log = logging.getLogger("mclclip")
 
 
 def _warn(names: Mapping[str, str], classes: str | None) -> None:
-    """Says what of the class names will make the figures poor, though they can be used."""
+    """Warns of class names that can be used but make the figures worse."""
     if shared := [name for name, count in Counter(names.values()).items() if count > 1]:
         log.warning(
             "%d names stand for several classes, such as %r: their images tie and count as wrong",

@@ -1,10 +1,10 @@
-# Sourced by local.sh and multinode.sh: one torchrun from start to end, with one exit code for it.
+# Sourced by local.sh and multinode.sh: runs one torchrun and ends with one exit code for it.
 # shellcheck shell=bash
 
 # launch NPROC OPTION... -- ARGUMENT...: starts torchrun with the options and NPROC ranks here, on
 # mclclip with the arguments; waits, and ends this script with
 #     0   finished
-#     85  asked to leave, saved: the same command goes on (PREEMPTED_CODE replaces 85)
+#     85  asked to leave, saved: the same command resumes (PREEMPTED_CODE replaces 85)
 #     130 interrupted
 #     or the code that mclclip recorded when it failed; where that is 2, a mistake of the user, the
 #     last line on stderr names it.
@@ -27,9 +27,9 @@ launch() {
     trap 'disown; kill -KILL "$torchrun"; clean_up' EXIT  # the workers end with torchrun
     while kill -0 "$torchrun" 2>/dev/null; do
         if [[ -z $request ]]; then
-            wait "$torchrun" 2>/dev/null || true  # ends with torchrun, or by a signal
+            wait "$torchrun" 2>/dev/null || true  # returns when torchrun ends or a signal arrives
         else
-            # Again and again: a worker that is only starting takes no notice.
+            # Repeated, since a worker that is still starting ignores the signal.
             signal_workers "$request"
             (trap '' USR1 TERM HUP && exec sleep 1)  # SLURM may signal every process of a task
         fi
@@ -43,7 +43,7 @@ fail() {
     exit 2
 }
 
-# One rank per GPU of this machine, or one where there is none. torch knows GPUs of all makes.
+# Prints the number of this machine's GPUs, or 1 if there is none. torch knows GPUs of all makers.
 count_devices() {
     "${PYTHON:-python}" -c 'import torch; print(torch.cuda.device_count() or 1)'
 }
@@ -59,14 +59,14 @@ prepare() {
     fi
     export MCLCLIP_STATE_FILE
     : >"$MCLCLIP_STATE_FILE"
-    # All ranks of a machine share its cores; torchrun would give one to each, and say so.
+    # The ranks of a machine divide its cores; torchrun would give one to each, with a warning.
     threads=$((cores / $1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-    # What torchrun leaves its workers to save in where it is asked to end all the same (older than
-    # 2.9 or so: 30 s), and the signals that make it do so (older: SIGTERM and SIGHUP too).
+    # If torchrun is asked to end nevertheless, its workers get this many seconds to save (30 before
+    # torch 2.9 or so). Only SIGINT and SIGQUIT make it end (before: SIGTERM and SIGHUP too).
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
     export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
-    # The host that ends first leaves the others' torchruns without a store: they would warn of it.
+    # When the first host ends, the others' torchruns lose its store and would print warnings.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export TORCH_LOGS=${TORCH_LOGS:--torch.distributed.elastic.rendezvous}
 }
@@ -85,13 +85,13 @@ start() {
         shift
     done
     shift
-    # torchrun ends with this script even where that is killed with -9.
+    # torchrun ends with this script even if the script is killed with -9.
     if setpriv --pdeathsig KILL true 2>/dev/null; then
         tie=(setpriv --pdeathsig KILL)
     fi
     (
-        # In a session of its own it gets no signal that is meant for this script (Ctrl-C, SLURM's);
-        # ignored ones stay ignored in torchrun, and in workers until they have handlers.
+        # In its own session torchrun gets no signals that are meant for this script (Ctrl-C,
+        # SLURM's). Ignored signals stay ignored in torchrun, and in workers until they set handlers.
         trap '' USR1 TERM HUP
         exec "${tie[@]}" setsid "${PYTHON:-python}" -m torch.distributed.run "${options[@]}" \
             -m mclclip "$@"
@@ -99,9 +99,9 @@ start() {
     torchrun=$!
 }
 
-# Where another host cannot be reached, torchrun waits for its answer in a call that takes no notice
-# of signals or of the end of the ranks, until the kernel gives the connection up (a quarter of an
-# hour). Once all ranks here have failed and ended, it gets six seconds.
+# If another host cannot be reached, torchrun waits for its answer in a call that ignores signals and
+# the end of the ranks, until the kernel gives the connection up (a quarter of an hour). Here torchrun
+# is killed six seconds after all ranks of this machine have failed and ended.
 give_up_on_torchrun() {
     local looks=0 never
     trap - INT EXIT
@@ -112,17 +112,17 @@ give_up_on_torchrun() {
         [[ $(recorded state) == failed ]] && all_ended || looks=0
     done
     kill -0 "$torchrun" 2>/dev/null || return 0
-    # Said first: once torchrun is gone, the script ends, with a last line of its own.
+    # Printed before the kill: when torchrun is gone, the script ends and prints its own last line.
     echo "${0##*/}: the ranks of this host have ended, torchrun waited for another host: killed" >&2
     kill -KILL "$torchrun" 2>/dev/null || true
 }
 
-# The ranks of this machine: the children of torchrun.
+# Prints the process ids of torchrun's children, which are the ranks of this machine.
 workers() {
     cat "/proc/$torchrun/task/"*/children 2>/dev/null || true
 }
 
-# signal_workers NAME: to all ranks of this machine.
+# signal_workers NAME: sends the signal NAME to all ranks of this machine.
 signal_workers() {
     local name=$1 pid pids
     read -ra pids <<<"$(workers)"
@@ -131,7 +131,7 @@ signal_workers() {
     done
 }
 
-# Ctrl-C: the workers say so and end; torchrun, which would print a traceback, is kept still.
+# Ctrl-C: the workers print a line and end; torchrun is stopped, as it would print a traceback.
 interrupt() {
     trap '' INT
     kill -STOP "$torchrun" 2>/dev/null || true
@@ -143,7 +143,7 @@ interrupt() {
     exit 130
 }
 
-# Whether all workers have ended: what a stopped parent leaves of them is a zombie.
+# Whether all workers have ended; children of a stopped torchrun stay zombies (state Z or X).
 all_ended() {
     local pid pids
     read -ra pids <<<"$(workers)"
@@ -152,12 +152,12 @@ all_ended() {
     done
 }
 
-# recorded FIELD: a word or number of the state file's one line, or nothing.
+# recorded FIELD: prints the word or number of FIELD in the state file, or nothing.
 recorded() {
     sed -nE "s/.*\"$1\": \"?([a-z0-9]+).*/\1/p" "$MCLCLIP_STATE_FILE" 2>/dev/null || true
 }
 
-# The user's mistake once more: torchrun's report and its traceback, forty lines, came after it.
+# Prints the user's mistake again, since torchrun's report of forty lines came after it.
 repeat_reason() {
     "${PYTHON:-python}" -c 'import json, sys; print(json.load(open(sys.argv[1]))["reason"])' \
         "$MCLCLIP_STATE_FILE" 2>/dev/null | sed 's/^/mclclip: /' >&2 || true
@@ -169,7 +169,8 @@ conclude() {
     trap clean_up EXIT
     case $(recorded state) in
         finished) exit 0 ;;
-        # Where a rank dies, torchrun sends SIGTERM to the others: they leave, but nobody asked.
+        # If a rank dies, torchrun sends SIGTERM to the others, which then record a pre-emption that
+        # nobody asked for: that is a failure.
         preempted) [[ $code != 0 && -z $request ]] || exit "${PREEMPTED_CODE:-85}" ;;
         failed)
             code=$(recorded exit_code)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# mclclip on several hosts under torchrun; the same command on each, with three variables:
+# Runs mclclip on several hosts under torchrun: call it on each host, with three variables:
 #
 #     HEAD_ADDRESS=node1:29500    one of the hosts and a free port of it, the same everywhere
 #     NUM_NODES=2                 the number of hosts, the same everywhere
@@ -8,8 +8,8 @@
 #     HEAD_ADDRESS=node1:29500 NUM_NODES=2 NODE_RANK=0 \
 #         launch/multinode.sh run --config launch/recipes/cc12m_vitl14.yaml key=value ...
 #
-# The run directory and the data lie on a file system that all hosts share. Where there are:
-#     NPROC_PER_NODE              ranks per host (one per GPU)
+# The run directory and the data lie on a file system that all hosts share. Optional variables:
+#     NPROC_PER_NODE              ranks per host (default: one per GPU)
 #     RDZV_ID                     a name of this run, where others use the same port
 #     LOCAL_ADDRESS               this host's address, where others cannot resolve its name
 #     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME     network interfaces: read by torch and NCCL

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# One run of a sweep file, as options of mclclip (in bash: another shell may not split $options):
+# Prints one run of a sweep file as options of mclclip (use bash: other shells may not split $options):
 #
 #     launch/sweep.sh FILE           # the runs by number
 #     launch/sweep.sh FILE NUMBER    # run_dir=... and the options of that line
 #
 #     options=$(launch/sweep.sh FILE NUMBER) && mclclip run --config RECIPE $options
 #
-# First into a variable: of $(...) among the words of a command the exit code is lost, and with no
-# options the command would run the plain recipe.
+# Assign the options to a variable first: if $(...) stands in a command, its exit code is lost, and
+# after an error the command would run the plain recipe without options.
 #
-# A line of FILE is a name and key.path=value options without spaces, and after ' #' a comment; the
-# run directory is RUNS/NAME (RUNS: runs/ and the name of the file). SHARED names a run directory
-# whose index, stage-0 export and embeddings are linked into the new one, and its clusters too,
-# unless the line has options of cluster. All of them must be finished there: a run would go on with
-# an unfinished one through the link. Embeddings of the text are linked where there are any.
+# A line of FILE has a name, key.path=value options without spaces, and after ' #' a comment; the run
+# directory is RUNS/NAME (RUNS is by default runs/ and the name of the file). SHARED names a run
+# directory whose index, stage-0 export and embeddings are linked into the new one, and its clusters
+# too, unless the line has options of cluster. All of them must be finished there, since a run would
+# otherwise write to them through the link. Text embeddings are linked if there are any.
 set -euo pipefail
 
 fail() {

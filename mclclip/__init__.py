@@ -1,7 +1,7 @@
 """mclclip: fine-tune CLIP at scale so that it sees what it was blind to.
 
-Public names: ``load_model`` (the one loader of encoders) and ``__version__``. Everything else is
-reached through the command line (``mclclip --help``) or the modules named in the README's tree.
+Public names: ``load_model``, which loads any encoder, and ``__version__``. Everything else is
+reached through the command line (``mclclip --help``) or the modules that CONTRIBUTING.md lists.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
-# Words that are not an argument of the function that a verb calls.
+# Parsed names that are not arguments of the function that a verb calls.
 _COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone"}
 
 
@@ -32,7 +32,7 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _verb(config: Config, context: Context, args: argparse.Namespace) -> object:
-    """Any verb whose module has its name and a function ``run``."""
+    """Calls ``run`` of the module that has the verb's name."""
     return import_module(f"mclclip.{args.verb}").run(config, context, **_flags(args))
 
 
@@ -71,7 +71,7 @@ def _pack(args: argparse.Namespace) -> object:
 
 
 def _alone(args: argparse.Namespace) -> object:
-    """Any verb of that kind that reads no configuration."""
+    """Calls ``run`` of the module that has the verb's name, for verbs without a configuration."""
     return import_module(f"mclclip.{args.verb.replace('-', '_')}").run(**_flags(args))
 
 
@@ -112,7 +112,7 @@ def _config(args: argparse.Namespace) -> object:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints the launcher hears of; those of verbs are of the same class."""
+    """A parser that also records its errors for the launcher; sub-parsers have this class too."""
 
     def error(self, message: str) -> NoReturn:
         process.record_mistake(message)
@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; overrides may stand anywhere, where argparse takes them at one place only."""
+    """The parsed arguments. Overrides may stand anywhere; argparse alone allows only one place."""
     parser = build_parser()
     args, more = parser.parse_known_args(argv)
     if more and (not hasattr(args, "overrides") or any(word.startswith("-") for word in more)):

@@ -1,9 +1,9 @@
 """Verb: embeddings of a stage -> its clusters, and the pseudo labels that the next stage trains on.
 
-Of every sample the L nearest centroids are kept with their similarities, so that a training with
-class centers may choose later how many of them count. Pseudo labels are made of the nearest alone.
-Rows are joined with the index by position, which the digest of the ordered sample keys allows.
-Undecodable samples take no part and have the label -1.
+For every sample the L nearest centroids are stored with their similarities, so that a training with
+class centers can choose later how many of them it uses. Pseudo labels use the nearest alone. Rows
+are joined with the index by position, after a check of the digest of the ordered sample keys.
+Undecodable samples are not clustered and have the label -1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
-_AMI_UP_TO = 2**24  # pairs of clusters: its cost grows with their number
+_AMI_UP_TO = 2**24  # pairs of clusters; the cost of AMI grows with their number
 _SIZES_UP_TO = 10_000  # clusters whose sizes the manifest lists
 
 T = TypeVar("T")
@@ -45,10 +45,10 @@ def run(
 
     Writes ``clusters/``: centroids.npy float32 [K, D], cluster_labels.npy int32 [N, L], nearest
     first (-1 in rows that take no part), similarities.npy float16 [N, L] (the cosine; euclidean:
-    1 - squared distance / 2). For MCL (not its controls, which use MCL's labels or none) also
-    ``pseudo_labels.npy`` int64 [N, 1] of stage + 1, of the nearest centroids, where the training
-    groups samples by them. Raises ValueError for more clusters than samples, and RuntimeError where
-    the embeddings are not those of the index.
+    1 - squared distance / 2). If the objective groups samples by pseudo labels, it also writes
+    ``pseudo_labels.npy`` int64 [N, 1] of stage + 1, for MCL only (its controls use MCL's labels or
+    none). Raises ValueError for more clusters than samples, and RuntimeError where the embeddings
+    are not those of the index.
     """
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
@@ -76,9 +76,9 @@ def run(
 def _open(
     config: Config, layout: Layout, stage: int, index: SampleIndex, force: bool, write: bool
 ) -> Artifact:
-    """The artifact of the clusters, after a check of everything that is read.
+    """Checks the inputs and returns the artifact of the clusters, which may be finished already.
 
-    It may be finished already; where it is not, ``write`` opens its directory for writing.
+    With ``write`` the directory of an unfinished one is prepared for writing.
     """
     embeddings = _manifest_of_index(layout.embeddings(stage), "embeddings", "embed", index)
     for earlier in range(stage):
@@ -150,7 +150,6 @@ def _common(config: Config, context: Context, index: SampleIndex) -> dict[str, A
 
 
 def _fit(config: Config, stage: int, blocks: NpyBlocks, common: dict[str, Any]) -> kmeans.Found:
-    """k-means over all ranks."""
     options = config.cluster
     settings: dict[str, Any] = common | {
         "seed": (config.seed, stage),
@@ -167,7 +166,7 @@ def _fit(config: Config, stage: int, blocks: NpyBlocks, common: dict[str, Any]) 
 
 
 def _save_centroids(path: Path, found: kmeans.Found, context: Context) -> None:
-    """Writes all centroids, a pass at a time: rank 0 never holds more of them.
+    """Writes all centroids, a pass at a time, so that rank 0 never holds all of a sharded set.
 
     All ranks have to call it, as each may hold some.
     """
@@ -211,10 +210,10 @@ def _save_nearest(
 def _on_main_of_all(
     parts: Iterator[T], write: Callable[[Iterator[T]], None], context: Context
 ) -> None:
-    """``write(parts)`` on rank 0, of parts that all ranks make together; its error on all ranks.
+    """Calls ``write(parts)`` on rank 0, where all ranks make the parts together by collectives.
 
-    An error in making a part leaves at once: the other ranks wait for that part, and would never
-    hear of it in a later exchange.
+    An error of ``write`` is raised on all ranks, after all parts are made. An error in making a
+    part is raised at once on this rank, because the other ranks wait for that part.
     """
     making = True
     error: Exception | None = None
@@ -230,7 +229,7 @@ def _on_main_of_all(
             write(every)
     except Exception as caught:
         error = caught
-    for _ in every:  # on the other ranks, and after an error: nobody waits for this rank
+    for _ in every:  # on the other ranks, and after an error, so that no rank waits for this one
         pass
     if error is not None and making:
         raise error
@@ -281,7 +280,7 @@ def _finish(
         "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,
         "ami": agreement,
     }
-    if artifact.config["feature"] == "mean":  # those are clustered by image alone
+    if artifact.config["feature"] == "mean":  # samples without a caption are clustered by image
         counts["without_caption"] = int((index.num_captions == 0).sum())
     artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
 

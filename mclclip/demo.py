@@ -1,9 +1,9 @@
-"""The embedded default: the whole method and its controls on rendered pictures, per seed.
+"""The demo: the whole method and its controls on rendered pictures, for each seed.
 
-Three regimes differ in the text tower. ``trained``: it is trained in every stage, as the recipe has
-it. ``ignorant``: from stage 1 on it is frozen, and never learned the words that captions seldom
-use. ``knowing``: it comes from a CLIP of captions that name every attribute, and is frozen in all
-stages, stage 0 too, beside an image tower drawn anew.
+Three regimes differ in the text tower. ``trained``: it is trained in every stage, as in the recipe.
+``ignorant``: it is trained in stage 0, on captions that seldom name some attributes, and frozen
+from stage 1 on. ``knowing``: it comes from a CLIP trained on captions that name every attribute,
+and is frozen in all stages, including stage 0, with a random image tower.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ SHORT = (
     "base.steps=20",
     "train.steps=20",
 )
-"""Overrides of the demo's short form, which has fewer pictures and pairs too."""
+"""Overrides of the demo's short form, which also has fewer pictures and pairs."""
 SHORT_SAMPLES, SHORT_PAIRS = 1_200, 20
 
 
 def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "trained") -> Config:
-    """The recipe with the paths and the seed of one demo run. ``overrides`` win over both, and what
-    makes the regime wins over them."""
+    """The recipe with the paths and the seed of one demo run; ``overrides`` replace them, and the
+    regime's own options replace ``overrides``."""
     frozen = ["train.lock.text=false"]
     own = {
         "trained": [],
@@ -74,7 +74,6 @@ def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "t
 
 
 def _folder(out: Path, regime: Regime) -> Path:
-    """Folder of the runs of a regime."""
     return out if regime == "trained" else out / regime
 
 
@@ -94,8 +93,8 @@ def run(
     """Runs the demo for each regime and seed, prints a table of all seeds for each regime, and
     returns what it printed.
 
-    ``short`` runs every verb in seconds, to see that an installation works; its figures say nothing
-    of the method. ``overrides`` win over it and over the recipe.
+    ``short`` runs every verb in seconds, to check an installation; its figures say nothing about
+    the method. ``overrides`` replace its options and the recipe's.
 
     With several seeds a table gives mean and standard deviation over them. It is written to
     ``table.md`` beside the runs: in ``out``, or in ``out/REGIME`` for other regimes than
@@ -126,8 +125,8 @@ def run(
 def _run(
     out: Path, seed: int, regime: Regime, overrides: Sequence[str], render: Callable[..., Path]
 ) -> list[Result]:
-    """One run of the method; its rows of results.jsonl, after those of the model that gave its text
-    tower. ``render`` writes the pictures and pairs."""
+    """Runs the method once and returns its rows of results.jsonl, after those of the teacher if
+    there is one (``_give``). ``render`` writes the pictures and pairs."""
     settled = settings(out, seed, overrides, regime)
     context = _context(settled)
     with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
@@ -143,9 +142,9 @@ def _give(
 ) -> list[Result]:
     """Writes the model that the regime ``knowing`` begins with; returns its teacher's figures.
 
-    The teacher, a CLIP, is trained on the same pictures, with captions that name every attribute,
-    as the recipe trains its stage 0. Its text tower stays; its image tower and logit scale are
-    drawn anew.
+    The teacher, a CLIP, is trained like the recipe's stage 0, on the same pictures with captions
+    that name every attribute. The model has the teacher's text tower, and a random image tower and
+    logit scale.
     """
     folder, given = _folder(out, "knowing"), _given(out, seed)
     data = folder / f"data_{seed}"
@@ -172,7 +171,6 @@ def _give(
 
 
 def _context(settled: Config) -> Context:
-    """One process, on the device that the options name."""
     device = process_group.pick_device(settled.device, deterministic=settled.deterministic)
     return Context(device=device)
 
@@ -216,7 +214,7 @@ def regime_table(runs: Mapping[Regime, Sequence[Sequence[Result]]]) -> str:
 def _table(
     first: str, columns: Sequence[str], rows: Mapping[str, Sequence[Sequence[float]]]
 ) -> str:
-    """A Markdown table; a cell holds the mean of its values, of several with their deviation."""
+    """A Markdown table; a cell has the mean of its values, with their deviation if several."""
     lines = [[first, *columns], *([name, *map(_cell, cells)] for name, cells in rows.items())]
     head, *body = (f"| {' | '.join(line)} |\n" for line in lines)
     return head + "|---" * (len(columns) + 1) + "|\n" + "".join(body)

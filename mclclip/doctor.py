@@ -1,7 +1,7 @@
-"""Verb: is this machine, and the place where runs will lie, fit for training?
+"""Verb: checks whether this machine and the folder for runs are fit for training.
 
-Every check gives one line: ``ok``, ``warn`` or ``FAIL``, what was looked at, the figures found,
-and, where something is not right, what to do about it.
+Every check gives one line: ``ok``, ``warn`` or ``FAIL``, what was checked, the figures found, and,
+where something is wrong, what to do about it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def findings(path: Path) -> Iterator[Finding]:
 
 
 def _finding(what: str, text: str, advice: str = "") -> Finding:
-    """A warning where there is something to be done; the advice follows the figures."""
+    """A warning that ends with the advice, or "ok" where there is none."""
     return Finding("warn", what, f"{text}: {advice}") if advice else Finding("ok", what, text)
 
 
@@ -86,7 +86,7 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    """Requirements of the installed mclclip: those of every use, and those of its extras."""
+    """Versions of the required packages and of those of the extras; fails for missing ones."""
     try:
         asked = metadata.requires("mclclip") or []
     except metadata.PackageNotFoundError:
@@ -165,7 +165,7 @@ def _gpus() -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(number))
         properties = torch.cuda.get_device_properties(number)
-        # torch.cuda.is_bf16_supported is true of older ones as well, which only emulate it.
+        # torch.cuda.is_bf16_supported is also true for older GPUs, which only emulate bf16.
         bf16 = "bf16" if properties.major >= 8 else "no bf16: use precision=fp32"
         text = f"{properties.name}, {free:.1f} of {total:.1f} GiB free, {bf16}"
         busy = "another process uses it, see nvidia-smi" if free < 0.5 * total else ""
@@ -176,7 +176,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _hub() -> Iterator[Finding]:
-    """Whether pretrained weights can be had: from the hub, or from its cache."""
+    """Whether pretrained weights can be loaded, from the hub or from its cache."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     cached = len(list(cache.glob("models--*")))
@@ -230,7 +230,7 @@ def _disk(path: Path, folder: Path) -> Iterator[Finding]:
 
 
 def _file_system(folder: Path) -> Iterator[Finding]:
-    """Tries what a run directory relies on in a temporary folder, and removes the folder."""
+    """Runs the checks of ``_CHECKS`` in a temporary folder, and removes it."""
     if not folder.is_dir():
         return
     try:

@@ -2,7 +2,7 @@
 
 Batches are cut within a shard, so a file's content does not depend on the number of ranks, and a
 killed run resumes at the first missing file. Undecodable samples keep their row (zeros), are
-listed beside the index, and get the label -1.
+listed in the index's ``bad_samples.json``, and get the label -1.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def run(
     """Embeds every image of the index with the export of ``stage``; returns the directory.
 
     ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
-    With ``text`` (default: at stage 0 where training will use them) the captions are embedded by
-    stage 0's text tower too, one row per (sample, caption number); samples without a caption have
-    none. Raises ValueError for text where no sample has a caption.
+    With ``text`` (default: at stage 0, if clustering or training uses them) the same export embeds
+    the captions too, into stage 0's ``text_embeddings``: one row per (sample, caption number), none
+    for samples without a caption. Raises ValueError for text where no sample has a caption.
     """
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
@@ -83,7 +83,7 @@ def _open(
     force: bool,
 ) -> Artifact:
     options = config.embed
-    # The batch size is not here: it moves results by rounding only.
+    # The batch size is left out, since it changes results by rounding only.
     fields: dict[str, Any] = {"dtype": options.dtype, "precision": options.precision}
     if kind == "embeddings":
         fields["feature"] = options.feature
@@ -142,7 +142,7 @@ def _one_shard(
     rows, bad_list = directory / f"{number:05d}.npy", directory / f"{number:05d}.bad.json"
     if not rows.exists():
         values, bad = embed_shard(config, context, index, model, index.shards[number])
-        # The list first: the rows mark the shard as done.
+        # The list is written first, since the file of rows marks the shard as done.
         files.write_json(bad_list, {str(i): reason for i, reason in bad.items()})
         save_npy(rows, values.astype(config.embed.dtype))
     return {int(i): reason for i, reason in files.read_json(bad_list).items()}
@@ -172,7 +172,7 @@ def _embed_images(
     for samples in _image_batches(config, index, model, shard):
         bad |= {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
         good = torch.tensor([isinstance(sample, Sample) for sample in samples])
-        # Zeros stand in for bad samples: the batch keeps its shape, so the others keep their bits.
+        # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
         images = torch.zeros(len(samples), model.num_channels, height, width)
         if good.any():
             images[good] = torch.stack([s.views[0] for s in samples if isinstance(s, Sample)])
@@ -184,7 +184,7 @@ def _embed_images(
 
 
 def _rows(parts: list[np.ndarray], model: AnyModel) -> np.ndarray:
-    """All parts below each other; no rows for a shard without usable samples."""
+    """The concatenated parts [n, D]; n is 0 if there are none."""
     return np.concatenate(parts) if parts else np.zeros((0, model.embed_dim), np.float32)
 
 

@@ -1,8 +1,8 @@
-"""Verb: checkpoints -> open_clip directories: one per stage, then the concat and the soup.
+"""Verb: checkpoints -> exported models: one per stage, then the concat and the soup.
 
-A stage's export is an ordinary open_clip directory with only safetensors inside; it loads in plain
-`open_clip.create_model_and_transforms('local-dir:...')` and is what later verbs, and other people,
-read. Checkpoints never leave the run.
+The export of a CLIP stage is an ordinary open_clip directory with safetensors; plain
+`open_clip.create_model_and_transforms('local-dir:...')` loads it. An image encoder is exported as
+`config.json` and safetensors. Later verbs and other people read exports, never checkpoints.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _STATISTICS_SAMPLES = 4096  # images on which the batch norms of a soup are esti
 def stage(
     config: Config, context: Context, *, stage: int, variant: str = "mcl", force: bool = False
 ) -> Path:
-    """Exports the last checkpoint of a stage, or the given encoder for stage 0; returns where.
+    """Exports the last checkpoint of a stage, or the given encoder for stage 0.
 
-    A finished export is skipped. Raises FileNotFoundError where the training has not finished.
+    Returns the directory; skips a finished export. Raises FileNotFoundError where the training has
+    not finished, and RuntimeError where its checkpoint is missing, damaged or of another model.
     """
     return collectives.on_main(lambda: _stage(config, stage, variant, force))
 
@@ -98,7 +99,7 @@ def _given(config: Config) -> dict[str, Any]:
         fields["text"] = False
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
-        if path.is_dir():  # content counts, not where it lies
+        if path.is_dir():  # identified by content, not by path
             fields["name"] = files.digest_file(weights.find_weights(path))
         elif path.is_file():
             fields["name"] = files.digest_json(files.read_json(path))
@@ -117,9 +118,9 @@ def _base(config: Config, layout: Layout, stage: int) -> AnyModel:
 
 
 def _fill(model: AnyModel, train_directory: Path, options: TrainConfig, ema: bool) -> None:
-    """Loads the last checkpoint of a finished training into ``model``; adapters are merged.
+    """Loads the last checkpoint of a finished training into ``model``; merges adapters.
 
-    With ``ema`` what was trained is its moving average, where the training kept one.
+    With ``ema`` trained parameters get their moving average, if the training kept one.
     """
     directory = train_directory / "checkpoints"
     state = checkpoint.trained_state(
@@ -142,8 +143,8 @@ def _fill(model: AnyModel, train_directory: Path, options: TrainConfig, ema: boo
 
 
 def _model_part(state: dict[str, Tensor], part: str, directory: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that an export holds: the model's ``part``, no projector or
-    objective."""
+    """The tensors of a checkpoint that an export holds: the model's ``part``, without projector
+    and objective."""
     prefix = f"{MODEL}.{part}."
     found = {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
     if not found:
@@ -196,7 +197,7 @@ def _soup(
 
 
 def _images(config: Config, index: SampleIndex, model: AnyModel) -> Iterator[Tensor]:
-    """Batches of images drawn by the seed from the index, to estimate statistics on."""
+    """Yields batches of images, drawn by the seed from the index, to estimate statistics on."""
     ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
     ids = np.random.default_rng([config.seed, 3]).permutation(ids)[:_STATISTICS_SAMPLES].tolist()
     dataset = TarDataset(
@@ -221,9 +222,9 @@ def _written(
     force: bool,
     write: Callable[[Path], dict[str, Any]],
 ) -> Path:
-    """Has an artifact written unless it is there; ``write`` fills the directory, returns counts.
+    """Writes an artifact unless it is finished; ``write`` fills the directory and returns counts.
 
-    RuntimeError, and nothing is left there, where weights just written are not finite.
+    Raises RuntimeError, and removes the directory, where the weights are not finite.
     """
     artifact = Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
     if artifact.finished:

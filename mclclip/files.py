@@ -1,7 +1,7 @@
-"""Files written whole, and digests: what every room needs of a disk.
+"""Atomic file writes, and digests.
 
-A process may be killed at any instruction. So a file that another one reads is written under a
-temporary name and renamed: it is either the old one or the new one.
+A process may be killed at any instruction. So a file that another process reads is written under a
+temporary name and then renamed: readers see either the old file or the complete new one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import numpy as np
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Gives a file to write, which takes the place of ``path`` after the block, whole and durable
-    (rename after fsync); where the block ends with an error, ``path`` stays what it was."""
+    """Yields a file to write, which replaces ``path`` after the block (fsync, then rename).
+
+    Where the block ends with an error, ``path`` does not change.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Process numbers are equal on two nodes that run containers.
+    # With the host name, since processes on two nodes that run containers may have equal numbers.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -42,13 +44,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a file that is either the old one or the whole new one."""
+    """Writes a file atomically: readers see the old file or the complete new one."""
     with whole_file(path) as file:
         file.write(data)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes ``value`` as indented JSON, atomically; paths and numpy numbers are plain there."""
+    """Writes ``value`` as indented JSON, atomically; converts paths and numpy numbers."""
     write_bytes(path, (json.dumps(value, indent=2, default=_plain) + "\n").encode())
 
 
@@ -70,7 +72,7 @@ def read_json(path: Path) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """``value`` as it would come back from JSON: with lists for tuples and text for paths."""
+    """``value`` after a round trip through JSON: lists for tuples, text for paths."""
     return json.loads(json.dumps(value, default=_plain))
 
 
@@ -84,7 +86,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def now() -> str:
-    """The time in UTC to the second, as it stands in records."""
+    """The time in UTC in ISO format, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 

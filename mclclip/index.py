@@ -1,7 +1,7 @@
 """Verb: tar shards -> sample index.
 
-The order of shards is fixed when they are first indexed (sources as configured, paths sorted) and
-new shards come after the known ones, so that a sample_id never shifts.
+The order of shards is fixed when they are first indexed (sources as configured, paths sorted), and
+new shards come after the known ones, so that the sample_id of a sample never changes.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ log = logging.getLogger("mclclip")
 def run(config: Config, context: Context, force: bool = False) -> SampleIndex:
     """Indexes the shards of ``data.sources`` into the run's ``index`` directory and opens it.
 
-    Nothing is done where all shards are known; shards that are new are scanned and appended. What
-    is left out of the index, and which samples have no caption, is counted by reason in the log and
-    in the manifest. Rank 0 works, the others wait; an error is raised on all. ValueError for
-    sources that are wrong, hold no usable sample, or differ from those indexed (a changed or
-    vanished shard, other captions or attributes; with ``force`` the old index is moved aside);
-    FileNotFoundError for shards that are not there.
+    New shards are scanned and appended; if all are known, nothing is done. The log and the manifest
+    count, by reason, what is left out of the index and the samples without a caption. Rank 0 works
+    and the others wait; an error is raised on all. Raises ValueError for sources that are wrong,
+    hold no usable sample, or differ from the indexed ones (a changed shard, one that is not named
+    any more, other captions or attributes), and FileNotFoundError for missing shards. With
+    ``force`` an old index that does not fit is moved aside instead.
     """
     directory = Layout.of(config).index
     collectives.on_main(lambda: _index(config, directory, force))
@@ -84,7 +84,7 @@ def _index(config: Config, directory: Path, force: bool) -> None:
     findings = Findings(read_manifest(directory, KIND).counts["findings"] if finished else None)
     if finished:
         table, num_known, to_scan = read_table(directory), len(known), new
-    else:  # an index that was killed while it was written: made again, in its order
+    else:  # none yet, or an index that was not finished: all shards are scanned, in its order
         table, num_known, to_scan = None, 0, [*known, *new]
     rows = []
     for scan in progress(
@@ -110,7 +110,7 @@ def _write(
         dataclasses.replace(shard, start=start, stop=stop)
         for shard, start, stop in zip(shards, [0, *ends], ends, strict=False)
     ]
-    # From here on the old index is gone until the manifest is written: it would not fit the files.
+    # The old manifest is removed first, since it does not fit the files that are written now.
     (directory / MANIFEST).unlink(missing_ok=True)
     artifact = Artifact.open(directory, kind=KIND, config={}, inputs={})
     remove_leftovers(directory)
@@ -162,7 +162,7 @@ def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> No
 
 
 def _scan(shards: Sequence[Shard], workers: int) -> Iterator[ShardScan]:
-    """Scans of the shards, in their order, by up to ``workers`` processes."""
+    """Yields the scans of the shards, in their order, by up to ``workers`` processes."""
     columns = [(s.path, s.source, s.captions, s.attributes) for s in shards]
     workers = min(workers, len(shards))
     if workers <= 1:
@@ -177,7 +177,7 @@ def _scan(shards: Sequence[Shard], workers: int) -> Iterator[ShardScan]:
 
 
 def _wanted_shards(sources: dict[str, SourceConfig]) -> list[Shard]:
-    """The shards of all sources in first-indexing order, rows still unknown."""
+    """The shards of all sources in the order of a first indexing, without their rows."""
     if not sources:
         raise ValueError("data.sources is empty: set data.sources.NAME.shards=...")
     wanted = []
@@ -233,7 +233,7 @@ def _read_list(entry: str, option: str) -> list[str]:
 
 
 def _expand(pattern: str, option: str) -> list[str]:
-    """The files that one brace list or glob stands for; every part of it must match."""
+    """The files of one brace list or glob; each of its alternatives must match a file."""
     try:
         candidates = [os.path.expanduser(path) for path in expand_urls(pattern)]
     except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
@@ -246,7 +246,7 @@ def _expand(pattern: str, option: str) -> list[str]:
                 f"{option}: {path!r} is not a local path, and samples are read at random "
                 f"positions: copy the shards to a local or shared disk and give their paths"
             )
-        # A file whose name looks like a glob is that file.
+        # An existing file is taken literally, even if its name looks like a glob.
         is_glob = glob.has_magic(path) and not os.path.exists(path)
         files = [
             p for p in (glob.glob(path, recursive=True) if is_glob else [path]) if os.path.isfile(p)
@@ -264,14 +264,17 @@ def _expand(pattern: str, option: str) -> list[str]:
 
 
 def _known_shards(directory: Path) -> list[Shard]:
-    """Shards in their fixed order, of a finished index or of one killed while it was written."""
+    """Shards in their fixed order, of a finished index or of one that was not finished."""
     if is_finished(directory):
         read_manifest(directory, KIND)
     return read_shards(directory)
 
 
 def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path) -> list[Shard]:
-    """The wanted shards that the index lacks; ValueError where a known one is not as it was."""
+    """The wanted shards that the index lacks.
+
+    Raises ValueError for a known shard that has changed, FileNotFoundError for a missing one.
+    """
     by_name = {(shard.source, shard.path): shard for shard in wanted}
     for old in known:
         now = by_name.pop((old.source, old.path), None)

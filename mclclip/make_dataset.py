@@ -1,4 +1,4 @@
-"""Verb: a built-in or published data set -> shards, read like any other."""
+"""Verb: writes a built-in or published data set as shards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(name: str, out: Path, *, seed: int = 0, force: bool = False, **options: 
 
 
 def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword options of a function, with their defaults; seed and force are everybody's."""
+    """The keyword options of a function with their defaults, but for ``seed`` and ``force``."""
     parameters = inspect.signature(function).parameters.values()
     keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     return {name: keywords[name] for name in keywords if name not in ("seed", "force")}
@@ -112,8 +112,6 @@ def write_splits(
 
 
 class _Counted:
-    """An iterable that knows how many items it has given."""
-
     def __init__(self, samples: Any) -> None:
         self.samples, self.number = samples, 0
 
@@ -173,7 +171,6 @@ def _samples(
 
 
 def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
-    """Writes Questions.csv and the pictures; returns the number of questions."""
     rows: list[tuple[int, str, str]] = []
     for attribute in patterns.ATTRIBUTES:
         folder = root / "MLLM_VLM Images" / attribute
@@ -192,7 +189,7 @@ def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
 
 
 def _jpeg(image: np.ndarray) -> bytes:
-    """JPEG without chroma subsampling: at 32 pixels it would blur the colours."""
+    """The image as JPEG without chroma subsampling, which would blur colours at 32 pixels."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "JPEG", quality=95, subsampling=0)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Types of options: strict dataclasses and the number ranges that several rooms use."""
+"""The pydantic configuration of strict option dataclasses, and number ranges of options."""
 
 from __future__ import annotations
 

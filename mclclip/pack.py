@@ -39,7 +39,8 @@ _REASONS = {
 
 @dataclass
 class _Entry:
-    """One image of the table: its captions in the order of the rows, its first row's rest."""
+    """One image of the table: its captions in the order of the rows, and its first row's other
+    columns."""
 
     captions: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
@@ -59,12 +60,12 @@ def pack(
 ) -> Manifest:
     """Packs the images that ``table`` names (relative to the folder ``images``) into ``out``.
 
-    ``delimiter`` None goes by the table's suffix. ``caption_column`` None is ``title`` where the
-    table has that column; where it has not, no image gets a caption. Other columns of an image's
-    first row are kept in its ``.json``. Rows and images that cannot be used, and images without a
-    caption, are counted by reason, in the log and in the manifest. A finished ``out`` of the same
-    table and options is left as it is; of others it is an error, unless ``force`` moves it aside.
-    Memory: the table's text.
+    ``delimiter`` None: chosen by the table's suffix. ``caption_column`` None: ``title`` if the
+    table has that column, else no image gets a caption. Other columns of an image's first row are
+    kept in its ``.json``. Rows and images that cannot be used, and images without a caption, are
+    counted by reason, in the log and in the manifest. A finished ``out`` of the same table and
+    options is skipped; one of others is an error, unless ``force`` moves it aside. The table's text
+    is held in memory.
 
     Raises FileNotFoundError for a missing table or folder, ValueError for a missing column, a
     table that does not parse or yields no sample, and an ``out`` that holds foreign shards.
@@ -87,7 +88,7 @@ def pack(
         "config": settings,
         "inputs": {"table": digest_file(table)},
     }
-    # Only look at first: a table without usable rows must leave nothing behind.
+    # Nothing is written yet: a table without usable rows must leave nothing behind.
     done = Artifact.open(out, **opened, force=force, write=False).manifest
     if done is not None:
         log.info("pack: %s is finished, nothing to do", out)
@@ -114,7 +115,7 @@ def _write(
     out = artifact.directory
     shown = progress(samples, total=len(entries), description="pack")
     shards = write_shards(shown, out, samples_per_shard)
-    # A killed run of the same settings may have met more images than there are now.
+    # A killed run of the same settings may have written more shards, if there were more images.
     for stale in set(out.glob("[0-9][0-9][0-9][0-9][0-9]*.tar")) - set(shards):
         stale.unlink()
     counts = {
@@ -160,7 +161,7 @@ def _delimiter_of(table: Path) -> str:
 
 
 def _caption_column(table: Path, delimiter: str) -> str | None:
-    """The column of captions where none is named; None where the table has none."""
+    """``title`` if the table has this column, else None, with a warning."""
     with open(table, encoding="utf-8-sig", newline="") as file:
         try:
             found = next(csv.reader(file, delimiter=delimiter), [])
@@ -200,7 +201,7 @@ def _read_table(
 def _rows(
     file: TextIO, table: Path, delimiter: str, columns: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line number, row by column name); cells that a short row lacks are empty."""
+    """Yields (line number, row by column name); cells that a short row lacks are empty."""
     reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
     try:
         found = list(reader.fieldnames or [])

@@ -1,10 +1,11 @@
 """The method (MCL): for each stage: embed -> cluster -> train -> export -> evaluate; then join.
 
-Stage 0 is the given encoder, or one trained from scratch. Every stage s >= 1 starts again from
-stage 0's weights and trains on groups that stages 0..s-1 cannot tell apart. The controls repeat
-the same trainings without groups, or with groups that mean nothing, for as many steps.
+Stage 0 is the given encoder, or one trained from scratch. Every stage s >= 1 starts from stage 0's
+weights (unless ``train.start`` or ``trained_model`` says otherwise). Its batches are groups of
+samples that the encoders of stages 0..s-1 put into the same clusters. The controls repeat these
+trainings without groups, or with permuted ones, for as many steps.
 
-Every step skips what is finished, so the same command resumes a run that was killed anywhere.
+Finished artifacts are skipped, so the same command resumes a run that was killed anywhere.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _READ_TEXT = ("mmvp", "retrieval", "zeroshot")
 def run(config: Config, context: Context, *, force: bool = False) -> Path:
     """Runs the whole method and returns the run directory.
 
-    Raises ValueError or FileNotFoundError, before anything is written, for options that would stop
-    the run at a later stage only.
+    Options that would stop the run only at a later stage are checked first: they raise ValueError
+    or FileNotFoundError before anything is written.
     """
     run_dir = Path(config.run_dir)
     collectives.on_main(lambda: _check(config, context))
@@ -44,7 +45,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     try:
         _steps(config, context, force)
     except (ValueError, FileNotFoundError):
-        if context.is_main and before is not None:  # refused: the run is still what it was
+        if context.is_main and before is not None:  # the run did not accept the new options
             files.write_bytes(recorded, before)
         raise
     return run_dir
@@ -67,7 +68,7 @@ def _steps(config: Config, context: Context, force: bool) -> None:
 
 
 def _check(config: Config, context: Context) -> None:
-    """Refuses, before the first step, what would stop the run later."""
+    """Raises, before the first verb, errors of options that would stop the run later."""
     for name, options in config.trainings.items():
         check_ranks(name, options.global_batch, context.world_size)
     for stage in range(config.num_stages):
@@ -78,7 +79,7 @@ def _check(config: Config, context: Context) -> None:
 
 
 def _check_objectives(config: Config, context: Context) -> None:
-    """Checks what objectives want of the device, and of an encoder with a start of its own."""
+    """Checks objectives against the device and ``trained_model``, and that one against exports."""
     own, widths, one_architecture = config.trained_model, None, True
     if own is not None:
         given, trained = architecture(config.model.name), architecture(own.name)
@@ -101,7 +102,7 @@ def _check_objectives(config: Config, context: Context) -> None:
 
 
 def _check_data(config: Config, samples: SampleIndex) -> None:
-    """Refuses what the samples, or their captions, cannot carry, before hours go to stage 0."""
+    """Raises ValueError, before stage 0 takes hours, for options that the samples cannot meet."""
     if config.has_stages and config.cluster.feature == "mean":
         samples.without_caption("cluster.feature=mean")
     most = max(config.clusters, default=1)

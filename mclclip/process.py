@@ -1,9 +1,9 @@
-"""One process of a run from start to end: signals, ranks, the lock, the recorded state, the end.
+"""One process of a run from start to end: signals, ranks, the lock, the recorded state, exit code.
 
-Exit codes: 0 done; 1 an error of mclclip itself (with a traceback); 2 a mistake of the user, or
-files that do not fit together (one line); 85 pre-empted, saved, to be started again; 130
-interrupted. Under torchrun, which reports every other code as a crash, a pre-empted process ends
-with 0: the recorded state tells.
+Exit codes: 0 done; 1 an error of mclclip itself (with a traceback) or a lost rank; 2 a mistake of
+the user, or files that do not fit together (one line); 85 pre-empted and saved, to be started
+again; 130 interrupted. Under torchrun, which reports every code but 0 as a crash, a pre-empted
+process ends with 0, and the recorded state says that it was pre-empted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
-_RECORDED = "_mclclip_recorded"  # set on an error whose end is in the record
+_RECORDED = "_mclclip_recorded"  # attribute of an error that is already in the recorded state
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def start() -> None:
-    """Sets up signals before the seconds that importing torch takes."""
+    """Installs signal handlers, before torch is imported (which takes seconds)."""
     signals.install_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from mclclip.ranks.parent_death import die_with_parent
@@ -38,7 +38,7 @@ def start() -> None:
 
 
 def end(work: Callable[[], int], debug: bool) -> None:
-    """Calls ``work``, says what went wrong if anything did, and ends with its exit code."""
+    """Calls ``work``, prints its error if it raises one, and ends the process with an exit code."""
     try:
         code = work()
     except BrokenPipeError as error:  # such as 'mclclip doctor | head', or a run's own pipes
@@ -51,7 +51,7 @@ def end(work: Callable[[], int], debug: bool) -> None:
         if not hasattr(error, _RECORDED):
             _record_early(error, code)
         if code != EXIT_PREEMPTED:
-            signals.restore()  # a later rank has nothing to add when the launcher ends it
+            signals.restore()  # the launcher may end this rank while it waits to print its error
         _tell(error, code, debug)
     _leave(code)
 
@@ -67,12 +67,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def record_mistake(message: str) -> None:
-    """For the launcher: what is wrong with the words of the command line."""
+    """Records a mistake in the command line for the launcher."""
     _record_early(ValueError(message), EXIT_USER)
 
 
 def _record_early(error: BaseException, code: int) -> None:
-    """For the launcher: what ended before a run began, such as a mistake in the configuration."""
+    """Records an error before a run began, such as a wrong configuration, for the launcher."""
     if os.environ.get("MCLCLIP_STATE_FILE"):
         from mclclip.run import run_state
 
@@ -92,7 +92,7 @@ def _tell(error: BaseException, code: int, debug: bool) -> None:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Whether another rank is gone; that rank, or its launcher, says why."""
+    """Whether the error means that another rank is gone, which reports the cause itself."""
     if "torch" not in sys.modules:
         return False
     from mclclip.ranks.peer_watch import is_lost_peer
@@ -113,7 +113,7 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
     with process_group.num_threads(config.num_threads):
         collectives.together(lock.__enter__)
         try:
-            if context.is_main:  # temporary files of killed writers: the lock says none is at work
+            if context.is_main:  # temporary files of killed writers; the lock excludes living ones
                 files.remove_leftovers(layout.run_dir)
                 files.remove_leftovers(layout.index)
             _recorded(config, verb, context, work)
@@ -125,12 +125,11 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
 def _recorded(
     config: Config, verb: str, context: Context, work: Callable[[Context], object]
 ) -> None:
-    """Calls ``work`` between the records of its start and of its end."""
     from mclclip.ranks.peer_watch import PeerWatch
     from mclclip.run import run_state
 
     def record(state: str, code: int, reason: str, requeue: bool = False) -> None:
-        # Any rank may be the one that fails; of all else the first one speaks.
+        # Any rank may record a failure; the other states are recorded by the first rank.
         where = Path(config.run_dir) if context.is_main or state == "failed" else None
         run_state.write(where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason)
 
@@ -155,7 +154,7 @@ def _recorded(
 
 
 def _leave(code: int) -> None:
-    """Ends the process; past the interpreter's own shutdown where torch was loaded."""
+    """Ends the process; without the interpreter's shutdown if torch was loaded."""
     finished = code == EXIT_OK
     if finished or code == EXIT_PREEMPTED:
         signals.ignore()

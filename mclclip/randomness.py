@@ -1,4 +1,4 @@
-"""Keyed randomness without state: what is drawn depends on the key alone, not on who asks or when.
+"""Keyed randomness without state: a draw depends on its key alone, not on process or order.
 
 `mix` hashes integers to 64 bits; `permute` is a keyed bijection of [0, size) that is evaluated one
 position at a time, so that a shuffle of a billion samples costs no memory. Both are plain integer
@@ -29,7 +29,7 @@ def mix(*words: int | np.integer | npt.NDArray[np.integer]) -> np.uint64 | Keys:
 def mix(*words: int | np.integer | npt.NDArray[np.integer]) -> np.uint64 | Keys:
     """Hash integers, in their order, to 64 well-mixed bits (splitmix64's finaliser, chained).
 
-    Words are taken modulo 2^64 (so negative ones are fine); arrays broadcast against each other.
+    Words are taken modulo 2^64, so they may be negative; arrays broadcast against each other.
     Returns np.uint64 where every word is a scalar, otherwise uint64 of the broadcast shape.
     The number of words counts: mix(1) differs from mix(1, 0).
     """
@@ -53,10 +53,10 @@ def permute(
 
     position, size and key broadcast, so that one call may serve many shuffles of unequal sizes.
     Returns int64 of the broadcast shape. Memory is proportional to the positions asked for.
-    ``rounds`` is part of the key; four are enough for large sizes, and faster.
-    A Feistel network over the smallest rectangle rows x columns >= size, with additions modulo the
-    sides; what falls outside [0, size) walks on along its cycle (Black and Rogaway, 2002).
-    Raises ValueError for a position outside [0, size).
+    Another number of ``rounds`` gives another shuffle; four are enough for large sizes, and faster.
+    It is a Feistel network over a rectangle rows x columns >= size, with additions modulo the
+    sides; a result outside [0, size) is permuted again until it is inside (cycle walking, Black and
+    Rogaway, 2002). Raises ValueError for a position outside [0, size).
     """
     where, sizes, keys = np.broadcast_arrays(
         np.asarray(position, dtype=np.int64), np.asarray(size, dtype=np.int64), _as_words(key)

@@ -23,12 +23,12 @@ _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-# A Library that is collected takes its operators with it.
+# Kept alive: when a Library is garbage-collected, its operators disappear.
 _libraries: list[torch.library.Library] = []
 
 
 def status() -> str:
-    """Returns what was found and done, in one phrase for `mclclip doctor`."""
+    """What this module did and why, in one phrase for `mclclip doctor`."""
     return _STATUS
 
 

@@ -7,10 +7,10 @@ One directory per saved step, independent of engine and number of ranks::
       .step_00004000.tmp/      being written, or left by a killed process: removed at the next start
       .damaged_step_00003000/  found damaged at a start: kept, never used again
 
-The state is flat: names to tensors. A step is written under a temporary name by all ranks and
-renamed by the first: what has its final name is whole. ``state.json`` lists every file with size
-and checksum, so that damage that comes later is seen too. DCP reads its metadata with pickle, so
-only checkpoints of a trusted run may be loaded.
+The state is a flat mapping from names to tensors. All ranks write a step under a temporary name and
+the first renames it, so a directory with the final name is complete. ``state.json`` lists every
+file with size and checksum, so that later damage is found too. DCP reads its metadata with pickle,
+so only checkpoints of a trusted run may be loaded.
 """
 
 from mclclip.checkpoint.checkpoints import Checkpoints

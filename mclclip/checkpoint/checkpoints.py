@@ -1,4 +1,4 @@
-"""The checkpoints of one training: saved, published, kept, mirrored, and found again."""
+"""Saves the checkpoints of one training, removes old ones, mirrors them, and resumes from one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Checkpoints:
     The newest ``keep`` steps are kept, and every step divisible by ``keep_every`` for good.
     ``asynchronous``: ``save`` returns when the state is copied, and a thread writes it.
     ``mirror``: fsspec url that gets a copy of every step, in the background.
-    ``on_error``: what a checkpoint that cannot be written does: ``stop`` raises RuntimeError on
-    all ranks, ``continue`` is a warning. In both cases the checkpoints before stay, and what was
-    half written is removed.
+    ``on_error``: where a checkpoint cannot be written, ``stop`` raises RuntimeError on all ranks
+    and ``continue`` warns. In both cases earlier checkpoints stay, and partly written files are
+    removed. Raises ValueError for options out of range.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Checkpoints:
         self._failed: RuntimeError | None = None  # why the last save is not on disk
         self._writing: tuple[int, Future[str | None]] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._side: Any = None  # the group of that thread
+        self._side: Any = None  # the process group of that thread
 
     def steps(self) -> list[int]:
         """Steps saved so far, ascending; the first rank's view, on all ranks."""
@@ -68,11 +68,11 @@ class Checkpoints:
     # --- saving --------------------------------------------------------------------------------
 
     def save(self, step: int, source: Stateful) -> None:
-        """Saves ``source`` as ``step``; first waits for the save before, and raises its error.
+        """Saves ``source`` as ``step``; first waits for the previous save, and raises its error.
 
         Raises RuntimeError, one line and on all ranks, where a step cannot be written (a full
-        disk) and ``on_error`` is ``stop``; NotFinite, on all ranks too and whatever ``on_error``
-        is, for a state that is not finite: it is not written, and no step is removed for it.
+        disk) and ``on_error`` is ``stop``. Raises NotFinite on all ranks, whatever ``on_error``
+        is, where the state holds NaN or infinity: nothing is written and no step is removed.
         """
         self._settle()
         if step == self.saved:
@@ -92,10 +92,10 @@ class Checkpoints:
             self._take_result(step, self._write(step, part))
 
     def wait(self, mirror_s: float = float("inf")) -> None:
-        """Until the last save is on disk, and mirrored or ``mirror_s`` seconds are over.
+        """Waits until the last save is on disk, then up to ``mirror_s`` seconds for the mirror.
 
-        Raises RuntimeError where it is not on disk, for ``continue`` too: who waits is about to
-        rely on it, and an older step is not the end of a training.
+        Raises RuntimeError where the save failed, with ``on_error`` ``continue`` too: the caller is
+        about to rely on it.
         """
         self._settle()
         if self._failed is not None:
@@ -103,7 +103,7 @@ class Checkpoints:
         self._wait_for_mirror(mirror_s)
 
     def _settle(self) -> None:
-        """Ends the save that is under way, if there is one."""
+        """Waits for the save that is under way, if there is one."""
         if self._writing is None:
             return
         (step, result), self._writing = self._writing, None
@@ -127,9 +127,9 @@ class Checkpoints:
             )  # fmt: skip
 
     def _prepare(self, step: int, state: State) -> tuple[str | None, State]:
-        """This rank's part of the state, copied if training goes on meanwhile.
+        """Returns the first failure of any rank (or None), and this rank's part of the state.
 
-        Returns what failed, on any rank, and the part. Raises NotFinite.
+        The part is a copy if training goes on while it is written. Raises NotFinite.
         """
         rank, failure, part = collectives.rank(), None, {}
         spoiled: list[str] = []
@@ -144,7 +144,7 @@ class Checkpoints:
                 part = storage.staged(part)
         except Exception as error:
             failure = storage.cause(error)
-        # Ranks that hold different names would each leave out what they take for another's.
+        # Each rank leaves out the tensors that others write, so all must have the same names.
         names = zlib.crc32("\n".join(sorted(state)).encode())
         reports = collectives.gather_objects((failure, names, spoiled[:1]))
         if len({names for _, names, _ in reports}) > 1:
@@ -158,7 +158,7 @@ class Checkpoints:
         return failure, part
 
     def _write(self, step: int, part: State) -> str | None:
-        """Writes and publishes a step; returns what failed, the same on all ranks.
+        """Writes and publishes a step; returns the first failure (or None), the same on all ranks.
 
         Runs in the background where saving is asynchronous.
         """
@@ -167,7 +167,7 @@ class Checkpoints:
         try:
             alone = collectives.world_size() == 1
             storage.write(part, temporary, group=self._side, alone=alone, copied=self.asynchronous)
-            # Read back at once, while the pages are warm.
+            # Checksums are made at once, while the files are still in the page cache.
             entries = step_files.describe(storage.written_by(rank, temporary))
         except (Exception, CheckpointException) as error:
             storage.raise_interrupt(error)
@@ -181,7 +181,7 @@ class Checkpoints:
         return collectives.gather_objects(failure, self._side)[0]
 
     def _publish(self, step: int, parts: list[Entries]) -> str | None:
-        """Names the step, removes what is superfluous, tells the mirror; returns what failed."""
+        """Renames the step, removes old ones, starts the mirror; returns the failure, if any."""
         entries = {name: entry for part in parts for name, entry in part.items()}
         try:
             step_files.publish(self.directory, step, entries, len(parts))
@@ -204,25 +204,25 @@ class Checkpoints:
         while collectives.on_main(lambda: mirror.busy(POLL_S) and time.monotonic() < end):
             peer_watch.note()
         if collectives.rank() == 0 and self.saved is not None:
-            self._prune(self.saved)  # what was spared while it was copied
+            self._prune(self.saved)  # steps that were kept while they were copied
 
     # --- resuming ------------------------------------------------------------------------------
 
     def resume(self, target: Stateful) -> int:
         """Loads the newest intact step into ``target`` and returns it (0: nothing saved).
 
-        Damaged steps are set aside, with one warning for all of them. Where no intact one is
-        left, the newest intact one of the mirror is fetched. Raises RuntimeError where steps
-        were saved and none is intact, and where an intact one does not fit ``target``.
+        Damaged steps are renamed, with one warning for all of them. Where no intact one is left,
+        the newest intact one of the mirror is fetched. Raises RuntimeError where steps were saved
+        and none is intact, and where the newest intact one does not fit ``target``.
         """
         step = Resumption(self.directory, self.mirror).run(target)
         if self.mirror is not None and step and collectives.rank() == 0:
-            self.mirror.start_round()  # what an earlier start did not bring there
+            self.mirror.start_round()  # copies steps that an earlier process did not copy
         return step
 
 
 def _first_failure(failures: list[str | None]) -> str | None:
-    """The first rank's that failed, with its number where there are several ranks."""
+    """The failure of the first rank that failed, with its number unless all failed alike."""
     for rank, failure in enumerate(failures):
         if failure is not None:
             return failure if len(set(failures)) == 1 else f"rank {rank}: {failure}"

@@ -1,4 +1,4 @@
-"""A copy of every step on another file system, for a job that comes back on a fresh disk."""
+"""A copy of every step on another file system, for a job that restarts with an empty disk."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ POLL_S = 5.0  # no collective waits longer than this for work of the first rank 
 
 
 class Mirror:
-    """Keeps ``url`` (fsspec) as ``directory`` is, in a background thread of this process.
+    """Copies the steps of ``directory`` to ``url`` (fsspec), in a background thread.
 
-    A round copies every step that the mirror lacks, the newest first, then removes what is
-    superfluous there; so a step that failed to be copied is tried again with the next one. In a
-    copy state.json comes last: without it a step does not count. A failing mirror is a warning.
+    A round copies every step that the mirror lacks, the newest first, then removes old ones there;
+    so a step that failed to be copied is tried again in the next round. The state.json of a copy is
+    written last: a step without it does not count. Failures are only warned of. Raises ValueError
+    for a url whose protocol fsspec does not have.
     """
 
     def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:
@@ -39,16 +40,16 @@ class Mirror:
         self.url, self.directory = url.rstrip("/"), Path(directory)
         self.keep, self.keep_every = keep, keep_every
         self.failures = 0  # rounds that failed
-        self.copying: int | None = None  # must not be removed meanwhile
+        self.copying: int | None = None  # the step being copied, which must not be removed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._round: Future[None] | None = None
 
     def start_round(self) -> None:
-        """Copies what is new, in the background, after what is under way."""
+        """Starts a round in the background, after those that are under way."""
         self._round = self._thread.submit(self._guarded_round)
 
     def busy(self, timeout_s: float) -> bool:
-        """Waits up to ``timeout_s`` for the rounds that were started; True if they go on."""
+        """Waits up to ``timeout_s`` for the started rounds; True if they still go on."""
         return self._round is not None and bool(wait_for([self._round], timeout_s).not_done)
 
     # --- to the mirror -------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Mirror:
             try:
                 self._copy(fs, root, path_of(self.directory, step), step)
             except FileNotFoundError:
-                if path_of(self.directory, step).exists():  # else removed by retention
+                if path_of(self.directory, step).exists():  # else the step itself was removed
                     raise
             finally:
                 self.copying = None
@@ -101,7 +102,7 @@ class Mirror:
             fs.mv(target, final, recursive=True)
 
     def _prune(self, fs: Any, root: str, newest: int) -> None:
-        """Removes superfluous steps, and copies that were never finished."""
+        """Removes old steps, and copies that were never finished."""
         whole = self._steps(fs, root)
         doomed = step_files.superfluous(whole, newest, self.keep, self.keep_every)
         for name in self._names(fs, root):
@@ -121,8 +122,8 @@ class Mirror:
     def fetch(self, tried: set[int]) -> int | None:
         """Copies the newest whole step that is not in ``tried`` to the local directory.
 
-        Returns it; None where there is none, or where the mirror fails (a warning). Whether it
-        is intact is for the caller to check.
+        Returns the step; None where there is none, or where the mirror fails (with a warning). The
+        caller checks whether it is intact.
         """
         try:
             fs, root = fsspec.core.url_to_fs(self.url)
@@ -154,6 +155,6 @@ class Mirror:
         return [path.rstrip("/").rsplit("/", 1)[-1] for path in fs.ls(root, detail=False)]
 
     def _steps(self, fs: Any, root: str) -> list[int]:
-        """Whole steps of the mirror, ascending."""
+        """Completely copied steps of the mirror, ascending."""
         found = parse_steps(self._names(fs, root))
         return [step for step in found if fs.exists(f"{root}/{path_of(Path(), step).name}/{STATE}")]

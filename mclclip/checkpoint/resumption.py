@@ -1,4 +1,4 @@
-"""Finding the step to go on from: the newest that is intact and fits."""
+"""Finds the step to resume from: the newest intact one. It must fit the model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Stateful(Protocol):
     """State that can be saved and loaded by name, such as an engine."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat names to tensors, the same full ones on every rank, or DTensors. Collective."""
+        """Tensors by name: the same full tensor on every rank, or a DTensor. Collective."""
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes the state back, its tensors filled. Collective."""
+        """Loads tensors named as by ``state_dict``. Collective."""
 
 
 class Resumption:
-    """One search through ``directory``, and its mirror; every method is collective."""
+    """One search through ``directory`` and its mirror; every method is collective."""
 
     def __init__(self, directory: Path, mirror: Mirror | None) -> None:
         self.directory, self.mirror = directory, mirror
@@ -41,7 +41,7 @@ class Resumption:
         self.fetched: set[int] = set()
 
     def run(self, target: Stateful) -> int:
-        """Loads what is found into ``target``; see ``Checkpoints.resume``."""
+        """Loads the step that is found into ``target``; see ``Checkpoints.resume``."""
         collectives.on_main(self._clear)
         step = self._newest_intact()
         if step is not None:
@@ -72,11 +72,11 @@ class Resumption:
             self.fetched.add(fetched)
 
     def _defect(self, step: int) -> str | None:
-        """Returns the fault of a step, the same on all ranks; None where it is intact."""
+        """The damage of a step in words, the same on all ranks; None where it is intact."""
         path = path_of(self.directory, step)
         entries, what = collectives.on_main(lambda: _inspect(path, step))
         if what is None:
-            # Divided over the ranks, the biggest file to the first.
+            # Files are dealt to the ranks in the order of their sizes, the biggest first.
             names = sorted(entries, key=lambda name: (-entries[name].size_bytes, name))
             own = names[collectives.rank() :: collectives.world_size()]
             try:
@@ -108,7 +108,7 @@ class Resumption:
 
 
 def _inspect(path: Path, step: int) -> tuple[Entries, str | None]:
-    """A step's listed files, and what is wrong with it at first sight."""
+    """A step's listed files, and its damage as far as that shows without reading them."""
     try:
         return step_files.read_entries(path, step), None
     except Damaged as error:
@@ -116,7 +116,10 @@ def _inspect(path: Path, step: int) -> tuple[Entries, str | None]:
 
 
 def _patiently(work: Callable[[], T]) -> T:
-    """The first rank's result of slow work; the others wait in short collectives meanwhile."""
+    """Runs slow ``work`` on the first rank; all ranks get its result or its error.
+
+    The others wait in short collectives meanwhile, so that none times out.
+    """
     thread = ThreadPoolExecutor(1)
     future = thread.submit(work) if collectives.rank() == 0 else None
     thread.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""The directory of a saved step: its name, its list of files, whether it is whole, how it goes."""
+"""The directory of a saved step: its name, its list of files, checks, publishing and removal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Entries = dict[str, Entry]
 
 
 class Damaged(Exception):
-    """A step on disk is not what was saved; the message says in what."""
+    """A step on disk is not what was saved; the message names the difference."""
 
 
 # --- names -------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def temporary_of(directory: Path, step: int) -> Path:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file: against rot and half writes, not against forgery."""
+    """CRC-32 of a file: finds bit rot and incomplete writes, not forgery."""
     crc, block = 0, memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -78,9 +78,9 @@ def describe(paths: Iterable[Path]) -> Entries:
 
 
 def read_entries(path: Path, step: int) -> Entries:
-    """The files listed in the state.json of ``step``, all there in the right size.
+    """The files listed in the state.json of ``step``, checked for presence and size.
 
-    Raises Damaged, and RuntimeError where a newer mclclip wrote it.
+    Raises Damaged where they do not match, and RuntimeError where a newer mclclip wrote the step.
     """
     try:
         state = files.read_json(path / STATE)
@@ -129,7 +129,10 @@ def check_contents(path: Path, entries: Entries) -> None:
 
 
 def publish(directory: Path, step: int, entries: Entries, world_size: int) -> None:
-    """Gives what all ranks wrote its list of files and its final name."""
+    """Writes the list of files of a step that all ranks have written, and renames it.
+
+    Raises OSError where a listed file is missing or cannot be written.
+    """
     temporary, final = temporary_of(directory, step), path_of(directory, step)
     try:
         check_sizes(temporary, entries)
@@ -159,7 +162,7 @@ def superfluous(saved: Iterable[int], newest: int, keep: int, keep_every: int | 
 def prune(
     directory: Path, newest: int, keep: int, keep_every: int | None, spare: Collection[int] = ()
 ) -> None:
-    """Removes what is superfluous; what cannot be removed is a warning."""
+    """Removes the ``superfluous`` steps but those in ``spare``; warns where one cannot be."""
     for step in superfluous(steps(directory), newest, keep, keep_every):
         if step in spare:
             continue
@@ -170,7 +173,7 @@ def prune(
 
 
 def remove(path: Path, name: str | None = None) -> None:
-    """Removes a step; renamed first, so that a kill leaves nothing that looks whole."""
+    """Removes a step; renames it first, so that a kill leaves nothing that looks complete."""
     doomed = path.with_name(name or f".{path.name}.tmp")
     os.rename(path, doomed)
     shutil.rmtree(doomed)

@@ -1,4 +1,4 @@
-"""A flat state into a directory and back, through torch.distributed.checkpoint (DCP)."""
+"""Writes a flat state to a directory and reads it, through torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from mclclip.checkpoint.step_files import METADATA, Damaged
 from mclclip.ranks.sharded_rows import deal
 
 State = dict[str, Any]
-_COPY_AHEAD_BYTES = 10_000_000  # from the GPU, while the tensor before is written
+_COPY_AHEAD_BYTES = 10_000_000  # copied from the GPU while the previous tensor is written
 
-# DCP says so at every save of a single process. By message and once, since the scopes of
-# ``catch_warnings`` are not for threads.
+# DCP warns at every save of a single process. The filter is set once for the whole process, since
+# ``catch_warnings`` is not thread-safe.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
@@ -36,13 +36,13 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 
 class _Streams(_StorageWriterTransforms):
-    """DCP's streams into one file, of which one that failed is let go in silence.
+    """DCP's streams into a file; closing one after a failed write does nothing.
 
-    Else it flushes the file, which is closed by then, and Python 3.13 prints a traceback of that.
+    DCP's own would flush the file, which is closed by then, and Python 3.13 prints a traceback.
     """
 
     def transform_save_stream(self, write_item: Any, raw_stream: Any) -> tuple[Any, list[str]]:
-        """As DCP's."""
+        """The stream and names that DCP gives, with a flush that a closed file survives."""
         stream: Any
         stream, names = super().transform_save_stream(write_item, raw_stream)
 
@@ -55,7 +55,7 @@ class _Streams(_StorageWriterTransforms):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer; says that a disk is full, where torch's file format stumbles over that."""
+    """DCP's writer, which raises the OSError of a full disk instead of torch's own error."""
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(path, **options)
@@ -73,10 +73,10 @@ class _Writer(FileSystemWriter):
 
 
 def own_part(state: State, rank: int, world_size: int) -> State:
-    """Returns the part that this rank writes; of plain tensors, which all ranks hold, about 1/W.
+    """The part of the state that this rank writes.
 
-    DTensors stay in all parts: each rank writes its own shards of them. All ranks cut the same
-    names and sizes, so each plain tensor is written once.
+    Plain tensors, which all ranks hold, are dealt to the W ranks by size, the same way on each, so
+    that each is written once. DTensors stay in all parts: each rank writes its own shards.
     """
     plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
     plain.sort()
@@ -95,9 +95,9 @@ def staged(state: State) -> State:
 def write(state: State, temporary: Path, *, group: Any, alone: bool, copied: bool) -> None:
     """Writes each rank's part, on disk when this returns; fails on all ranks together.
 
-    Collective over ``group`` (None: the default one) unless ``alone``. What is ``copied`` is read
-    from the CPU's memory as it lies; the streams that overlap copies would open a context on the
-    first GPU for every rank's thread.
+    Collective over ``group`` (None: the default one) unless ``alone``. ``copied``: the state is
+    already in main memory; then DCP's CUDA streams, which overlap copies with writing, are not
+    used, since they would open a context on the first GPU in every rank's thread.
     """
     ahead = 0 if copied else _COPY_AHEAD_BYTES
     writer = _Writer(str(temporary), sync_files=True, per_thread_copy_ahead=ahead)
@@ -114,17 +114,17 @@ def written_by(rank: int, temporary: Path) -> list[Path]:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """DCP's metadata; RuntimeError where it cannot be read."""
+    """DCP's metadata of the step at ``path``. Raises RuntimeError where it cannot be read."""
     try:
         return FileSystemReader(str(path)).read_metadata()
-    except (Exception, CheckpointException) as error:  # many types, all mean the same here
+    except (Exception, CheckpointException) as error:  # of many types; all mean that it is damaged
         raise unreadable(path, error) from error
 
 
 def read(path: Path, state: State, *, alone: bool) -> None:
-    """Fills ``state`` in place; RuntimeError, on all ranks, where that fails.
+    """Fills the tensors of ``state`` in place from the step at ``path``.
 
-    Collective unless ``alone``.
+    Collective unless ``alone``. Raises RuntimeError on all ranks where reading fails.
     """
     reader = FileSystemReader(str(path))
     try:
@@ -135,7 +135,7 @@ def read(path: Path, state: State, *, alone: bool) -> None:
 
 
 def check_fit(path: Path, state: State) -> None:
-    """RuntimeError where an intact step is of another model or training than ``state``."""
+    """Raises RuntimeError where an intact step is of another model or training than ``state``."""
     stored = read_metadata(path).state_dict_metadata
     lacking = [name for name in state if name not in stored]
     foreign = [name for name in stored if name.startswith("model.") and name not in state]
@@ -152,8 +152,8 @@ def check_fit(path: Path, state: State) -> None:
     )  # fmt: skip
     if what is not None:
         raise RuntimeError(
-            f"the checkpoint {path} does not fit: {what}. It is of another model or training: go "
-            f"on with its options, or in another run directory"
+            f"the checkpoint {path} does not fit: {what}. It is of another model or training: use "
+            f"the options it was made with, or another run directory"
         )
 
 
@@ -164,8 +164,8 @@ def _count(names: list[str]) -> str:
 def load_model_state(directory: Path, step: int, part: str = "model") -> dict[str, Tensor]:
     """The tensors of one part (``model``, ``ema``) of a checkpoint on the CPU, by name.
 
-    In this process alone. Raises RuntimeError, one line, where the checkpoint is damaged or has
-    no such part.
+    Not a collective. Raises RuntimeError, one line, where the checkpoint is damaged or has no such
+    part.
     """
     path = step_files.path_of(directory, step)
     try:
@@ -189,7 +189,7 @@ def load_model_state(directory: Path, step: int, part: str = "model") -> dict[st
 
 
 def unreadable(path: Path, error: BaseException) -> RuntimeError:
-    """The error of a step that cannot be used, with what to do."""
+    """The error to raise for a step that cannot be read; it says what to do."""
     return RuntimeError(
         f"the checkpoint {path} cannot be read ({cause(error)}): remove that directory to resume "
         f"from the one before"
@@ -197,7 +197,7 @@ def unreadable(path: Path, error: BaseException) -> RuntimeError:
 
 
 def cause(error: BaseException) -> str:
-    """The error that DCP wrapped (in an exception that no ``except Exception`` sees), short."""
+    """One short line on an error, or on the error inside of DCP's CheckpointException."""
     error = _unwrapped(error)
     text = " ".join(str(error).split())
     text = text if len(text) <= 200 else text[:200] + "..."
@@ -205,7 +205,7 @@ def cause(error: BaseException) -> str:
 
 
 def raise_interrupt(error: BaseException) -> None:
-    """Raises the KeyboardInterrupt that DCP took for a failed write, if it was one."""
+    """Raises KeyboardInterrupt if that is what DCP wrapped in ``error``."""
     if isinstance(_unwrapped(error), KeyboardInterrupt):
         raise KeyboardInterrupt from error
 

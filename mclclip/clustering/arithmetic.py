@@ -1,9 +1,9 @@
-"""How k-means and the search for nearest centroids compute on a device: chosen here, nowhere else.
+"""Chooses how k-means and the search for nearest centroids compute on a device.
 
 Every choice has a name (a Literal), so that a test can force each of them on any machine. Labels
-and centroids are the same for every choice, with one exception: the two routines of ``Scores`` add
-up in different orders, so where two centroids are equally near but for the rounding of float32,
-they may disagree about which of them is the nearer one.
+and centroids are the same for every choice, with one exception: the two routines of ``Scores`` sum
+in different orders. Where two centroids are equally near up to float32 rounding, the routines may
+disagree about which one is nearer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Products = Literal["float32", "bfloat16"]
 """Type of the numbers in the matrix product of all rows and all centroids."""
 
 Rounding = Literal["none", "inputs", "output", "partial_sums"]
-"""What that product rounds, beside its sums in float32.
+"""What that product rounds, besides its sums in float32.
 
-``none`` and ``inputs`` belong to float32: ``inputs`` means that a product may round the numbers it
-multiplies to 8 significant bits or more (TF32 keeps 11). ``output`` and ``partial_sums`` belong to
-bfloat16: either the sum is rounded once, or the sums of parts of a row may be rounded as well.
+For float32 products: ``none``, or ``inputs``, where the numbers to multiply may be rounded to as
+few as 8 significant bits (TF32 keeps 11). For bfloat16 products: ``output``, where each sum is
+rounded once, or ``partial_sums``, where the sums of parts of a row may be rounded as well.
 """
 
 Scores = Literal["pair_products", "blocks"]
-"""How the candidates are scored: by a loop in C++ that copies no row, or by torch in blocks."""
+"""How candidates are scored: by a C++ loop that copies no rows, or by torch in blocks of pairs."""
 
 Tile = Literal["cache", "large"]
-"""Of all scores, the part that is made at once: one that stays in a CPU's cache, or a large one."""
+"""How much of the score matrix is computed at once: as much as fits a CPU's cache, or more."""
 
 Threads = Literal["per_block", "per_operation"]
-"""Blocks of rows are shared out to threads, with one thread per operation; or blocks come one after
-the other, and each operation has all threads.
+"""``per_block``: threads work on different blocks of rows, each operation with one thread.
+``per_operation``: blocks are handled one after the other, each operation with all threads.
 """
 
 TILES: dict[Tile, tuple[int, int]] = {"cache": (1024, 2048), "large": (4096, 16_384)}
@@ -93,7 +93,7 @@ def choose_rounding(device: torch.device, products: Products, forced: Arithmetic
 
 
 def choose_scores(device: torch.device, forced: Arithmetic) -> Scores:
-    """The loop in C++ on a CPU. On a GPU its order of summing is unknown: blocks there."""
+    """The C++ loop on a CPU; blocks on a GPU, where that loop's order of summing is not known."""
     return forced.scores or ("pair_products" if device.type == "cpu" else "blocks")
 
 
@@ -103,7 +103,7 @@ def choose_tile(device: torch.device, forced: Arithmetic) -> tuple[int, int]:
 
 
 def choose_threads(device: torch.device, forced: Arithmetic) -> Threads:
-    """Threads share out the blocks on a CPU; a GPU is fed by one thread."""
+    """``per_block`` on a CPU; ``per_operation`` on a GPU, to which one thread sends all work."""
     return forced.threads or ("per_block" if device.type == "cpu" else "per_operation")
 
 

@@ -67,7 +67,7 @@ def assign_blocks(
             f"labels_per_sample is {labels_per_sample}: wanted 1 to {num_clusters:,}, the number "
             "of centroids"
         )
-    # All ranks come to the same answer, though they hold unlike ranges: it is a sum over them.
+    # Summed over ranks, so that all agree even where one rank happens to hold all centroids.
     shards = int(rows.total(torch.tensor(int(held is not None and len(held) < num_clusters))))
     holder = hold(rows, num_clusters, sharded=shards > 0)
     return _in_order(holder, centroids, labels_per_sample)

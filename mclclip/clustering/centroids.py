@@ -5,8 +5,8 @@
 centroids with their sums and counts, and rows travel instead. In each round every rank sends one of
 its blocks to all, each rank finds the nearest of its own centroids, and the largest of one packed
 int64 per row decides (ties go to the lowest id). Both add up the same integers, so their results
-are equal bit for bit. Of a sharded clustering only vectors [K], 8 bytes a centroid, stand on all
-ranks.
+are equal bit for bit. With sharded centroids every rank still holds vectors [K], with 8 bytes per
+centroid.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def hold(rows: Rows, num_clusters: int, sharded: bool | None) -> WholeCentroids:
 
 
 class WholeCentroids:
-    """All ranks hold all centroids, and each looks at its own rows.
+    """Every rank holds all centroids and compares its own rows with them.
 
-    ``held``: the ids of the centroids that this rank holds; tensors of centroids [k, D] here are
-    of these.
+    ``held``: the ids of the centroids that this rank holds. Tensors [k, D] of centroids, in the
+    methods here, have one row for each of these ids.
     """
 
     def __init__(self, rows: Rows, num_clusters: int) -> None:
@@ -141,8 +141,8 @@ class WholeCentroids:
         return self.rows.prepare(initial[self.held.start : self.held.stop])
 
     def take(self, ids: Integers) -> Tensor:
-        """Of the rows with these ascending numbers [K], which k-means starts from, those whose
-        clusters this rank holds.
+        """The first centroids [k, D] that this rank holds: the rows with the ascending numbers
+        ``ids`` [K] are the first centroids of all clusters.
         """
         taken = torch.empty((len(self.held), self.rows.dim), device=self.rows.context.device)
         for some in passes(self.num_clusters):
@@ -253,6 +253,5 @@ class ShardedCentroids(WholeCentroids):
 
 
 def _nothing(centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and counts that are zero."""
     sums = torch.zeros_like(centroids, dtype=torch.int64)
     return sums, torch.zeros(len(centroids), dtype=torch.int64, device=centroids.device)

@@ -1,11 +1,12 @@
-"""Lloyd's k-means over ranks: centroids, the same for any number of ranks.
+"""Lloyd's k-means over ranks. The centroids are the same for any number of ranks.
 
 rows.py says how ranks share the rows and why sums do not depend on it, nearest.py how the
 nearest centroid is found, centroids.py which rank holds which centroids, and assignment.py how all
 rows get their labels in the end.
 
-Source: MCL, section 3. ``spherical`` assigns by cosine; ``euclidean``, by squared distance,
-is what the authors' released code does (with scikit-learn's mini-batches; here all rows take part).
+Source: MCL, section 3. ``spherical`` assigns by cosine, ``euclidean`` by squared distance. The
+authors' released code is euclidean, with scikit-learn's mini-batches; here every update uses all
+rows.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class KMeans(Found):
     """Centroids and how they were found.
 
     ``inertia`` is the sum over rows of 1 - cosine (spherical) or of the squared distance to the
-    nearest centroid, ``counts`` int64 [K] the rows nearest to each: what ``assign_blocks`` with
-    these centroids gives. ``history`` is the inertia before each update and at the end.
+    nearest centroid; ``counts`` int64 [K] is the number of rows nearest to each centroid. Both are
+    those of ``assign_blocks`` with these centroids. ``history`` is the inertia before each update
+    and at the end.
     """
 
     counts: Tensor
@@ -64,7 +66,7 @@ class KMeans(Found):
 
 @dataclass(frozen=True)
 class _Rule:
-    """When iteration ends, and whether clusters may stay empty for lack of distinct rows."""
+    """When to stop iterating, and whether clusters may stay empty for lack of distinct rows."""
 
     max_iterations: int
     tolerance: float
@@ -215,7 +217,7 @@ def _means(
 ) -> Tensor:
     """The means of the clusters (unit length if spherical).
 
-    A cluster that is empty, or whose unit rows add up to nothing, keeps its centroid.
+    A cluster that is empty, or (spherical) whose rows sum to zero, keeps its centroid.
     """
     updated = torch.empty_like(centroids)
     for some in holder.passes():

@@ -1,4 +1,4 @@
-"""The nearest centroids of rows: a matrix product finds candidates, their exact scores decide.
+"""The nearest centroids of rows: a matrix product finds candidates, and exact scores decide.
 
 The score of a row x and a centroid c is x.c (spherical) or x.c - |c|^2 / 2 (euclidean), summed by
 one fixed routine that sees only the two vectors. So it does not depend on what else is compared,
@@ -6,12 +6,12 @@ on how many centroids a rank holds, or on the shape of a matrix product.
 
 Scoring every pair that way would be slow. So a matrix product of all rows and all centroids comes
 first (in bfloat16 where that is faster), and only the pairs that could still be among the nearest,
-by the product's error bound, are scored. The bound follows from Cauchy and Schwarz's inequality and
-from what rounding can do to inputs, sums and output. The product never exceeds it, so the result is
-that of scoring all pairs. The mean centroid is subtracted first: that shifts all scores of a row
-alike, and makes the bound narrow where embeddings share a direction.
+by the product's error bound, are scored. The bound follows from the Cauchy-Schwarz inequality and
+from the rounding of inputs, sums and output. The error never exceeds it, so the result is that of
+scoring all pairs. The mean centroid is subtracted first: this shifts all scores of a row by the
+same amount, and tightens the bound where embeddings share a direction.
 
-Which arithmetic a device uses is said in arithmetic.py.
+arithmetic.py chooses the arithmetic for a device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mclclip.clustering.rows import Algorithm, tiles
 from mclclip.pair_products import pair_products
 
 NOTHING = -(2**63)  # packed: no candidate
-ROWS_PER_PASS = 1024  # rows of centroids that are changed in one operation
+ROWS_PER_PASS = 1024  # centroids that are handled in one operation
 _CONSTANT_COLUMNS = 4  # of the euclidean product: three hold -|c|^2 / 2, the fourth is zero
 _LEAST_PART = 8  # numbers of a row in the shortest part whose sum a product may round by itself
 _LOW_32 = 2**32 - 1
@@ -144,10 +144,12 @@ class Search:
         for first in range(0, len(self._coarse), step):
             scores = multiply(coarse, self._coarse[first : first + step])
             scores[:, max(len(self.centroids) - first, 0) :] = -torch.inf  # the padding
-            # Groups of columns that lie apart: so their maxima are taken of whole vectors.
+            # A group's columns are not neighbours, so that one vector operation takes the maxima of
+            # many groups at once.
             scores = scores.view(len(rows), -1, _num_groups(scores.shape[1]))
             maxima = scores.amax(dim=1).float()
-            # Maxima are scores of different centroids: the last of ``count`` is a lower bound.
+            # These maxima belong to different centroids, so the count-th largest of them is a lower
+            # bound of the count-th best score.
             top = _top(top, maxima)
             threshold = self._threshold(top[:, -1:], error)
             row, group = torch.nonzero(maxima >= threshold).unbind(1)
@@ -168,8 +170,8 @@ class Search:
     def _lower(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, D] in the type of the products, and the error bound [n, 1] of a row's products.
 
-        The bound holds for the product before its output is rounded, and for the score that
-        ``score_pairs`` gives: both together differ by no more from the exact value.
+        The bound covers the errors of the product (before its output is rounded) and of the score
+        from ``score_pairs`` together.
         """
         coarse = rows.to(self._coarse.dtype)
         lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
@@ -188,7 +190,7 @@ class Search:
         # Sums in float32, in any order, of the product and of the score; and the shift itself.
         rounding = 2.0 * (rows.shape[1] + 16) * 2.0**-24
         error = error + rounding * (lengths * (self._shifted + self._length) + 2.0 * self._constant)
-        # Products may take numbers below the smallest normal one for zero.
+        # Products may flush subnormal numbers to zero.
         error = error + 2.0**-110 * (lengths + self._shifted + 1.0)
         if self._extra:
             ones = torch.ones((len(rows), self._extra), dtype=coarse.dtype, device=rows.device)
@@ -196,17 +198,17 @@ class Search:
         return coarse, error
 
     def _threshold(self, bound: Tensor, error: Tensor) -> Tensor:
-        """The product [n, 1] that a centroid needs to be a candidate, where as many as are wanted
-        have a product of ``bound`` [n, 1] or more.
+        """The product [n, 1] below which a centroid is no candidate, given that enough centroids
+        have a product of at least ``bound`` [n, 1].
         """
         if self._coarse.dtype == torch.bfloat16:  # the output is rounded once more
             error = error + 2.0**-8 * bound.abs()
-        # Twice: the better one may be too high and the other too low; 1 / 16 for second orders.
+        # Twice: one product may be too high and the other too low. 1/16 covers second-order terms.
         return bound - (2.0 + 1 / 16) * error
 
 
 def multiply(rows: Tensor, columns: Tensor) -> Tensor:
-    """[n, k]: the products of all rows [n, D] and columns [k, D]. Tests put others in its place."""
+    """[n, k]: the dot products of all ``rows`` [n, D] and ``columns`` [k, D]. Tests replace it."""
     return rows @ columns.T
 
 
@@ -222,10 +224,10 @@ def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
 
 
 def half_squares(centroids: Tensor) -> Tensor:
-    """[k]: |c|^2 / 2 of centroids [k, D]. A centroid's does not depend on its neighbours."""
+    """[k]: |c|^2 / 2 of centroids [k, D], each independent of the other centroids."""
     halves = [centroids.new_zeros(0)]
     for part in torch.split(centroids, ROWS_PER_PASS):
-        # All parts have one shape, from which the order of a sum follows on a GPU.
+        # All parts have the same shape, since that determines the order of a sum on a GPU.
         padded = torch.nn.functional.pad(part, (0, 0, 0, ROWS_PER_PASS - len(part)))
         halves.append(padded.square().sum(dim=1)[: len(part)] / 2.0)
     return torch.cat(halves)
@@ -238,7 +240,7 @@ def _padded(num_centroids: int) -> int:
 
 
 def _num_groups(columns: int) -> int:
-    """Into how many groups the columns of a tile are put, whose maxima are looked at first.
+    """Number of groups of a tile's columns; a group is searched only if its maximum is a candidate.
 
     Up to 64 columns are their own groups. Above, there are 32 groups, or groups of 16 columns where
     there are 512 columns or more (then ``columns`` is a multiple of 512).
@@ -275,7 +277,7 @@ def score_pairs(
 
 
 def _scored_in_blocks(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
-    """``score_pairs`` by sums over tensors of one fixed shape, from which their order follows."""
+    """``score_pairs`` by sums over tensors of one fixed shape, which fixes the order of summing."""
     size = 8192
     padding = -len(row) % size
     row = torch.nn.functional.pad(row, (0, padding))

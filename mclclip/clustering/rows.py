@@ -2,10 +2,10 @@
 
 The data is a list of row blocks (``cut_blocks``), cut without regard to the number of ranks; rank r
 works on the blocks r, r + W, r + 2W, ... On a CPU one thread computes all that concerns one block,
-in one order. Sums over rows must not depend on the order of the rows, so every value is cut to a
-fixed-point number in int64. Its unit follows from the largest value and the number of rows: 62 bits
-hold any sum, so of 16 million rows 2^-38 of the largest value is kept. Adding integers is exact, so
-any number of ranks and threads gives the same bits.
+in one order. Sums over rows must not depend on the order of the rows, so every value is truncated
+to a fixed-point number in int64. Its unit follows from the largest value and the number of rows, so
+that any sum fits into 62 bits: with 16 million rows it is 2^-38 of the largest value. Adding
+integers is exact, so any number of ranks and threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Mask = npt.NDArray[np.bool_]
 Algorithm = Literal["spherical", "euclidean"]
 T = TypeVar("T")
 R = TypeVar("R")
-_ROWS_PER_LOOK = 1024  # that ``survey`` adds up at once: on every device, as last bits depend on it
+_ROWS_PER_LOOK = 1024  # rows that ``survey`` sums at once; last bits depend on it, so it is fixed
 
 
 @dataclass(frozen=True)
 class Survey:
     """The result of one pass over all rows.
 
-    ``unit`` is a power of two: to add values up, x * ``unit`` is cut to an int64. ``squares`` is
+    ``unit`` is a power of two: values are summed as x * ``unit`` truncated to int64. ``squares`` is
     the sum of all |row|^2.
     """
 
@@ -100,8 +100,8 @@ class Rows:
 
     @contextmanager
     def torch_settings(self) -> Iterator[None]:
-        """Runs a block in which an operation has one thread, if ``each`` shares out the blocks to
-        threads (last bits depend on that number), and bfloat16 products round no partial sums.
+        """Runs a block in which bfloat16 products round no partial sums and, if ``each`` uses
+        threads, an operation has one thread (last bits depend on that number).
         """
         with num_threads(self._threads_per_operation), sums_in_float32():
             yield
@@ -122,7 +122,7 @@ class Rows:
 
     def to_device(self, x: Tensor) -> Tensor:
         """A new float32 copy on the device."""
-        # Always newly allocated: last bits depend on alignment, which then is torch's own.
+        # Always newly allocated: last bits depend on the alignment, which is then torch's own.
         copy = torch.empty(x.shape, dtype=torch.float32, device=self.context.device)
         return copy.copy_(x.detach())
 
@@ -131,7 +131,7 @@ class Rows:
         rows = self.to_device(x)
         if self.algorithm == "spherical":
             lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
-            # Too long for float32: an infinite length would make zeros of the row, unnoticed.
+            # A length that overflows float32 would silently turn the row into zeros.
             rows /= lengths.masked_fill_(torch.isinf(lengths), torch.nan)
         return rows
 
@@ -167,7 +167,7 @@ class Rows:
         return self.total(found) + 0.0  # no negative zeros, which a sum over ranks would lose
 
     def read(self, ids: Integers) -> Floats:
-        """The rows [S, D] with these ascending numbers as stored; no other rank is asked."""
+        """The rows [S, D] with these ascending numbers as stored; not a collective."""
         found: Floats = np.empty((len(ids), self.dim), dtype=self._dtype)
         for number, place, local in self._parts(ids):
             found[place] = self.blocks[number][local]
@@ -198,7 +198,9 @@ class Rows:
     # --- over ranks ---
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on the device; exact for integers, and where one rank has it all."""
+        """The sum over ranks, on the device. Exact for integers, and where only one rank's value
+        is not zero.
+        """
         x = x.to(self.context.device)
         return x if self.context.world_size == 1 else all_reduce_sum(x)
 
@@ -214,7 +216,7 @@ class Rows:
         return every.view(self.context.world_size, *x.shape)
 
     def of_first_rank(self, x: Tensor) -> Tensor:
-        """Rank 0's values, on every rank: unlike machines may compute other last bits."""
+        """Rank 0's values on every rank (different machines may compute different last bits)."""
         return self.total(x if self.context.rank == 0 else torch.zeros_like(x))
 
     def refuse_not_finite(self, here: int) -> None:
@@ -258,7 +260,7 @@ def tiles(rows: Tensor, rows_per_tile: int) -> Sequence[Tensor]:
 def num_not_finite(rows: Tensor) -> int:
     """Counts rows of [n, D] that hold a NaN or an infinite value, or are too long.
 
-    Twice the length squared has to stay finite in float32: no two rows are farther apart.
+    (2 |row|)^2 has to be finite in float32, since two rows may have that squared distance.
     """
     return int((~torch.isfinite(4.0 * rows.square().sum(dim=1))).sum())
 

@@ -1,8 +1,8 @@
 """k-means in two levels, for a million clusters and more: split, cluster, merge.
 
-All rows are clustered into a few groups; K is shared out over the groups in proportion to their
-rows; each group is clustered by itself; and in the end rows are assigned to the nearest of all
-centroids. During the iterations a row is compared with the centroids of its group alone: with
+All rows are clustered into a few groups; the K clusters are divided among the groups in proportion
+to their rows; each group is clustered by itself; and in the end rows are assigned to the nearest of
+all centroids. During the iterations a row is compared with the centroids of its group alone: with
 sqrt(K) groups an iteration of both levels costs 2 / sqrt(K) of a flat one. UNICOM clusters LAION
 this way.
 
@@ -51,10 +51,10 @@ def fit(
 ) -> kmeans.Found:
     """Clusters the rows of ``blocks`` into K in two levels; centroids are in the order of groups.
 
-    ``num_splits`` groups (None: about the square root of K) are made of all rows, and each of its
-    own rows, by ``kmeans.fit`` with ``options``; ``seed``, ``valid``, ``context``, ``sharded`` and
-    ``arithmetic`` are as there; with ``init`` ``auto`` all groups start alike, as suits the group
-    with the most clusters.
+    ``kmeans.fit`` makes ``num_splits`` groups (None: about the square root of K) of all rows, and
+    the clusters of each group, with ``options``. ``seed``, ``valid``, ``context``, ``sharded`` and
+    ``arithmetic`` are those of ``kmeans.fit``. With ``init`` ``auto`` all groups start in the way
+    that suits the group with the most clusters.
     The result is the same for any number of ranks. Clusters may be empty: where a group has fewer
     distinct rows than clusters, or where all rows of a cluster lie nearer to one of another group.
     ``iterations`` is the largest of any group's. Raises ValueError for more clusters than rows, for

@@ -1,4 +1,4 @@
-"""Every option as a dataclass: load from YAML, override by ``key.path=value``, check, dump."""
+"""Options as dataclasses: loaded from YAML, overridden by ``key.path=value``, checked, dumped."""
 
 from mclclip.config.options import BenchmarkConfig, Config, ModelConfig, SourceConfig, TrainConfig
 from mclclip.config.reading import dump, from_tree, load, to_tree

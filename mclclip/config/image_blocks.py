@@ -1,8 +1,8 @@
-"""How many blocks an image tower has, by its configuration alone.
+"""Counts the blocks of an image tower from its configuration alone.
 
-A lock of more blocks than there are is refused when options are read, not at the first training
-step after hours of embedding. The model configurations that open_clip ships are read as files,
-without torch; only where the image tower is one of timm's, it is built without values and counted.
+So a lock of more blocks than there are is refused when options are read, not when training starts
+after hours of embedding. The model configurations that open_clip ships are read as files, without
+torch; only an image tower of timm's is built (without values) and counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
 
 @functools.cache
 def _built(config: str) -> int | None:
-    """Blocks of a timm tower; None where it cannot be built or locked, as the loader will say."""
+    """Blocks of a timm tower; None where it cannot be built or locked (the loader reports it)."""
     from mclclip.models.memory import load_image_shapes  # seconds to import
 
     try:
@@ -71,5 +71,5 @@ def _read(name: str) -> Any:
             path = Path(next(iter(folders or []), "")) / "model_configs"
             path = path / f"{name.replace('/', '-')}.json"
         return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):  # the loader of models says what is wrong with it
+    except (OSError, ValueError, RecursionError):  # the loader of models reports the error
         return None

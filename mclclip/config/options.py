@@ -42,9 +42,9 @@ class DataConfig:
     index_workers: PositiveInt = 2
     """Processes that scan shards side by side."""
     max_image_pixels: PositiveInt = 100_000_000
-    """Images with more pixels are refused as decompression bombs."""
+    """Images with more pixels (width times height) are refused as decompression bombs."""
     max_bad_fraction: float = 0.01
-    """Share of undecodable samples (of the index) above which every verb stops on all ranks."""
+    """Share of the index's samples that may be undecodable; above it a verb stops on all ranks."""
     max_open_files: PositiveInt = 64
     """Shards that one process keeps open at once."""
 
@@ -60,13 +60,14 @@ class ModelConfig:
     """open_clip's tag of the weights, a file, or null (random weights from ``seed``)."""
     text: bool = True
     """False: the image tower alone, for objectives that read no captions. A config without
-    ``text_cfg`` has none anyway; its ``vision_cfg`` may name a backbone of timm or torchvision."""
+    ``text_cfg`` has no text tower anyway; its ``vision_cfg`` may name a backbone of timm or
+    torchvision."""
     projector: list[PositiveInt] = field(default_factory=list)
-    """Widths of the layers on an image tower alone, which are trained and not exported."""
+    """Widths of the projector's layers, on top of an image tower alone; trained, not exported."""
     augmentation: dict[str, Any] = field(default_factory=dict)
     """Fields of open_clip's AugmentationCfg, such as ``scale: [0.4, 1.0]`` (its own default:
     RandomResizedCrop with scale 0.9 to 1), or ``kind: simclr`` with its options, or
-    ``kind: none``. Backbones are trained with ``kind: simclr`` unless this says another."""
+    ``kind: none``. The default is ``kind: simclr`` for backbones, else open_clip's."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -74,7 +75,7 @@ class EmbedConfig:
     """How embeddings are made."""
 
     batch_size: PositiveInt = 256
-    """Images per forward; batches are cut within a shard, so results do not depend on ranks."""
+    """Images per forward pass; no batch spans two shards, so results do not depend on ranks."""
     dtype: Literal["float16", "float32"] = "float16"
     """Number format of embeddings on disk."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -97,20 +98,20 @@ class ClusterConfig:
     num_splits: PositiveInt | None = None
     """two_level: groups of the first level (null: about the square root of K)."""
     init: Init = "auto"
-    """Where Lloyd starts: greedy ``plus_plus``, whose cost grows with the square of K, ``random``
-    rows, or ``auto``: k-means++ up to 1,000 clusters."""
+    """First centroids: greedy k-means++ (``plus_plus``), whose cost grows with the square of K;
+    ``random`` rows; or ``auto``: k-means++ up to 1,000 clusters, else random."""
     feature: Literal["image", "mean"] = "image"
     """What is clustered: image embeddings, or the mean of a sample's image and text embedding."""
     labels_per_sample: PositiveInt = 1
-    """L: nearest centroids that are stored of every sample, with their similarities."""
+    """L: number of nearest centroids stored for every sample, with their similarities."""
     restarts: PositiveInt = 3
     """Independent starts; the one with the lowest inertia is kept."""
     max_iterations: PositiveInt = 100
-    """Lloyd iterations at most."""
+    """Largest number of Lloyd iterations."""
     tolerance: float = 1e-5
     """Relative change of inertia at which iteration stops."""
     init_samples: PositiveInt = 100_000
-    """Rows from which k-means++ draws its start (at least 256 K are used where there are)."""
+    """Rows from which k-means++ draws its start (at least 256 K, or all if there are fewer)."""
     label_mode: LabelMode = "prefix"
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
 
@@ -145,21 +146,21 @@ class ClusterConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class PlanConfig:
-    """Which samples come together."""
+    """Which samples form a batch."""
 
     policy: Policy = "backoff"
-    """What happens to samples that do not fill a batch of their group."""
+    """What happens to samples that do not fill a batch of their group (see ``data.groups``)."""
     order: Order = "proportional"
     """``round_robin``: Algorithm 1 of MCL; ``proportional``: a seeded shuffle of all batches."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class LockConfig:
-    """Parts of the model that are trained; everything else is frozen at the base weights."""
+    """Parts of the model that are trained; everything else stays at its first weights."""
 
     image_blocks: NonNegativeInt | Literal["all"] = "all"
-    """Last blocks of the image tower that are trained (ResNet: of the stem and the residual
-    blocks, which are 1 + 16 in an RN50)."""
+    """How many of the image tower's last blocks are trained (a ResNet's are the stem and the
+    residual blocks: 1 + 16 in an RN50)."""
     image_norm: bool = True
     """Train the final norm of the image tower (ResNet: batch norms of trained blocks)."""
     image_projection: bool = True
@@ -167,7 +168,8 @@ class LockConfig:
     text: bool = True
     """Train the text tower; false: frozen, its embeddings are computed once by ``embed``."""
     text_blocks: NonNegativeInt | Literal["all"] = "all"
-    """Last blocks of the text tower that are trained, with its final norm and projection."""
+    """How many of the text tower's last blocks are trained; its final norm and projection are
+    too."""
     logit_scale: bool = True
     """Train the logit scale, and with it the logit bias where the model has one and the objective
     reads it."""
@@ -207,12 +209,13 @@ class EngineConfig:
     shard_ranks: PositiveInt | None = None
     """fsdp: ranks that share one copy, such as those of a node (null: all ranks)."""
     micro_batch: PositiveInt | None = None
-    """Samples per rank and forward; a bigger local batch is computed by exact gradient caching,
-    in two passes (null: the local batch at once)."""
+    """Samples per rank and forward pass; a bigger local batch is computed by exact gradient
+    caching, in two passes (null: the local batch at once)."""
     grad_checkpointing: bool = False
-    """Recompute the blocks' activations in the backward instead of keeping them."""
+    """Recompute the blocks' activations in the backward pass instead of keeping them."""
     compile: Literal["off", "model", "step"] = "off"
-    """torch.compile: ``model`` block by block, ``step`` the whole forward with the objective."""
+    """torch.compile: ``model`` compiles each block, ``step`` the whole forward pass with the
+    objective."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -226,12 +229,12 @@ class CheckpointConfig:
     keep_every: PositiveInt | None = None
     """Checkpoints of steps divisible by this are kept for good (null: none)."""
     asynchronous: bool = False
-    """Train on while the copy is written to disk."""
+    """Continue training while a copy of the state is written to disk."""
     mirror: str | None = None
     """fsspec url of a folder that gets a copy of every checkpoint, such as ``s3://bucket/run``."""
     on_error: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written, such as on a full disk: end the run, or train on with
-    the one before until the next is due."""
+    """When a checkpoint cannot be written, such as on a full disk: end the run, or continue
+    training and try again at the next checkpoint."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -243,16 +246,17 @@ class TrainConfig:
     epochs: PositiveFloat = 20
     """Passes over the plan; ignored where ``steps`` is set."""
     steps: PositiveInt | None = None
-    """Optimizer steps in all."""
+    """Optimizer steps in all (null: as many as ``epochs`` gives)."""
     objective: AnyObjective = field(default_factory=lambda: parse({"kind": "info_nce"}))
     """What is minimised, by its ``kind``."""
     start: Literal["base", "random", "previous"] = "base"
-    """Weights that a stage s >= 1 starts from: those of stage 0 (``base``), random ones of its own
-    (MCL from scratch), or those of the stage before (MCL's Table 5); a projector is always new."""
+    """Weights that a stage s >= 1 starts from: those of stage 0 (``base``), random weights with
+    another seed for each stage (``random``: MCL from scratch), or those of the stage before
+    (``previous``: MCL's Table 5). A projector is always new."""
     plan: PlanConfig = PlanConfig()
     lock: LockConfig = LockConfig()
     lora: LoraConfig | None = None
-    """Adapters on the image tower; its other weights in those layers stay as they are."""
+    """Adapters on the image tower; the adapted layers' own weights are frozen (null: none)."""
     engine: EngineConfig = EngineConfig()
     optimizer: str = "adamw"
     """``adamw``, ``lars``, ``lion``, or ``timm:NAME`` for any other of timm's."""
@@ -263,7 +267,7 @@ class TrainConfig:
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises from zero."""
     layer_decay: PositiveFloat | None = None
-    """Each block's learning rate is this times that of the block above it (null: all the same)."""
+    """Each block's learning rate is this factor times that of the block after it (null: equal)."""
     weight_decay: float = 0.2
     """Weight decay (none on norms, biases and the logit scale)."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -342,7 +346,7 @@ class EvalConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ExportConfig:
-    """Encoders that are joined of the stages at the end."""
+    """Encoders that ``export`` makes of all stages at the end."""
 
     concat: list[Literal["raw", "stage_norm"]] = field(
         default_factory=lambda: ["raw", "stage_norm"]
@@ -373,17 +377,17 @@ class Config:
     wall_time_s: PositiveFloat | None = None
     """Seconds after which a training saves and the run leaves as if pre-empted (null: no limit)."""
     peer_timeout_s: PositiveFloat = 600.0
-    """Seconds without a sign of life from a rank, or without a finished training step, after which
-    the job ends with that rank named."""
+    """Seconds without a report from a rank, or without progress in training, after which the job
+    ends and names that rank."""
     poll_s: PositiveFloat = 5.0
-    """Seconds between looks for the files ``save_now`` and ``stop`` in the run directory."""
+    """Seconds between checks for the files ``save_now`` and ``stop`` in the run directory."""
     num_stages: NonNegativeInt = 3
     """Stages after stage 0."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     trained_model: ModelConfig | None = None
-    """Encoder that stages s >= 1 train from its own start, such as random weights (null: the base
-    model); only for objectives that may start from another encoder, such as those with class
+    """Another encoder that stages s >= 1 start from, such as one with random weights (null: they
+    start as ``train.start`` says). Only for objectives that allow it, such as those with class
     centers."""
     base: TrainConfig | None = None
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
@@ -393,13 +397,13 @@ class Config:
     """Training of every stage s >= 1 (and of the controls)."""
     controls: list[Literal["ungrouped", "random_groups"]] = field(default_factory=list)
     """Controls: each repeats every stage from the same base weights for as many steps, with the
-    same locks and learning rates, and with captions and augmentations from the same keys. Only
-    which samples meet in a batch differs, with it the order in which they come, and the Eq. 3 mask.
+    same locks and learning rates, and with captions and augmentations from the same keys. They
+    differ in which samples form a batch, in the order of the samples, and in the mask of Eq. 3.
     A single pair of runs cannot tell a difference from noise: repeat both with other seeds."""
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
     track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Metric sinks beside metrics.jsonl."""
+    """Metric sinks besides metrics.jsonl."""
 
     def __post_init__(self) -> None:
         if len(set(self.controls)) != len(self.controls):
@@ -418,8 +422,8 @@ class Config:
             )
         if other := [name for name in self.controls if name not in objective.controls]:
             raise ValueError(
-                f"controls={other} say nothing of train.objective.kind={objective.kind}, which has "
-                f"{', '.join(objective.controls) or 'none'}: leave them out"
+                f"controls={other} do not apply to train.objective.kind={objective.kind}, which "
+                f"has {', '.join(objective.controls) or 'none'}: leave them out"
             )
         self._check_start()
         for options in filter(None, (self.base, self.train)):
@@ -429,7 +433,7 @@ class Config:
             check_image_blocks(f"{name}.lock.image_blocks", options.lock.image_blocks, model)
 
     def _check_start(self) -> None:
-        """Raises ValueError where stages start from weights that the rest does not fit."""
+        """Raises ValueError where ``start`` contradicts other options."""
         if self.base is not None and self.base.start != "base":
             raise ValueError(
                 f"base.start={self.base.start} says where stages after stage 0 start: set "
@@ -447,7 +451,7 @@ class Config:
             )
 
     def facts(self, options: TrainConfig) -> Facts:
-        """Returns the facts that an objective checks before the run begins."""
+        """The options that an objective checks before the run begins."""
         return Facts(
             num_clusters=self.cluster.fewest,
             stored=self.cluster.labels_per_sample,
@@ -469,12 +473,12 @@ class Config:
 
     @property
     def trainings(self) -> dict[str, TrainConfig]:
-        """The kinds of training that a run has, by the option that describes them."""
+        """The trainings that a run has, by the name of their option: ``base``, ``train``."""
         base = {} if self.base is None else {"base": self.base}
         return base | ({"train": self.train} if self.has_stages else {})
 
     def model_of(self, training: str) -> ModelConfig:
-        """The encoder that ``base`` or ``train`` starts from, as it is named."""
+        """Options of the encoder that the training ``base`` or ``train`` starts from."""
         return (self.trained_model if training == "train" else None) or self.model
 
     @property

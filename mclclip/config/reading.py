@@ -86,8 +86,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _drop_foreign(objective: dict[str, Any]) -> None:
-    """Takes away, in place, options that belonged to another kind of objective and that the one
-    named now lacks; an unknown kind is left to the check."""
+    """Removes, in place, options that the newly named kind of objective lacks; they belonged to the
+    kind before. An unknown kind is reported by the check that follows."""
     with contextlib.suppress(ValueError):
         known = {item.name for item in dataclasses.fields(options_class(str(objective["kind"])))}
         for name in objective.keys() - known:
@@ -99,13 +99,13 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def _message(error: ValidationError, tree: dict[str, Any]) -> str:
-    """The first problem as one line: dotted path, what it got, what was wanted."""
+    """One problem of the error as one line: dotted path, value, and what was wanted."""
     problems = error.errors()
     unknown = [item for item in problems if item["type"] in _UNKNOWN]
-    # Of the tried members of a union the one that got farthest tells most.
+    # pydantic reports every member of a union that it tried: take the one with the longest path.
     problem = unknown[0] if unknown else max(problems, key=lambda item: len(item["loc"]))
     path = [str(part) for part in problem["loc"]]
-    # Without the tried members of a union, which pydantic adds, as in "image_blocks.int".
+    # pydantic appends the tried member of a union to the path, as in "image_blocks.int".
     name = ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
     if problem["type"] in _UNKNOWN:
         valid = _fields_at(path[:-1], tree)
@@ -116,7 +116,7 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
         return f"option {name!r} is required: set {name}=VALUE"
     if problem["type"] == "union_tag_not_found":
         return f"option '{name}.kind' is required beside other options of {name}"
-    if problem["type"] == "value_error" and not path:  # said of several options
+    if problem["type"] == "value_error" and not path:  # a check of several options together
         return str(problem["ctx"]["error"])
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
     message = problem["msg"].removeprefix("Value error, ")
@@ -124,7 +124,7 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
 
 
 def _fields_at(path: list[str], tree: Any) -> list[str]:
-    """Names of the options valid below a path of pydantic's; ``tree`` tells the objectives."""
+    """Names of the options valid below a path of pydantic's; ``tree`` tells kinds of objectives."""
     found: Any = Config
     for part in path:
         if isinstance(tree, list) and part.isdigit():

@@ -1,6 +1,7 @@
-"""Arrays on disk: saved whole or part by part, mapped where they are read, and cut into row blocks.
+"""Arrays on disk: saved whole or part by part, memory-mapped for reading, and cut into row blocks.
 
-They are not written through a mapping, whose full disk would be a signal instead of an error.
+They are not written through a mapping, because a full disk would then be a signal (SIGBUS) and no
+error.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def save_npy(path: Path, array: np.ndarray) -> None:
 def write_npy_parts(
     path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike
 ) -> Iterator[Callable[[npt.ArrayLike], None]]:
-    """Gives a function that appends rows, in order, to an array of ``shape``.
+    """Yields a function that appends rows, in order, to the file of an array of ``shape``.
 
-    The file is there, whole and durable, after the block, and only if that ended without an error.
-    Raises ValueError for more or fewer numbers than ``shape`` says.
+    The file appears, complete and fsynced, when the block ends without an error. Raises ValueError
+    for more or fewer numbers than ``shape`` says.
     """
     kind, missing = np.dtype(dtype), int(np.prod(shape))
     with whole_file(path) as file:
@@ -82,9 +83,10 @@ def cut_blocks(arrays: Sequence[Floats], rows_per_block: int = ROWS_PER_BLOCK) -
 
 
 class NpyBlocks(Sequence[Floats]):
-    """The blocks of .npy files of rows [n, D], memory-mapped when they are read.
+    """The blocks of .npy files of rows [n, D].
 
-    Not before: every mapping holds a file handle, and there may be more shards than handles.
+    A file is memory-mapped only while a block of it is read: every mapping holds a file handle, and
+    there may be more files than handles.
     """
 
     def __init__(self, paths: Sequence[Path], rows_per_block: int = ROWS_PER_BLOCK) -> None:
@@ -139,12 +141,13 @@ def _map(path: Path) -> Floats:
 
 
 class MeanBlocks(NpyBlocks):
-    """Blocks of float32 rows [n, D], made when they are read and never all in memory.
+    """Blocks of float32 rows [n, D]: unit means of a sample's image and text embedding.
 
     ``images``: .npy files of rows [n, D], one row per sample; ``texts``: as many files, one row per
-    caption, all captions of a sample after each other (of several the first counts).
-    ``num_captions`` [N] of all samples, in the order of the files. Raises ValueError where images
-    and texts differ in width, and RuntimeError where there are not as many texts as captions.
+    caption, all captions of a sample after each other. The first caption is used; a sample without
+    one keeps its image embedding. ``num_captions`` [N]: of all samples, in the order of the files.
+    Rows are computed when they are read. Raises ValueError where images and texts differ in width,
+    and RuntimeError where there are not as many texts as captions.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class MeanBlocks(NpyBlocks):
         return [(shape, np.dtype(np.float32)) for shape, _ in super().layouts()]
 
     def read(self, file: int, cut: slice) -> Floats:
-        """A block: the joint rows of samples ``cut`` of a file."""
+        """A block: the mean rows of the samples ``cut`` of a file."""
         rows = _unit(super().read(file, cut))
         captions = self._num_captions[file]
         first = int(captions[: cut.start].sum())

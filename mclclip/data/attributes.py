@@ -1,4 +1,4 @@
-"""Attributes of samples: fields of their ``.json`` members, kept as codes beside their rows.
+"""Attributes of samples: fields of their ``.json`` members, stored as codes in the index.
 
 A value is a string or an integer. Everything else (true and false, fractions, lists, objects, null,
 a blank string, a field that is missing) is no value, and so is JSON that does not parse. The
@@ -25,7 +25,7 @@ _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # what int() reads quickl
 
 
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as a tuple; ValueError for a blank one and for one that comes twice."""
+    """The names as a tuple. Raises ValueError for a blank name and for one that occurs twice."""
     if any(not name.strip() for name in names) or len(set(names)) < len(names):
         raise ValueError(f"got {list(names)}: wanted names of JSON fields, each once")
     return tuple(names)
@@ -73,7 +73,7 @@ def to_codes(table: pa.Table) -> tuple[pa.Table, dict[str, list[str]]]:
         text = text.chunk(0) if isinstance(text, pa.ChunkedArray) else text
         indices: npt.NDArray[np.int32] = text.indices.fill_null(-1).to_numpy()
         known = text.dictionary.to_pylist()
-        used = np.unique(indices[indices >= 0])  # rows may have been left out since
+        used = np.unique(indices[indices >= 0])  # rows with the other values may have been removed
         order = sorted(used.tolist(), key=lambda place: _sort_key(known[place]))
         codes = np.full(len(known) + 1, -1, np.int32)  # the last one is that of index -1
         codes[order] = np.arange(len(order), dtype=np.int32)

@@ -1,21 +1,22 @@
-"""A step of a stage -> this rank's `Batch`: the last hop before the model.
+"""Makes this rank's `Batch` of a step: reads, augments and, where needed, replaces the samples.
 
 Everything here is a pure function of (data, plan, seed, stage, step, columns). A rank, a loader
 worker or a resumed process computes the same sample in the same column as a single process does.
 
-Replacement of samples that cannot be used. Let sample x, in column p of the global batch, be
+How samples that cannot be used are replaced. Let sample x, in column p of the global batch, be
 undecodable, and let positions count along ``GroupedIndex.sample_ids`` (sorted by label). Candidates
-for column p are the positions q with q = p modulo global_batch. They are tried group by group,
-from x's own leaf group over the groups with ever shorter common prefixes to the whole index; inside
-a group in ascending order and around its end, from an offset hashed from (seed, epoch, x). Passed
-over are ids that the plan put into this global batch, known bad ids and undecodable ones. The first
-one left takes the column, with its own label truncated at the step's prefix length.
+for column p are the samples at positions q with q = p modulo global_batch. They are tried group by
+group: first x's own leaf group, then the groups that share a shorter and shorter prefix of its
+label, at last the whole index. Within a group the search starts at an offset hashed from (seed,
+epoch, x), goes upwards and wraps around at the group's end. It skips samples that the plan put into
+this global batch, known bad samples and undecodable ones. The first sample left takes the column,
+with its own label truncated at the step's prefix length.
 
-Two columns never share a candidate, so that replacements cannot collide with each other, on
-whichever ranks they are made and in whichever order, without any communication; and since planned
-ids are passed over, no sample comes twice into a global batch that had none twice. A known bad id
-is passed over with the same result as one that is decoded in vain, so a resumed run, which knows
-more of them, makes the same batches.
+Two columns never share a candidate, so replacements cannot collide with each other, on whichever
+ranks and in whichever order they are made, without any communication. Since planned samples are
+skipped, a global batch that has no sample twice stays so. A known bad sample is skipped with the
+same result as one that fails to decode, so a resumed run, which knows more of them, makes the same
+batches.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Batch:
                    mask compares
     classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None
     sample_id      int64 [b]
-    step           global step of the stage
-    prefix_length  at how many leading stages the labels are compared (`PlannedBatch`)
+    step           step of the stage, counted over all its epochs
+    prefix_length  number of leading stages whose cluster labels are compared (`PlannedBatch`)
     group_size     samples that a row is compared with over all ranks (`PlannedBatch.group_size`)
     replaced       {sample_id that could not be used in this rank's columns: reason}
     """
@@ -77,7 +78,7 @@ class Batch:
         return len(self.sample_id)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """A part of this rank's samples."""
+        """The batch of this rank's samples [start, stop)."""
         return self._each_tensor(lambda tensor: tensor[start:stop])
 
     def pin_memory(self) -> Batch:
@@ -101,8 +102,8 @@ class Batch:
 
 @contextmanager
 def keyed_rng(key: int) -> Iterator[None]:
-    """Inside, the global CPU generators (torch, random, numpy) start from ``key``, 0 <= key < 2^64;
-    afterwards they are as before. torchvision draws from the first, timm's transforms from all."""
+    """Runs the block with the global CPU generators (torch, random, numpy) seeded by ``key``, 0 <=
+    key < 2^64, and restores them. torchvision draws from torch's, timm's transforms from all."""
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     torch.default_generator.manual_seed(key)
     random.seed(key)
@@ -116,11 +117,12 @@ def keyed_rng(key: int) -> Iterator[None]:
 
 
 class TrainingBatches(Dataset[Batch]):
-    """Map-style over the global steps of a stage: ``batches[step]`` is this rank's `Batch`.
+    """Map-style data set over the steps of a stage: ``batches[step]`` is this rank's `Batch`.
 
-    To be read as ``DataLoader(batches, batch_size=None, sampler=range(start, total))`` with any
+    Read it as ``DataLoader(batches, batch_size=None, sampler=range(start, total))`` with any
     ``num_workers``; step = epoch * steps_per_epoch + step within the epoch, without an end.
-    Resuming is another ``start``, another world size another slice of the same global batches.
+    A resumed run uses another ``start``; with another world size a rank takes another slice of the
+    same global batches.
 
     index, transform, reads_captions, tokenizer, text_features, max_image_pixels, max_open_files
                   see `TarDataset`; the transform is the training transform
@@ -129,12 +131,12 @@ class TrainingBatches(Dataset[Batch]):
     global_batch  samples per step over all ranks
     policy, order, seed, stage   see `EpochPlan`; seed also keys augmentation and captions
     rank, world_size   this process takes columns [rank * b, (rank + 1) * b), b = global_batch / W
-    class_labels  gives the classes of samples; without them there are none
+    class_labels  gives the classes of samples; None: batches have no classes
     bad_ids       samples known to be unusable: never tried as a replacement
 
-    A sample's augmentation is keyed by (seed, stage, epoch, sample_id) and in views after the first
-    by the number of the view; which of its captions is drawn, by the same four.
-    Replacement of undecodable samples: see the head of this module. Where captions are read, a
+    A sample's augmentation is keyed by (seed, stage, epoch, sample_id), and in views after the
+    first also by the number of the view; the choice of its caption is keyed by the same four.
+    The head of this module says how undecodable samples are replaced. Where captions are read, a
     sample without one counts as undecodable.
     Raises ValueError where world_size does not divide global_batch, rank is outside the world,
     num_views is below 1, or captions are read and there is nothing to read them with.
@@ -191,7 +193,7 @@ class TrainingBatches(Dataset[Batch]):
         self.steps_per_epoch = self._plan.steps_per_epoch
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch; the last one asked for is kept."""
+        """The plan of an epoch; only the last one is kept in memory."""
         if epoch != self._plan.epoch:
             self._plan = self._plan.of_epoch(epoch)
         return self._plan
@@ -258,14 +260,14 @@ class TrainingBatches(Dataset[Batch]):
     def _view_keys(
         self, epoch: int, sample_ids: npt.NDArray[np.int64] | Sequence[int]
     ) -> npt.NDArray[np.uint64]:
-        """[n, num_views] keys of the augmentation; the first view's key does not name the view."""
+        """uint64 [n, num_views]: keys of the augmentation; the first view has no view number."""
         views = [[], *([view] for view in range(1, self.num_views))]
         return np.stack([self._keys(_AUGMENTATION, epoch, sample_ids, *v) for v in views], axis=1)
 
     def _samples(
         self, sample_ids: npt.NDArray[np.int64] | Sequence[int], epoch: int
     ) -> list[Sample | BadSample]:
-        """Read, augmented and with a caption, whatever else is asked for with them."""
+        """The samples, augmented and with a caption; the result does not depend on the others."""
         raws = self.dataset.read_many(sample_ids)
         numbers = self.caption_numbers(sample_ids, epoch).tolist()
         keys = self._view_keys(epoch, sample_ids).tolist()
@@ -277,7 +279,6 @@ class TrainingBatches(Dataset[Batch]):
     def _replacement(
         self, bad: BadSample, positions: Iterable[int], in_batch: frozenset[int], epoch: int
     ) -> tuple[Sample, int]:
-        """The first usable candidate and its position in the grouped index."""
         for position in positions:
             candidate = int(self.grouped.sample_ids[position])
             if candidate in in_batch or candidate in self._bad_ids:
@@ -295,9 +296,10 @@ class TrainingBatches(Dataset[Batch]):
     def _candidates(
         self, sample_id: int, column: int, label: int, prefix_length: int, epoch: int
     ) -> Iterator[int]:
-        """Positions congruent to the column, nearest group first, each at most once.
+        """Yields the positions congruent to the column, nearest group first, each at most once.
 
-        label is the bad sample's, truncated at prefix_length: it bounds the search for its leaf.
+        ``label`` is the bad sample's, truncated at prefix_length; it narrows the search for the
+        sample's position.
         """
         start, stop = self.grouped.group_range(label, prefix_length)
         own = start + int(np.flatnonzero(self.grouped.sample_ids[start:stop] == sample_id)[0])
@@ -313,7 +315,6 @@ class TrainingBatches(Dataset[Batch]):
             tried = positions
 
     def _label_at(self, position: int, prefix_length: int) -> int:
-        """The label at a position of the grouped index, truncated."""
         group = int(np.searchsorted(self.grouped.group_starts, position, side="right")) - 1
         label = np.asarray(self.grouped.group_labels[group : group + 1])
         return int(truncate(label, self.grouped.radices, prefix_length)[0])

@@ -1,4 +1,4 @@
-"""What a plan will use of the data, counted and shown before training begins (MCL, Eq. 4)."""
+"""Counts and reports how much of the data a plan uses, before training begins (MCL, Eq. 4)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Coverage:
     groups: dict[str, float]  # labels.size_statistics
     groups_below_batch: int
     share_below_batch: float  # of the samples
-    label_space: int  # K^j, to be compared with M / B (Eq. 4)
+    label_space: int  # K^j, which Eq. 4 bounds by M / B: samples per global batch
     steps: int
     scheduled: int  # distinct samples per epoch
-    remainder: int  # samples left out of an epoch, others in every epoch
+    remainder: int  # samples left out of an epoch; they change with the epoch
     steps_by_prefix: dict[int, int]  # prefix length of the mask -> steps
-    mixed_steps: int  # steps with rows of several groups at that length
+    mixed_steps: int  # steps of policy "mask" whose rows are of several groups
     negatives: float  # other samples that a row is compared with, mean over the rows of an epoch
 
     @property
@@ -51,7 +51,7 @@ class Coverage:
 
     @property
     def bound(self) -> float:
-        """Eq. 4: how many labels leave a full batch to each, M / B."""
+        """Eq. 4: the most labels for which every label can have a full batch, M / B."""
         return self.num_samples / self.global_batch
 
     @property
@@ -87,7 +87,7 @@ class Coverage:
 
 
 def coverage_report(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
-    """Counts what a plan will use; ValueError for an unknown policy or no batch size."""
+    """Counts what a plan uses. Raises ValueError for an unknown policy or a batch size below 1."""
     return _count(grouped, build_levels(grouped, global_batch, policy), global_batch, policy)
 
 
@@ -119,9 +119,9 @@ def _count(
 def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
     """Mean number of other samples that a row of an epoch is compared with.
 
-    All of the batch, but in the mixed batches of "mask", where they are those of the row's own
-    group (counted for groups pooled in the order of their labels; an epoch shuffles them), and in
-    the last batch of "wrap" of a group smaller than a batch, which holds each sample several times.
+    These are all others in the batch, with two exceptions. In the mixed batches of "mask" they are
+    those of the row's own group (counted for groups pooled in the order of their labels, which an
+    epoch shuffles). In the batch of "wrap" of a group smaller than a batch, samples repeat.
     """
     steps = sum(int(level.batches.sum()) for level in levels)
     if not steps:
@@ -140,11 +140,11 @@ def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
 
 
 def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
-    """The report, logged; to be called before training.
+    """Logs and returns the report; call it before training.
 
-    Beyond Eq. 4's bound (K^j > M / B) raises ValueError under "drop" and "carry" and warns
-    otherwise, and so do groups too small for a batch of their own. No step at all is a ValueError
-    under any policy.
+    With more labels than Eq. 4's bound (K^j > M / B) it raises ValueError under "drop" and "carry"
+    and warns under other policies. Within the bound it warns of groups that "drop" and "carry"
+    never use. Raises ValueError under any policy where an epoch has no step.
     """
     levels = build_levels(grouped, global_batch, policy)
     require_steps(levels, global_batch, policy)
@@ -177,7 +177,7 @@ def build_groups(
 ) -> GroupedIndex:
     """Groups the samples by label, those of ``bad_ids`` left out, and logs the coverage.
 
-    Raises ValueError where the groups do not suit the batch (coverage.check_coverage).
+    Raises ValueError where the groups do not fit the batch size (see ``check_coverage``).
     """
     usable = labels.copy()
     usable[bad_ids] = -1

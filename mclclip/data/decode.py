@@ -1,13 +1,13 @@
-"""Bytes of an image member -> pixels: the only place where foreign image data is decoded.
+"""Decodes the bytes of an image member to pixels; no other code decodes foreign image data.
 
-A picture becomes RGB; an array (``.npy``) of any number of channels stays what it is.
+A picture becomes RGB; an array (``.npy``) of any number of channels is not changed.
 
-What is done to the data: the first frame is decoded, 16-bit grey is scaled to 8 bits, the mode is
-converted with PIL's own ``convert("RGB")`` (transparency is dropped, not composited), and the EXIF
-orientation is applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's
-transforms then give the pixels that they give on the file as PIL opens it. Two departures:
-open_clip leaves pictures unrotated, and it resizes before it converts, which picks nearest
-neighbours in palette pictures and weights colours by alpha. PIL's global state is left alone.
+Of a picture the first frame is decoded, 16-bit grey is scaled to 8 bits, the mode is converted with
+PIL's own ``convert("RGB")`` (transparency is dropped, not composited), and the EXIF orientation is
+applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's transforms then give
+the same pixels as on the file opened by PIL. For others there are two differences: open_clip does
+not rotate pictures, and it resizes before it converts, which picks nearest neighbours in palette
+pictures and weights colours by alpha. PIL's global state is not changed.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
 def decode(
     data: bytes, max_image_pixels: int, reads_arrays: bool
 ) -> Image.Image | npt.NDArray[np.uint8]:
-    """An upright RGB picture, or uint8 [H, W, C] of an array, whichever the bytes are.
+    """An upright RGB picture, or an array uint8 [H, W, C], whichever the bytes hold.
 
     ``reads_arrays``: whether the transform that comes next takes arrays. Raises as `decode_image`
-    and `decode_array` do, and a plain ValueError for an array that nothing would take.
+    and `decode_array` do, and a plain ValueError for an array if it does not.
     """
     if not is_array(data):
         return decode_image(data, max_image_pixels)
@@ -170,7 +170,6 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    """The orientation applied, the metadata dropped."""
     method = _ORIENTATIONS.get(orientation)
     upright = image if method is None else image.transpose(method)
     upright.info = {}
@@ -179,7 +178,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 @contextmanager
 def _as_decode_error() -> Iterator[None]:
-    """Give every failure of the decoder a reason. MemoryError passes: it is about the machine."""
+    """Turns every error of the decoder into a `DecodeError`, but for MemoryError."""
     try:
         yield
     except (DecodeError, MemoryError):
@@ -198,10 +197,10 @@ def _as_decode_error() -> Iterator[None]:
 
 
 class _QuietWarnings:
-    """Counts how many decodes are under way and ignores warnings while there is one.
+    """Ignores warnings while at least one decode is running.
 
-    `warnings.catch_warnings` alone is not safe between threads: two that overlap may leave the
-    program without any warnings for good.
+    `warnings.catch_warnings` alone is not thread-safe: two overlapping uses may turn warnings off
+    for the rest of the program.
     """
 
     def __init__(self) -> None:
@@ -230,7 +229,7 @@ _quiet = _QuietWarnings()
 
 @contextmanager
 def _quiet_warnings() -> Iterator[None]:
-    """PIL warns about large, palette and damaged images; here they are converted or refused."""
+    """Ignores PIL's warnings about large, palette and damaged images, which are handled here."""
     _quiet.enter()
     try:
         yield

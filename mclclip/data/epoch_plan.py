@@ -1,4 +1,4 @@
-"""Which samples meet in which step: an epoch as a pure function of the step (MCL, Algorithm 1).
+"""Which samples form the batch of which step: a pure function of the step (MCL, Algorithm 1).
 
 `EpochPlan` turns (grouped index, global batch, policy, order, seed, stage, epoch) and a step into
 sample ids and their labels. It holds no sampler state, sees neither rank nor world size (a rank
@@ -32,14 +32,13 @@ _SAMPLES, _GROUP_ORDER, _STEP_ORDER = 1, 2, 3  # purposes of the randomness, par
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """One global batch as the plan has it, in a fixed order; B = global_batch.
+    """One planned global batch, in a fixed order; B = global_batch.
 
     ids            sample ids int64 [B]
     labels         int64 [B], truncated at the prefix length
-    prefix_length  at how many leading stages the Eq. 3 mask of this step compares labels
-    group_size     samples that a row of the batch is compared with, itself included: their mean
-                   over the rows. The global batch wherever all rows share the prefix, that is in
-                   all but mixed batches.
+    prefix_length  number of leading stages whose labels the Eq. 3 mask of this step compares
+    group_size     number of samples that a row is compared with, itself included; the mean over
+                   rows. It is B except in the mixed batches of "mask", where rows differ in prefix.
     """
 
     ids: Integers
@@ -49,7 +48,7 @@ class PlannedBatch:
 
 
 class _Tree:
-    """The part of a plan that no epoch changes: nodes, their batches, and where samples start."""
+    """The part of a plan that is the same in all epochs: nodes, their batches, and pools."""
 
     def __init__(
         self, grouped: GroupedIndex, global_batch: int, policy: Policy, order: Order
@@ -61,7 +60,7 @@ class _Tree:
         self.levels = build_levels(grouped, global_batch, policy)
         self.num_steps = require_steps(self.levels, global_batch, policy)
         self.scheduled = num_scheduled(self.levels, global_batch, policy)
-        # All pools above a level laid end to end: where the leftovers of each of its nodes start.
+        # Per level: where each node's leftovers start if those of all its nodes are concatenated.
         self.pools = [_starts(level.leftovers) for level in self.levels]
         self._list_batches()
 
@@ -83,7 +82,7 @@ class _Tree:
 
 
 def _starts(sizes: Integers) -> Integers:
-    """[n + 1]: where runs of these sizes, laid end to end, start; and their sum."""
+    """[n + 1]: starts of concatenated runs of these sizes, and the sum of the sizes."""
     return np.append(0, np.cumsum(sizes))
 
 
@@ -91,13 +90,13 @@ class EpochPlan:
     """The global batches of one epoch (MCL, Algorithm 1 and section 3).
 
     global_batch  samples per step over all ranks
-    policy        what becomes of samples that fill no batch of their own group (see groups)
+    policy        what happens to samples that fill no batch of their own group (see ``groups``)
     order         round_robin (the paper: groups in turn, exhausted ones skipped) or proportional
                   (steps shuffled, so that a group comes up in proportion to its batches)
     seed, stage, epoch  the key of all randomness
 
-    steps_per_epoch, scheduled and remainder are equal for every epoch. What no epoch changes is
-    built once: `of_epoch` gives the plan of another epoch, which shares it.
+    steps_per_epoch, scheduled and remainder are equal for every epoch. `of_epoch` gives the plan of
+    another epoch, which shares the parts that all epochs have in common.
     Raises ValueError where not a single batch can be made.
     """
 
@@ -174,10 +173,11 @@ class EpochPlan:
         return nodes, self._shuffle(tree.levels[0], nodes, position)
 
     def _carried(self, leaf: int, position: Integers) -> Integers:
-        """Positions in a leaf under "carry": an epoch goes on where the one before has ended.
+        """Positions in a leaf under "carry": an epoch continues where the previous one ended.
 
-        The leaf's samples form an endless row of shuffled rounds, from which epochs cut their
-        batches. A batch over the end of a round may hold a sample twice.
+        The leaf's samples form an endless sequence of rounds; each round holds all of them in
+        another random order, and epochs take their batches from it one after the other. A batch
+        that crosses the end of a round may hold a sample twice.
         """
         level = self._tree.levels[0]
         begun = self.epoch * int(level.batches[leaf]) * self._tree.global_batch
@@ -200,12 +200,12 @@ class EpochPlan:
 
 
 def total_steps(steps: int | None, epochs: float, steps_per_epoch: int) -> int:
-    """Steps of a training: as given, or of ``epochs`` whole plans."""
+    """Steps of a training: ``steps``, or (None) those of ``epochs`` epochs, rounded; at least 1."""
     return steps or max(1, round(epochs * steps_per_epoch))
 
 
 def check_ranks(name: str, global_batch: int, num_ranks: int) -> None:
-    """Raises ValueError, with the numbers that would do, where ranks cannot share a batch.
+    """Raises ValueError where ``num_ranks`` does not divide the batch; it names numbers that do.
 
     ``name`` is the training's option, ``base`` or ``train``.
     """

@@ -1,15 +1,16 @@
 """Groups of samples with one pseudo label: on disk, and as the tree that a plan schedules.
 
-Groups form a tree: level j holds the leaves (full labels), level L the prefixes of length L, level
-0 the root. A leaf makes floor(n_c / B) pure batches; a policy says what becomes of its leftovers:
+The tree's leaves are the groups (full labels); above them are nodes for ever shorter prefixes of
+the label, and at the top the root, whose prefix is empty. A leaf of n samples makes floor(n / B)
+batches of its own, B being the global batch. The policy decides what happens to its leftovers:
 
-    drop      never used in this epoch (the authors' released sampler)
+    drop      not used in this epoch (the authors' released sampler)
     backoff   pooled by the parent, whose leftovers go to its parent, up to the root, which leaves
-              fewer than B out, others in every epoch
+              out fewer than B samples, other ones in every epoch
     mask      pooled over all groups, unshuffled, so that batches hold long runs of one group
     wrap      one more batch, filled up with earlier samples of the same group
-    carry     first in the group's next epoch, so that over epochs all samples of a group come
-              equally often; groups below B are never used
+    carry     used first in the group's next epoch, so that over epochs all samples of a group come
+              equally often; groups with fewer than B samples are never used
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mclclip.files import digest_array, digest_json, read_json, write_json
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
 Integers = npt.NDArray[np.int64]
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
-ALONE = ("drop", "carry")  # what these leave over meets no other group
+ALONE = ("drop", "carry")  # policies that never put leftovers of two groups into one batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +128,8 @@ def _read_header(directory: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """All nodes of one level of the tree. Element (node, position) of a level is a leaf's sample or
-    an element that a node of the level below could not place."""
+    """All nodes of one level of the tree. The elements of a leaf are its samples; those of another
+    node are the leftovers of its children."""
 
     prefix_length: int  # the length at which its batches are masked
     labels: Integers  # [n]
@@ -174,7 +175,7 @@ def _level(
 
 
 def _has_stuck(levels: list[Level]) -> bool:
-    """Whether a group has no batch of its own nor a share in one of any node above it."""
+    """Whether some group has neither a batch of its own nor a share in one of a node above it."""
     stuck = (levels[0].batches == 0) & (levels[0].sizes > 0)
     for level in levels[1:] if len(stuck) else []:
         stuck = (level.batches == 0) & np.logical_or.reduceat(stuck, level.first_child)
@@ -182,11 +183,11 @@ def _has_stuck(levels: list[Level]) -> bool:
 
 
 def _lend_batch(levels: list[Level], global_batch: int) -> None:
-    """Passes one batch of a node up to a root that cannot fill any, where groups would be stuck.
+    """Moves one batch of samples from a lower node to a root that cannot fill a batch.
 
-    Fewer than global_batch samples reach the root then, always with the same small groups among
-    them; with a batch lent by the node nearest to the root (the one that has most) the root makes
-    one batch and its remainder is drawn anew every epoch.
+    Otherwise the samples that reach the root would never be used, always those of the same small
+    groups. The batch comes from a node with the most batches, on the level nearest to the root that
+    has any. The root then makes one batch, and other samples are left out in every epoch.
     """
     lender = max((n for n, level in enumerate(levels) if level.batches.any()), default=None)
     if lender is None:
@@ -203,7 +204,7 @@ def _lend_batch(levels: list[Level], global_batch: int) -> None:
 
 
 def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int:
-    """Distinct samples of an epoch; under "carry" at most so many, see epoch_plan."""
+    """Number of distinct samples of an epoch (under "carry" an upper bound, see ``epoch_plan``)."""
     if policy == "wrap":
         return int(levels[0].sizes.sum())
     return global_batch * int(sum(level.batches.sum() for level in levels))

@@ -1,8 +1,8 @@
 """Labels of samples: pseudo labels, which group them, and classes, which they are positive for.
 
 A pseudo label is a mixed-radix number whose digits are the cluster labels of stages 0, 1, ...; its
-prefix of length L is what the first L stages say. -1 marks a sample outside every plan
-(undecodable) and stays -1 everywhere.
+prefix of length L consists of the labels of the first L stages. -1 marks a sample that no plan uses
+(an undecodable one) and stays -1 everywhere.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def read_pseudo_labels(
 
 
 def permute_labels(labels: np.ndarray, seed: int, stage: int) -> np.ndarray:
-    """The labels of all labelled samples in random order: group sizes stay, meaning goes."""
+    """The labels, permuted at random among the samples that have one; group sizes do not change."""
     permuted = labels.copy()
     labelled = np.flatnonzero(labels >= 0)
     permuted[labelled] = np.random.default_rng([seed, stage, 1]).permutation(labels[labelled])
@@ -285,7 +285,7 @@ class ClassLabels:
     def _map(self) -> None:
         self._labels, self._similarities = self._open("cluster_labels"), self._open("similarities")
 
-    # A mapping would travel to a loader worker by its content.
+    # A memory map would be pickled with its content, so a loader worker maps the files again.
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_labels", "_similarities")}
 

@@ -1,10 +1,10 @@
 """The embedded demo data: small rendered pictures, their captions, and minimal pairs.
 
-Every picture has seven independent attributes. Its caption names each with a probability of its
-own, as web captions do: background and colour nearly always, shape and count seldom. Together the
-often-named ones nearly tell the pictures of a batch apart, so a CLIP trained on them has little
-reason to look at the rest. Minimal pairs, two pictures that differ in one attribute only, show
-which attributes it sees. Everything is a pure function of the seed.
+Every picture has seven independent attributes. Its caption names each attribute with a certain
+probability, as web captions do: background and colour nearly always, shape and count seldom. The
+often-named attributes alone nearly identify each picture of a batch, so a CLIP model trained on
+them has little reason to learn the others. Minimal pairs, two pictures that differ in one attribute
+only, show which attributes a model sees. Everything is a pure function of the seed.
 """
 
 from __future__ import annotations
@@ -190,7 +190,6 @@ def _shape(
     radius: float,
     colour: tuple[int, int, int],
 ) -> None:
-    """Draws one figure around (x, y), in pixels of the small picture."""
     cx, cy, r = x * _OVERSAMPLE, y * _OVERSAMPLE, radius * _OVERSAMPLE
     if name == "square":
         s = 0.88 * r

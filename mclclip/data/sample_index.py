@@ -1,9 +1,9 @@
 """The sample index: every image of all shards as one row of a memory-mapped table.
 
-``samples.arrow`` holds key, shard and byte ranges per sample, rows in the order of
-``shards.json``; ``sample_id`` is the row number. webdataset reads shards in sequence only: through
-this table they are read at random. Captions are optional: what needs them asks
-`SampleIndex.without_caption` which samples it has to leave out.
+``samples.arrow`` holds key, shard and byte ranges of every sample, in the order of
+``shards.json``; ``sample_id`` is the row number. webdataset reads shards in sequence only; this
+table gives random access. Captions are optional: code that needs them asks
+`SampleIndex.without_caption` which samples to leave out.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Shard:
 def join_rows(
     known: pa.Table | None, num_known: int, scanned: Sequence[pa.RecordBatch], findings: Findings
 ) -> pa.Table:
-    """Rows of scanned shards, numbered on from ``num_known``, after the rows of known shards.
+    """The rows of known shards, then those of scanned shards, whose numbers follow ``num_known``.
 
-    Of rows with the same key the first stays, the others are counted as ``duplicate_key``. A row
-    has no value of the attributes of other shards. The result has one chunk per column, which is
-    what makes zero-copy reading possible.
+    Of rows with the same key the first stays; the others are counted as ``duplicate_key``. A row
+    has no value for attributes that only other shards have. The result has one chunk per column,
+    which zero-copy reading needs.
     """
     tables = [] if known is None else [known]
     for number, rows in enumerate(scanned, start=num_known):
@@ -90,7 +90,7 @@ def join_rows(
 def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
     """[N], True where the same key came before. Works on arrow's hash table, not Python's."""
     codes = keys.dictionary_encode().indices.to_numpy()
-    # Codes are given in order of first appearance: a key is new exactly where they reach a new top.
+    # Codes are given in order of first appearance: a key is new where its code is a new maximum.
     before = np.concatenate([[-1], np.maximum.accumulate(codes)[:-1]])
     return np.asarray(codes <= before)
 
@@ -99,9 +99,9 @@ def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> s
     """Writes ``shards.json``, ``attributes.json`` and ``samples.arrow``, each atomically; returns
     the digest.
 
-    The order of shards goes first: an index killed between the two is made again in that order.
-    The digest is that of the ordered keys, of which samples have no caption if some have none
-    (plans are made of them too), and of the values of attributes if there are attributes.
+    ``shards.json`` is written first: if the process is killed in between, the next run keeps its
+    order of shards. The digest covers the ordered keys, the samples without a caption if there are
+    any (plans depend on them too), and the values of attributes if there are any.
     """
     write_json(directory / SHARDS, [shard.to_json() for shard in shards])
     table, values = attributes.to_codes(table)
@@ -118,7 +118,7 @@ def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> s
 
 
 def read_table(directory: Path) -> pa.Table:
-    """The rows that ``write_tables`` was given, memory-mapped but for attributes."""
+    """The rows that ``write_tables`` was given; memory-mapped, but for attributes."""
     return attributes.to_text(_map_table(directory), attributes.read_values(directory))
 
 
@@ -198,15 +198,18 @@ class SampleIndex:
         return start
 
     def keys(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[str]:
-        """Keys ``source/key`` of the samples, in the order asked; IndexError outside the index."""
+        """Keys ``source/key`` of the samples ``ids``, in their order.
+
+        Raises IndexError for an id outside the index.
+        """
         wanted = self._check_ids(ids)
         found: list[str] = self._keys.take(pa.array(wanted)).to_pylist()
         return found
 
     def ids_of(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
-        """int64 [n]: sample ids of keys ``source/key``, in the order asked.
+        """int64 [n]: sample ids of keys ``source/key``, in their order.
 
-        Raises ValueError where the index lacks some, with their number and a few of them.
+        Raises ValueError where the index lacks some; it names their number and a few of them.
         """
         wanted = pa.array(keys, pa.large_string())
         # Hash the few wanted keys, not the many of the index.
@@ -225,10 +228,10 @@ class SampleIndex:
     # --- samples without captions ---
 
     def without_caption(self, reader: str) -> npt.NDArray[np.int64]:
-        """Sorted ids of the samples that have no caption, which ``reader`` will leave out.
+        """Sorted ids of the samples that have no caption, which ``reader`` leaves out.
 
-        ``reader`` says in messages who reads captions. Raises ValueError, one line, where no sample
-        has any.
+        ``reader`` names the reader of captions in messages. Raises ValueError, one line, where no
+        sample has a caption.
         """
         found = np.flatnonzero(self.num_captions == 0).astype(np.int64)
         if len(found) == len(self):
@@ -242,7 +245,10 @@ class SampleIndex:
     def left_out(
         self, reader: str, *, captions: bool, attribute: str | None = None
     ) -> npt.NDArray[np.int64]:
-        """Sorted ids of the samples that lack what ``reader`` reads; errors as of the two below."""
+        """Sorted ids of the samples that lack the caption or the attribute that ``reader`` reads.
+
+        Raises the errors of ``without_caption`` and ``without_attribute``.
+        """
         nothing = np.zeros(0, np.int64)
         bare = self.without_caption(reader) if captions else nothing
         unknown = nothing if attribute is None else self.without_attribute(attribute, reader)
@@ -254,7 +260,7 @@ class SampleIndex:
         """Codes int32 [N] of the samples' values, memory-mapped (-1: none), and the values by code.
 
         The values are sorted, whole numbers first and by their size. Raises ValueError for a name
-        that no source gave, with those there are.
+        that the index does not have; it lists the names that there are.
         """
         if name not in self._codes:
             raise ValueError(
@@ -285,7 +291,7 @@ class SampleIndex:
     # --- samples that cannot be decoded ---
 
     def bad_samples(self) -> dict[str, dict[str, str]]:
-        """``{key: {"reason": ...}}`` of the samples found undecodable so far (read afresh)."""
+        """``{key: {"reason": ...}}`` of the samples found undecodable so far; reads the file."""
         path = self.directory / BAD_SAMPLES
         bad: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
         return bad

@@ -1,9 +1,9 @@
-"""sample_id -> decoded sample: the one way samples are read.
+"""Reads and decodes samples by sample_id.
 
 `ShardReader` reads byte ranges of tar shards, `TarDataset` turns them into images and captions,
-`TextFeatures` looks up the text embeddings that a frozen text tower has already made. Whatever is
-wrong with a sample's bytes becomes a `BadSample`; what is wrong with the machine or the set-up (a
-missing shard, an I/O error) is raised, for it says nothing about the sample.
+`TextFeatures` looks up text embeddings that ``mclclip embed --text`` has written. If a sample's
+bytes are unusable, the result is a `BadSample`; other faults (a missing shard, an I/O error) are
+raised, since they say nothing about the sample.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("mclclip")
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that cannot be used, with one short word why (see `decode.DecodeError`)."""
+    """A sample that cannot be used; ``reason`` is one short word (see `decode.DecodeError`)."""
 
     sample_id: int
     reason: str
@@ -48,8 +48,8 @@ class BadSample:
 
 @dataclass(frozen=True)
 class RawSample:
-    """The members of a sample as they lie in the shard; ``text`` is the .txt or .json member (empty
-    where it is not read, or where there is none)."""
+    """The undecoded members of a sample; ``text`` is the .txt or .json member (empty where it is
+    not read, or where there is none)."""
 
     sample_id: int
     image: bytes
@@ -58,7 +58,7 @@ class RawSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """views: [C, H, W] each; text int64 [context] or None; text_features float32 [D] or None."""
+    """Views [C, H, W] each; text int64 [context] or None; text_features float32 [D] or None."""
 
     sample_id: int
     views: list[Tensor]
@@ -68,7 +68,7 @@ class Sample:
 
 
 class ShardReader:
-    """Byte ranges of shards through at most ``max_open_files`` open files (least recent closed).
+    """Reads byte ranges of shards; keeps the ``max_open_files`` most recently used files open.
 
     Reads are positional (``pread``), so a file handle carries no state: processes that inherit it
     over a fork do not disturb each other. Handles are not pickled. Threads may share a reader;
@@ -89,7 +89,8 @@ class ShardReader:
         Raises FileNotFoundError if the shard is gone, OSError if it cannot be read.
         """
         if self._pid != os.getpid():
-            # The lock may have been held at the fork; the inherited handles are this process's own.
+            # After a fork: the inherited lock may be held for ever, so it is made anew. Closing the
+            # inherited handles does not affect the parent.
             self._start_empty(close=list(self._handles.values()))
         parts: list[bytes] = []
         with self._lock:
@@ -167,7 +168,7 @@ class TextFeatures:
         self._arrays: OrderedDict[int, npt.NDArray[np.floating]] = OrderedDict()
         if not self._directory.is_dir():
             raise FileNotFoundError(
-                f"no text embeddings at {self._directory}: run 'mclclip embed' with text first"
+                f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
             )
 
     def get(self, sample_id: int, caption_number: int) -> Tensor:
@@ -183,7 +184,7 @@ class TextFeatures:
                 f"{num_captions}"
             )
         shard = int(self._index.shard_of[sample_id])
-        # Summed within the shard: the index's caption_start would be an array [N + 1] per worker.
+        # Not by the index's caption_start, which would take an array [N + 1] in every worker.
         before = self._index.num_captions[self._index.shards[shard].start : sample_id]
         row = int(before.sum()) + caption_number
         return torch.from_numpy(self._array(shard)[row].astype(np.float32))
@@ -294,8 +295,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
     ) -> Sample | BadSample:
         """Decodes once, transforms once per view, and tokenizes.
 
-        ``contexts`` has one entry per view. A view is transformed inside its entry, where the
-        caller settles the random state; the tokenizer runs inside the first, after the transform.
+        ``contexts`` has one context manager per view, which sets the random state; a view is
+        transformed inside it. The tokenizer runs inside the first, after the transform.
         A BadSample passes through. Raises RuntimeError for a data set without a transform, and
         ValueError for a sample that is an array where the transform reads pictures only.
         """
@@ -323,7 +324,6 @@ class TarDataset(Dataset["Sample | BadSample"]):
         return Sample(raw.sample_id, views, caption_number, text, text_features)
 
     def _decode(self, raw: RawSample, transform: Transform) -> Any:
-        """An RGB PIL image, or uint8 [H, W, C] of a sample that is an array."""
         arrays = bool(getattr(transform, "reads_arrays", False))
         try:
             return decode(raw.image, self.max_image_pixels, arrays)
@@ -372,7 +372,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         try:
             return parse_captions(data, shard.captions)
         except ValueError:
-            return []  # it did parse when it was indexed; the callers say what follows
+            return []  # it parsed when it was indexed; callers handle the missing captions
 
     def _checked(self, sample_id: int) -> int:
         if not 0 <= sample_id < len(self.index):
@@ -381,7 +381,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
 
 class BadSamples:
-    """The undecodable samples of an index, as one verb comes to know them."""
+    """The undecodable samples of an index that one verb knows of."""
 
     def __init__(self, index: SampleIndex, max_bad_fraction: float) -> None:
         self.index = index
@@ -389,11 +389,12 @@ class BadSamples:
         self.known = {int(sample_id) for sample_id in index.bad_ids()}
 
     def share(self, found: Mapping[int, str]) -> int:
-        """Joins what each rank found (sample_id -> reason) and returns how many are known.
+        """Tells all ranks which samples this rank found (sample_id -> reason); returns the number
+        of all known ones.
 
-        A collective: every rank calls it. New ones are written beside the index by rank 0 and
-        named in the log. Raises ValueError on all ranks together where the known ones exceed
-        ``max_bad_fraction`` of the index.
+        A collective: every rank calls it. Rank 0 adds new ones to the index's ``bad_samples.json``
+        and logs some of them. Raises ValueError on all ranks where more than ``max_bad_fraction``
+        of the index's samples are known to be bad.
         """
         everywhere = {
             i: r for part in collectives.gather_objects(dict(found)) for i, r in part.items()

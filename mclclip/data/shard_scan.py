@@ -1,7 +1,7 @@
-"""Scanning one tar shard: which samples it holds, where their bytes lie, and what is wrong.
+"""Scans one tar shard for its samples, the places of their bytes, and faults.
 
-Only headers and captions are read, with the standard tarfile module; members are grouped by
-webdataset's key rule, so that a sample has the key a webdataset reader would give it.
+Only headers, captions and attributes are read, with the standard tarfile module. Members are
+grouped by webdataset's key rule, so that a sample has the key a webdataset reader would give it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW = pa.schema(
     + [("num_captions", pa.int32())]
 )
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's mark of what is no sample
+_METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's names of members that are no samples
 REASONS = {
     "no_image": "samples without an image, left out",
     "no_caption": "samples without a caption, kept: what needs captions leaves them out",
@@ -71,7 +71,7 @@ class Findings:
         return {r: {"count": n, "examples": e} for r, (n, e) in sorted(self._found.items())}
 
     def lines(self, reasons: Mapping[str, str]) -> list[str]:
-        """One readable line per reason; of ``REASON:NAME`` the reason is explained."""
+        """One line per reason, with its text from ``reasons`` (``REASON:NAME`` has REASON's)."""
         return [
             f"{n} {reasons.get(r.partition(':')[0], r)} ({r}), e.g. {', '.join(e[:3])}"
             for r, (n, e) in sorted(self._found.items())
@@ -158,10 +158,10 @@ def scan_shard(path: str, source: str, captions: str, attributes: Sequence[str] 
 
     Members are grouped by webdataset's key rule, in any order within the shard. ``captions``:
     ``txt`` or ``json:FIELD``; text_offset and text_size point at that member (0 and 0 where there
-    is none). A sample needs an image; one without a caption is kept with num_captions 0, and the
-    reason is counted; as is a missing value of an attribute. An array (``.npy``) is the image of a
-    sample that has no picture. Keys get the prefix ``source/``. Raises ValueError for compressed
-    tars (no random access) and OSError where the file cannot be read.
+    is none). A sample needs an image; an array (``.npy``) is the image of a sample that has no
+    picture. A sample without a caption is kept with num_captions 0; this and missing values of
+    attributes are counted in the findings. Keys get the prefix ``source/``. Raises ValueError for
+    compressed tars (no random access) and OSError where the file cannot be read.
     """
     findings = Findings()
     text_extension = "txt" if caption_field(captions) is None else "json"
@@ -207,7 +207,7 @@ def _refuse_compressed(path: str, head: bytes) -> None:
 
 
 def _members(file: BinaryIO, path: str, findings: Findings) -> Iterator[tarfile.TarInfo]:
-    """The whole regular members of a tar; the partial one at a cut is not among them."""
+    """Yields the regular members of a tar, without one that the end of the file cuts off."""
     size = os.fstat(file.fileno()).st_size
     count, reason = 0, None
     try:
@@ -220,7 +220,7 @@ def _members(file: BinaryIO, path: str, findings: Findings) -> Iterator[tarfile.
                 if member.isreg() and not member.issparse():
                     yield member
             else:
-                # tarfile stops at a bad header without a word: look at what it stopped at.
+                # tarfile stops at a bad header without an error, so check where it stopped.
                 file.seek(tar.offset)
                 block = file.read(tarfile.BLOCKSIZE)
                 if len(block) < tarfile.BLOCKSIZE:

@@ -36,9 +36,9 @@ class PackedSample:
     def members(self) -> dict[str, Any]:
         """The tar members by extension, as webdataset's writer takes them.
 
-        ``key``, ``caption`` and ``captions`` win over metadata of these names. A sample without
-        captions gets no ``.txt``. Raises ValueError for a key or extension that no reader would
-        find again.
+        ``key``, ``caption`` and ``captions`` replace metadata of these names. A sample without
+        captions gets no ``.txt``. Raises ValueError for a key or extension that a reader would
+        split in another way.
         """
         if split_member_name(f"{self.key}.{self.extension}") != (self.key, self.extension):
             raise ValueError(

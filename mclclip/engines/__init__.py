@@ -1,4 +1,4 @@
-"""How a training step runs on this hardware: engines, behind one interface."""
+"""Engines, which run a training step: DDP, FSDP2 and DeepSpeed behind one interface."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def build_engine(
     elementwise: bool = True,
     **options: Any,
 ) -> Engine:
-    """``ddp``, ``fsdp`` (shards ``blocks`` one by one) or ``deepspeed`` around ``module``.
+    """The engine ``ddp``, ``fsdp`` (shards ``blocks`` one by one) or ``deepspeed`` for ``module``.
 
-    One process has nothing to share, so every engine is the plain one there. ``elementwise``: the
-    optimizer's update of an element depends on that element alone. ``options`` are Engine's.
-    Raises ValueError for combinations that an engine does not have, and for a missing package.
+    A single process gets the plain ``Engine`` whatever the name. ``elementwise``: the optimizer's
+    update of an element depends on that element alone. ``options`` are arguments of ``Engine``.
+    Raises ValueError for an unknown name, for combinations that an engine does not support, and for
+    a missing package.
     """
     given = module, make_optimizer, context
     if name == "ddp" or context.world_size == 1:

@@ -18,8 +18,8 @@ from mclclip.ranks import collectives
 class _GlobalStatistics(_BatchNorm):
     """A batch norm whose training statistics are those of the global batch.
 
-    All ranks must pass the same shape. On one rank and in eval mode (frozen norms too) it is what
-    it was before.
+    All ranks must pass the same shape. On one rank and in eval mode (frozen norms are in it) it is
+    torch's batch norm.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class GlobalBatchNorm2d(_GlobalStatistics, nn.BatchNorm2d):
 
 
 class _WithActivation(_GlobalStatistics):
-    """A batch norm of timm's, which also drops blocks out and has the activation after it."""
+    """timm's BatchNormAct2d, which applies DropBlock and an activation after the norm."""
 
     drop: nn.Module
     act: nn.Module
@@ -85,9 +85,9 @@ def _with_activation(kind: Any) -> type[Any]:
 
 
 def _global_kind(module: nn.Module) -> type[Any] | None:
-    """The class over the global batch of a module; None for what is no batch norm, or is one.
+    """The global class for a batch norm; None for other modules, and if it has that class already.
 
-    ValueError for a kind of batch norm that is not known, unless it rests in eval mode.
+    Raises ValueError for an unknown kind of batch norm, unless it is in eval mode.
     """
     kind: Any = type(module)
     known: dict[Any, type[Any]] = {
@@ -112,7 +112,7 @@ def synchronize_batch_norms(module: nn.Module) -> None:
     """Turns every batch norm inside ``module`` into one over the global batch, in place.
 
     Parameters and buffers stay the same objects, so optimizers and names are not disturbed.
-    ValueError for a kind of batch norm that is trained and not known.
+    Raises ValueError for a batch norm of an unknown kind that is in training mode.
     """
     for child in module.modules():
         kind = _global_kind(child)

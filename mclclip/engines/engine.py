@@ -1,12 +1,11 @@
-"""How a training step runs on this hardware, behind one small interface.
+"""The engine interface and its DDP implementation, which the other engines derive from.
 
-The training loop hands over a module and calls ``update``; which engine runs it is not its
-business. Engines differ in how they wrap the module, reduce gradients, and name their state; what
-is here holds for all, and DDP, which needs nothing else, is here too.
+The training loop hands over a module and calls ``update``; it does not know which engine runs it.
+Engines differ in how they wrap the module, reduce gradients, and name their state.
 
-The module maps a batch to ``{"loss": ..., parts}``, and for gradient caching also to features and
-back (``gradient_cache.Cacheable``). It sets its own autocast, so that precision does not depend on
-the engine.
+The module maps a batch to ``{"loss": ..., parts}``; for gradient caching it also returns features
+and pulls gradients back through them (``gradient_cache.Cacheable``). It sets its own autocast, so
+that precision does not depend on the engine.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ class Engine:
     """Data-parallel training of ``module``: DDP over ranks, the plain module for one.
 
     make_optimizer  called with the module once it is wrapped: some engines replace its parameters
-    precision       ``fp16`` scales the loss; everything else is the module's business
+    precision       ``fp16`` scales the loss; the module itself does everything else
     clip_grad_norm  largest norm of the gradient (None: no clipping)
     micro_batch     samples per rank and forward; bigger batches are computed by gradient caching
     ema_decay       keeps a moving average of the trained parameters (None: none)
-    outside         parameters that the engine trains too but does not wrap
+    outside         parameters that the engine trains but does not wrap (``ranks.outside``)
 
     Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate.
     """
@@ -77,7 +76,7 @@ class Engine:
     # --- what engines differ in ----------------------------------------------------------------
 
     def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Any]:
-        """Wraps the module; returns the optimizer and what runs a forward."""
+        """Wraps the module; returns the optimizer and the callable that runs a forward pass."""
         optimizer = make_optimizer(self.module)
         if self.context.world_size == 1:
             return optimizer, self.module
@@ -87,7 +86,7 @@ class Engine:
         )
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
-        """Around one of several backwards of a step: only the last reduces over the ranks."""
+        """Context of one of a step's backward passes; only the last reduces over the ranks."""
         if isinstance(self.run, DistributedDataParallel) and not last:
             return self.run.no_sync()
         return contextlib.nullcontext()
@@ -97,13 +96,13 @@ class Engine:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def zero_grad(self) -> None:
-        """Forgets all gradients."""
+        """Drops all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> Tensor:
-        """Moves the parameters along the reduced gradients; returns their norm before clipping.
+        """One optimizer step with the reduced gradients; returns their norm before clipping.
 
-        Under fp16 a step whose gradients are not finite is left out and the scale is lowered.
+        Under fp16 a step whose gradients are not finite is skipped and the scale is lowered.
         """
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -120,18 +119,18 @@ class Engine:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a step whose gradients are not finite is left out."""
+        """Whether a step whose gradients are not finite is skipped."""
         return self.scaler.is_enabled()
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Returns this rank's part of each trained parameter by name: the whole, or its shard."""
+        """This rank's part of each trained parameter by name: all of it, or its shard."""
         return {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything a resumed training needs, by engine-neutral names (a collective).
+        """Everything a resumed training needs, by names that all engines share (a collective).
 
-        ``model.NAME``, ``optimizer.NAME.MOMENT``, ``ema.NAME``, ``scaler.NAME``. A value is the
-        same tensor on all ranks, or a DTensor.
+        ``model.NAME``, ``optimizer.NAME.MOMENT``, ``ema.NAME``, ``scaler.NAME``, and the entries
+        of parameters outside. A value is the same tensor on all ranks, or a DTensor.
         """
         state = {f"model.{name}": value for name, value in self.module.state_dict().items()}
         fresh = not self.optimizer.state
@@ -143,14 +142,14 @@ class Engine:
         counts = [group["step"] for group in groups if group.get("step") is not None]
         if counts:  # timm's LAMB and Adan count in their groups
             state["optimizer_step"] = torch.tensor(float(counts[0]), dtype=torch.float64)
-        if fresh:  # torch made the moments by a step of rate zero, which was counted
+        if fresh:  # torch created the moments by a step at learning rate zero, and counted it
             self.optimizer.state.clear()
             for group in groups:
                 group.pop("step", None)
         return state | self._extra_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes what ``state_dict`` gave, filled with other values (a collective)."""
+        """Loads a state with the names of ``state_dict`` (a collective)."""
         self.module.load_state_dict(_part(state, "model"))
         moments = get_optimizer_state_dict(self.module, self.optimizer, options=_FLAT)
         loaded = {f"state.{name}": value for name, value in _part(state, "optimizer").items()}
@@ -169,10 +168,10 @@ class Engine:
     def settle(self, batch: Any) -> None:
         """Fixes the order of DDP's sums before the first step, and after every resume.
 
-        DDP rebuilds its buckets after the first backward, which changes the order in which
-        gradients of three or more ranks are summed; two discarded backwards of a zero loss settle
-        it, so that a resumed run repeats the undisturbed one bit for bit. Buffers and the state of
-        random generators (dropout draws from them) are restored.
+        DDP rebuilds its buckets after the first backward pass, which changes the order in which
+        gradients of three or more ranks are summed. After two backward passes of a zero loss the
+        order no longer changes, so a resumed run repeats an uninterrupted one bit for bit. Buffers
+        and the state of random generators (dropout draws from them) are restored.
         """
         if not isinstance(self.run, DistributedDataParallel):
             return
@@ -191,9 +190,10 @@ class Engine:
             buffer.copy_(buffers[name])
 
     def update(self, batch: Any, lr: float) -> dict[str, Tensor]:
-        """The gradient of the global batch's loss, and one optimizer step at learning rate ``lr``.
+        """Computes the gradient of the global batch's loss and takes one optimizer step at ``lr``.
 
-        Returns the module's dictionary, detached, with ``grad_norm`` (before clipping) added.
+        Returns the module's dictionary, detached, with ``grad_norm`` (before clipping) added, and
+        ``loss_scale`` under fp16.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -201,7 +201,7 @@ class Engine:
         cached = self.micro_batch is not None and len(batch) > self.micro_batch
         for part in self.outside:
             part.zero_grad()
-            # Gradient caching scales what it pulls back, not the loss of the features.
+            # Gradient caching does not scale the loss of the features, only the pulled-back one.
             part.begin(batch.step, 1.0 if cached else self.scaler.get_scale())
         if cached:
             assert self.micro_batch is not None
@@ -223,7 +223,7 @@ class Engine:
         return {name: value.detach() for name, value in parts.items()} | {"grad_norm": norm}
 
     def with_outside(self, norm: Tensor) -> Tensor:
-        """The norm of the whole gradient, of which ``norm`` is that of the module's."""
+        """The norm of the gradient with that of parameters outside; ``norm`` is the module's."""
         if not self.outside:
             return norm
         square = norm.double().square()
@@ -232,14 +232,13 @@ class Engine:
         return square.sqrt().to(norm.dtype)
 
     def clip_factor(self, norm: Tensor) -> Tensor | float:
-        """Factor that gradients of this total norm are multiplied by."""
+        """The factor that clips a gradient of this total norm (1 without clipping)."""
         if self.clip_grad_norm is None:
             return 1.0
         return (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def _extra_state(self) -> dict[str, Tensor]:
-        """Returns the state beside module and optimizer: parameters outside, the moving average
-        and the loss scale."""
+        """The state of parameters outside, of the moving average and of the loss scale."""
         state: dict[str, Tensor] = {}
         for part in self.outside:
             state |= part.state_dict()
@@ -264,6 +263,6 @@ class Engine:
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The entries below ``prefix``, without it."""
+    """The entries whose names begin with ``prefix`` and a dot, by the rest of their names."""
     start = f"{prefix}."
     return {n.removeprefix(start): value for n, value in state.items() if n.startswith(start)}

@@ -22,7 +22,8 @@ class FsdpEngine(Engine):
     shard_ranks   ranks that share one copy; there are world_size / shard_ranks copies (None: one)
 
     Under bf16 and fp16 the blocks are gathered in that format and their gradients reduced in fp32.
-    The rest is gathered in fp32: rounded to bf16 a logit scale of 4.6 would be off by 1 %.
+    The rest is gathered in fp32: rounding a logarithmic logit scale of 4.6 to bf16 would change the
+    scale by up to 1 %.
     Raises ValueError where shard_ranks does not divide the number of ranks.
     """
 
@@ -48,15 +49,15 @@ class FsdpEngine(Engine):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy)
         fully_shard(self.module, mesh=self._mesh)
         for block in self._blocks:
-            # A block that no forward runs, such as one of an unused text tower, fails in a backward
-            # that does not reduce unless it has been gathered once.
+            # A block that no forward pass runs, such as one of an unused text tower, must have been
+            # gathered once, or a backward pass that does not reduce fails in it.
             block.unshard()  # type: ignore[operator]
             block.reshard()  # type: ignore[operator]
         return make_optimizer(self.module), self.module
 
     @contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Only the last of several backwards reduces; until then gradients are kept whole."""
+        """Only the last backward pass reduces; until then each rank keeps whole gradients."""
         root: Any = self.module
         root.set_requires_gradient_sync(last)
         try:
@@ -66,7 +67,7 @@ class FsdpEngine(Engine):
 
 
 def _mesh(context: Context, shard_ranks: int | None) -> DeviceMesh:
-    """One axis of all ranks, or copies x shards."""
+    """A device mesh with one axis of all ranks, or with two axes: copies and shards."""
     world = context.world_size
     if shard_ranks is None or shard_ranks == world:
         return choose_mesh(context)

@@ -1,4 +1,4 @@
-"""Batches larger than memory: the exact gradient of a contrastive loss in micro-batches.
+"""The exact gradient of a contrastive loss in micro-batches, for batches larger than memory.
 
 A contrastive loss couples all samples of the global batch, so gradients cannot simply be added up
 over micro-batches. Gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size
@@ -24,7 +24,7 @@ from mclclip.ranks.process_group import Context
 
 @dataclass
 class Pullback:
-    """Gradients of the loss: of features by name, and of the objective's own parameters."""
+    """Gradients of the loss with respect to features, by name, and the objective's parameters."""
 
     features: dict[str, Tensor]
     parameters: list[Tensor | None]
@@ -33,20 +33,21 @@ class Pullback:
 class Cacheable(Protocol):
     """A module that an engine runs.
 
-    ``module(batch)`` gives ``{"loss": ..., parts}``; ``module(batch, only_features=True)`` the
-    features: those with a first axis belong to the samples, others to the whole batch;
-    ``module(batch, pullback=P)`` the sum of all that ``P`` names times its gradient there, as
-    ``{"loss": ...}``. ``loss`` maps features of the whole local batch to ``{"loss": ..., parts}``.
+    ``module(batch)`` returns ``{"loss": ..., parts}``. ``module(batch, only_features=True)``
+    returns the features by name: tensors [b, ...] have one row per sample, 0-dimensional ones
+    belong to the whole batch. ``module(batch, pullback=P)`` returns ``{"loss": s}``, where s is the
+    sum of the products of all features and parameters in ``P`` and their gradients there. ``loss``
+    maps features of the whole local batch to ``{"loss": ..., parts}``.
     """
 
     objective: nn.Module
 
     def loss(self, features: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """This rank's share of the objective."""
+        """This rank's loss and its parts."""
 
 
 class Runner(Protocol):
-    """The part of an engine that runs forward and backward, and says when it reduces."""
+    """The methods of an engine that gradient caching needs."""
 
     module: nn.Module
     context: Context
@@ -54,7 +55,7 @@ class Runner(Protocol):
     phase_ended: Callable[[str], None]
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
-        """Around one of several backwards of a step: only the last reduces over the ranks."""
+        """Context of one of a step's backward passes; only the last reduces over the ranks."""
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of ``loss``."""
@@ -89,7 +90,7 @@ def backward(engine: Runner, batch: Any, micro_batch: int) -> dict[str, Tensor]:
         pullback = Pullback(
             {n: g[start : start + micro_batch] for n, g in found.items() if g.ndim}, []
         )
-        if last:  # what belongs to the whole batch is pulled back once
+        if last:  # features of the whole batch and parameters are pulled back only once
             pullback.features |= {n: g for n, g in found.items() if not g.ndim}
             pullback.parameters = list(gradients[len(leaves) :])
         with _replay(states[number], engine.context.device), engine.reducing(last):
@@ -114,7 +115,6 @@ _State = tuple[Tensor, Tensor | None]
 
 
 def _random_state(device: torch.device) -> _State:
-    """States of the CPU's generator and of the device's."""
     on_gpu = device.type != "cpu"
     state = torch.get_device_module(device).get_rng_state(device) if on_gpu else None
     return torch.get_rng_state(), state
@@ -122,7 +122,7 @@ def _random_state(device: torch.device) -> _State:
 
 @contextmanager
 def _replay(state: _State, device: torch.device) -> Iterator[None]:
-    """Inside, the generators give again what they gave after ``state``."""
+    """Runs the block with the random generators in ``state``; restores them afterwards."""
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         torch.set_rng_state(state[0])
         if state[1] is not None:

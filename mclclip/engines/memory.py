@@ -1,4 +1,4 @@
-"""Memory of a model under an engine: which rank holds which share, and what the engine adds."""
+"""Memory of one rank under an engine: its share of the training's tensors, and buffers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from mclclip.engines.zero import BUCKET
 
 _FP32 = 4
-# deepspeed's default of stage3_max_live_parameters, in elements: fewer are never released.
+# deepspeed's default of stage3_max_live_parameters, in elements: below it, gathered parameters are
+# not released.
 _ZERO_3_LIVE = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a whole training before any engine shares it."""
+    """Bytes of a whole training, before an engine divides them among the ranks."""
 
     parameters: int
     trained: int
     moments: int  # optimizer state
     average: int  # moving average of the weights
-    outside: int  # parameters outside of the blocks
+    outside: int  # the model's parameters outside of its blocks
     largest_block: int
 
 
@@ -50,7 +51,7 @@ def per_rank(
         parts = {part: -(-size // ranks) for part, size in whole.items()}
         if caching:
             parts["gradients"] = sizes.trained
-        # Two blocks: the next one is gathered meanwhile. Their gradients are reduced in fp32.
+        # Two blocks, since the next one is gathered early; and one block's gradients in fp32.
         gathered = 2 * sizes.largest_block // (2 if half else 1)
         return parts | {"engine": sizes.outside + gathered + sizes.largest_block}
     return _zero(sizes, whole, world_size, zero_stage)

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class MovingAverage:
     """``tensors[name] <- decay * tensors[name] + (1 - decay) * parameters[name]``, in fp32.
 
-    ``parameters`` are live: what this rank holds of each trained parameter, whole or a shard.
+    ``parameters``: this rank's part of each trained parameter (all or a shard), read at updates.
     Raises ValueError for a decay outside (0, 1).
     """
 
@@ -32,6 +32,6 @@ class MovingAverage:
         self._average(averages, list(self._parameters.values()), torch.tensor(0))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the values of a checkpoint."""
+        """Copies the average from a checkpoint's tensors."""
         for name, tensor in self.tensors.items():
             tensor.copy_(tensors[name])

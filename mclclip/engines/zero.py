@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO: optimizer state (1), gradients (2) and parameters (3) shared by the ranks.
+"""DeepSpeed's ZeRO: optimizer state (1), gradients (2) and parameters (3) sharded over the ranks.
 
-DeepSpeed only moves data here. The module keeps its fp32 weights and its own autocast, so that
-results are those of DDP, and state is named and shaped as everywhere else, so that any engine
-resumes from any other. DeepSpeed's own checkpoints are not used: they need the same ranks.
+The module keeps its fp32 weights and its own autocast, so that results are those of DDP. State has
+the same names and shapes as under the other engines, so that any engine resumes from any other.
+DeepSpeed's own checkpoints are not used, because they need the same number of ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mclclip.engines.engine import Engine, MakeOptimizer
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 
-BUCKET = 50_000_000  # elements reduced at once; the default's buffer takes 2 GB
-KEPT_WHOLE = 100_000  # ZeRO-3 does not share parameters up to this many elements
+BUCKET = 50_000_000  # elements reduced at once; DeepSpeed's default would take a buffer of 2 GB
+KEPT_WHOLE = 100_000  # ZeRO-3 keeps parameters up to this many elements gathered
 
 _joined: Any = None
 
@@ -36,9 +36,9 @@ class DeepspeedEngine(Engine):
     elementwise   whether the optimizer's update of an element depends on that element alone
 
     At stages 2 and 3 gradient caching reduces at every micro-batch, since no rank keeps whole
-    gradients. A step whose gradients are not finite is left out under every precision, and its
+    gradients. A step whose gradients are not finite is skipped under every precision, and its
     norm is infinite. Raises ValueError for parameters that are not fp32 (ZeRO would update fp32
-    copies), and for an optimizer that is not elementwise: ZeRO hands it flat slices that begin
+    copies), and for an optimizer that is not elementwise: ZeRO gives it flat slices that begin
     and end inside of parameters.
     """
 
@@ -78,8 +78,8 @@ class DeepspeedEngine(Engine):
                 "stage": self.zero_stage,
                 "reduce_bucket_size": BUCKET,
                 "stage3_param_persistence_threshold": KEPT_WHOLE,
-                # Else it replaces torch's linear in the whole process for good, by one that rounds
-                # otherwise: what is embedded after a training would depend on its having run here.
+                # If True, it replaces torch's linear in the whole process by one that rounds
+                # differently; embeddings made later in this process would then differ.
                 "memory_efficient_linear": False,
             },
             "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU at each step
@@ -93,7 +93,7 @@ class DeepspeedEngine(Engine):
         return optimizer, engine
 
     def _count_outside(self, optimizer: Any) -> None:
-        """Makes the gradients of parameters outside a part of the norm by which ZeRO clips."""
+        """Adds the gradients of parameters outside to the norm by which ZeRO clips."""
         name = "_get_norm_groups" if self.zero_stage == 3 else "scaled_global_norm"
         inner = getattr(optimizer, name)
 
@@ -109,20 +109,20 @@ class DeepspeedEngine(Engine):
 
     @property
     def leaves_out(self) -> bool:
-        """ZeRO leaves out steps whose gradients are not finite under every precision."""
+        """True: ZeRO skips steps whose gradients are not finite under every precision."""
         return True
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
-        """Tells ZeRO whether more backwards follow before the step."""
+        """Tells ZeRO whether more backward passes follow before the step."""
         self.run.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def zero_grad(self) -> None:
-        """Forgets all gradients; from here to the step the loss scale is fixed."""
+        """Drops all gradients, and sets the loss scale until the step."""
         super().zero_grad()
         if self.zero_stage == 3:
-            # Else a parameter that the first micro-batch does not reach, such as the logit scale
-            # under gradient caching, would add to its gradient of the step before.
+            # Otherwise a parameter without gradient in the first micro-batch, such as the logit
+            # scale under gradient caching, would add to its gradient of the previous step.
             self.optimizer.grad_partitions_flat_buffer.zero_()
         if self.scaler.is_enabled():
             self.optimizer.override_loss_scale(self.scaler.get_scale())
@@ -132,9 +132,9 @@ class DeepspeedEngine(Engine):
         self.run.backward(loss)
 
     def step(self) -> Tensor:
-        """Moves the parameters along the reduced gradients; returns their norm before clipping.
+        """One optimizer step with the reduced gradients; returns their norm before clipping.
 
-        ZeRO takes the loss scale out again, and leaves the step out where gradients overflow.
+        ZeRO divides by the loss scale, and skips the step where gradients overflow.
         """
         self.run.step()
         if self.scaler.is_enabled():
@@ -142,13 +142,13 @@ class DeepspeedEngine(Engine):
         return torch.as_tensor(self.run.get_global_grad_norm(), device=self.context.device)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Returns this rank's part of each trained parameter: at stage 3 a flat, padded shard."""
+        """This rank's part of each trained parameter by name: at stage 3 a flat, padded shard."""
         if self.zero_stage < 3:
             return super().local_parameters()
         return {name: p.ds_tensor for name, p in self._trained().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As Engine's; full tensors on every rank, in main memory where they had to be gathered."""
+        """See Engine; full tensors on every rank, in main memory if they had to be gathered."""
         own: dict[str, Any] = self.module.state_dict(keep_vars=True)
         state = {}
         for name, tensor in own.items():
@@ -169,7 +169,7 @@ class DeepspeedEngine(Engine):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes what ``state_dict`` gave, filled with other values (a collective)."""
+        """Loads a state with the names of ``state_dict`` (a collective)."""
         if not self._inner.state:
             self._first_moments()
         own: dict[str, Any] = self.module.state_dict(keep_vars=True)
@@ -195,11 +195,11 @@ class DeepspeedEngine(Engine):
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def _moments(self) -> dict[str, Any]:
-        """State that the optimizer keeps of one flat tensor, by name; all have the same names."""
+        """The optimizer's state of one flat tensor, by name; all flat tensors have these names."""
         return next((s for s in self._inner.state.values() if s), {})
 
     def _first_moments(self) -> None:
-        """Gives the optimizer its initial state, by a step of rate zero along zero gradients."""
+        """Creates the optimizer's state by a step at learning rate zero with zero gradients."""
         rates = [group["lr"] for group in self._inner.param_groups]
         for group in self._inner.param_groups:
             group["lr"] = 0.0
@@ -211,7 +211,6 @@ class DeepspeedEngine(Engine):
             group["lr"] = rate
 
     def _flats(self) -> list[Tensor]:
-        """The tensors that ZeRO gives to the optimizer."""
         if self.zero_stage == 3:
             return list(self.optimizer.fp32_partitioned_groups_flat)
         return list(self.optimizer.single_partition_of_fp32_groups)
@@ -231,7 +230,7 @@ class DeepspeedEngine(Engine):
         return Piece(found.lp_fragment_address.start, values)
 
     def _set_count(self, moment: str, value: Tensor) -> None:
-        """Sets what is one number, such as the step: all flat tensors have gone the same way."""
+        """Sets a state that is one number, such as the step, for all flat tensors."""
         for state in self._inner.state.values():
             if isinstance(state[moment], Tensor):
                 state[moment].copy_(value)
@@ -257,7 +256,7 @@ class DeepspeedEngine(Engine):
         super()._load_extra_state(state)
 
     def _move_scale(self, overflow: bool) -> None:
-        """The loss scale after a step, as GradScaler would have it if it saw ZeRO's gradients."""
+        """Updates the loss scale after a step, by the rules of GradScaler."""
         state = self.scaler.state_dict()
         state["_growth_tracker"] = 0 if overflow else state["_growth_tracker"] + 1
         if overflow:
@@ -271,7 +270,7 @@ class DeepspeedEngine(Engine):
 def _join(context: Context) -> Any:
     """DeepSpeed, imported and brought into the process group that is open."""
     global _joined
-    # It picks its device while it is imported, and asks for the variable of torchrun.
+    # DeepSpeed picks its device while it is imported, and reads LOCAL_RANK.
     os.environ.setdefault("DS_ACCELERATOR", context.device.type)
     os.environ.setdefault("LOCAL_RANK", str(context.local_rank))
     import deepspeed
@@ -286,7 +285,7 @@ def _join(context: Context) -> Any:
         )
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # On CPUs it would compile a C++ extension for minutes; torch's collectives do the same.
+    # On CPUs it would spend minutes on compiling a C++ extension that torch's gloo makes needless.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if dist.group.WORLD is not _joined:  # it remembers groups that have been closed since
         deepspeed.comm.comm.cdb = None
@@ -296,9 +295,9 @@ def _join(context: Context) -> Any:
 
 
 def _release(engine: Any, module: nn.Module) -> None:
-    """Lets go of an engine's memory, which its hooks hold in circles that Python does not see.
+    """Frees an engine's memory, which its hooks keep alive by reference cycles.
 
-    After ZeRO-3 the module is empty. Once the process group is closed DeepSpeed cannot do that.
+    After ZeRO-3 the module's parameters are empty. Does nothing if the process group is closed.
     """
     if not dist.is_initialized():
         return
@@ -317,11 +316,11 @@ def _release(engine: Any, module: nn.Module) -> None:
         vars(optimizer).clear()
 
 
-# --- pieces: what this rank holds of what ZeRO flattens, and the wholes they make --------------
+# --- pieces of the tensors that ZeRO flattens and divides --------------------------------------
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 has shared this parameter among the ranks."""
+    """Whether ZeRO-3 has sharded this parameter over the ranks."""
     return hasattr(tensor, "ds_tensor")
 
 
@@ -332,7 +331,7 @@ def _is_flat(value: Any) -> bool:
 
 @dataclass
 class Piece:
-    """This rank's part of a flattened tensor: ``values``, which are live, from ``start`` on."""
+    """This rank's part of a flattened tensor: elements from ``start`` on; ``values`` is a view."""
 
     start: int
     values: Tensor
@@ -345,12 +344,12 @@ class Piece:
         return collectives.all_reduce_sum(flat).view(shape).cpu()
 
     def take(self, whole: Tensor) -> None:
-        """Copies this piece of ``whole`` into it."""
+        """Copies this piece's elements of ``whole`` into ``values``."""
         self.values.copy_(whole.reshape(-1)[self.start : self.start + len(self.values)])
 
 
 def _piece_of(shard: Tensor, parameter: Any) -> Piece:
-    """ZeRO-3's shard, without what pads the last ones to equal size."""
+    """This rank's shard of ZeRO-3, without its padding."""
     start = len(shard) * collectives.rank()
     return Piece(start, shard.detach()[: max(0, parameter.ds_numel - start)])
 

@@ -1,8 +1,8 @@
-"""Image towers by name, timm's and torchvision's, for images of any size and number of channels.
+"""Image towers of timm and torchvision, for images of any size and number of channels.
 
-They train from random weights on small pictures, as SimCLR, MoCo and SimLAP are studied, where
-open_clip's own towers do not fit: four channels, 32 pixels, a ResNet-18. A model's configuration
-names one in place of open_clip's `vision_cfg`:
+They are for training from random weights on small pictures, as in studies of SimCLR, MoCo and
+SimLAP, where open_clip's own towers do not fit (four channels, 32 pixels, a ResNet-18). A model's
+configuration names one in its `vision_cfg`, in place of open_clip's fields:
 
     vision_cfg: {backbone: timm:resnet18, channels: 4, image_size: 32, stem: cifar}
 """
@@ -53,7 +53,7 @@ class Backbone:
     mean: list[float] = field(default_factory=lambda: [0.5])
     """Subtracted from values between 0 and 1: one number, or one for each channel."""
     std: list[PositiveFloat] = field(default_factory=lambda: [0.5])
-    """Divides what is left: one number, or one for each channel."""
+    """Divides the difference: one number, or one for each channel."""
     options: dict[str, bool | int | float | str | list[int] | None] = field(default_factory=dict)
     """Further arguments of the library's model, such as ``patch_size`` and ``depth`` of timm's
     transformers, ``layers`` and ``channels`` of its ResNets."""
@@ -124,11 +124,12 @@ class BackboneTower(nn.Module):
 
     @property
     def preprocess_cfg(self) -> dict[str, Any]:
-        """The pictures that it takes."""
+        """Size, mean, std and channels of its images, as an export's configuration holds them."""
         return asdict(self.look)
 
     def transforms(self, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
-        """Its train transform, SimCLR's unless `augmentation` says another, and the plain one."""
+        """The train transform (SimCLR's unless `augmentation` names another kind), and the plain
+        transform for validation."""
         options = {transforms.KIND: "simclr"} | dict(augmentation or {})
         return transforms.training(self.look, options), transforms.PlainTransform(self.look)
 
@@ -152,7 +153,7 @@ def _timm_model(name: str, config: Backbone) -> Any:
     options: dict[str, Any] = {"in_chans": config.channels, "num_classes": 0} | config.options
     try:
         return timm.create_model(name, pretrained=False, img_size=config.image_size, **options)
-    except TypeError:  # convolutions take images of any size, and no such argument
+    except TypeError:  # convolutional models have no argument img_size
         return timm.create_model(name, pretrained=False, **options)
 
 
@@ -183,14 +184,14 @@ def _convolution(channels: int, first: nn.Conv2d, size: Any, stride: Any) -> nn.
 
 
 def build(config: Backbone, seed: int, where: str) -> BackboneTower:
-    """The tower with random weights, by `seed` alone: the caller's generators are not moved."""
+    """The tower with random weights drawn by `seed`; the global generators keep their state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return BackboneTower(config, where)
 
 
 class ConvolutionLayout(ImageLayout):
-    """A stem, which is the embedding, blocks one after the other, and a mean over all positions."""
+    """A convolutional tower: a stem (the layout's embedding), blocks, and an average pooling."""
 
     @staticmethod
     def of_torchvision(tower: nn.Module) -> ConvolutionLayout:
@@ -228,7 +229,7 @@ class ConvolutionLayout(ImageLayout):
 
 
 def layout_of(tower: BackboneTower) -> ImageLayout | str:
-    """Its layout, or the reason why it cannot be split or locked by block."""
+    """The tower's layout, or the reason why it cannot be split or locked by block."""
     try:
         if isinstance(tower.trunk, torchvision_models.ResNet):
             return ConvolutionLayout.of_torchvision(tower)

@@ -50,7 +50,7 @@ IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
 IMAGENET_TEMPLATES = tuple(str(fill("{}")) for fill in open_clip.OPENAI_IMAGENET_TEMPLATES)
 """CLIP's 80 prompts for ImageNet, with {} for the name of a class."""
 RECOMMENDED_TEMPLATES = tuple(str(fill("{}")) for fill in open_clip.SIMPLE_IMAGENET_TEMPLATES)
-"""The seven of them that do best together, as CLIP's authors found."""
+"""Seven of these 80 prompts, which do best together according to CLIP's authors."""
 
 
 def load_clip(
@@ -65,18 +65,19 @@ def load_clip(
     patch_dropout: float | None = None,
     load_weights: bool = True,
 ) -> ClipModel:
-    """Loads a CLIP model on the CPU in fp32, in eval mode, everything trainable.
+    """Loads a CLIP model on the CPU in fp32, in eval mode, with nothing locked.
 
     Args:
         name: an open_clip name (`ViT-B-32`), a directory (`local-dir:PATH` or `PATH`), a model on
             the hub (`hf-hub:ORG/NAME`), or an open_clip model config: a JSON file or a mapping with
             `embed_dim`, `vision_cfg`, `text_cfg`.
         pretrained: open_clip's tag of the weights or a file; not with directories and hub models,
-            which bring their own. Without weights the model is random, by `seed` alone: the
-            caller's generators are neither used nor moved.
+            which bring their own. Without weights the model has random ones drawn by `seed`; the
+            global generators are neither used nor changed.
         load_weights: False leaves a directory's model random, for a caller that fills it.
-        augmentation: fields of open_clip's `AugmentationCfg`, such as `{"scale": (0.4, 1.0)}`.
-        image_size, context_length, quick_gelu, patch_dropout: replace what the config says.
+        augmentation: fields of open_clip's `AugmentationCfg`, such as `{"scale": (0.4, 1.0)}`, or
+            a `kind` of `transforms` with its options.
+        image_size, context_length, quick_gelu, patch_dropout: replace the config's values.
 
     Raises:
         ValueError: unknown name or config, one that could bring code (`config_check`), weights that
@@ -115,16 +116,18 @@ def load_image_encoder(
     projector: Sequence[int] = (),
     load_weights: bool = True,
 ) -> ImageEncoder:
-    """Loads an image tower alone, as `load_clip` loads a model, in eval mode, all of it trainable.
+    """Loads an image tower alone, on the CPU, in fp32 and eval mode, with nothing locked.
 
     Args:
         name, pretrained: what `load_clip` takes, of which only the image tower is kept, or the
             directory of an exported image encoder, or a config without `text_cfg`, whose
             `vision_cfg` may name a backbone of timm or torchvision (`backbones.Backbone`). Without
-            weights no text tower is built, so none has to be at hand.
+            weights no text tower is built, so nothing is fetched for one.
         projector: widths of the linear layers on top, which are trained and not exported; their
-            weights are random, by `seed` alone.
-        seed, augmentation, image_size, patch_dropout, load_weights: as of `load_clip`; errors too.
+            weights are drawn by `seed`.
+        seed, augmentation, image_size, patch_dropout, load_weights: see `load_clip`.
+
+    Raises the errors of `load_clip`.
     """
     config, file, _ = _resolve(name, pretrained, None, load_weights)
     _override(config["model_cfg"], "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
@@ -190,13 +193,12 @@ def _check_is_clip(name: str | Path | Mapping[str, Any], model_cfg: Mapping[str,
 
 
 def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
-    """Replaces the fields of a part of a configuration that are not None."""
     model_cfg[part] |= {key: value for key, value in fields.items() if value is not None}
 
 
 def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``), without
-    its weights; errors as of ``load_clip``."""
+    """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``); reads no
+    weights. Raises the errors of ``load_clip``."""
     config, _, _ = _resolve(name, None, None, load_weights=False)
     found: dict[str, Any] = config["model_cfg"]
     _check_is_clip(name, found)
@@ -298,7 +300,10 @@ def _weights_file(pretrained: str, name: str) -> Path:
 def _check_activation(
     label: str, pretrained: str, tag: Mapping[str, Any], model_cfg: Mapping[str, Any]
 ) -> None:
-    """open_clip only warns here, and every feature is then slightly wrong."""
+    """Raises ValueError for another activation than that of the weights.
+
+    open_clip only warns here, and every feature would be slightly wrong.
+    """
     wanted, got = bool(tag.get("quick_gelu")), bool(model_cfg.get("quick_gelu"))
     if wanted == got or model_cfg["vision_cfg"].get("timm_model_name"):
         return
@@ -313,7 +318,7 @@ def _fetched(what: str, fetch: Callable[[], T]) -> T:
     try:
         with _quiet(), _offline_where_unreachable():
             return fetch()
-    except Exception as error:  # the hub client raises dozens of kinds, all meaning: not to be had
+    except Exception as error:  # the hub client raises dozens of kinds of errors
         raise FileNotFoundError(
             f"{what} are neither cached nor reachable ({_line(error)}): fetch them once on a "
             "machine with a network, or give the path of a copy"
@@ -323,9 +328,9 @@ def _fetched(what: str, fetch: Callable[[], T]) -> T:
 def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None) -> Any:
     """The tokenizer that open_clip makes of a config, never with code that comes with it.
 
-    As in open_clip, a Hugging Face tokenizer of a model directory consists of the files there, and
-    any other comes from the hub by its name. That one is fetched when a text is tokenised, and so
-    is that of a directory without such files, which was written where it could not be had.
+    As in open_clip, a Hugging Face tokenizer is read from the files in the model directory, or else
+    by its name from the hub. From the hub it is fetched when a text is tokenised. This also holds
+    for a directory without these files, which was written where the tokenizer could not be fetched.
     """
     length = text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
     options = {"context_length": length} | (text_cfg.get("tokenizer_kwargs") or {})
@@ -353,12 +358,11 @@ def _made(make: Callable[[], Any]) -> Any:
     try:
         with _quiet():
             return make()
-    except Exception as error:  # whatever it is, the config or the files led to it
+    except Exception as error:  # of any kind: the config or the files are the cause
         raise ValueError(f"open_clip cannot make the tokenizer ({_line(error)})") from error
 
 
 def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
-    """Returns the model with random weights."""
     with tempfile.TemporaryDirectory() as folder, _quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
         torch.default_generator.manual_seed(seed)
@@ -370,14 +374,14 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
                 pretrained_text=not random_text,
                 nonscalar_logit_scale=True,
             )
-        except Exception as error:  # whatever it is, the config led to it
+        except Exception as error:  # of any kind: the config is the cause
             raise ValueError(f"open_clip cannot build the model ({_line(error)})") from error
     _check_image_size(clip.visual)
     return clip
 
 
 def _check_image_size(visual: Any) -> None:
-    """timm's towers are built for the size that their name stands for, whatever a config says."""
+    """Raises ValueError if a timm tower, which is built for the size of its name, has another."""
     trunk = getattr(visual, "trunk", None)
     patches = getattr(trunk, "patch_embed", None)
     own = getattr(patches, "img_size", None)
@@ -397,7 +401,7 @@ def _load_weights(clip: Any, file: Path) -> None:
     try:
         with _quiet():
             if file.suffix not in (".safetensors", ".npz", ".npy"):
-                # What raises a TypeError here, open_clip would read again without weights_only.
+                # open_clip would retry without weights_only after a TypeError; here it is refused.
                 torch.load(file, map_location="meta", weights_only=True)
             open_clip.load_checkpoint(clip, str(file), strict=True, weights_only=True)
     except Exception as error:  # damaged file, pickled code, other model: torch raises many kinds
@@ -453,9 +457,9 @@ def _transforms(visual: Any, augmentation: Mapping[str, Any] | None) -> transfor
 
 @contextmanager
 def _offline_where_unreachable() -> Iterator[None]:
-    """Lets the hub client look in its cache alone where the hub's name does not resolve.
+    """Makes the hub client use its cache only, if the hub's host name does not resolve.
 
-    It would else retry for most of a minute and print a line for every try.
+    Otherwise it would retry for most of a minute and print a line for every attempt.
     """
     before = hub.HF_HUB_OFFLINE
     proxies = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # these resolve names

@@ -22,8 +22,8 @@ class ClipModel(ImageModel):
     """An open_clip model with its tokenizer and transforms, freezing and the trunk/tail split.
 
     `clip` is the open_clip module; its `logit_scale` has shape [1], because FSDP and DeepSpeed
-    refuse 0-dimensional parameters. `config` is what `open_clip_config.json` holds. `layout` says
-    what the image tower consists of, or why that is not known. `transforms`: train, validation.
+    refuse 0-dimensional parameters. `config` is the content of `open_clip_config.json`. `layout` is
+    the image tower's, or the reason why it has none. `transforms`: train, validation.
     """
 
     part = "clip"
@@ -50,8 +50,8 @@ class ClipModel(ImageModel):
     def logit_scale(self) -> Tensor:
         """The multiplier of cosines, 0-dimensional, at most 100.
 
-        The cap passes the gradient: OpenAI's weights sit at ln 100, which in fp32 exponentiates to
-        just above 100, and a cap without gradient would hold them there for ever.
+        The cap does not change the gradient: OpenAI's logit scale is ln 100, whose exponential in
+        fp32 is just above 100, and a cap without gradient would keep it there for ever.
         """
         scale: Tensor = self.clip.logit_scale.reshape(()).exp()
         return scale + (scale.clamp(max=MAX_LOGIT_SCALE) - scale).detach()
@@ -85,13 +85,13 @@ class ClipModel(ImageModel):
 
     @property
     def upper_bounds(self) -> dict[str, float]:
-        """Largest values of parameters, which the optimizer keeps: the logit scale stays <= 100."""
+        """Upper bounds of parameters, which the optimizer enforces: the logit scale is <= 100."""
         return {"clip.logit_scale": math.log(MAX_LOGIT_SCALE)}
 
     def layers_above(self, name: str) -> int:
-        """Layers above that of the parameter `name` in its own tower; 0 at the top.
+        """Number of layers above the parameter `name` in its tower; 0 at the top.
 
-        For layer-wise learning-rate decay. Raises ValueError for towers that are not understood.
+        For layer-wise learning-rate decay. Raises ValueError for towers without a layout.
         """
         inside = name.removeprefix("clip.")
         if inside.startswith(("visual.", "logit_")):
@@ -105,11 +105,11 @@ class ClipModel(ImageModel):
 
     @property
     def text_layout(self) -> towers.Layout:
-        """Layout of the text tower; ValueError for towers that are not understood."""
+        """Layout of the text tower. Raises ValueError where its blocks are not found."""
         return towers.text_layout(self.text_tower)
 
     def tower_layouts(self, text: bool) -> list[tuple[nn.Module, towers.Layout]]:
-        """The image tower with its layout, and (`text`) the text tower with its."""
+        """The image tower with its layout, and with `text` also the text tower with its layout."""
         return super().tower_layouts(text) + ([(self.text_tower, self.text_layout)] if text else [])
 
     def _in_text(self, name: str) -> str:
@@ -117,10 +117,10 @@ class ClipModel(ImageModel):
         return name if self.text_tower is self.clip else name.removeprefix("text.")
 
     def set_grad_checkpointing(self, enabled: bool = True) -> None:
-        """Recomputes the blocks of both towers in the backward instead of keeping activations.
+        """Recomputes the blocks of both towers in the backward pass instead of keeping activations.
 
         Gradients stay the same bit for bit. Raises ValueError where blocks of the image tower have
-        batch norms, which would count every batch twice.
+        batch norms, whose running statistics would count every batch twice.
         """
         super().set_grad_checkpointing(enabled)
         text = self.text_tower
@@ -130,9 +130,9 @@ class ClipModel(ImageModel):
             text.set_grad_checkpointing(enabled)
 
     def blocks(self) -> list[nn.Module]:
-        """The modules of both towers' blocks: what is sharded or compiled one by one.
+        """The modules of both towers' blocks, which are sharded or compiled one by one.
 
-        Towers that are not understood have none.
+        Towers without a layout have none.
         """
         try:
             text = self.text_layout.block_modules(self.text_tower)
@@ -152,14 +152,14 @@ class ClipModel(ImageModel):
     ) -> list[str]:
         """Makes exactly the named parts trainable, freezes the rest, returns the trainable names.
 
-        `image_blocks`: the last n blocks (open_clip's ResNet: of the stem and the residual blocks,
-        17 of an RN50); "all" adds what lies before the first block. `image_norm`: the final norm
-        and the batch norms of trained blocks; frozen ones keep their running statistics.
-        `image_projection`: the projection, and poolings that have weights. `text`: the text tower,
-        of which `text_blocks` names the last n blocks, with the norm and the projection above them;
-        "all" adds the embedding. `logit_bias`: where the model has one; a softmax does not see it,
-        since it shifts all logits alike. Raises ValueError for more blocks than there are, and for
-        towers that are not understood.
+        `image_blocks`: the last n blocks (an open_clip ResNet counts its stem and its residual
+        blocks: 17 in an RN50); "all" adds the layers before the first block. `image_norm`: the
+        final norm and the batch norms of trained blocks; frozen ones keep their running statistics.
+        `image_projection`: the projection, and poolings that have weights. `text`: the text tower's
+        last `text_blocks` blocks with its final norm and projection; "all" adds the embedding.
+        `logit_bias`: the bias, where the model has one; it has no effect on a softmax, since it
+        shifts all logits by the same amount. Raises ValueError for more blocks than there are, and
+        for towers without a layout.
         """
         text_parts = self._text_parts(text_blocks) if text and text_blocks != "all" else None
         self._lock_image(image_blocks, image_norm, image_projection)

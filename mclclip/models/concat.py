@@ -1,4 +1,4 @@
-"""The encoders of all stages as one: a shared trunk, one tail per stage. The loader of everything.
+"""The encoders of all stages as one (a shared trunk, one tail per stage), and ``load_model``.
 
 MCL joins its stages by concatenation. Frozen blocks are equal in all stages, so they are stored and
 run once. On disk:
@@ -33,13 +33,14 @@ _SCHEMA_VERSION = 1
 def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
     """S raw features [B, D] -> unit [B, S*D].
 
-    `raw` keeps the stages' lengths: a stage with longer features weighs more. `stage_norm` makes
-    every stage unit length first: the similarity is the mean of the cosines.
+    `raw` keeps the lengths of the stages' features, so a stage with longer features weighs more.
+    `stage_norm` scales every stage's features to unit length first, so the similarity is the mean
+    of the cosines.
 
-    MCL's released evaluation concatenates raw image features and repeats the one text feature of
-    the frozen text tower that all stages share. `raw` gives exactly its similarities where the
-    stages share their text tower. Where each stage has trained its own, there is nothing of the
-    authors to follow, and `join_text_features` says how the texts count.
+    MCL's released evaluation concatenates raw image features, and repeats the text feature of the
+    frozen text tower that all stages share. `raw` gives exactly its similarities where the stages
+    share their text tower. For stages with their own text towers the authors released nothing; see
+    `join_text_features`.
     """
     parts = [feature.float() for feature in features]
     return unit(torch.cat(parts if variant == "raw" else [unit(part) for part in parts], dim=-1))
@@ -48,23 +49,22 @@ def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
 def join_text_features(features: Sequence[Tensor]) -> Tensor:
     """S text features [B, D] (the same one S times for a shared text tower) -> unit [B, S*D].
 
-    Every stage's text is made unit length first, with `raw` images too: stages with text towers of
-    their own are weighed by the lengths of their image features, and those of the texts do not
-    count. Raw texts would weigh stage s by |z_s| |t_s|. A shared text tower gives every stage the
-    same length, so there it makes no difference.
+    Every stage's text feature is scaled to unit length first, with `raw` images too. So only the
+    lengths of image features weigh the stages; with raw text features the weight of stage s would
+    be |z_s| |t_s|. With a shared text tower this makes no difference, since all stages have the
+    same text feature.
     """
     return unit(torch.cat([unit(feature) for feature in features], dim=-1))
 
 
 class ConcatEncoder(nn.Module):
-    """Several stages as one `Encoder`; their similarity is a fusion of the stages' cosines.
+    """Several stages as one `Encoder`, whose similarity combines the stages' cosines.
 
-    With c_s the cosine and z_s the raw image feature of stage s, `raw` gives
-    sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)) and `stage_norm` gives the mean of the c_s,
-    whether the stages share a text tower or c_s is the cosine to stage s's own text.
-    Images run through the first `num_trunk_blocks` blocks once, in the first stage's model, which
-    must equal the others there; with 0 blocks every stage runs whole. The logit scale is the first
-    stage's.
+    With c_s the cosine and z_s the raw image feature of stage s, the similarity of `raw` is
+    sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)) and that of `stage_norm` is the mean of the c_s.
+    This holds with a shared text tower and with text towers of the stages' own. Images run through
+    the first `num_trunk_blocks` blocks once, in the first stage's model, which must equal the
+    others there; with 0 blocks every stage runs completely. The logit scale is the first stage's.
     """
 
     def __init__(
@@ -131,8 +131,9 @@ def save_concat(
 ) -> dict[str, Any]:
     """Joins exported stages (open_clip directories, base first) and returns what concat.json holds.
 
-    What is bit for bit equal in all stages is stored once; the longest run of such blocks from the
-    input on is the trunk. `names` names the stages in concat.json (default: the directories').
+    Tensors that are bit for bit equal in all stages are stored once; the longest run of such blocks
+    from the input on is the trunk. `names` are the stages' names in concat.json (default: those of
+    the directories).
     Raises ValueError where the stages are not of one architecture.
     """
     _check_variant(variant)
@@ -191,8 +192,8 @@ def load_model(
 
     `name` is a directory (`PATH` or `local-dir:PATH`; an image encoder's too), an open_clip name
     with its `pretrained` tag or file, `hf-hub:ORG/NAME`, or a JSON model config. Raises
-    FileNotFoundError where the directory is missing or is no model, and ValueError for what does
-    not fit.
+    FileNotFoundError where the directory is missing or is no model, and ValueError where name,
+    configuration or weights do not fit.
     """
     path = Path(str(name).removeprefix("local-dir:"))
     if (path / weights.CONCAT).is_file():

@@ -1,9 +1,9 @@
-"""What a model's configuration may name: nothing that could bring Python code of its own.
+"""Refuses model configurations that could load Python code of their own.
 
-Models come from strangers: as a directory, from the hub, as a JSON file. open_clip hands parts of
-their configuration on to transformers and timm. transformers runs Python files that lie beside a
-tokenizer if `trust_remote_code` is true, and asks at the terminal whether it may if nobody said no.
-So the following is refused before open_clip sees the configuration:
+Models may come from strangers: as a directory, from the hub, as a JSON file. open_clip passes parts
+of their configuration to transformers and timm. transformers runs Python files beside a tokenizer
+if `trust_remote_code` is true, and asks at the terminal if the option is not set. So the following
+is refused before open_clip sees the configuration:
 
 - `trust_remote_code`, and every other option of tokenizers that open_clip's own configurations do
   not set;
@@ -81,7 +81,7 @@ def _mapping(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _check_image_tower(name: object, where: str) -> None:
-    """timm also takes `hf-hub:` and `local-dir:`, and reads their configuration."""
+    """Refuses names that timm does not list: it would also load `hf-hub:` and `local-dir:`."""
     listed = isinstance(name, str) and timm.is_model(name) and not set(name) & set(":/\\")
     if name and not listed:
         raise ValueError(
@@ -149,7 +149,10 @@ def check_tokenizer_files(directory: Path) -> None:
 
 
 def _is_fast(name: str) -> bool:
-    """Files of slow tokenizers lack the Fast that transformers then adds itself."""
+    """Whether transformers has a fast tokenizer of this name, or of this name with "Fast" added.
+
+    A tokenizer's files may name the slow class; transformers then loads the fast one.
+    """
     transformers = library()
     known = (getattr(transformers, name + suffix, None) for suffix in ("", "Fast"))
     fast = transformers.PreTrainedTokenizerFast
@@ -157,7 +160,7 @@ def _is_fast(name: str) -> bool:
 
 
 def library() -> Any:
-    """The transformers module, which is needed for few models."""
+    """The transformers module. Raises ValueError where it is not installed."""
     if util.find_spec("transformers") is None:
         raise ValueError("the model's tokenizer needs transformers: pip install transformers")
     return import_module("transformers")

@@ -13,12 +13,12 @@ from mclclip.models.image_model import unit
 
 @runtime_checkable
 class Encoder(Protocol):
-    """An image and a text tower whose dot products are the model's similarities.
+    """An image tower and a text tower; dot products of their features are the similarities.
 
-    One without a text tower raises ValueError where it is given texts.
+    An encoder without a text tower raises ValueError for texts.
 
-    Inputs are already transformed (`preprocess_val`, `tokenizer`); they may lie on any device.
-    Outputs have unit length in fp32, no graph, and lie on the encoder's device.
+    Inputs are already transformed (`preprocess_val`, `tokenizer`); they may be on any device.
+    Outputs have unit length in fp32, no graph, and are on the encoder's device.
     """
 
     @property
@@ -38,7 +38,7 @@ class Encoder(Protocol):
 
     @property
     def preprocess_val(self) -> Callable[[Any], Tensor]:
-        """PIL image -> [3, H, W], open_clip's validation transform."""
+        """Image -> [C, H, W]: the model's validation transform (open_clip's, or a backbone's)."""
         ...
 
     def encode_image(self, images: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Encoder(Protocol):
 
 
 class SingleEncoder(nn.Module):
-    """One model as an `Encoder`; it takes the model over: frozen and in eval mode."""
+    """One model as an `Encoder`. The model itself is frozen and put into eval mode."""
 
     def __init__(self, model: ClipModel | ImageEncoder) -> None:
         super().__init__()
@@ -74,7 +74,10 @@ class SingleEncoder(nn.Module):
 
     @torch.no_grad()
     def encode_pooled(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, width], before the projection; ValueError for a ResNet."""
+        """[B, 3, H, W] -> unit [B, width], features before the projection.
+
+        Raises ValueError where the attention pool is the projection, as in open_clip's ResNets.
+        """
         return unit(self.model.encode_tail(images.to(self.device), 0, project=False))
 
     @torch.no_grad()

@@ -22,8 +22,8 @@ NO_TEXT = (
 class ImageEncoder(ImageModel):
     """An image tower, optionally with a projector that is trained and then discarded.
 
-    `tower` is a module whose `visual` is an open_clip image tower. The objective sees the
-    projector's output; `encode_image`, evaluation and exports know the tower alone.
+    `tower` is a module whose `visual` is an image tower, of open_clip or a backbone. The objective
+    gets the projector's output; `encode_image`, evaluation and exports use the tower alone.
     """
 
     part = "tower"
@@ -48,7 +48,7 @@ class ImageEncoder(ImageModel):
         text: Tensor | None = None,
         text_features: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Images [b, 3, H, W] -> `image_features` [b, F] for an objective, unit length.
+        """Images [b, C, H, W] -> `image_features` [b, F] for an objective, unit length.
 
         F is the projector's last width, or D without one. Raises ValueError for texts.
         """
@@ -67,7 +67,7 @@ class ImageEncoder(ImageModel):
         raise ValueError(NO_TEXT)
 
     def logit_scale(self) -> Tensor:
-        """1: there is nothing to scale."""
+        """Always 1: an image encoder has no logits."""
         return torch.ones(())
 
     @property
@@ -92,13 +92,13 @@ class ImageEncoder(ImageModel):
     ) -> list[str]:
         """Makes exactly the named parts and the projector trainable; returns the trainable names.
 
-        As `ClipModel.lock`, whose arguments on texts mean nothing here.
+        See `ClipModel.lock`; the arguments on texts and logits have no effect here.
         """
         self._lock_image(image_blocks, image_norm, image_projection)
         return self.update_frozen()
 
     def save(self, directory: Path, base_digest: str | None = None) -> None:
-        """Writes the tower as `config.json` and `model.safetensors`; the projector stays behind.
+        """Writes the tower as `config.json` and `model.safetensors`, without the projector.
 
         `base_digest` names the base it was fine-tuned from; None: it is a base itself.
         """
@@ -110,8 +110,8 @@ class ImageEncoder(ImageModel):
 def projector_of(dim: int, widths: Sequence[int]) -> nn.Module:
     """Linear layers of these widths with a batch norm and a ReLU between them.
 
-    As SimCLR's code has it for two layers (Chen et al., 2020, section 4.2 without the batch norm).
-    Without widths the identity.
+    With two layers it is the projector of SimCLR's code; section 4.2 of the paper (Chen et al.,
+    2020) has no batch norm. Without widths it is the identity.
     """
     layers: list[nn.Module] = []
     for number, (before, after) in enumerate(itertools.pairwise([dim, *widths])):

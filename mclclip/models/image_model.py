@@ -1,4 +1,4 @@
-"""What all models have in common: an image tower with freezing and the trunk/tail split."""
+"""Base class of all models: an image tower with freezing and the trunk/tail split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Transform = Callable[[Any], Tensor]
 
 
 def unit(features: Tensor) -> Tensor:
-    """[..., D] -> unit length in fp32 (float64 stays float64); algorithms: x / max(|x|, 1e-12)."""
+    """[..., D] -> x / max(|x|, 1e-12), in fp32 (float64 stays float64)."""
     if features.dtype != torch.float64:
         features = features.float()
     return functional.normalize(features, dim=-1, eps=1e-12)
@@ -26,10 +26,10 @@ def unit(features: Tensor) -> Tensor:
 class ImageModel(nn.Module):
     """An image tower with its transforms, freezing and the trunk/tail split.
 
-    `exported` is the part that an export holds; the tower is its `visual`. It is stored under the
-    attribute `part`, so `part` also begins the names of its parameters. `config` is what the
-    export's JSON file holds. `layout` says what the image tower consists of, or why that is not
-    known. `transforms`: train, validation.
+    `exported` is the module that an export holds; its `visual` is the image tower. It is stored
+    under the attribute that `part` names, so the names of its parameters begin with `part`.
+    `config` is the content of the export's JSON file. `layout` is the image tower's, or the reason
+    why it has none. `transforms`: train, validation.
     """
 
     part: str
@@ -53,7 +53,7 @@ class ImageModel(nn.Module):
         self._layout = layout
         self.num_frozen_blocks = 0
         self._recompute = False
-        # What open_clip never trains (fixed sine-cosine positions) stays fixed under every lock.
+        # Parameters that open_clip never trains (sine-cosine positions) stay fixed with every lock.
         self._fixed = {n for n, p in self.exported.named_parameters() if not p.requires_grad}
 
     @property
@@ -68,7 +68,7 @@ class ImageModel(nn.Module):
 
     @property
     def layout(self) -> towers.ImageLayout:
-        """Layout of the image tower; ValueError for towers that are not understood."""
+        """Layout of the image tower. Raises ValueError, with the reason, where it has none."""
         if isinstance(self._layout, str):
             raise ValueError(self._layout)
         return self._layout
@@ -90,7 +90,7 @@ class ImageModel(nn.Module):
     # --- features ----------------------------------------------------------------------------
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
-        """[B, 3, H, W] -> what the first `num_trunk_blocks` blocks give (0: the images)."""
+        """[B, C, H, W] -> output of the first `num_trunk_blocks` blocks (0: the images)."""
         self._check_split(num_trunk_blocks)
         return self.layout.run_trunk(self.visual, images, num_trunk_blocks)
 
@@ -111,7 +111,7 @@ class ImageModel(nn.Module):
             )
 
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
-        """[B, 3, H, W] -> [B, D], raw or (`normalize`) unit length. A frozen trunk has no graph."""
+        """[B, C, H, W] -> [B, D], raw or (`normalize`) unit length. A frozen trunk has no graph."""
         frozen = self.num_frozen_blocks
         if frozen and not images.requires_grad:
             with torch.no_grad():
@@ -128,10 +128,10 @@ class ImageModel(nn.Module):
     # --- training ----------------------------------------------------------------------------
 
     def set_grad_checkpointing(self, enabled: bool = True) -> None:
-        """Recomputes the blocks in the backward instead of keeping their activations.
+        """Recomputes the blocks in the backward pass instead of keeping their activations.
 
-        Gradients stay the same bit for bit. Raises ValueError where blocks have batch norms, which
-        would count every batch twice.
+        Gradients stay the same bit for bit. Raises ValueError where blocks have batch norms, whose
+        running statistics would count every batch twice.
         """
         blocks = self.layout.block_modules(self.visual) if enabled else []
         if any(isinstance(m, _BatchNorm) for block in blocks for m in block.modules()):
@@ -143,9 +143,9 @@ class ImageModel(nn.Module):
         self._recompute = enabled
 
     def blocks(self) -> list[nn.Module]:
-        """The modules of the blocks: what is sharded or compiled one by one.
+        """The modules of the blocks, which are sharded or compiled one by one.
 
-        Towers that are not understood have none.
+        Towers without a layout have none.
         """
         return [] if isinstance(self._layout, str) else self.layout.block_modules(self.visual)
 
@@ -153,8 +153,8 @@ class ImageModel(nn.Module):
         """Has every block compiled by torch when it first runs; names stay as they are."""
         from torch._dynamo import config  # seconds to import
 
-        # Blocks of one kind share their code and with it the number of variants that torch compiles
-        # before it gives up: towers, precisions, batch sizes, with gradient and without.
+        # torch stops compiling a function after a number of variants. All blocks of a class are one
+        # function, with variants for tower, precision, batch size, with gradient and without.
         config.recompile_limit = max(config.recompile_limit, 32)
         for block in self.blocks():
             block.compile(backend=backend)
@@ -162,7 +162,6 @@ class ImageModel(nn.Module):
     def _lock_image(
         self, image_blocks: int | Literal["all"], image_norm: bool, image_projection: bool
     ) -> None:
-        """Makes exactly these parts of the image tower trainable."""
         layout = self.layout
         number = number_of(layout, image_blocks, "image_blocks", "image tower")
         parts = layout.last(number) + (layout.embedding if image_blocks == "all" else ())
@@ -179,9 +178,9 @@ class ImageModel(nn.Module):
         return {f"{name}.{p}" for name, norm in norms for p, _ in norm.named_parameters()}
 
     def update_frozen(self) -> list[str]:
-        """Takes note of what is trainable now and returns its names.
+        """Updates the frozen blocks and eval modes; returns the names of trainable parameters.
 
-        For a caller who changed it in another way than by `lock`.
+        Call it after changing `requires_grad` in another way than by `lock`.
         """
         trained = [n for n, p in self.visual.named_parameters() if p.requires_grad]
         self.num_frozen_blocks = self.layout.count_without(trained)
@@ -189,7 +188,7 @@ class ImageModel(nn.Module):
         return sorted(name for name, p in self.named_parameters() if p.requires_grad)
 
     def train(self, mode: bool = True) -> Self:
-        """As `nn.Module.train`, but modules whose parameters are all frozen stay in eval mode."""
+        """`nn.Module.train`, but modules whose parameters are all frozen stay in eval mode."""
         super().train(mode)
         if mode:
             for module in self.modules():
@@ -204,16 +203,16 @@ class ImageModel(nn.Module):
         return self
 
     def layers_above(self, name: str) -> int:
-        """Layers above that of the parameter `name` in its own tower; 0 at the top.
+        """Number of layers above the parameter `name` in its tower; 0 at the top.
 
-        For layer-wise learning-rate decay. Raises ValueError for towers that are not understood.
+        For layer-wise learning-rate decay. Raises ValueError for towers without a layout.
         """
         inside = name.removeprefix(f"{self.part}.visual.")
         return 0 if inside == name else self.layout.layers_above(inside)
 
 
 def number_of(layout: towers.Layout, wanted: int | Literal["all"], option: str, what: str) -> int:
-    """Number of blocks that `wanted` means; ValueError for more than the tower has."""
+    """``wanted`` as a number of blocks. Raises ValueError for more than the tower has."""
     number = layout.num_blocks if wanted == "all" else wanted
     if not 0 <= number <= layout.num_blocks:
         raise ValueError(

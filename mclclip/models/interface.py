@@ -1,4 +1,4 @@
-"""What training, planning and exporting need of a model, whatever it consists of."""
+"""The protocol of a model, as training, planning and exporting use it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mclclip.models.towers import ImageLayout
 
 @runtime_checkable
 class Model(Protocol):
-    """A module with an image tower, and perhaps a text tower; `ClipModel` and `ImageEncoder`.
+    """A model with an image tower and perhaps a text tower: `ClipModel` or `ImageEncoder`.
 
-    It is an `nn.Module` too; of that only what is needed here is repeated.
+    It is an `nn.Module` too, of which only the needed methods are listed here.
     """
 
     embed_dim: int
-    """D, width of `encode_image`'s features, which exports give."""
+    """D, width of the features of `encode_image`, also after an export."""
     feature_dim: int
-    """Width of the features that an objective is given; another one with a projector."""
+    """Width of the features that an objective gets; differs from D with a projector."""
     image_size: int | tuple[int, int]
     """Pixels of an image's side, or height and width."""
     num_channels: int
@@ -33,7 +33,7 @@ class Model(Protocol):
     preprocess_val: Callable[[Any], Tensor]
     """PIL image -> [C, H, W]."""
     num_frozen_blocks: int
-    """Blocks from the images on that train nothing: they run without a graph."""
+    """Number of first image blocks that are frozen; they run without a graph."""
 
     @property
     def part(self) -> str:
@@ -47,7 +47,7 @@ class Model(Protocol):
 
     @property
     def layout(self) -> ImageLayout:
-        """Layout of the image tower; ValueError for towers that are not understood."""
+        """Layout of the image tower. Raises ValueError for a tower without one."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Model(Protocol):
 
     @property
     def upper_bounds(self) -> Mapping[str, float]:
-        """Largest values of parameters, which the optimizer keeps."""
+        """Upper bounds of parameters by name, which the optimizer enforces."""
         ...
 
     def __call__(
@@ -115,11 +115,11 @@ class Model(Protocol):
         ...
 
     def update_frozen(self) -> list[str]:
-        """Takes note of what is trainable now; returns the names."""
+        """Updates the state after a change of `requires_grad`; returns the trainable names."""
         ...
 
     def layers_above(self, name: str) -> int:
-        """Layers above that of a parameter in its tower, for layer-wise decay."""
+        """Number of layers above a parameter in its tower, for layer-wise decay."""
         ...
 
     def blocks(self) -> list[nn.Module]:
@@ -131,7 +131,7 @@ class Model(Protocol):
         ...
 
     def set_grad_checkpointing(self, enabled: bool = True) -> None:
-        """Recomputes blocks in the backward; ValueError where they have batch norms."""
+        """Recomputes blocks in the backward pass; ValueError where they have batch norms."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -139,5 +139,5 @@ class Model(Protocol):
         ...
 
     def save(self, directory: Path, base_digest: str | None = None) -> None:
-        """Writes what `mclclip.load_model` reads: configuration and safetensors."""
+        """Writes a directory that `mclclip.load_model` reads: configuration and safetensors."""
         ...

@@ -16,7 +16,7 @@ AnyModel = ClipModel | ImageEncoder
 
 
 def has_texts(name: str | Path | Mapping[str, Any]) -> bool:
-    """Whether a model, as it is named, has a text tower; True for what is not at hand."""
+    """Whether the named model has a text tower; True if its configuration is not on this disk."""
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return "text_cfg" in weights.read_model_config(name)["model_cfg"]
     return not weights.is_image_encoder(Path(str(name).removeprefix("local-dir:")))
@@ -30,11 +30,11 @@ def load_any(
     projector: Sequence[int] = (),
     **options: Any,
 ) -> AnyModel:
-    """A CLIP model or an image encoder, by what is named; errors as of `load_clip`.
+    """The named CLIP model or image encoder; raises the errors of `load_clip`.
 
-    `text=False` takes the image tower alone; `projector`, only then, are the widths of its
-    projector. `options` are those that `load_clip` and `load_image_encoder` share. Raises
-    ValueError for a projector on a model with texts.
+    `text=False` takes the image tower alone; `projector` has the widths of its projector. `options`
+    are those that `load_clip` and `load_image_encoder` share. Raises ValueError for a projector on
+    a model with a text tower.
     """
     if text and has_texts(name):
         if projector:
@@ -55,7 +55,7 @@ def prepare_model(
     precision: str,
     grad_checkpointing: bool,
 ) -> None:
-    """Brings a model into the state in which it is trained, in place.
+    """Prepares a model for training, in place: locks, adapters, precision, recomputation.
 
     ``lock`` and ``lora`` are the arguments of ClipModel.lock and add_lora; ``seed`` draws adapters.
     """

@@ -1,18 +1,18 @@
 """LoRA on the blocks of a tower (Hu et al., arXiv:2106.09685): W + alpha / rank * B @ A.
 
-The adapters sit on weights, through `torch.nn.utils.parametrize`, not on layers: open_clip's
+The adapters act on weights, through `torch.nn.utils.parametrize`, not on layers: open_clip's
 attention is torch's fused `nn.MultiheadAttention`, which reads `in_proj_weight` and
-`out_proj.weight` and never calls a layer that could be wrapped. peft's answer to this (0.21) adds
-the product to the weight before every forward and subtracts it after, each time as a new
-`Parameter`: the frozen weights drift by rounding, whoever holds the old objects (FSDP2, DDP,
-compiled blocks) has stale ones, and the adapter of `out_proj` is added twice, once without
-gradient. A parametrized weight is an ordinary function of parameters that keep their places, so
-sharding, recomputation, autocast and the fused kernels work. The price: the backward makes the
-gradient of the whole weight, briefly, before that of A and B. So LoRA here saves gradients,
-optimizer state and communication, but no arithmetic.
+`out_proj.weight` and never calls a layer that could be wrapped. peft (0.21) instead adds the
+product to the weight before every forward pass and subtracts it afterwards, each time as a new
+`Parameter`: the frozen weights drift by rounding, FSDP2, DDP and compiled blocks hold stale
+objects, and the adapter of `out_proj` is added twice, once without gradient. A parametrized weight
+is an ordinary function of parameters that stay the same objects, so sharding, recomputation,
+autocast and the fused kernels work. The cost: the backward pass briefly holds the gradient of the
+whole weight, before that of A and B. So LoRA here saves gradients, optimizer state and
+communication, but no arithmetic.
 
 As in peft, query, key and value share one A where their weights are one tensor, and a convolution
-counts as the matrix [out, in * height * width] that it is; grouped ones are left alone.
+counts as a matrix [out, in * height * width]; grouped convolutions get no adapter.
 """
 
 import math
@@ -74,11 +74,11 @@ def add_lora(
     """Puts adapters on the unlocked image blocks, in place; returns the names now trainable.
 
     Call it after the model's `lock` (which would unlock the adapted weights again). Of the image
-    tower only the adapters are trained, with the final norm and the projection where the lock left
-    them free; everything else in and before the blocks is frozen, norms and biases too, as in
-    peft. The text tower stays as locked, or (`text`) gets adapters on its unlocked blocks in the
-    same way; the logit scale stays as locked. The model computes at first what it did before. A is
-    drawn by `seed` alone: the caller's generators are neither used nor moved.
+    tower only the adapters are trained, and the final norm and projection if they are unlocked;
+    everything else in and before the blocks is frozen, norms and biases too, as in peft. With
+    `text` the unlocked blocks of the text tower get adapters in the same way; otherwise the text
+    tower does not change, nor does the logit scale. The model's output does not change at first. A
+    is drawn by `seed`; the global generators are neither used nor changed.
 
     Raises ValueError where no block is unlocked, where the blocks have no weights of the kind
     `targets`, for a model that has adapters, and for numbers out of range.
@@ -132,7 +132,7 @@ def _weights(block: nn.Module, targets: Targets) -> Iterator[tuple[nn.Module, st
 
 
 def _in_attention(path: str, inside: dict[str, nn.Module]) -> bool:
-    """Whether the nearest module around a weight that is called either is called attention."""
+    """Whether the innermost module around a weight that is named attention or MLP is attention."""
     while path:
         words = f"{path.rpartition('.')[2]} {type(inside[path]).__name__}".lower()
         if any(word in words for word in _MLP):
@@ -146,7 +146,7 @@ def _in_attention(path: str, inside: dict[str, nn.Module]) -> bool:
 def merge_lora(model: ImageModel) -> None:
     """Adds the adapters to their weights, in place; modules and names are then as without LoRA.
 
-    What was frozen stays so. Raises ValueError where the model has no adapters.
+    All merged weights are frozen. Raises ValueError where the model has no adapters.
     """
     adapted = list(_adapted(model))
     if not adapted:

@@ -1,12 +1,12 @@
-"""How much memory a model's training takes, found without taking any.
+"""Measures how much memory a model's training takes, without allocating it.
 
 A model is built on torch's "meta" device, where tensors have shapes and no values, and run forward
 and backward on fake tensors (`torch._subclasses.fake_tensor`), which follow every rule of views,
-autocast, recomputation and saved tensors. A dispatch mode sees each storage come and go; what it
-adds up is what torch's allocator would be asked for. So there is no formula to maintain for each
-kind of tower, and ViT-H-14 takes seconds.
+autocast, recomputation and saved tensors. A dispatch mode sees when each storage is made and freed,
+and sums the bytes that torch's allocator would be asked for. So no kind of tower needs a formula of
+its own, and ViT-H-14 takes seconds.
 
-What kernels take for themselves and do not return (workspaces of cuDNN, fragments) is not seen.
+Memory that kernels take for themselves (workspaces of cuDNN) and fragmentation are not counted.
 """
 
 import weakref
@@ -26,7 +26,7 @@ from mclclip.models.clip import load_image_encoder
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.loading import AnyModel, load_any
 
-# Raised where what is computed depends on values that fakes do not have.
+# Raised where a computation depends on values, which fake tensors do not have.
 NeedsValues = DataDependentOutputException
 
 
@@ -57,16 +57,16 @@ def load_image_shapes(name: str | Path | Mapping[str, Any]) -> ImageEncoder:
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors that share nothing."""
+    """Bytes of tensors that share no memory."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @contextmanager
 def faked(module: nn.Module, *, gpu_autocast: bool = False) -> Iterator[None]:
-    """Inside, `module`, built by `load_shapes`, runs as on a CPU, and new tensors are fakes too.
+    """While the block runs, `module` (from `load_shapes`) and new tensors are fakes on the CPU.
 
-    `gpu_autocast`: its layer norms keep what they would keep on a GPU under autocast; the module
-    is of no other use afterwards.
+    `gpu_autocast`: its layer norms save the same tensors as on a GPU under autocast. The module
+    cannot be used for anything else afterwards.
     """
     for child in module.modules() if gpu_autocast else ():
         if isinstance(child, nn.LayerNorm):
@@ -77,9 +77,9 @@ def faked(module: nn.Module, *, gpu_autocast: bool = False) -> Iterator[None]:
 
 
 def peak_bytes(work: Callable[[], object], existing: Iterable[Tensor] = ()) -> int:
-    """The most bytes that `work` holds at a time, beside the `existing` tensors.
+    """The most bytes that `work` holds at a time, besides the `existing` tensors.
 
-    Of real tensors too; fakes (`faked`) cost nothing.
+    Real tensors are counted too; fakes (`faked`) are counted but take no memory.
     """
     meter = _Meter(existing)
     with meter:
@@ -88,7 +88,7 @@ def peak_bytes(work: Callable[[], object], existing: Iterable[Tensor] = ()) -> i
 
 
 class _StayOnMeta(TorchFunctionMode):
-    """Moving a tensor that has no values leaves it where it is."""
+    """Makes `Tensor.to` leave a tensor on the "meta" device there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.to and args[0].is_meta:
@@ -106,7 +106,7 @@ class _GpuLayerNorm(nn.LayerNorm):
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that operations make, until nothing refers to them any more."""
+    """Counts the bytes of storages that operations make, from their creation to their release."""
 
     def __init__(self, existing: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,13 +1,12 @@
 """Parameter groups, the optimizer by name, and the learning rate as a function of the step.
 
-Parameter groups carry, beside what the optimizer reads itself:
+Parameter groups have two fields besides those that the optimizer reads:
 
-    lr_scale   with layer-wise decay: whoever sets the learning rate sets `lr * lr_scale`
-    max_value  parameters with an upper bound: set back to it after every step
+    lr_scale   with layer-wise decay: the code that sets the learning rate sets `lr * lr_scale`
+    max_value  upper bound of the parameters, which are set back to it after every step
 
-Modules say where these come from: one with `upper_bounds` (name -> largest value) or
-`layers_above` (name -> how many layers lie above), as ClipModel has, is found wherever it sits in
-the module that is trained.
+They come from submodules with `upper_bounds` (name -> largest value) or `layers_above` (name ->
+number of layers above), such as ClipModel, wherever these are in the trained module.
 """
 
 import difflib
@@ -26,7 +25,7 @@ import timm.optim
 Schedule = Literal["cosine", "constant"]
 
 _NAMES = ("adamw", "lars", "lion")
-# Optimizers that treat every element by itself, at their defaults.
+# Optimizers that, with default options, update every element independently of all others.
 _ELEMENTWISE: tuple[Any, ...] = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -39,7 +38,8 @@ _ELEMENTWISE: tuple[Any, ...] = (
 )
 
 
-# Kron's state holds lists, which no checkpoint takes; MADGRAD moves weights at a rate of zero too.
+# Kron's state holds lists, which checkpoints cannot store; MADGRAD changes weights at a learning
+# rate of zero too.
 _NOT_RESUMABLE = ("kron", "madgrad")
 
 
@@ -50,11 +50,11 @@ def parameter_groups(
     upper_bounds: Mapping[str, float] | None = None,
     lr_scale: Callable[[str], float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Trainable parameters with weight decay and without, in this order.
+    """Groups of trainable parameters: those with weight decay, then those without.
 
-    Norms, biases, the class token and the logit scale (everything with fewer than two dimensions)
-    do not decay. With `lr_scale` there is one such pair for each of its values, lowest first;
-    parameters with an upper bound follow in groups of their own. Raises ValueError where nothing is
+    Parameters with fewer than two dimensions (norms, biases, the class token, the logit scale) do
+    not decay. With `lr_scale` there are two such groups for each of its values, lowest first;
+    Parameters with an upper bound have their own groups. Raises ValueError where nothing is
     trainable.
     """
     bounds = upper_bounds or {}
@@ -94,12 +94,13 @@ def build_optimizer(
     Args:
         name: `adamw` (`betas`, `eps`), `lion` (`betas`), `lars` (`momentum`; it adapts decayed
             parameters only), or `timm:NAME` for any of timm's, at timm's own settings.
-        layer_decay: each layer's learning rate is this times that of the layer above it; what lies
-            above the last block of a tower has the full one, as in BEiT and timm.
-        lr: the peak; where the caller sets the rate at every step only timm's optimizers need it,
-            some of which keep it from the start.
+        layer_decay: each layer's learning rate is this factor times that of the layer above it;
+            parameters above the last block of a tower have the full rate, as in BEiT and timm.
+        lr: the peak learning rate. A caller that sets the rate at every step needs to give it only
+            for timm's optimizers, some of which store it at the start.
 
-    Raises ValueError for an unknown name, and where nothing is trainable.
+    Raises ValueError for an unknown name, for options out of range, for an optimizer that cannot
+    be resumed or is not available, and where nothing is trainable.
     """
     if layer_decay is not None and not 0.0 < layer_decay <= 1.0:
         raise ValueError(f"layer_decay is {layer_decay}: wanted more than 0 and at most 1")
@@ -129,8 +130,9 @@ def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
     """Whether the update of an element depends on that element's values and gradients alone.
 
     Only then may an optimizer work on flat shards of parameters, as in ZeRO: one that takes the
-    norm of a whole parameter (LARS, LAMB) would compute other steps there. What is not known counts
-    as no. Takes an optimizer or a name as `build_optimizer` does (ValueError for an unknown one).
+    norm of a whole parameter (LARS, LAMB) would compute other steps there. False for optimizers
+    that are not known. Takes an optimizer, or a name as `build_optimizer` does (ValueError for an
+    unknown one).
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         cautious = any(group.get("caution") for group in optimizer.param_groups)
@@ -138,7 +140,7 @@ def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
     if optimizer in _NAMES:
         return optimizer != "lars"
     info = _timm_info(optimizer)
-    # A cautious update is scaled by the share of elements that move.
+    # A cautious update is scaled by the share of a parameter's elements that it changes.
     return info.opt_class in _ELEMENTWISE and not (info.defaults or {}).get("caution")
 
 
@@ -173,10 +175,9 @@ def _timm_info(name: str) -> Any:
 
 
 def _hold_bounds(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Sets the parameters of groups with `max_value` to at most this.
+    """Clamps the parameters of groups with `max_value` to this value.
 
-    What the groups hold at the time of the call counts, not what they held when the optimizer was
-    built: an engine may have put its own shards in place of the parameters.
+    It reads the groups at every call, because an engine may have replaced the parameters by shards.
     """
     with torch.no_grad():
         for group in optimizer.param_groups:
@@ -186,7 +187,7 @@ def _hold_bounds(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _declared(module: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
-    """Name prefix and attribute of every module within that has it."""
+    """Yields the name prefix and the attribute of every submodule that has it."""
     for name, inner in module.named_modules():
         if hasattr(inner, attribute):
             yield f"{name}." if name else "", getattr(inner, attribute)

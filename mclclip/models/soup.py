@@ -19,13 +19,13 @@ _BATCH_COUNT = "num_batches_tracked"
 
 
 def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool = False) -> int:
-    """Averages exported models into another; returns how many tensors were not just copied.
+    """Averages exported models into a new one; returns the number of tensors that were averaged.
 
-    Models of different bases are refused unless `force`: their average is meaningless. The logit
-    scale is averaged in its logarithm, like every weight. Averaged running statistics of batch
-    norms do not fit the averaged weights: where ``needs_statistics`` is true,
-    ``estimate_statistics`` must follow. Raises ValueError where configs, tensor names or shapes
-    differ, or integer buffers other than the batch counts of batch norms do.
+    Models of different bases are refused unless `force`, since their average is meaningless. Of the
+    logit scale the stored logarithm is averaged. Averaged running statistics of batch norms do not
+    fit the averaged weights: call ``estimate_statistics`` afterwards if ``needs_statistics`` is
+    true. Raises ValueError where configs, tensor names, shapes or dtypes differ, and where integer
+    buffers differ other than the batch counts of batch norms.
     """
     if not ingredients:
         raise ValueError("there is no ingredient: give at least one exported model")
@@ -44,7 +44,7 @@ def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool 
 
 
 def needs_statistics(ingredients: Sequence[Path]) -> bool:
-    """True where the models were trained with batch norms whose statistics moved apart."""
+    """True where the models have batch norms with different batch counts."""
     with ExitStack() as stack:
         opened = [
             stack.enter_context(safe_open(weights.find_weights(path), framework="pt"))
@@ -59,18 +59,18 @@ def needs_statistics(ingredients: Sequence[Path]) -> bool:
 
 @torch.no_grad()
 def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
-    """Sets the running statistics of all batch norms to those of the images; returns how many.
+    """Sets the running statistics of all batch norms to those of the images.
 
-    ``batches`` are images [B, 3, H, W]; every batch counts alike (the cumulative average). Raises
-    ValueError where there is none. Reference: Izmailov et al., "Averaging Weights Leads to Wider
-    Optima", 2018, section 3.2.
+    ``batches`` are images [B, 3, H, W]; every batch has the same weight (the cumulative average).
+    Returns the number of images. Raises ValueError where there is none. Reference: Izmailov et
+    al., "Averaging Weights Leads to Wider Optima", 2018, section 3.2.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # torch's word for the cumulative average
+        norm.momentum = None  # None means the cumulative average in torch
         norm.train()
     count = 0
     for images in batches:

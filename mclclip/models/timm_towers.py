@@ -2,10 +2,9 @@
 
 Transformers over tokens (ViT, SigLIP, EVA, PE-Core, ViTamin and others) have code of their own
 between the image and the first block, which their layouts call. Of all other towers, such as
-ConvNeXt, FastViT, Swin and ResNets, one pass without values is watched: where the output of each
-module is the input of the next, and nothing happens in between, the tower is the chain of these
-modules. Which of them form one block is what timm itself says (`group_matcher`, its layers for
-layer-wise decay).
+ConvNeXt, FastViT, Swin and ResNets, one forward pass on the "meta" device is recorded: if the
+output of each module is the unchanged input of the next, the tower is a chain of these modules.
+timm's `group_matcher`, its grouping for layer-wise decay, says which of them form one block.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +45,7 @@ def timm_layout(tower: Any) -> ImageLayout:
 
 
 class _TimmLayout(ImageLayout):
-    """Base of the layouts of timm's towers: the way from the pooling to the features."""
+    """Base class of the layouts of timm's towers, with the pooling and projection."""
 
     def pooled_dim(self, tower: Any) -> int | None:
         """Width of timm's features before its classifier; None where the pool projects."""
@@ -203,9 +202,9 @@ def _of_chain(tower: Any) -> _ChainLayout:
 
 
 def _trailing(blocks: list[list[str]]) -> tuple[str, ...]:
-    """Takes what follows the last block out of it: final norms and convolutions.
+    """Removes from the last block the modules after it (final norms, convolutions); returns them.
 
-    They are modules of the tower itself, and the blocks lie in a list or in stages.
+    They are recognised by depth: they are direct children of the tower, blocks are not.
     """
     deep = [name.count(".") > 1 for block in blocks for name in block]
     after: list[str] = []

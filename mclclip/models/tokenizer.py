@@ -1,4 +1,4 @@
-"""A tokenizer that is fetched when a text is tokenised, not when its model is built."""
+"""A tokenizer that is fetched when the first text is tokenised, not when its model is built."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ log = logging.getLogger("mclclip")
 
 
 class LazyTokenizer:
-    """Makes a tokenizer at first use: a model encodes images without it.
+    """A tokenizer that is made by `make` at its first use; encoding images does not need it.
 
-    `make` raises one line where the tokenizer cannot be had. A copy in another process, such as a
-    loader's worker, is sent with the tokenizer in it.
+    `make` raises an error of one line where the tokenizer cannot be fetched. Pickling, such as for
+    a loader worker, makes the tokenizer first.
     """
 
     def __init__(self, make: Callable[[], Any], context_length: int) -> None:
@@ -34,16 +34,16 @@ class LazyTokenizer:
         return tokens
 
     def save_pretrained(self, directory: str) -> None:
-        """Writes the tokenizer's files beside an export, where it can be had."""
+        """Writes the tokenizer's files into ``directory``; warns where it cannot be fetched."""
         try:
             own = self.fetch()
         except FileNotFoundError as error:
             log.warning("%s has no tokenizer: %s", directory, error)
-            return  # who loads the export and tokenises a text fetches it by its name
+            return  # a later user of the export fetches it by its name
         own.save_pretrained(directory)
 
     def __deepcopy__(self, memo: Any) -> LazyTokenizer:
-        return self  # nothing ever changes in it
+        return self  # a tokenizer has no state that changes
 
     def __getstate__(self) -> dict[str, Any]:
         self.fetch()
@@ -51,8 +51,8 @@ class LazyTokenizer:
 
 
 def fetched(tokenizer: Any) -> Any:
-    """The tokenizer, made now if it was not: for who sends it to workers or would find out late.
+    """The tokenizer itself, fetched now if it was not, so that a failure shows at once.
 
-    Raises FileNotFoundError or ValueError where it cannot be had.
+    Raises FileNotFoundError or ValueError where it cannot be fetched.
     """
     return tokenizer.fetch() if isinstance(tokenizer, LazyTokenizer) else tokenizer

@@ -1,8 +1,8 @@
-"""A tower as blocks: what lies before, in and after them, and how to run a part of an image tower.
+"""Layouts of towers: the names of their parts, and how to run a part of an image tower.
 
-Freezing, layer-wise decay, adapters and the trunk/tail split all follow from one table of names, a
-`Layout`. This file holds the layouts of open_clip's own towers and of text towers; those of timm's
-image towers are in `timm_towers`. Nothing here imports open_clip or timm.
+Freezing, layer-wise decay, adapters and the trunk/tail split all use one table of names, a
+`Layout`. This file has the layouts of open_clip's own image towers and of text towers; those of
+timm's image towers are in `timm_towers`. Nothing here imports open_clip or timm.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ Step = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a tower by what they do; names are relative to the tower.
+    """The names of a tower's parts, relative to the tower.
 
     A name is a submodule or a parameter. `embedding` lies before the first block; it is empty for
     open_clip's ResNet, whose stem is its first block. A block may consist of several modules, such
@@ -55,9 +55,9 @@ class Layout:
         return tuple(name for block in blocks for name in block)
 
     def layers_above(self, name: str) -> int:
-        """Layers above that of the tensor `name`, as layer-wise decay counts them.
+        """Number of layers above the tensor `name`, as layer-wise decay counts them.
 
-        0 for what lies after the blocks, 1 for the last block, most for the embedding.
+        0 after the blocks, 1 for the last block, `num_blocks` + 1 for the embedding.
         """
         for number, block in enumerate((self.embedding, *self.blocks)):
             if belongs(name, block):
@@ -65,7 +65,7 @@ class Layout:
         return 0
 
     def count_without(self, names: Iterable[str]) -> int:
-        """The most blocks of a trunk that contains none of the tensors `names`."""
+        """Number of blocks of the longest trunk that contains none of the tensors `names`."""
         layers = [self.num_blocks + 1 - self.layers_above(name) for name in names]
         return min([self.num_blocks, *(max(layer - 1, 0) for layer in layers)])
 
@@ -78,7 +78,7 @@ class Layout:
 class ImageLayout(Layout, ABC):
     """The layout of an image tower, which can also run a part of the tower.
 
-    A kind of tower defines `_start`, `_steps` and `_finish`; together they are its whole pass.
+    Subclasses define `_start`, `_steps` and `_finish`, which together are the forward pass.
     """
 
     def run_trunk(self, tower: nn.Module, images: Tensor, num_blocks: int) -> Tensor:
@@ -100,7 +100,7 @@ class ImageLayout(Layout, ABC):
     ) -> Tensor:
         """Output of `run_trunk` with the same `num_blocks` -> features [B, D], not unit length.
 
-        `recompute`: the blocks run again in the backward instead of keeping their activations.
+        `recompute`: the blocks run again in the backward pass instead of keeping activations.
         With `project=False` the pooled features before the projection; ValueError for a tower whose
         attention pool is its projection.
         """
@@ -237,8 +237,8 @@ def text_layout(tower: nn.Module) -> Layout:
             f"the text tower is a {type(tower).__name__} whose blocks are not known: lock it, or "
             "use an open_clip text transformer"
         )
-    # Of Hugging Face's encoders the layers are the longest list of modules. What is registered
-    # before them is the embedding, what comes after the final norm.
+    # In Hugging Face's encoders the blocks are the longest module list. Parameters registered
+    # before it are the embedding, those after it the final norm.
     name, layers = max(lists, key=lambda pair: len(pair[1]))
     blocks = tuple((f"{name}.{i}",) for i in range(len(layers)))
     outside: tuple[list[str], list[str]] = ([], [])
@@ -264,7 +264,7 @@ L = TypeVar("L", bound=ImageLayout)
 
 
 def checked(tower: nn.Module, layout: L) -> L:
-    """The layout; ValueError where it leaves out a tensor of the tower."""
+    """The layout itself. Raises ValueError where it has no block or lacks a tensor of the tower."""
     known = layout.trunk(layout.num_blocks) + layout.norm + layout.projection
     strange = [name for name in tower.state_dict() if not belongs(name, known)]
     if strange or not layout.blocks:

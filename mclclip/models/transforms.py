@@ -1,12 +1,12 @@
-"""Images to tensors, for any number of channels: SimCLR's augmentations, and none.
+"""Transforms from images to tensors, for any number of channels: SimCLR's augmentations, and none.
 
-An image is a PIL image or a uint8 array [H, W, C]; what comes out is float32 [C, H, W]. Geometry
-acts on all channels alike. Colours are changed in the first three channels only, where there are
-three or more; a single channel is changed in brightness and contrast. Randomness comes from torch's
-global generator alone, which the caller seeds for every view.
+An image is a PIL image or a uint8 array [H, W, C]; the result is float32 [C, H, W]. Crops and flips
+act on all channels alike. Colours are changed in the first three channels only, if there are three
+or more; otherwise the first channel is changed in brightness and contrast. Randomness comes from
+torch's global generator alone, which the caller seeds for every view.
 
-open_clip's own transforms stay what its towers are trained with unless an augmentation has a
-`kind`: these are the kinds.
+An augmentation with a `kind` selects one of these; otherwise open_clip's towers are trained with
+open_clip's own transforms.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchvision.transforms.v2 import functional as ops
 from mclclip.options import STRICT
 
 KIND = "kind"
-"""The field of an augmentation that names one of this file."""
+"""The field of an augmentation that names a transform of this file."""
 
 Transform = Callable[[Any], Tensor]
 Pair = tuple[Transform, Transform]
@@ -43,7 +43,7 @@ class Look:
 
     size      height and width in pixels
     mean      subtracted from values between 0 and 1: one number, or one for each channel
-    std       divides what is left: one number, or one for each channel
+    std       divides the difference: one number, or one for each channel
     channels  C
     """
 
@@ -64,14 +64,14 @@ class Look:
         return torch.from_numpy(array.copy()).permute(2, 0, 1).float() / 255.0
 
     def normalized(self, pixels: Tensor) -> Tensor:
-        """Values between 0 and 1 -> what the tower takes."""
+        """[C, H, W] with values between 0 and 1 -> normalised by mean and std."""
         mean, std = (torch.tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
         return (pixels - mean[:, None, None]) / std[:, None, None]
 
 
 @dataclass(frozen=True)
 class PlainTransform:
-    """The shorter side is resized to the tower's, the middle is cut out."""
+    """Resizes the image until it covers the tower's size, and cuts out the middle."""
 
     look: Look
     reads_arrays: ClassVar[bool] = True

@@ -138,7 +138,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(plain, temporary, metadata={"format": "pt"})
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
-    # safetensors writes for the owner alone; readable as far as the folder's own files are.
+    # safetensors makes files that only the owner can read; use the default permissions instead.
     temporary.chmod(_default_mode())
     os.replace(temporary, path)
     files.fsync_directory(path.parent)
@@ -176,15 +176,15 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def base_digest(directory: Path) -> str:
-    """Returns which base an exported model descends from; one without a record is its own base."""
+    """Digest of the base that an export was fine-tuned from; its own where none is recorded."""
     recorded: str | None = read_config(directory).get("base_digest")
     return recorded or files.digest_file(find_weights(directory))
 
 
 def common_config(directories: Sequence[Path]) -> dict[str, Any]:
-    """Returns the configuration that all directories share; ValueError where one differs.
+    """The configuration that all directories share. Raises ValueError where one differs.
 
-    The bases are not compared: a differing `base_digest` is left out.
+    Bases are not compared: the result has a `base_digest` only if all have the same.
     """
     configs = [read_config(directory) for directory in directories]
     bases = {config.pop("base_digest", None) for config in configs}

@@ -12,7 +12,7 @@ from torch import Tensor
 from mclclip.ranks.process_group import TIMEOUT
 
 T = TypeVar("T")
-# Its name since torch 2.13, which warns of the older one.
+# torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single, and warns of the old name.
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
@@ -41,7 +41,10 @@ class _GatherWithGrad(torch.autograd.Function):
 
 
 def sum_to_owner(x: Tensor) -> Tensor:
-    """[W*b, ...] on each rank -> the sum over ranks of this rank's [b, ...]. Overwrites ``x``."""
+    """Sums ``x`` [W*b, ...] over the W ranks and returns this rank's slice [b, ...].
+
+    Overwrites ``x``.
+    """
     if world_size() == 1:
         return x
     if x.device.type == "cuda":
@@ -96,10 +99,10 @@ def gather(x: Tensor) -> Tensor:
 
 
 def shift(x: Tensor) -> Tensor:
-    """[...] on each rank -> that of the rank before it, without gradient: a hop around the ring.
+    """Sends ``x`` to the next rank; returns the tensor of the rank before, without gradient.
 
-    The first rank receives from the last. After as many hops as there are ranks every tensor is
-    back. All ranks must pass the same shape.
+    The ranks form a ring: the first one receives from the last. All ranks must pass the same
+    shape.
     """
     world, own = world_size(), rank()
     if world == 1:
@@ -132,16 +135,16 @@ def all_reduce_max(x: Tensor) -> Tensor:
 
 
 def side_group() -> Any:
-    """A gloo group of all ranks, for a background thread or for tensors of the CPU (None: alone).
+    """A new gloo group of all ranks, for a background thread or CPU tensors (None: one process).
 
-    Collectives of two threads on one group would meet in any order, and NCCL groups move nothing of
-    the CPU. To be opened by all ranks at the same point of their main threads.
+    Collectives of two threads on one group could be matched in the wrong order, and NCCL does not
+    move CPU tensors. All ranks must call this at the same point of their main threads.
     """
     return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
 
 
 def gather_objects(item: T, group: Any = None) -> list[T]:
-    """Each rank's picklable object, in rank order, on every rank (``group``: see side_group)."""
+    """Every rank's picklable ``item``, in rank order (``group``: from ``side_group``)."""
     if world_size() == 1:
         return [item]
     items: list[Any] = [None] * world_size()
@@ -168,8 +171,8 @@ def barrier() -> None:
 def together(work: Callable[[], T], what: str = "") -> T:
     """Runs ``work`` on this rank; if it failed on any rank, raises on all of them.
 
-    The failing rank raises its own error; the others raise a RuntimeError that repeats its line,
-    so that no rank waits for a peer that has left.
+    The failing rank raises its own error. The others raise an error with its message: ValueError or
+    FileNotFoundError if it was one, else RuntimeError. So no rank waits for a peer that has left.
     """
     error: Exception | None = None
     result: T | None = None

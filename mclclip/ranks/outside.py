@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 class OutsideParameters(Protocol):
-    """Parameters that are trained with a module but lie outside of what engines wrap.
+    """Parameters that are trained together with a module that an engine wraps, but not wrapped.
 
-    Their gradients are not averaged over the ranks, and they have an optimizer of their own.
-    Sharded class centers are an example.
+    Their gradients are not averaged over the ranks, and they have their own optimizer. Sharded
+    class centers are an example.
     """
 
     def begin(self, step: int, loss_scale: float = 1.0) -> None:
-        """Prepares a step, whose loss will be multiplied by ``loss_scale`` before the backward."""
+        """Prepares a step whose loss is multiplied by ``loss_scale`` before the backward pass."""
 
     def zero_grad(self) -> None:
-        """Forgets the gradient."""
+        """Drops the gradient."""
 
     def grad_square(self) -> Tensor:
         """The sum of squares of the gradient over all ranks, float64, 0-dimensional."""
@@ -27,7 +27,7 @@ class OutsideParameters(Protocol):
         """One optimizer step along ``factor`` times the gradient at the learning rate ``lr``."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns what a resumed training needs, by names that no other part uses."""
+        """Tensors that a resumed training needs; no other part uses their names."""
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes what ``state_dict`` gave, filled with other values, among other entries."""
+        """Loads the entries that ``state_dict`` names; ignores all others in ``state``."""

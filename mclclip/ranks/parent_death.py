@@ -17,15 +17,15 @@ from mclclip.ranks import signals
 
 log = logging.getLogger("mclclip")
 _PR_SET_PDEATHSIG = 1
-_UNKNOWN_S = 1.0  # how long a worker may take to end where it cannot be asked what it ignores
+_UNKNOWN_S = 1.0  # how long a worker may take to end where there is no /proc to read
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent dies, however the parent dies.
+    """Asks Linux to kill this process when its parent dies, even by SIGKILL.
 
-    torchrun's workers outlive a torchrun that was killed with -9 by seconds, and pool workers may
-    outlive their owner; a restart would then write beside survivors. A worker whose torchrun died
-    while the worker was still importing ends here. Elsewhere than on Linux this does nothing.
+    Workers outlive a torchrun that was killed with -9 by seconds, and pool workers may outlive
+    their owner; a restarted job would write to the same files. If torchrun is already dead, this
+    process ends here. On other systems this does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -40,11 +40,11 @@ def die_with_parent() -> None:
 
 
 def start_pool_worker() -> None:
-    """``initializer`` of every pool and loader process: it ends with its process, not by signals.
+    """``initializer`` of every pool and loader process: ignores signals, and ends with its parent.
 
-    A signal to the whole job must not end a loader before its trainer has saved. So the SIGTERM by
-    which Python asks such workers to end when the program ends must not end them either:
-    ``_end_workers`` does, in every process that has imported this module.
+    A signal to the whole job must not end a loader before the training process has saved. Such a
+    worker therefore also ignores the SIGTERM that Python sends at exit; ``_end_workers`` ends it
+    instead, in every process that has imported this module.
     """
     die_with_parent()
     signals.ignore_in_child()
@@ -53,8 +53,8 @@ def start_pool_worker() -> None:
 def _end_workers() -> None:
     """Ends the daemonic children of a process that exits, also those that ignore SIGTERM.
 
-    Python itself would ask them by SIGTERM, once, and wait for ever. A child that answers SIGTERM
-    in its own way has all the time that it needs, as without this function.
+    Python itself sends one SIGTERM and waits for ever. A child that handles SIGTERM gets all the
+    time that it needs, as it would without this function.
     """
     workers = [child for child in multiprocessing.active_children() if child.daemon]
     if workers and threading.current_thread() is threading.main_thread():
@@ -65,14 +65,17 @@ def _end_workers() -> None:
     asked = time.monotonic()
     while alive := [worker for worker in workers if worker.is_alive()]:
         for worker in alive:
-            # Looked at each time: a worker that is just starting may ignore it from now on.
+            # Checked in every round: a worker that is just starting may begin to ignore it.
             if _ignores_sigterm(worker.pid or 0, time.monotonic() - asked):
                 worker.kill()
         time.sleep(0.01)
 
 
 def _ignores_sigterm(pid: int, asked_s: float) -> bool:
-    """Where there is no /proc to ask: whether it still runs so many seconds after it was asked."""
+    """Whether process ``pid`` ignores SIGTERM, which was sent to it ``asked_s`` seconds ago.
+
+    Without /proc, a process that still runs after ``_UNKNOWN_S`` seconds counts as ignoring it.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -82,24 +85,24 @@ def _ignores_sigterm(pid: int, asked_s: float) -> bool:
 
 
 def _end_workers_at_exit(_: object = None) -> None:
-    """``multiprocessing`` calls it at exit before it asks and waits itself."""
+    """Has ``multiprocessing`` call ``_end_workers`` at exit, before its own SIGTERM and join."""
     multiprocessing.util.Finalize(None, _end_workers, exitpriority=0)
 
 
 _end_workers_at_exit()
-# A child process starts without what its parent does at exit.
+# A forked child does not inherit its parent's exit functions.
 multiprocessing.util.register_after_fork(_end_workers_at_exit, _end_workers_at_exit)
 
 
 def _launcher_is_gone(parent: int) -> bool:
-    """True where torchrun, a Python program, started this process but is no ancestor any more."""
+    """True where torchrun started this process but is not among its ancestors any more."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     while parent > 0:
         try:
             command = Path(f"/proc/{parent}/cmdline").read_bytes()
             stat = Path(f"/proc/{parent}/stat").read_text()
-        except OSError:  # cannot be known here: no reason to end
+        except OSError:  # cannot be read: assume that the launcher lives
             return False
         # Process 1 adopts orphans and may be any Python program in a container.
         launcher = b"torchrun" in command or b"torch.distributed" in command

@@ -1,10 +1,10 @@
-"""Peers that hang, die with their node, or cannot be reached: named, and the job ended in time.
+"""Ends the job, and names the ranks, when ranks hang, die with their node, or cannot be reached.
 
 A collective waits for its slowest rank without saying which. Each rank therefore reports to the
-store that the launcher opened: that it lives, and how often it got on with the training. Who is not
-heard of for ``timeout_s``, or is behind when nothing has moved for so long, is named, and the
-process ends. Two threads: one talks to the store, which may block for ever when the network is cut;
-the other only looks at clocks.
+launcher's TCP store that it lives and how often it made progress. A rank that does not report for
+``timeout_s`` is named, or the one with the least progress if none was made for that long; then this
+process ends. One thread talks to the store, which may block for ever when the network is cut;
+another only compares times.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger("mclclip")
 
 _PACKAGE = Path(__file__).parents[1]
 _MOST_NAMED = 8
-_QUIET = 4  # periods in which a living rank reports, even on a busy machine
+_QUIET = 4  # a living rank reports within so many periods, even on a busy machine
 _GOES_ON = "the job ends; the same command goes on from the last checkpoint"
-_MISSED = 3  # reports in a row
+_MISSED = 3  # this many periods without a report: the rank's last report is out of date
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
 
 
@@ -49,14 +49,14 @@ class LostPeer(RuntimeError):
 
 
 class _Progress:
-    """Count of this process's progress in its training; None outside of one."""
+    """Progress of this process: the number of ``note`` calls, and the time of the last one."""
 
     count = 0
-    since: float | None = None
+    since: float | None = None  # time.monotonic(); None outside of a training
 
 
 def note() -> None:
-    """To be called whenever the training got on: a batch was read, a step or a save was done."""
+    """Records progress: call it after every batch that was read, every step and every save."""
     _Progress.count += 1
     if _Progress.since is not None:
         _Progress.since = time.monotonic()
@@ -64,7 +64,7 @@ def note() -> None:
 
 @contextmanager
 def training() -> Iterator[None]:
-    """Inside, a rank that does not call ``note`` for too long counts as hanging."""
+    """While the block runs, a rank that does not call ``note`` for too long counts as hanging."""
     _Progress.since = time.monotonic()
     try:
         yield
@@ -73,9 +73,10 @@ def training() -> Iterator[None]:
 
 
 class PeerWatch:
-    """Watches over the other ranks from ``with`` to its end; nothing where there is one process.
+    """Context manager that watches the other ranks; does nothing where there is one process.
 
-    ``on_lost`` is called with one line before the process ends with exit code 1.
+    When a rank is lost, calls ``on_lost`` with one line and ends the process with exit code 1.
+    Leaving the block by an error of a collective whose peer is gone raises LostPeer instead.
     """
 
     def __init__(self, context: Context, timeout_s: float, on_lost: Callable[[str], None]) -> None:
@@ -108,7 +109,7 @@ class PeerWatch:
             self._stop.set()
 
     def _gone(self) -> str:
-        """Who has stopped reporting, as far as that shows within a moment."""
+        """One line naming the ranks that stopped reporting; waits a few periods to find them."""
         deadline = time.monotonic() + 3 * _QUIET * self.period_s
         while True:
             now = time.monotonic()
@@ -120,7 +121,7 @@ class PeerWatch:
                 return "the connection to another rank is lost, though all report"
             time.sleep(self.period_s / 4)
         silent = [rank for rank, s in quiet_s.items() if s > longest_s - self.period_s]
-        if self.context.rank in silent:  # deaf: see _problem
+        if self.context.rank in silent:  # the store is lost: see _problem
             return self._unreachable()
         return f"{self._named(silent)} has ended"
 
@@ -141,11 +142,11 @@ class PeerWatch:
                         self._reports[rank] = report.decode(), time.monotonic()
                 self._heard = time.monotonic()
         except (RuntimeError, OSError) as error:
-            # The other thread ends the process if nothing else does before.
+            # The other thread ends the process if nothing else ends it before.
             log.debug("the store does not answer: %s", error)
 
     def _open_store(self) -> Store:
-        """A connection of its own: a blocked one must not hold up the training's."""
+        """A second connection to the store: when it blocks, the training's is still free."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = datetime.timedelta(seconds=self.timeout_s)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -162,7 +163,7 @@ class PeerWatch:
 
     def _problem(self, now: float) -> str | None:
         """Returns the fault as one line, or None."""
-        # Who does not hear of itself has lost the store, and with it the news of all others.
+        # A rank that does not see its own reports has lost the store, and so all others' reports.
         deaf_s = now - min(self._heard, self._reports[self.context.rank][1])
         if deaf_s > _MISSED * self.period_s:
             return self._unreachable() if deaf_s > self.timeout_s else None
@@ -172,7 +173,7 @@ class PeerWatch:
         since = _Progress.since
         if since is None or now - since <= self.timeout_s:
             return None
-        # Whose reports have stopped counts as silent in a moment; its last one tells nothing.
+        # A rank that has stopped reporting will soon count as silent; its last count is too old.
         if now - min(at for _, at in self._reports.values()) > _MISSED * self.period_s:
             return None
         counts = {r: int(said.split()[1]) if said else 0 for r, (said, _) in self._reports.items()}
@@ -180,7 +181,7 @@ class PeerWatch:
         if len(behind) == len(counts):
             return f"no rank has got on with the training ({self._places(behind)})"
         if self.context.rank in behind:
-            # The others speak first: to them this rank's end would be that of any process.
+            # The others report first: if this rank ended now, they would not see that it hung.
             if now - since <= self.timeout_s + _MISSED * self.period_s:
                 return None
             faulthandler.dump_traceback(file=sys.stderr)
@@ -201,13 +202,13 @@ class PeerWatch:
         line = f"{problem} for {self.timeout_s:g} s (peer_timeout_s): {_GOES_ON}"
         recording = threading.Thread(target=self.on_lost, args=(line,), daemon=True)
         recording.start()
-        recording.join(self.period_s)  # the disk may lie beyond the same cut link
+        recording.join(self.period_s)  # not longer: the disk may be behind the same cut network
         sys.stderr.flush()
         os._exit(1)
 
 
 def _place() -> str:
-    """Place in this package where the main thread stands, such as ``recorder.py:70``."""
+    """The line of this package that the main thread is running, such as ``recorder.py:70``."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

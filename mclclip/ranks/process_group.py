@@ -1,4 +1,4 @@
-"""The process group: how many processes there are, which one this is, and how it ends."""
+"""Opening and leaving the process group, this process's rank and device, and global seeds."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def under_torchrun() -> bool:
 
 
 def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) -> torch.device:
-    """``auto`` -> this rank's GPU where there is one, else the CPU; or a device by name.
+    """The device named ``auto``, ``cpu`` or ``cuda``; ``auto`` is a GPU if torch sees one.
 
-    On a GPU it also settles the arithmetic of this process: fp32 is fp32, and with
-    ``deterministic`` the same operations give the same bits. Raises ValueError where the named
-    device does not exist on this machine, or has no GPU for this rank.
+    On a GPU it also sets how this process computes: cuDNN's TF32 is off, and with
+    ``deterministic`` the same operations give the same bits. Raises ValueError where the name is
+    unknown, torch sees no GPU, or this machine has no GPU for ``local_rank``.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,13 +80,13 @@ def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) 
 
 
 def _settle_arithmetic(deterministic: bool) -> None:
-    """Sets how GPUs compute in the rest of this process; no product may come before it."""
-    torch.backends.cudnn.allow_tf32 = False  # by default it rounds what convolutions multiply
+    """Sets how GPUs compute in the rest of this process; call it before any matrix product."""
+    torch.backends.cudnn.allow_tf32 = False  # on by default: it rounds the inputs of convolutions
     if deterministic:
-        # Else the backward of attention and some convolutions add in any order.
+        # Otherwise the backward passes of attention and some convolutions add in any order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # What is never read need not be filled.
+        # On by default here; it would spend time on memory that is overwritten before it is read.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -103,9 +103,10 @@ def init(
 
     Without arguments the ranks come from torchrun's environment; without torchrun there is one
     process and no group. Explicit ``rank``, ``world_size`` and ``init_method`` (such as
-    ``file:///tmp/x``) serve tests and other launchers. ``timeout_s`` of a collective is long, since
-    ranks may wait for hours while the first one indexes; the dead are found by ``peer_watch``.
-    ``device`` and ``deterministic`` are ``pick_device``'s.
+    ``file:///tmp/x``) serve tests and other launchers. ``timeout_s`` is the timeout of a
+    collective; it is long, since ranks may wait for hours while the first one indexes
+    (``peer_watch`` finds dead ranks). ``device`` and ``deterministic`` are those of
+    ``pick_device``, and so are the errors.
     """
     if rank is None and not under_torchrun():
         return Context(device=pick_device(device, deterministic=deterministic))
@@ -114,7 +115,7 @@ def init(
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = pick_device(device, local_rank, deterministic=deterministic)
-    # Objects and barriers over gloo: who waits there learns at once of a peer's death.
+    # Objects and barriers go over gloo: a rank that waits there sees a peer's death at once.
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     _join(backend, init_method=init_method, rank=rank, world_size=world_size or 1, timeout=timeout)
@@ -122,18 +123,18 @@ def init(
 
 
 def _join(backend: str, **options: Any) -> None:
-    """Opens the default group; returns once all ranks have.
+    """Opens the default group; returns once all ranks have opened it.
 
-    In a thread: torch waits for the addresses of its peers without hearing signals, and a rank that
-    waits for one that was killed would stay until it is killed, too.
+    Runs in a thread: torch does not react to signals while it waits for the addresses of its
+    peers, so a rank that waits for a killed one could only be ended by SIGKILL.
     """
     joined: Future[None] = Future()
 
     def join() -> None:
         try:
             dist.init_process_group(backend, **options)
-            # Connected on this side is not connected on the other: were this rank to leave at once,
-            # that peer would fail to join ("connection closed by peer"), and not know why.
+            # A peer may not be connected yet when this rank is. If this rank left now, the peer
+            # would fail to join with "connection closed by peer", which says nothing of the cause.
             dist.barrier()
             joined.set_result(None)
         except BaseException as error:
@@ -150,13 +151,11 @@ def shutdown() -> None:
 
 
 def leave(code: int, close_group: bool = True) -> NoReturn:
-    """Ends this process with ``code``, past the interpreter's own shutdown.
+    """Flushes the output and ends this process with ``code``, without the interpreter's shutdown.
 
-    ``close_group``: not where a peer may be gone, for which the group's end would wait.
-
-    A gloo process that ran autograd may die at interpreter shutdown with SIGABRT ("terminate
-    called without an active exception"); a finished run must not look failed, so buffers are
-    flushed and the process leaves at once.
+    A gloo process that ran autograd may die in that shutdown with SIGABRT ("terminate called
+    without an active exception"), and a finished run must not look failed. ``close_group``: pass
+    False where a peer may be gone, since closing the group waits for it.
     """
     if close_group and code == 0:
         shutdown()
@@ -167,7 +166,7 @@ def leave(code: int, close_group: bool = True) -> NoReturn:
 
 
 def seed_everything(*words: int) -> None:
-    """Seeds torch's, numpy's and Python's global generators from the given words.
+    """Seeds the global generators of torch, numpy and Python from the integers ``words``.
 
     Only model randomness (dropout, initial weights) draws from them; data order never does.
     """
@@ -178,7 +177,7 @@ def seed_everything(*words: int) -> None:
 
 
 def start_loader_worker(worker: int) -> None:
-    """``worker_init_fn`` of every DataLoader: one thread, no signals, an end with its process."""
+    """``worker_init_fn`` of every DataLoader: ``start_pool_worker``, and one thread for torch."""
     start_pool_worker()
     torch.set_num_threads(1)
 

@@ -1,6 +1,6 @@
-"""Which rank holds what: rows of a table, as DTensor cuts them, and items dealt out by their cost.
+"""Which rank holds which rows of a table (cut as DTensor cuts), or which items (dealt by cost).
 
-Checkpoints then hold one tensor of rows, which any other number of ranks can read.
+A table cut like this is saved as one tensor, which any other number of ranks can load.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mclclip.ranks.process_group import Context
 
 
 class ShardedRows:
-    """This rank's share of ``num_rows`` rows: those from ``start`` to ``stop``.
+    """This rank's share of ``num_rows`` rows: from ``start`` up to, but without, ``stop``.
 
     Every rank but the last ones has ceil(num_rows / world_size) rows; the last ranks may have fewer
-    or none. (Other splits come back wrong from a DTensor, without an error.) To be made by all
-    ranks together.
+    or none. (A DTensor returns other splits wrongly, without an error.) All ranks must construct it
+    together.
     """
 
     def __init__(self, num_rows: int, context: Context) -> None:
@@ -31,7 +31,10 @@ class ShardedRows:
         self._mesh = choose_mesh(context) if context.world_size > 1 else None
 
     def whole(self, local: Tensor) -> Tensor:
-        """This rank's rows [stop - start, ...], contiguous, as a part of the tensor of all rows."""
+        """The tensor of all rows, made of each rank's contiguous ``local`` [stop - start, ...].
+
+        It is a DTensor, or ``local`` itself where there is one process.
+        """
         if self._mesh is None:
             return local
         shape = torch.Size((self.num_rows, *local.shape[1:]))
@@ -40,17 +43,17 @@ class ShardedRows:
 
     @staticmethod
     def local(value: Tensor) -> Tensor:
-        """This rank's rows of a tensor that ``whole`` gave."""
+        """This rank's rows of a tensor that ``whole`` returned."""
         return value.to_local() if isinstance(value, DTensor) else value
 
 
 def choose_mesh(context: Context) -> DeviceMesh:
-    """All ranks in a row, with the collectives of their kind of device."""
+    """A one-dimensional device mesh of all ranks."""
     return init_device_mesh(context.device.type, (context.world_size,))
 
 
 def shard_of(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First row of a rank, and the one after its last."""
+    """The first row of ``rank``, and the row after its last."""
     rows = -(-num_rows // world_size)
     return min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)
 

@@ -1,8 +1,8 @@
 """SIGTERM and SIGUSR1: how a cluster asks a process to save and leave (needs no torch).
 
-Outside a training step everything a verb has finished is on disk, so the process leaves where it
-stands, by an exception. Inside a training loop (``deferred``) the request waits for a step
-boundary, where all ranks agree on it (``step_boundary``).
+Outside a training loop everything that a verb has finished is on disk, so the handler raises
+``Preempted`` at once. Inside a training loop (``deferred``) the request waits for a boundary
+between two steps, where all ranks agree on it (``step_boundary``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Preempted(BaseException):
     """The process was asked to leave and everything it needs to go on is saved.
 
-    Like KeyboardInterrupt no Exception: no handler of errors may take it for one. ``requeue`` says
-    whether the same command is to be started again.
+    Like KeyboardInterrupt it is not an Exception, so that ``except Exception`` does not catch it.
+    ``requeue`` says whether the same command is to be started again.
     """
 
     def __init__(self, reason: str, requeue: bool = True) -> None:
@@ -30,24 +30,24 @@ class Preempted(BaseException):
 
 
 class _Requests:
-    """Requests to this process since it started (signals belong to processes)."""
+    """The last signal that this process received, and whether handling it is deferred."""
 
     name: str | None = None
     deferred: bool = False
 
 
 def install_handlers() -> None:
-    """Makes SIGTERM and SIGUSR1 requests to leave; only the main thread may set handlers."""
+    """Handles SIGTERM and SIGUSR1 as requests to leave; does nothing outside the main thread."""
     _handle(_on_signal)
 
 
 def ignore() -> None:
-    """From here on the process ends anyway: requests to leave change nothing any more."""
+    """Ignores the signals from now on, for a process that is about to end anyway."""
     _handle(signal.SIG_IGN)
 
 
 def restore() -> None:
-    """Gives the signals their default action: a failed process may be ended at any moment."""
+    """Restores the signals' default action, for a failed process: it may be ended at any moment."""
     _handle(signal.SIG_DFL)
 
 
@@ -58,8 +58,10 @@ def _handle(action: signal.Handlers | Callable[[int, FrameType | None], None]) -
 
 
 def ignore_in_child() -> None:
-    """For loader workers and pools: a signal to the whole job must not end them before their
-    parent has saved; they end with their parent."""
+    """Ignores SIGTERM, SIGUSR1 and SIGINT, for loader and pool workers: they end with their parent.
+
+    A signal to the whole job must not end them before their parent has saved.
+    """
     ignore()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -71,7 +73,10 @@ def received() -> str | None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Inside, a signal is only noted (``received``); after it, an unanswered one is raised."""
+    """While the block runs, a signal is only recorded (``received``).
+
+    Leaving the outermost block without an error raises Preempted if a signal was recorded.
+    """
     before, _Requests.deferred = _Requests.deferred, True
     try:
         yield

@@ -1,9 +1,9 @@
-"""The boundary between two training steps: where all ranks agree to save, or to leave.
+"""The boundary between two training steps, where all ranks agree to save or to leave.
 
-A request reaches the ranks at different moments (a signal), or only the first rank (a file in the
-run directory, the wall-time limit). Every rank contributes what it knows to a reduction that runs
-beside the next step on a gloo group of its own, and acts on the result one boundary later: all act
-at the same step, and no step waits for it.
+A request may reach the ranks at different moments (a signal), or only the first rank (a file in the
+run directory, the wall-time limit). Every rank therefore passes the requests that it knows to an
+all-reduce on a separate gloo group, which runs during the next step. The result is used one
+boundary later: all ranks act at the same step, and no step waits.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _REASONS = (None, "the file 'stop'", "the wall-time limit", "SIGUSR1", "SIGTERM"
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision of all ranks at a boundary; ``leave`` is the reason, or None."""
+    """What all ranks do at a boundary: save, leave (for the reason ``leave``), or neither."""
 
     save: bool = False
     leave: str | None = None
 
     @property
     def requeue(self) -> bool:
-        """Whether the run is to be started again: not where its user asked it to stop."""
+        """Whether the run is to be started again: False where its user asked it to stop."""
         return self.leave != _REASONS[1]
 
 
 class StepBoundary:
-    """Asked once between any two steps, by all ranks.
+    """The agreement of all ranks; each rank calls ``decide`` once between any two steps.
 
-    ``deadline`` is a time of ``time.monotonic()`` (None: no wall-time limit). The files
-    ``save_now`` and ``stop`` in ``run_dir`` are looked for every ``poll_s`` seconds and removed
-    when obeyed.
+    ``deadline`` is a time of ``time.monotonic()`` (None: no wall-time limit). Every ``poll_s``
+    seconds the first rank looks for the files ``save_now`` and ``stop`` in ``run_dir`` and removes
+    those that it finds.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class StepBoundary:
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def decide(self) -> Decision:
-        """Returns what all ranks agreed on when asked last, and asks for the next time."""
+        """Returns the decision that the last call started, and starts the next one."""
         decision = self.finish()
         self._ask()
         return decision
 
     def finish(self) -> Decision:
-        """Returns what was agreed on last; all ranks call it after the last step."""
+        """Returns the decision that ``decide`` started; all ranks call it after the last step."""
         if self._pending is None:
             return Decision()
         (request, work), self._pending = self._pending, None
@@ -92,7 +92,7 @@ class StepBoundary:
         return 1 if self._stop else 0
 
     def _look(self) -> None:
-        """Takes the files of requests, on the first rank, every ``poll_s`` seconds."""
+        """Reads and removes the request files, on the first rank, every ``poll_s`` seconds."""
         if not self.context.is_main or time.monotonic() - self._looked < self.poll_s:
             return
         self._looked = time.monotonic()

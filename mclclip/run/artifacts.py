@@ -1,7 +1,8 @@
 """The run directory, and the manifests of what is in it.
 
-Verbs meet only on disk. Each writes one artifact: a directory whose ``manifest.json`` is written
-last, by rename. A directory without a manifest is unfinished work, never a result::
+Verbs exchange data only through files. Each writes one artifact: a directory whose
+``manifest.json`` is written last, by rename. A directory without a manifest is unfinished work, and
+no verb reads it::
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
@@ -34,7 +35,7 @@ from mclclip import __version__, files
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
 SCHEMA_VERSION = 1
-# Kinds that are not named as the verb that writes them.
+# The verb that writes a kind of artifact, where the two have different names.
 _WRITTEN_BY = {
     "embeddings": "embed",
     "text_embeddings": "embed --text",
@@ -51,7 +52,7 @@ _WRITTEN_BY = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """Record of an artifact and its making; ``digest`` names its content to readers."""
+    """What an artifact is and what it was made from; ``digest`` identifies its content."""
 
     kind: str
     config: dict[str, Any]
@@ -65,10 +66,10 @@ class Manifest:
 
 
 def read_manifest(directory: Path, kind: str) -> Manifest:
-    """The manifest of a finished artifact.
+    """The manifest of the finished artifact in ``directory``.
 
     Raises FileNotFoundError where there is none (the verb did not run or did not finish) and
-    ValueError where it is of another kind, of a newer schema, or damaged.
+    ValueError where it is of another kind, has a newer schema, or is damaged.
     """
     path = Path(directory) / MANIFEST
     if not path.exists():
@@ -97,7 +98,7 @@ def is_finished(directory: Path) -> bool:
 
 
 def made_of(directory: Path) -> dict[str, Any]:
-    """Kind, config and inputs of an artifact that was begun or finished; empty for none."""
+    """Kind, config and inputs of a begun or finished artifact; empty where there is none."""
     for name in (MANIFEST, INTENT):
         if (Path(directory) / name).exists():
             found: dict[str, Any] = files.read_json(Path(directory) / name)
@@ -122,7 +123,7 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     flat = [_flatten("", files.as_json(fields)) for fields in (old, new)]
     for key in sorted(flat[0].keys() | flat[1].keys()):
         before, now = (repr(fields[key]) if key in fields else "absent" for fields in flat)
-        # By text too: nan is not equal to itself.
+        # The texts are compared too, because nan is not equal to itself.
         if before != now and ("absent" in (before, now) or flat[0][key] != flat[1][key]):
             return f"{key} was {before}, now {now}"
     return None
@@ -154,9 +155,9 @@ class Artifact:
         ``config`` holds the configuration fields that change the result, ``inputs`` the digests of
         what it is made from. Where the directory was begun or finished with other values, raises
         ValueError naming the field and both values; with ``force`` the old directory is moved
-        aside (``NAME.old-1``). A directory that was begun and holds no file yet is begun anew:
-        nothing is lost. Temporary files of a killed writer are removed. With ``write=False`` the
-        disk is only looked at. One rank opens, the others take its result.
+        aside (``NAME.old-1``). A directory that was begun but holds no file yet is taken over
+        without an error. Temporary files of a killed writer are removed. With ``write=False``
+        nothing on disk is changed. Call it on one rank and send the result to the others.
         """
         directory = Path(directory)
         artifact = cls(directory, kind, dict(config), dict(inputs))
@@ -192,7 +193,7 @@ class Artifact:
 
     @property
     def finished(self) -> bool:
-        """True where a matching manifest was found: there is nothing to do."""
+        """True where a manifest exists: there is nothing to do."""
         return self.manifest is not None
 
     def finish(
@@ -202,10 +203,10 @@ class Artifact:
         dtype: str | None = None,
         content_digest: str | None = None,
     ) -> Manifest:
-        """Writes the manifest, last and by rename; without it the artifact does not exist.
+        """Writes the manifest, by rename, which marks the artifact as finished; returns it.
 
-        ``content_digest`` identifies the content for readers; without one the digest of kind,
-        configuration and inputs does (enough where the content is a function of them).
+        ``content_digest`` identifies the content for readers. Its default is the digest of kind,
+        configuration and inputs, which is enough where the content is a function of them.
         """
         self.manifest = Manifest(
             **self._made_of(),
@@ -220,6 +221,6 @@ class Artifact:
 
 
 def _holds_work(directory: Path) -> bool:
-    """True where a directory holds any file beside the note that work on it began."""
+    """True where a directory holds any file besides ``in_progress.json``."""
     inside = (path for path in directory.rglob("*") if not path.is_dir())
     return any(path != directory / INTENT for path in inside)

@@ -1,4 +1,4 @@
-"""What the user is told when a command fails: one line, or a traceback where it is our fault."""
+"""Reports a failed command to the user: in one line, with a traceback if the fault is ours."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ LATER_RANKS_WAIT_S = 5.0
 
 
 def is_for_the_user(error: Exception) -> bool:
-    """Whether the error's own line says what to do: ours, the file system's, memory's."""
+    """Whether the error's message is enough for the user, so that no traceback is printed.
+
+    It is for ValueError and OSError, for a RuntimeError that this package raised itself, and where
+    memory ran out.
+    """
     if isinstance(error, RuntimeError):
-        # torch raises RuntimeError for our bugs too: those want a traceback.
+        # torch raises RuntimeError for our bugs too, and those need a traceback.
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if _is_of_loader_worker(error):
             files = re.findall(r'^ *File "(.+)", line', str(error), re.MULTILINE)
@@ -25,14 +29,14 @@ def is_for_the_user(error: Exception) -> bool:
 
 
 def _is_of_loader_worker(error: BaseException) -> bool:
-    """Whether torch raised it again from a loader worker, with the traceback in its message."""
+    """Whether torch passed the error on from a loader worker; its message holds the traceback."""
     return " in DataLoader worker process " in str(error).partition("\n")[0]
 
 
 def complain(error: Exception, with_traceback: bool) -> None:
-    """The user's line; the traceback only where it is asked for or is our own fault."""
+    """Prints the error's message to stderr as one line, after the traceback if it is wanted."""
     if int(os.environ.get("RANK", "0")) > 0:
-        # Ranks fail together: the first one speaks, and the launcher ends the others meanwhile.
+        # All ranks fail together: rank 0 prints, and the launcher ends the others meanwhile.
         time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:
         traceback.print_exc()
@@ -40,7 +44,7 @@ def complain(error: Exception, with_traceback: bool) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """Message of an error on one line; of a loader worker's its own words, not its traceback."""
+    """The message of an error on one line; for a loader worker's error without its traceback."""
     line = str(error)
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]

@@ -1,4 +1,4 @@
-"""Where a run keeps things: every path of a run directory (drawn in artifacts.py)."""
+"""Every path of a run directory (drawn in artifacts.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 
 
 class HasRunDir(Protocol):
-    """A configuration, as far as paths go."""
+    """The one field of a configuration that ``Layout`` reads."""
 
     @property
     def run_dir(self) -> str:
-        """Folder of everything of the run."""
+        """The run directory."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Layout:
         return self.stage(stage) / "clusters"
 
     def pseudo_labels(self, stage: int) -> Path:
-        """Labels that stage ``stage`` of MCL is trained on (made from the stages before)."""
+        """Labels that ``stage`` is trained on, made from the stages before; controls read MCL's."""
         return self.run_dir / f"stage_{stage}" / "pseudo_labels"
 
     def train(self, stage: int) -> Path:

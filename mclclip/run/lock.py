@@ -1,4 +1,4 @@
-"""The lock: a run directory has one writer."""
+"""The lock that lets only one process write to a run directory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mclclip.files import now
 log = logging.getLogger("mclclip")
 _LOOK_S = 0.2  # pause between two looks at a lock that another process holds
 _FIELDS = {"host", "pid", "process_start", "started"}
-_LATE_LOOK_S = 1.0  # what a late look counts for at most
+_LATE_LOOK_S = 1.0  # at most this much time counts as silence between two looks
 
 
 def _process_start(pid: int) -> str | None:
     """Start of process ``pid`` (clock ticks since boot), or None where it does not run.
 
-    Where there is no /proc to ask, ``running`` stands for any time.
+    Without /proc a running process gives the word ``running`` instead.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -45,11 +45,12 @@ def _answers(pid: int) -> str | None:
 
 
 class _Watch:
-    """Record of what this process has seen of a lock whose owner runs on another host.
+    """How long a lock whose owner runs on another host has shown no heartbeat.
 
-    Clocks of two hosts may be minutes apart. So the time of the last heartbeat says nothing; that
-    it changes while we look does. How long it has not changed is counted by our own clock, and
-    only while we look: where a look hangs for minutes, the owner may hang on the same disk.
+    The clocks of two hosts may be minutes apart, so only a change of the heartbeat's time shows
+    that the owner lives. ``silent_s`` counts the seconds without one, by our own clock. A look adds
+    at most ``_LATE_LOOK_S``: if it hangs on the disk, the owner may hang there too. ``beats``: a
+    change was seen.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class _Watch:
         self.silent_s, self.beats = 0.0, False
 
     def look(self, owner: dict[str, Any], beat: int) -> None:
-        """Takes note of the lock's owner and of the time of its heartbeat, in any unit."""
+        """Records the lock's owner and the time of its heartbeat (any unit)."""
         now = time.monotonic()
         if self._seen == (owner, beat) and self._last_look is not None:
             self.silent_s += min(now - self._last_look, _LATE_LOOK_S)
@@ -68,16 +69,16 @@ class _Watch:
 
 
 class RunLock:
-    """The one writer of a run directory: ``run.lock`` with host, pid and start time.
+    """Context manager that holds ``run.lock``, a file with host, pid and start time of its owner.
 
-    A lock of a process that no longer runs on this host is taken over at once. The owner of a lock
-    of another host may have died with its node: it is taken over when its heartbeat, due every
-    ``beat_s``, has not come for ``stale_s`` seconds in which we looked. A writer that slept so long
-    that another host took its lock ends itself.
+    If the owner was a process of this host that no longer runs, the lock is taken over at once. If
+    it is a process of another host, it may have died with its node: the lock is taken over when we
+    have seen no heartbeat for ``stale_s`` seconds (one is due every ``beat_s``). A writer whose
+    lock was taken over while it slept kills itself.
 
     Entering raises RuntimeError, one line, where a living writer keeps the lock for longer than
-    ``wait_s`` or the directory cannot be written. A writer on another host counts as living when
-    its heart beats while we wait; a job that starts again elsewhere thus gets a dead node's lock.
+    ``wait_s`` or the directory cannot be written. A writer on another host counts as living once
+    its heartbeat has changed while we wait. Until then we wait, longer than ``wait_s`` if need be.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def _look(self) -> tuple[dict[str, Any], int] | None:
-        """Returns the lock's owner and the time of its last beat (ns, by the disk's own clock).
+        """The lock's owner and the time of its last heartbeat (ns, by the file system's clock).
 
         None where there is no lock or it is half-written.
         """
@@ -107,7 +108,7 @@ class RunLock:
         return found[0] if found else None
 
     def _is_living(self, owner: dict[str, Any], beat: int, watch: _Watch) -> bool | None:
-        """Whether the owner of the lock lives; None where that cannot be known yet."""
+        """Whether the owner of the lock lives; None while that is not known yet."""
         if owner["host"] == socket.gethostname():
             start = _process_start(owner["pid"])
             return start is not None and start == owner["process_start"]
@@ -118,7 +119,7 @@ class RunLock:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Keeps other processes out: two that find a stale lock must not both take it."""
+        """Holds a file lock, so that two processes that find a stale lock cannot both take it."""
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ class RunLock:
             yield
 
     def _try(self, watch: _Watch) -> tuple[str, bool] | None:
-        """Takes the lock; returns None on success, else its owner and whether he surely lives."""
+        """Takes the lock; returns None on success, else its owner and whether that surely lives."""
         with self._guard():
             if (found := self._look()) is not None:
                 owner, living = found[0], self._is_living(*found, watch)
@@ -149,7 +150,7 @@ class RunLock:
                 "process_start": _process_start(os.getpid()),
                 "started": now(),
             }
-            # Not atomic: the guard keeps readers out, and half a record counts as stale.
+            # Needs no rename: the guard keeps readers out, and half a record counts as no lock.
             self.path.write_text(json.dumps(self._record) + "\n")
         return None
 
@@ -159,7 +160,7 @@ class RunLock:
                 owner = self._read()
                 if owner == self._record:
                     os.utime(self.path)
-            except OSError as error:  # a shared disk may hiccup; the next beat may come through
+            except OSError as error:  # a shared disk may fail for a moment; the next one may work
                 log.warning("%s: no heartbeat: %s", self.path, error)
                 continue
             if owner is not None and owner != self._record:
@@ -167,7 +168,7 @@ class RunLock:
                 return
 
     def _lost(self, owner: dict[str, Any]) -> None:
-        """Another host took this process for dead: one of the two writers must go."""
+        """Ends this process, because another host took its lock: there must be one writer."""
         log.error(
             "%s was taken over by process %s on %s: this process was not heard of for %.0f s and "
             "ends now", self.path, owner["pid"], owner["host"], self.stale_s,

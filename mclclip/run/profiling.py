@@ -1,4 +1,4 @@
-"""What single steps cost: peak memory by phase, and traces of chosen steps by torch.profiler."""
+"""Peak memory by phase of a training step, and torch.profiler traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ROWS = 30  # operators in a profile's table
 class PeakMemory:
     """Peak memory of this process since this object was made, in all and by phase.
 
-    On a GPU what torch has allocated there, otherwise resident main memory (loader workers are
-    processes of their own and not counted). Only host-side counters are read: the device is never
-    waited for. Phases are told by ``ended``, which costs nothing while ``watching`` is False.
-    Resident memory has phases only where /proc/self/clear_refs can be written (Linux).
+    On a GPU this is what torch has allocated there, otherwise resident main memory, without that
+    of loader workers. Reading it never waits for the device. ``ended`` marks the end of a phase;
+    it does nothing while ``watching`` is False. Resident memory is measured by phase only where
+    /proc/self/clear_refs can be written (Linux).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,18 +37,18 @@ class PeakMemory:
         self._counter.reset()
 
     def restart(self) -> None:
-        """Begins a phase that does not follow on the last one; what came between has no name."""
+        """Begins a phase now; the memory used since the last one ended belongs to no phase."""
         if self.watching:
             self._take()
 
     def ended(self, name: str) -> None:
-        """``name`` (of PHASES) was the phase since the last end or restart; the next one begins."""
+        """Ends the phase ``name`` (one of PHASES), which began at the last end or restart."""
         if self.watching and self._counter.can_reset:
             self.by_phase[name] = max(self.by_phase.get(name, 0), self._take())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around a phase that is rare enough to be measured every time."""
+        """Measures the block as the phase ``name``, also while ``watching`` is False."""
         before, self.watching = self.watching, True
         self.restart()
         try:
@@ -58,9 +58,9 @@ class PeakMemory:
             self.watching = before
 
     def figures(self) -> dict[str, float]:
-        """``memory_gib``, and ``memory_PHASE_gib`` of every phase: 0 where it was never measured.
+        """The peaks so far in GiB: ``memory_gib`` in all, and ``memory_PHASE_gib`` by phase.
 
-        The highest so far, in GiB.
+        A phase that was never measured has 0.
         """
         self._take()
         named = {"memory_gib": self._whole}
@@ -68,7 +68,7 @@ class PeakMemory:
         return {name: round(number / 2**30, 4) for name, number in named.items()}
 
     def _take(self) -> int:
-        """Bytes at most since the last reading, which starts anew."""
+        """Peak bytes since the last call; resets the counter."""
         peak = self._counter.peak()
         self._whole = max(self._whole, peak)
         self._counter.reset()
@@ -91,7 +91,7 @@ class _DeviceMemory:
 
 
 class _MainMemory:
-    """The high-water mark of resident memory, which not every kernel lets us set back."""
+    """The high-water mark of resident memory; not every kernel lets us reset it."""
 
     can_reset = True
 
@@ -131,14 +131,14 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around the work of a step: recorded if it was chosen."""
+        """Runs the work of a step, and records it if the step was chosen."""
         if step not in self.steps:
             yield
             return
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize(self.device)  # what the steps before have begun is not this one
+            torch.cuda.synchronize(self.device)  # else work of earlier steps would be recorded too
         with profile(activities=activities) as recorded:
             yield
         self._save(recorded, self.directory / f"step_{step:08d}_rank{self.rank}")

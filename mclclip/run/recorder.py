@@ -1,4 +1,4 @@
-"""What a training leaves behind beside checkpoints: rows of metrics, and its bad samples.
+"""Records a training besides its checkpoints: rows of metrics, and samples that failed to decode.
 
 Between two rows nothing here waits for the device: figures stay tensors until a row is written.
 """
@@ -25,7 +25,7 @@ from mclclip.run.profiling import PeakMemory
 
 log = logging.getLogger("mclclip")
 
-# What a line of the log tells of an objective, where it has it.
+# Parts of the loss that a log line shows, where the objective returns them.
 _SHOWN = {
     "logit_scale": "scale %.1f",
     "positive_loss": "positive %.3f",
@@ -33,7 +33,7 @@ _SHOWN = {
     "positive_cosine": "cosine %.3f",
     "positives_per_row": "positives per row %.2f",
 }
-_WATCHED = 3  # first steps whose memory is measured by phase, besides those that give a row
+_WATCHED = 3  # so many first steps have memory measured by phase, besides those that give a row
 
 
 class _Read(Protocol):
@@ -54,9 +54,9 @@ class Recorder:
                      epochs.jsonl (a row per epoch, or the part of it that ran) and the sinks
     start, total     steps done before, and in the whole training
     share_bad        makes this rank's replaced samples known to all ranks and returns how many are
-                     known (data.bad_samples.BadSamples.share); called by all ranks at every row
-    track, config    names of the sinks, and what they note of the run
-    peaks            this rank's memory, its phase "start" under way; rows hold the ranks' maximum
+                     known (data.samples.BadSamples.share); called by all ranks at every row
+    track, config    names of the sinks, and the configuration that they store with the run
+    peaks            this rank's peak memory, in its phase "start"; rows hold the ranks' maximum
 
     ``watch`` counts the steps that are not finite, and every row judges them. Raises ValueError on
     all ranks where the package of a sink is not installed.
@@ -115,9 +115,9 @@ class Recorder:
             yield batch
 
     def take(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
-        """Notes the step that was the ``done``-th; where a row is due, a collective.
+        """Records the ``done``-th step and writes a row if one is due (then it is a collective).
 
-        Raises NotFinite, on all ranks, where a row tells that the training has diverged.
+        Raises NotFinite on all ranks where a row is due and the training has diverged.
         """
         self.row.steps += 1
         self.epoch.steps += 1
@@ -127,20 +127,20 @@ class Recorder:
             self._write(done, parts, lr)
 
     def judge(self, done: int) -> None:
-        """As a row after ``done`` steps would, without one; a collective. Raises NotFinite."""
+        """Raises NotFinite if the training has diverged within ``done`` steps; a collective."""
         every = self._gather(self.watch.counts())
         self.watch.judge(done, **{name: int(max(values)) for name, values in every.items()})
 
     def end_epoch(self, done: int, leaving: bool = False) -> None:
-        """Writes the row of the epoch if it ends after ``done`` steps; then a collective.
+        """Writes the epoch's row if the epoch ends after ``done`` steps (then it is a collective).
 
-        ``leaving``: the process ends here, and the row is that of the part that ran.
+        ``leaving``: the run ends here, and the row covers the part of the epoch that ran.
         """
         if self.epoch.steps and (leaving or done % self.steps_per_epoch == 0 or done == self.total):
             self._write_epoch(done)
 
     def close(self) -> None:
-        """Closes the files and the sinks; takes no longer than a process that must leave can."""
+        """Closes the files and the sinks, each sink within ``runlog.CLOSE_S`` seconds."""
         if self.metrics is not None:
             self.metrics.close()
 
@@ -187,7 +187,7 @@ class Recorder:
         self.replaced = {}
         memory = self.peaks.figures()
         every = self._gather({**parts, **memory, "wait_s": meter.wait_s})
-        # The slowest reader holds up all ranks; the fullest one is the first to fail.
+        # Maxima: the slowest reader holds up all ranks, and the fullest rank is the first to fail.
         return {
             "epoch": round(done / self.steps_per_epoch, 6),
             "samples_seen": done * self.global_batch,
@@ -208,5 +208,5 @@ class Recorder:
 
 
 def _over_ranks(name: str, values: list[float]) -> float:
-    """Every rank's part of a figure as one: the largest where its name says so, else the mean."""
+    """One figure from all ranks' values: the maximum for ``max_`` names, else the mean."""
     return max(values) if name.startswith("max_") else sum(values) / len(values)

@@ -1,13 +1,13 @@
-"""How a run stands, for scripts that start it again: one line of JSON, written by rename.
+"""The state of a run for scripts that restart it: one line of JSON, written by rename.
 
-torchrun turns every exit code into 1 or 0, so whoever started it reads this instead::
+torchrun turns every exit code into 1 or 0, so the script that started it reads this file instead::
 
     {"state": "preempted", "exit_code": 85, "requeue": true, "reason": "SIGUSR1", ...}
 
-``state`` is ``running``, ``preempted``, ``finished`` or ``failed``; one that still says ``running``
-when its processes are gone was killed. It lies in the run directory as ``run_state.json``, written
-by the first rank, and in the file that the variable MCLCLIP_STATE_FILE names, written by the first
-rank of each node. A failure is written by whichever rank meets it.
+``state`` is ``running``, ``preempted``, ``finished`` or ``failed``; a run that still says
+``running`` when its processes are gone was killed. The line is in the run directory as
+``run_state.json``, and in the file that the environment variable MCLCLIP_STATE_FILE names, which
+the first rank of each node writes. Any rank may write a failure there.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ VARIABLE = "MCLCLIP_STATE_FILE"
 def write(
     run_dir: Path | None, state: str, *, verb: str, exit_code: int, requeue: bool, reason: str
 ) -> None:
-    """Records the state in ``run_dir`` (None: only where the variable says).
+    """Writes the state to ``run_dir`` (None: not there) and to the file that the variable names.
 
-    The first failure that starting again would not mend stays: what other ranks report after it,
-    being ended, follows from it.
+    A recorded failure that a restart would not mend is only overwritten by ``running``: what other
+    ranks report after it is a consequence of it.
     """
     record = {
         "state": state,

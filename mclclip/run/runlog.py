@@ -1,6 +1,7 @@
-"""What the user sees and what stays: log lines, progress bars, rows of metrics, sinks.
+"""Log lines, progress bars, files of metrics, and sinks such as tensorboard.
 
-A training never ends because a row could not be written: what fails is said once and counted.
+A training never ends because a row could not be written: failures are counted, and the first one
+is logged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mclclip.run.failures import line_of
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
-CLOSE_S = 20.0  # for a sink to send what it still holds; a pre-empted process has little time
+CLOSE_S = 20.0  # time that a sink gets to flush; a pre-empted process has little
 
 
 def setup(rank: int = 0, level: str = "INFO") -> None:
@@ -73,9 +74,9 @@ class Meter:
         self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
 
     def read(self, wait_s: float | None = None) -> dict[str, float]:
-        """The figures since the last reading, which starts anew.
+        """The figures since the last reading; begins the next period.
 
-        ``wait_s``: the seconds of waiting to report instead of this process's own.
+        ``wait_s`` replaces this process's own seconds of waiting for data.
         """
         seconds = max(time.perf_counter() - self.since, 1e-9)
         waited_s = self.wait_s if wait_s is None else wait_s
@@ -97,7 +98,7 @@ class MetricSink(Protocol):
         """Takes one row."""
 
     def close(self) -> None:
-        """Flushes."""
+        """Flushes and closes."""
 
 
 class TensorboardSink:
@@ -127,8 +128,8 @@ class TensorboardSink:
 class WandbSink:
     """Rows for Weights & Biases under ``directory`` (needs the extra ``track``).
 
-    wandb's own variables hold, such as WANDB_MODE=offline. Rows that a resumed training repeats
-    are left out by wandb, which has those steps already.
+    Environment variables of wandb apply, such as WANDB_MODE=offline. wandb ignores the rows that a
+    resumed training repeats, because it has those steps already.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
@@ -161,8 +162,8 @@ def open_sinks(
 ) -> dict[str, MetricSink]:
     """The sinks ``tensorboard`` and ``wandb`` by name, each in a folder of its own.
 
-    One that does not start (no network, no key, a full disk) is warned of and left out; one whose
-    package is not installed is a ValueError.
+    A sink that does not start (no network, no key, a full disk) is left out with a warning. Raises
+    ValueError where its package is not installed.
     """
     sinks: dict[str, MetricSink] = {}
     for name in names:
@@ -183,10 +184,10 @@ def open_sinks(
 
 
 class JsonLines:
-    """A file with one row of strict JSON per line, cut back to the step a run resumes from.
+    """A file with one row of strict JSON per line, truncated to the rows up to ``resume_step``.
 
-    Every row has ``step``. Numbers that are not finite, which JSON does not have, are null. A row
-    that was written is in the file whole, or not at all where writing raised OSError.
+    Every row has ``step``. NaN and infinity, which JSON does not have, are written as null. Where
+    writing a row raises OSError, no part of it is in the file.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
@@ -212,7 +213,7 @@ class JsonLines:
         return length
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row; raises OSError, with the file as it was, where it does not fit."""
+        """Appends one row; raises OSError and leaves the file as it was if that fails."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
@@ -232,9 +233,10 @@ class JsonLines:
 
 
 class MetricsLog:
-    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training; nothing here raises.
+    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training.
 
-    ``lost`` counts what could not be written, by its name.
+    Writing and closing raise no errors: ``lost`` counts the failed writes of each file and sink by
+    its name. Opening the files may raise OSError.
     """
 
     def __init__(
@@ -265,12 +267,12 @@ class MetricsLog:
         for name, file in self._files.items():
             self._try(name, file.close)
         for name, sink in self.sinks.items():
-            # A thread, since a network may keep it for ever.
+            # In a thread, since a sink may wait for the network for ever.
             closing = threading.Thread(target=self._try, args=(name, sink.close), daemon=True)
             closing.start()
             closing.join(CLOSE_S)
             if closing.is_alive():
-                log.warning("%s was not done after %g s: left", name, CLOSE_S)
+                log.warning("%s was not closed after %g s: not waiting longer", name, CLOSE_S)
         for name, count in self.lost.items():
             log.warning("%s: %d write(s) failed in all", name, count)
 

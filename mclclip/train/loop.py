@@ -1,6 +1,6 @@
 """The training loop, one for every method: read a step, update, record, save, or leave.
 
-Everything at step t is a function of t, so a run that resumes at t repeats the undisturbed one.
+Everything at step t is a function of t, so a run that resumes at t repeats an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mclclip.run.recorder import Recorder
 
 log = logging.getLogger("mclclip")
 
-MIRROR_S = 60.0  # for the mirror when the run must leave; the next start goes on with it
-MODEL = "model"  # what a trainee calls the model, and so the checkpoint
+MIRROR_S = 60.0  # time for the mirror when the run must leave; the next start copies the rest
+MODEL = "model"  # name of the model within a Trainee, and so in checkpoints
 
 
 class Trainee(nn.Module):
@@ -52,7 +52,10 @@ class Trainee(nn.Module):
     def forward(
         self, batch: Batch, only_features: bool = False, pullback: Pullback | None = None
     ) -> dict[str, Tensor]:
-        """This rank's batch -> {"loss": ..., parts}; or its features; or the pulled-back loss."""
+        """This rank's loss and parts by name; or features; or the pulled-back loss (``Cacheable``).
+
+        ``only_features`` returns the features by name; ``pullback`` the sum of products with it.
+        """
         with self._autocast(batch.views[0].device):
             features = self.objective.features(self.model, batch)
         if only_features:
@@ -80,15 +83,15 @@ class Trainee(nn.Module):
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Steps ``start`` to ``total`` of one training.
+    """Runs the steps of one training.
 
-    trainee         model and objective, which the engine runs
-    learning_rate   step -> learning rate
-    prepare         moves a batch to the device, in the training's number format
-    seed_words      words that, with the step and the rank, seed dropout
+    trainee            model and objective, which the engine runs
+    learning_rate      step -> learning rate
+    prepare            moves a batch to the device, in the training's number format
+    seed_words         integers that, with the step and the rank, seed dropout
     checkpoint_every   steps between checkpoints
     steps_per_epoch    steps in one pass over the plan
-    profiler        records the steps it was told to
+    profiler           records the chosen steps
     """
 
     trainee: Trainee
@@ -110,12 +113,13 @@ class Trainer:
     def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> None:
         """Trains on ``batches``, those of the steps ``start`` to ``total`` in order.
 
-        Raises Preempted, with everything saved, where the ranks agreed to leave; RuntimeError, one
-        line and on all ranks, where the training has diverged: what is not finite is not saved.
+        Raises Preempted, with everything saved, where the ranks agreed to leave. Raises
+        RuntimeError, one line and on all ranks, where the training has diverged; then the state
+        that is not finite is not saved.
         """
         reading = self.recorder.reading(batches)
         progress = runlog.progress(reading, total=total - start, description=description)
-        # The recorder is closed last: its sinks may take a while, which is no hanging of this rank.
+        # The recorder is closed after the peer watch: slow sinks must not count as a hanging rank.
         with signals.deferred(), contextlib.closing(self.recorder), peer_watch.training():
             try:
                 self._steps(progress, start, total)
@@ -135,7 +139,7 @@ class Trainer:
             raise Preempted(decision.leave, decision.requeue)
 
     def _step(self, batch: Batch, total: int) -> None:
-        """One update and what is due after it."""
+        """One update, then the row, checkpoint and epoch row that are due."""
         peer_watch.note()
         lr = self.learning_rate(batch.step)
         with self.profiler.step(batch.step):
@@ -155,7 +159,7 @@ class Trainer:
         peer_watch.note()
 
     def _obey(self, done: int) -> None:
-        """Saves or leaves after ``done`` steps where all ranks have agreed on it."""
+        """Saves or leaves after ``done`` steps if all ranks have agreed on it."""
         decision = self.boundary.decide()
         if decision.save or decision.leave is not None:
             if done % self.checkpoint_every:  # else it is saved already
@@ -171,7 +175,7 @@ class Trainer:
             try:
                 self.checkpoints.save(done, self.engine)
             except NotFinite:
-                self.recorder.judge(done)  # a step since the last row may have been the first
+                self.recorder.judge(done)  # raises the first bad step since the last row, if any
                 raise
 
     def _diverged(self, error: NotFinite, description: str) -> RuntimeError:
@@ -179,7 +183,7 @@ class Trainer:
         self.boundary.finish()
         try:
             self.checkpoints.wait(mirror_s=MIRROR_S)
-        except RuntimeError as failure:  # then an older one is the last
+        except RuntimeError as failure:  # then an older checkpoint is the last
             log.warning("%s", failure)
         clip, saved = self.engine.clip_grad_norm, self.checkpoints.steps()
         kept = (

@@ -1,4 +1,4 @@
-"""Options become objects: the model, engine, objective, batches and loop of one training."""
+"""Builds the model, engine, objective, batches and loop of one training from its options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
 from mclclip.train.loop import Trainee, Trainer
 
-_WEIGHTS = 5  # purpose of a random number: the weights that a stage of its own start begins with
+_WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
 
 
 @dataclass
@@ -50,25 +50,25 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """The seed of all randomness of the training; MCL and its controls have the same."""
+        """The seed of the training; MCL and its controls have the same."""
         return self.config.seed
 
     @property
     def model(self) -> ModelConfig:
-        """The encoder as it is named: stages s >= 1 may start from one of their own."""
+        """Options of the encoder: ``trained_model`` if it is set and stage >= 1, else ``model``."""
         return (self.config.trained_model if self.stage else None) or self.config.model
 
     @property
     def method(self) -> str:
-        """Name in log lines: of MCL and its controls the variant, of others the objective."""
+        """Name in log lines: the variant if the objective reads groups, else the objective's."""
         objective = self.options.objective
         return self.layout.variant if objective.reads.groups else objective.kind
 
     @cached_property
     def without_caption(self) -> np.ndarray:
-        """Ids of the samples that are left out since captions are read and they have none.
+        """Ids of the samples left out because the objective reads captions and they have none.
 
-        Raises ValueError where that is all of them.
+        Raises ValueError where all samples lack one.
         """
         if not self.options.objective.reads.captions:
             return np.zeros(0, dtype=np.int64)
@@ -76,7 +76,7 @@ class Job:
 
     @cached_property
     def without_attribute(self) -> np.ndarray:
-        """Ids of the samples that are left out since an attribute is read and they have none."""
+        """Ids of the samples left out because they lack the attribute that the objective reads."""
         name = self.options.objective.reads.attribute
         if name is None:
             return np.zeros(0, dtype=np.int64)
@@ -196,9 +196,10 @@ def trainer_of(
 
 
 def checkpoint_options(job: Job, identity: str) -> dict[str, Any]:
-    """Arguments of Checkpoints; every training has a folder of its own in the mirror.
+    """Arguments of Checkpoints; every training has its own folder in the mirror.
 
-    With other options or inputs it has another one: what was mirrored before is of no use to it.
+    ``identity`` is a part of the folder's name, so that a training with other options or inputs
+    does not find these checkpoints.
     """
     options = to_tree(job.options.checkpoint)
     del options["every"]
@@ -211,7 +212,7 @@ def checkpoint_options(job: Job, identity: str) -> dict[str, Any]:
 def build_model(
     config: Config, layout: Layout, stage: int, options: TrainConfig, context: Context
 ) -> AnyModel:
-    """The model a stage starts from, locked as configured and on its device.
+    """The model a stage starts from, with its locks and adapters, on its device.
 
     Raises ValueError where the objective reads captions and the model has no text tower.
     """
@@ -220,7 +221,7 @@ def build_model(
     if stage == 0 or config.trained_model is not None:
         model = load_any(named.name, named.pretrained, text=named.text, seed=config.seed, **same)
     elif options.start == "random":
-        # Every stage has weights of its own: without groups the stages are a seed ensemble.
+        # Every stage has its own seed: without groups the stages are a seed ensemble.
         seed = int(mix(config.seed, stage, _WEIGHTS) >> np.uint64(33))
         model = load_any(layout.export(0), load_weights=False, seed=seed, **same)
     else:

@@ -1,7 +1,7 @@
 """Verb: index + labels -> checkpoints. One loop for every method.
 
-A method is a model and an objective; ``loop`` trains them. Here options become objects: what a
-training is made of, whether it fits the data, and where it goes on.
+This file opens the artifact, prepares labels and groups, and resumes; ``parts`` builds the objects
+from the options, and ``loop`` runs the steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mclclip.train.parts import Job
 
 log = logging.getLogger("mclclip")
 
-# Options of TrainConfig that change records or speed, not weights: a run may go on with others.
+# Options of TrainConfig that change records or speed, not weights: a resumed run may change them.
 _RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 
 
@@ -41,11 +41,12 @@ def run(
 ) -> Path:
     """Trains stage ``stage`` of ``variant`` and returns its directory (skips if finished).
 
-    Stage 0 starts from random weights under ``config.base``; later stages start from stage 0's
-    export under ``config.train`` on the pseudo labels of ``cluster`` (``mcl``), without groups
-    (``ungrouped``), or on the same labels permuted over the samples (``random_groups``). The two
-    controls take as many steps as MCL's training of the stage, and draw captions and augmentations
-    from the same keys (seed, stage, epoch, sample).
+    Stage 0 trains ``config.model`` under ``config.base``. Later stages train under
+    ``config.train``, from stage 0's export unless ``train.start`` or ``trained_model`` says
+    otherwise: on the pseudo labels of ``cluster`` (``mcl``), without groups (``ungrouped``), or on
+    the same labels permuted over the samples (``random_groups``). The two controls take as many
+    steps as MCL's training of the stage, and draw captions and augmentations from the same keys
+    (seed, stage, epoch, sample).
     Raises ValueError where options and data do not fit, and RuntimeError for a control whose
     number of steps is not known yet, before anything is written.
     """
@@ -54,7 +55,7 @@ def run(
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
     if variant != "mcl" and variant not in options.objective.controls:
         raise ValueError(
-            f"--variant {variant} says nothing of train.objective.kind={options.objective.kind}, "
+            f"--variant {variant} does not apply to train.objective.kind={options.objective.kind}, "
             f"which has {', '.join(options.objective.controls) or 'no controls'}: leave it out"
         )
     layout = Layout.of(config, variant)
@@ -82,9 +83,9 @@ def run(
 
 
 def _prepare(job: Job, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
-    """Opens the artifact and writes the grouped index; groups that do not fit leave nothing.
+    """Opens the artifact and writes the grouped index; writes nothing if the groups do not fit.
 
-    With ``write=False`` only looks whether the artifact is finished.
+    With ``write=False`` it only checks whether the artifact is finished.
     """
     labels, radices, inputs = _labels(job)
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
@@ -131,7 +132,7 @@ def _controlled_steps(job: Job) -> int | None:
     if job.layout.variant == "mcl" or options.steps is not None:
         return None
     layout = Layout.of(job.config)
-    # Raises where the controlled training was made of other options or labels than there are now.
+    # Raises where the controlled training was made with other options or labels than those of now.
     mcl = replace(job, layout=layout, directory=layout.train(job.stage))
     controlled = _prepare(mcl, force=False, write=False)[1]
     if not controlled.written:
@@ -144,7 +145,7 @@ def _controlled_steps(job: Job) -> int | None:
 
 
 def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
-    """Labels [N] (-1: outside every plan), their radices, and the digests of what they are of."""
+    """Labels [N] (-1: left out), their radices, and the digests of the artifacts they depend on."""
     left_out = np.union1d(job.without_caption, job.without_attribute)
     labels, radices, inputs = _labels_of_all(job)
     if len(left_out):
@@ -156,7 +157,7 @@ def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
 
 
 def _labels_of_all(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
-    """The same as they are on disk, before samples are left out and labels permuted."""
+    """``_labels`` before samples are left out and labels permuted."""
     inputs, variant = {"index": job.index.digest}, job.layout.variant
     if job.options.objective.reads.attribute is not None and job.class_labels is not None:
         inputs["attribute"] = job.class_labels.digest

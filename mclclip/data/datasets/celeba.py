@@ -26,7 +26,8 @@ def build(sources: Sources, seed: int, *, size: int | None = None) -> Splits:
 
     The folder (or ``celeba`` in it) holds ``img_align_celeba/*.jpg``, ``list_attr_celeba.txt`` and
     ``list_eval_partition.txt``. Files are stored as they are; with ``size`` as PNG with a shorter
-    side of so many pixels. Raises FileNotFoundError and ValueError for files that do not fit.
+    side of so many pixels. Raises FileNotFoundError for missing files and ValueError for files that
+    are not CelebA's.
     """
     check_size(size)
     folder = sources.folder("celeba")

@@ -2,7 +2,7 @@
 
 MCL section 5 after Chen et al., "Intriguing properties of contrastive losses" (2021): the two are
 put together at random, so that the classes are independent features. The digit has a border of two
-empty pixels on each side (28 -> 32); of its scaling the papers say nothing.
+empty pixels on each side (28 -> 32); the papers do not say how they scale it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(sources: Sources, seed: int) -> Splits:
 
 
 def random_digits(digits: Pixels, labels: Pixels, seed: int) -> Iterator[tuple[Pixels, int]]:
-    """Digits and labels without end, all of them in a random order, then all in another."""
+    """Yields digits and labels for ever: all in a random order, then all in another order, ..."""
     random = np.random.default_rng([seed, len(digits)])
     while True:
         for row in random.permutation(len(digits)):

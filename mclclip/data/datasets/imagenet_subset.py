@@ -32,8 +32,8 @@ SUBSETS = {
 def build(sources: Sources, seed: int, *, subset: str = "in1p", size: int | None = None) -> Splits:
     """``train/WNID/*`` and ``val/WNID/*`` of ``--source imagenet=FOLDER``, the latter as test.
 
-    ``subset`` is ``in1p`` or a file with a WordNet id per line, and behind it, if wanted, the name
-    of its superclass. Attributes: class (the id), and name or superclass. ``size``: see ``folder``.
+    ``subset`` is ``in1p`` or a file with a WordNet id per line, which the name of its superclass
+    may follow. Attributes: class (the id), and name or superclass. ``size``: see ``folder``.
     """
     check_size(size)
     if subset in SUBSETS:

@@ -1,7 +1,7 @@
-"""Files of published data sets -> pixels and class names: torchvision's layouts and image folders.
+"""Reads pixels and class names from published data sets, in torchvision's layouts or as folders.
 
-Nothing that is read is executed or unpacked: pickled CIFAR batches may hold arrays and plain values
-only, and members of archives are decoded from the stream.
+No file is executed or unpacked to disk: pickled CIFAR batches may hold only arrays and plain
+values, and members of archives are decoded from the stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DIGITS_FOR_TRAINING = 8_000  # of the 10,000 test digits, where the 60,000 othe
 
 
 def class_folders(folder: Path, only: Sequence[str] | None = None) -> dict[str, list[Path]]:
-    """The image files of every class below ``folder``, both sorted; hidden ones do not count.
+    """The image files of every class below ``folder``, both sorted; hidden ones are ignored.
 
     ``only`` names the classes that are wanted. Raises ValueError for a class without images and
     where there is no class, FileNotFoundError for a wanted class that is not there.

@@ -1,4 +1,4 @@
-"""Where the user has the files of a data set, and how pictures become samples of a shard."""
+"""The user's folders with a data set's files, and functions that make samples from pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mclclip.data.shard_writer import PackedSample
 T = TypeVar("T")
 Pixels = npt.NDArray[np.uint8]
 Splits = dict[str, Iterable[PackedSample]]
-# Formats that no shard may hold: these are decoded and stored as PNG.
+# Image files that are read. Formats that shards cannot hold are decoded and stored as PNG.
 SUFFIXES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff")
 MAX_IMAGE_PIXELS = 100_000_000
 # Sources that torchvision can fetch, and its name for them.
@@ -66,9 +66,9 @@ def _download(name: str, folder: Path) -> None:
 
 
 def in_random_order(items: Iterable[T], seed: int) -> Iterator[T]:
-    """The items, all held at once, in an order drawn by the seed.
+    """Yields the items in an order drawn by the seed; holds all of them in memory.
 
-    Files come class after class; shuffled, any few shards are a sample of the whole.
+    Files are sorted by class; after shuffling, a few shards are a random sample of the whole.
     """
     every = list(items)
     order = np.random.default_rng([seed, len(every)]).permutation(len(every))

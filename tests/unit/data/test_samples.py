@@ -398,7 +398,7 @@ def test_samples_carry_text_features_instead_of_text(tmp_path: Path) -> None:
 
 def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     index = make_index(tmp_path)
-    with pytest.raises(FileNotFoundError, match="run 'mclclip embed' with text first"):
+    with pytest.raises(FileNotFoundError, match="run 'mclclip embed --text' first"):
         TextFeatures(tmp_path / "text", index)
     write_text_features(tmp_path / "text", index, "float32")
     features = TextFeatures(tmp_path / "text", index)

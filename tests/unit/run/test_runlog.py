@@ -237,7 +237,7 @@ def test_a_sink_that_hangs_is_left(
     before = time.monotonic()
     runlog.MetricsLog(tmp_path, resume_step=0, sinks=sinks).close()
     assert time.monotonic() - before < 1.5 and after.closed
-    assert "slow was not done after 0.1 s: left" in caplog.text
+    assert "slow was not closed after 0.1 s: not waiting longer" in caplog.text
 
 
 # --- sinks -------------------------------------------------------------------------------------
