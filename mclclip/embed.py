@@ -47,8 +47,13 @@ def run(
     ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
     With ``text`` (default: at stage 0, if clustering or training uses them) the same export embeds
     the captions too, into stage 0's ``text_embeddings``: one row per (sample, caption number), none
-    for samples without a caption. Raises ValueError for text where no sample has a caption.
+    for samples without a caption. Raises ValueError for text where no sample has a caption, and for
+    text of another stage, whose text tower is not what later stages are compared with.
     """
+    if text and stage != 0:
+        raise ValueError(
+            f"--text with --stage {stage}: captions are embedded by stage 0 alone, leave one out"
+        )
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
     images = layout.embeddings(stage)

@@ -318,6 +318,12 @@ def test_overrides_reach_the_verb(
     assert not (tmp_path / "run.lock").exists()
 
 
+def test_captions_are_embedded_by_stage_0_alone(main: Any, tmp_path: Path) -> None:
+    shown = main("embed", "--stage", "2", "--text", f"run_dir={tmp_path}", "device=cpu")
+    assert shown.code == 2
+    assert "--text with --stage 2: captions are embedded by stage 0 alone" in shown.err
+
+
 def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks fail together; the others wait, so that the line is not printed many times."""
     waited: list[float] = []
