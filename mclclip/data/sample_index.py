@@ -271,7 +271,7 @@ class SampleIndex:
     def without_attribute(self, name: str, reader: str) -> npt.NDArray[np.int64]:
         """Sorted ids of the samples that have no value of an attribute; ``reader`` leaves them out.
 
-        Raises ValueError where there is no such attribute, or no sample has a value of it.
+        Raises ValueError where there is no such attribute, or its values are fewer than two.
         """
         codes, values = self.attribute(name)
         if not values:
@@ -279,6 +279,12 @@ class SampleIndex:
                 f"{reader} reads the attribute {name!r}, and none of the {len(self)} samples of "
                 f"the index at {self.directory} has a value of it: a value is a string or an "
                 "integer in the sample's .json"
+            )
+        if len(values) == 1:
+            raise ValueError(
+                f"{reader} reads the attribute {name!r}, and all samples of the index at "
+                f"{self.directory} that have a value of it have the same one, {values[0]!r}: name "
+                "an attribute that tells samples apart"
             )
         return np.flatnonzero(codes < 0).astype(np.int64)
 

@@ -123,6 +123,10 @@ def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None
     assert found.without_attribute("shape", "x").tolist() == [2, 3]
     with pytest.raises(ValueError, match="supcon reads the attribute 'absent', and none of the 5"):
         found.without_attribute("absent", "supcon")
+    make_shard(tmp_path / "same" / "0.tar", [{"shape": "star"}, {"shape": "star"}, {}])
+    same = run(tmp_path / "other", s=(tmp_path / "same", ["shape"]))
+    with pytest.raises(ValueError, match="supcon reads .*'shape'.* the same one, 'star': name"):
+        same.without_attribute("shape", "supcon")
 
 
 def test_classes(tmp_path: Path, shards: Path) -> None:
