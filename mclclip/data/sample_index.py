@@ -254,7 +254,7 @@ class SampleIndex:
         """Codes int32 [N] of the samples' values, memory-mapped (-1: none), and the values by code.
 
         The values are sorted, whole numbers first and by their size. Raises ValueError for a name
-        that no source gave, with those there are.
+        that no source gave, with those there are, and RuntimeError for values that do not fit.
         """
         if name not in self._codes:
             raise ValueError(
@@ -262,7 +262,13 @@ class SampleIndex:
                 f"{sorted(self._codes) or 'none'}: name it in data.sources.NAME.attributes, and "
                 "run 'mclclip index --force'"
             )
-        return self._codes[name], self._values[name]
+        codes, values = self._codes[name], self._values.get(name, [])
+        if len(codes) and codes.max() >= len(values):
+            raise RuntimeError(
+                f"{self.directory / attributes.ATTRIBUTES} has {len(values)} values of {name!r}, "
+                f"the samples {codes.max() + 1}: run 'mclclip index --force'"
+            )
+        return codes, values
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:
