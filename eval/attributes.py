@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.data import attributes as fields
@@ -29,6 +29,7 @@ from mclclip.eval.results import Figure, proportion
 from mclclip.ranks.collectives import on_main, together
 
 Probe = Literal["linear", "knn"]
+Names = Annotated[list[str], Field(min_length=1), AfterValidator(fields.check_names)]
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def evaluate(
     extractor: Extractor,
     root: Path,
     *,
-    attributes: Annotated[list[str], Field(min_length=1)],
+    attributes: Names,
     probe: Probe = "linear",
     strength: PositiveFloat | None = 1.0,
     validation_share: linear_probe.OpenShare = 0.2,

@@ -71,6 +71,7 @@ def test_wrong_options_get_one_clear_line(
     "kind, options, message",
     [
         ("attributes", {"attributes": []}, "option attributes: .*at least 1 item"),
+        ("attributes", {"attributes": ["a", "a"]}, r"option attributes: got \['a', 'a'\]: .* once"),
         ("attributes", {"attributes": ["a"], "max_train": 0}, "option max_train: .*greater than 0"),
         ("attributes", {"attributes": ["a"], "strength": 0}, "option strength: .*greater than 0"),
         ("attributes", {"attributes": ["a"], "k": 0}, "option k: .*greater than 0"),
