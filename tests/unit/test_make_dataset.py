@@ -53,12 +53,13 @@ def test_shards_of_a_stranger_are_neither_joined_nor_replaced(
 
 
 def test_a_source_that_a_data_set_does_not_read_is_refused(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    (files / "cat").mkdir(parents=True)
+    (files / "cat" / "0.png").write_bytes(b"stored as it is")
     for name, sources, reads in (
-        ("trifeature", [f"mnist={tmp_path}"], "none: its pictures are rendered"),
-        ("folder", [f"folder={tmp_path}", f"zebra={tmp_path}"], "folder"),
+        ("trifeature", [f"mnist={files}"], "none: its pictures are rendered"),
+        ("folder", [f"folder={files}", f"zebra={files}"], "folder"),
     ):
-        (tmp_path / "a").mkdir(exist_ok=True)
-        (tmp_path / "a" / "0.png").write_bytes(b"stored as it is")
         with pytest.raises(ValueError, match=f"the data set reads {reads}; leave it out"):
             make_dataset.run(name, tmp_path / name, source=sources)
 
