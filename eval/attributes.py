@@ -12,9 +12,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import AfterValidator, Field
+from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.data import attributes as fields
 from mclclip.data.sample_index import join_rows
@@ -27,6 +29,7 @@ from mclclip.eval.results import Figure, proportion
 from mclclip.ranks.collectives import on_main, together
 
 Probe = Literal["linear", "knn"]
+Names = Annotated[list[str], Field(min_length=1), AfterValidator(fields.check_names)]
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,15 @@ def read_split(directory: Path, names: Sequence[str]) -> Split:
 def coded(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArray, IntArray, int]:
     """Labels [N] of train and [Q] of test (places among train's sorted values), and their number.
 
-    Raises ValueError for a value that only test has, since no classifier could predict it.
+    ValueError for a value that only test has, which no classifier could answer, and where train
+    has one value only.
     """
     known = {value: code for code, value in enumerate(sorted(set(train)))}
+    if len(known) < 2:
+        raise ValueError(
+            f"all {len(train)} train images have the same value of {name!r}: there is nothing to "
+            "tell apart; leave the attribute out, or give other images"
+        )
     if strange := sorted(set(test) - known.keys()):
         raise ValueError(
             f"the test images have values of {name!r} that no train image has, such as "
@@ -105,14 +114,14 @@ def evaluate(
     extractor: Extractor,
     root: Path,
     *,
-    attributes: list[str],
+    attributes: Names,
     probe: Probe = "linear",
-    strength: float | None = 1.0,
-    validation_share: float = 0.2,
-    seed: int = 0,
-    max_iterations: int = linear_probe.MAX_ITERATIONS,
-    k: int = 10,
-    max_train: int | None = None,
+    strength: PositiveFloat | None = 1.0,
+    validation_share: linear_probe.OpenShare = 0.2,
+    seed: NonNegativeInt = 0,
+    max_iterations: PositiveInt = linear_probe.MAX_ITERATIONS,
+    k: PositiveInt = 10,
+    max_train: PositiveInt | None = None,
 ) -> list[Figure]:
     """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
     with a classifier trained on ``root/train``; ``mean`` is over attributes.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic.types import PositiveFloat, PositiveInt
 
 from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.labelled_features import Feature, accuracy_figures, extract
@@ -98,9 +99,9 @@ def evaluate(
     extractor: Extractor,
     root: Path,
     *,
-    k: int = 10,
+    k: PositiveInt = 10,
     weights: Weights = "majority",
-    temperature: float = TEMPERATURE,
+    temperature: PositiveFloat = TEMPERATURE,
     feature: Feature = "projected",
 ) -> list[Figure]:
     """Accuracy and ``mean_per_class`` in percent of the images in ``root/test``, each classified by

@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_figures, extract
@@ -29,6 +31,7 @@ from mclclip.ranks.collectives import on_main
 log = logging.getLogger("mclclip")
 
 MAX_ITERATIONS = 1000
+OpenShare = Annotated[float, Field(gt=0.0, lt=1.0)]
 STEPS_PER_DECADE = 8
 LAST_POSITION = 6 * STEPS_PER_DECADE  # positions -48 to 48 of the grid are 1e-6 to 1e6
 # Bound of the gradient of the mean loss, which shrinks with the number of classes K, since a class
@@ -192,10 +195,10 @@ def evaluate(
     root: Path,
     *,
     feature: Feature = "projected",
-    strength: float | None = None,
-    validation_share: float = 0.2,
-    seed: int = 0,
-    max_iterations: int = MAX_ITERATIONS,
+    strength: PositiveFloat | None = None,
+    validation_share: OpenShare = 0.2,
+    seed: NonNegativeInt = 0,
+    max_iterations: PositiveInt = MAX_ITERATIONS,
 ) -> list[Figure]:
     """Accuracy and ``mean_per_class`` in percent of the images in ``root/test`` under a classifier
     trained on ``root/train``; both hold a folder per class.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from mclclip.config import BenchmarkConfig, Config
 from mclclip.eval import (
@@ -36,6 +36,7 @@ from mclclip.files import digest_file, digest_json
 from mclclip.models import weights
 from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder
+from mclclip.options import STRICT, first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run.layout import Layout
@@ -85,7 +86,7 @@ def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
-        raise ValueError(f"{path}: benchmark {_first_problem(error)}") from None
+        raise ValueError(f"{path}: benchmark {': '.join(first_problem(error))}") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a suite: {error}") from None
     return Suite(benchmarks, references)
@@ -108,22 +109,16 @@ def _substitute(value: Any, variables: Mapping[str, str]) -> Any:
         ) from None
 
 
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    name = ".".join(str(part) for part in problem["loc"])
-    return f"{name}: {problem['msg']} (got {problem['input']!r})"
-
-
 @cache
 def _options_of(evaluate: Callable[..., list[Figure]]) -> type[BaseModel]:
     """The evaluator's keyword options with their types, as a model that checks them."""
-    hints = typing.get_type_hints(evaluate)
+    hints = typing.get_type_hints(evaluate, include_extras=True)
     fields: dict[str, Any] = {
         name: (hints[name], ... if parameter.default is parameter.empty else parameter.default)
         for name, parameter in inspect.signature(evaluate).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    return create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)
+    return create_model("Options", __config__=STRICT, **fields)
 
 
 def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
@@ -135,7 +130,7 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
         except ValidationError as error:
             valid = ", ".join(model.model_fields)
             raise ValueError(
-                f"benchmark {name!r}: option {_first_problem(error)}; options of "
+                f"benchmark {name!r}: option {': '.join(first_problem(error))}; options of "
                 f"{benchmark.kind}: {valid}"
             ) from None
         if not Path(benchmark.path).is_dir():

@@ -17,7 +17,7 @@ from PIL import Image
 from mclclip import files
 from mclclip.data import datasets, patterns
 from mclclip.data.datasets.sources import Sources
-from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
 
@@ -26,6 +26,7 @@ log = logging.getLogger("mclclip")
 NUM_SAMPLES = 12_000
 NUM_PAIRS = 200
 SAMPLES_PER_SHARD = 2_000
+SPLITS = ("train", "test", "unlabeled")
 
 
 def run(name: str, out: Path, *, seed: int = 0, force: bool = False, **options: Any) -> Path:
@@ -37,6 +38,8 @@ def run(name: str, out: Path, *, seed: int = 0, force: bool = False, **options: 
     ValueError for an unknown name or option and for wrong values or files, FileNotFoundError for
     missing files.
     """
+    if seed < 0:
+        raise ValueError(f"seed is {seed}: wanted 0 or more")
     given = {option: value for option, value in options.items() if value is not None}
     if name == "patterns":
         _check_options(name, given, _options_of(write_patterns))
@@ -95,12 +98,16 @@ def write_splits(
     places = {key: str(folder.absolute()) for key, folder in folders.items()}
     config = {"name": name, "seed": seed, "samples_per_shard": samples_per_shard}
     config |= {"sources": places, "options": dict(settings)}
+    check_foreign(out, "make-dataset", *SPLITS)
     artifact = Artifact.open(out, kind="dataset", config=config, inputs={}, force=force)
     if artifact.finished:
         log.info("%s is finished: skipped", out)
         return out
     counts: dict[str, Any] = {"samples": {}, "shards": {}}
-    for split, samples in build(Sources(folders, download), seed, **settings).items():
+    sources = Sources(folders, download)
+    splits = build(sources, seed, **settings)
+    sources.check_asked()
+    for split, samples in splits.items():
         shown = runlog.progress(samples, total=None, description=split)
         counted = _Counted(shown)
         shards = write_shards(counted, out / split, samples_per_shard)
@@ -150,6 +157,7 @@ def write_patterns(
         "samples_per_shard": samples_per_shard,
         "mention_rates": dict(rates),
     }
+    check_foreign(out, "make-dataset", "shards")
     artifact = Artifact.open(out, kind="dataset", config=config, inputs={}, force=force)
     if artifact.finished:
         log.info("%s is finished: skipped", out)

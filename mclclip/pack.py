@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, Findings, split_member_name
-from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
 from mclclip.files import digest_file
-from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, Manifest
+from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
@@ -115,9 +115,6 @@ def _write(
     out = artifact.directory
     shown = progress(samples, total=len(entries), description="pack")
     shards = write_shards(shown, out, samples_per_shard)
-    # A killed run of the same settings may have written more shards, if there were more images.
-    for stale in set(out.glob("[0-9][0-9][0-9][0-9][0-9]*.tar")) - set(shards):
-        stale.unlink()
     counts = {
         "samples": len(entries),
         "captions": sum(len(entry.captions) for entry in entries.values()),
@@ -144,11 +141,7 @@ def _check_paths(table: Path, images: Path, out: Path) -> None:
         raise FileNotFoundError(f"no table at {table}")
     if not images.is_dir():
         raise FileNotFoundError(f"no folder of images at {images}")
-    ours = any((out / name).exists() for name in (MANIFEST, INTENT))
-    if not ours and any(out.glob("*.tar")):
-        raise ValueError(
-            f"{out} holds shards that 'mclclip pack' did not write: use another folder"
-        )
+    check_foreign(out, "pack")
 
 
 def _delimiter_of(table: Path) -> str:

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from mclclip import cluster, embed, export, files, index, train
 from mclclip import config as configuration
-from mclclip.config import Config
+from mclclip.config import Config, ModelConfig
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import run as evaluation
 from mclclip.models.clip import architecture
+from mclclip.models.loading import has_texts
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.layout import Layout
@@ -79,7 +80,19 @@ def _check(config: Config, context: Context) -> None:
 
 
 def _check_objectives(config: Config, context: Context) -> None:
-    """Checks objectives against the device and ``trained_model``, and that one against exports."""
+    """Checks what objectives want of the device, and of an encoder with a start of its own."""
+    with_text = [n for n, b in config.eval.suite.items() if b.kind in _READ_TEXT]
+    for name, options in config.trainings.items():
+        if options.objective.reads.captions and not _reads_texts(config.model_of(name)):
+            raise ValueError(
+                f"{options.reader(name)} reads captions, and the model has no text tower: take an "
+                "objective of views, such as nt_xent, or a CLIP model"
+            )
+    if with_text and not _reads_texts(config.model):
+        raise ValueError(
+            f"eval.suite.{with_text[0]} compares images with texts, and the model has no text "
+            "tower: leave it out, or take a CLIP model"
+        )
     own, widths, one_architecture = config.trained_model, None, True
     if own is not None:
         given, trained = architecture(config.model.name), architecture(own.name)
@@ -92,13 +105,16 @@ def _check_objectives(config: Config, context: Context) -> None:
             "trained_model has another architecture than model, and only stages of one "
             "architecture can be joined: set export.concat=[] and export.soup=false"
         )
-    with_text = [n for n, b in config.eval.suite.items() if b.kind in _READ_TEXT]
     if with_text and own is not None and own.pretrained is None:
         log.warning(
             "%s compare images with texts, but no stage trains the text tower of trained_model: "
             "its figures will be those of chance (launch/recipes/lit.yaml trains one)",
             ", ".join(with_text),
         )
+
+
+def _reads_texts(model: ModelConfig) -> bool:
+    return model.text and has_texts(model.name)
 
 
 def _check_data(config: Config, samples: SampleIndex) -> None:

@@ -1,8 +1,9 @@
 """Counts the blocks of an image tower from its configuration alone.
 
-So a lock of more blocks than there are is refused when options are read, not when training starts
-after hours of embedding. The model configurations that open_clip ships are read as files, without
-torch; only an image tower of timm's is built (without values) and counted.
+A lock of more blocks than there are is refused when options are read, not at the first training
+step after hours of embedding. The model configurations that open_clip ships are read as files,
+without torch; only where the image tower is one of timm's or a backbone, it is built without values
+and counted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
     vision = config.get("vision_cfg") if isinstance(config, Mapping) else None
     if not isinstance(vision, Mapping):
         return None
-    if vision.get("timm_model_name"):
+    if vision.get("timm_model_name") or vision.get("backbone"):
         return _built(json.dumps(config, sort_keys=True))
     layers = vision.get("layers", 12)  # open_clip's default
     whole = all(type(n) is int for n in (layers if isinstance(layers, list) else [layers]))
@@ -50,7 +51,7 @@ def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
 
 @functools.cache
 def _built(config: str) -> int | None:
-    """Blocks of a timm tower; None where it cannot be built or locked (the loader reports it)."""
+    """Blocks of such a tower; None where it cannot be built or locked, as the loader will say."""
     from mclclip.models.memory import load_image_shapes  # seconds to import
 
     try:

@@ -260,7 +260,7 @@ class SampleIndex:
         """Codes int32 [N] of the samples' values, memory-mapped (-1: none), and the values by code.
 
         The values are sorted, whole numbers first and by their size. Raises ValueError for a name
-        that the index does not have; it lists the names that there are.
+        that no source gave, with those there are, and RuntimeError for values that do not fit.
         """
         if name not in self._codes:
             raise ValueError(
@@ -268,7 +268,13 @@ class SampleIndex:
                 f"{sorted(self._codes) or 'none'}: name it in data.sources.NAME.attributes, and "
                 "run 'mclclip index --force'"
             )
-        return self._codes[name], self._values[name]
+        codes, values = self._codes[name], self._values.get(name, [])
+        if len(codes) and codes.max() >= len(values):
+            raise RuntimeError(
+                f"{self.directory / attributes.ATTRIBUTES} has {len(values)} values of {name!r}, "
+                f"the samples {codes.max() + 1}: run 'mclclip index --force'"
+            )
+        return codes, values
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:
@@ -277,7 +283,7 @@ class SampleIndex:
     def without_attribute(self, name: str, reader: str) -> npt.NDArray[np.int64]:
         """Sorted ids of the samples that have no value of an attribute; ``reader`` leaves them out.
 
-        Raises ValueError where there is no such attribute, or no sample has a value of it.
+        Raises ValueError where there is no such attribute, or its values are fewer than two.
         """
         codes, values = self.attribute(name)
         if not values:
@@ -285,6 +291,12 @@ class SampleIndex:
                 f"{reader} reads the attribute {name!r}, and none of the {len(self)} samples of "
                 f"the index at {self.directory} has a value of it: a value is a string or an "
                 "integer in the sample's .json"
+            )
+        if len(values) == 1:
+            raise ValueError(
+                f"{reader} reads the attribute {name!r}, and all samples of the index at "
+                f"{self.directory} that have a value of it have the same one, {values[0]!r}: name "
+                "an attribute that tells samples apart"
             )
         return np.flatnonzero(codes < 0).astype(np.int64)
 

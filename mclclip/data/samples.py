@@ -40,7 +40,8 @@ log = logging.getLogger("mclclip")
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that cannot be used; ``reason`` is one short word (see `decode.DecodeError`)."""
+    """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
+    ``no_caption``; or ``unfit``, where the model does not take such an image."""
 
     sample_id: int
     reason: str
@@ -65,6 +66,14 @@ class Sample:
     caption_number: int
     text: Tensor | None = None
     text_features: Tensor | None = None
+
+
+class _Unfit(ValueError):
+    """A sample can be decoded, and the transform does not take it."""
+
+    def __init__(self, sample_id: int, key: str, error: ValueError) -> None:
+        super().__init__(f"sample {key}: {error}")
+        self.sample_id = sample_id
 
 
 class ShardReader:
@@ -295,11 +304,25 @@ class TarDataset(Dataset["Sample | BadSample"]):
     ) -> Sample | BadSample:
         """Decodes once, transforms once per view, and tokenizes.
 
-        ``contexts`` has one context manager per view, which sets the random state; a view is
-        transformed inside it. The tokenizer runs inside the first, after the transform.
-        A BadSample passes through. Raises RuntimeError for a data set without a transform, and
-        ValueError for a sample that is an array where the transform reads pictures only.
+        ``contexts`` has one entry per view. A view is transformed inside its entry, where the
+        caller settles the random state; the tokenizer runs inside the first, after the transform.
+        A BadSample passes through; what the transform does not take, such as an array where it
+        reads pictures only, gives one with the reason "unfit". Raises RuntimeError for a data set
+        without a transform.
         """
+        try:
+            return self._prepared(raw, caption_number, contexts)
+        except _Unfit as error:
+            log.debug("%s", error)
+            return BadSample(error.sample_id, "unfit")
+
+    def _prepared(
+        self,
+        raw: RawSample | BadSample,
+        caption_number: int = 0,
+        contexts: Sequence[AbstractContextManager[object]] = (nullcontext(),),
+    ) -> Sample | BadSample:
+        """As ``prepare``, but a sample that the transform does not take raises."""
         if isinstance(raw, BadSample):
             return raw
         if self.transform is None:
@@ -310,7 +333,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
             return BadSample(raw.sample_id, error.reason)
         text = text_features = None
         with contexts[0]:
-            views = [self.transform(image)]
+            views = [self._view(raw, image, self.transform)]
             if self.text_features is not None:
                 text_features = self.text_features.get(raw.sample_id, caption_number)
             elif self.tokenizer is not None:
@@ -320,7 +343,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 text = self.tokenizer([captions[caption_number]])[0]
         for context in contexts[1:]:
             with context:
-                views.append(self.transform(image))
+                views.append(self._view(raw, image, self.transform))
         return Sample(raw.sample_id, views, caption_number, text, text_features)
 
     def _decode(self, raw: RawSample, transform: Transform) -> Any:
@@ -330,15 +353,21 @@ class TarDataset(Dataset["Sample | BadSample"]):
         except DecodeError:
             raise
         except ValueError as error:
-            raise ValueError(f"sample {self._key(raw.sample_id)}: {error}") from None
+            raise _Unfit(raw.sample_id, self._key(raw.sample_id), error) from None
+
+    def _view(self, raw: RawSample, image: Any, transform: Transform) -> Tensor:
+        try:
+            return transform(image)
+        except ValueError as error:
+            raise _Unfit(raw.sample_id, self._key(raw.sample_id), error) from None
 
     def check(self) -> None:
         """Raises ValueError, one line, where the first sample that can be decoded does not fit the
-        transform, as with another number of channels; loader workers would raise with a traceback.
+        transform, as with another number of channels; loaders only count such samples as bad.
         """
         with torch.random.fork_rng(devices=[]):
             for sample_id in range(min(len(self.index), 100)):
-                if isinstance(self.prepare(self.read_many([sample_id])[0]), Sample):
+                if isinstance(self._prepared(self.read_many([sample_id])[0]), Sample):
                     return
 
     def _key(self, sample_id: int) -> str:

@@ -19,6 +19,7 @@ from webdataset.writer import TarWriter
 
 from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS, split_member_name
 from mclclip.files import remove_leftovers, whole_file
+from mclclip.run.artifacts import made_of
 
 _OWNER = "mclclip"
 
@@ -63,8 +64,9 @@ def write_shards(
     """Writes ``{shard:05d}.tar`` files of ``samples_per_shard`` samples; returns them in order.
 
     A shard has a temporary name until it is whole, so that a killed writer leaves none that looks
-    finished. Existing shards of the same number are replaced. Raises ValueError for a key that
-    occurs twice (naming both samples by number, counted from 0). Memory: one set of keys.
+    finished. Existing shards of the same number are replaced, and those of higher numbers, which a
+    killed writer of more samples left, are removed. Raises ValueError for a key that occurs twice
+    (naming both samples by number, counted from 0). Memory: one set of keys.
     """
     if samples_per_shard < 1:
         raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
@@ -78,7 +80,22 @@ def write_shards(
         rest = itertools.islice(stream, samples_per_shard - 1)
         _write_shard(path, itertools.chain([first], rest))
         paths.append(path)
+    for stale in {*directory.glob("[0-9][0-9][0-9][0-9][0-9]*.tar")} - {*paths}:
+        stale.unlink()
     return paths
+
+
+def check_foreign(out: Path, verb: str, *folders: str) -> None:
+    """Raises ValueError where ``out``, or one of these folders in it, holds shards and no record
+    that a verb began or finished there: they would be mixed with others, or replaced."""
+    out = Path(out)
+    places = [out, *(out / folder for folder in folders)]
+    found = next((path for place in places for path in sorted(place.glob("*.tar"))), None)
+    if found is not None and not made_of(out):
+        raise ValueError(
+            f"{found.parent} holds shards that 'mclclip {verb}' did not write, such as "
+            f"{found.name}: use another folder"
+        )
 
 
 def _with_unique_keys(samples: Iterable[PackedSample]) -> Iterator[PackedSample]:

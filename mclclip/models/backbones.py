@@ -30,7 +30,7 @@ from mclclip.models import transforms
 from mclclip.models.small_conv import SmallConv
 from mclclip.models.timm_towers import timm_layout
 from mclclip.models.towers import ImageLayout, Step, checked
-from mclclip.options import STRICT
+from mclclip.options import STRICT, first_problem
 
 KEY = "backbone"
 """The field of a `vision_cfg` that names such a tower."""
@@ -75,11 +75,9 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
     try:
         found = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
     except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(str(part) for part in problem["loc"])
-        raise ValueError(
-            f"vision_cfg.{name} of {where}: {problem['msg']} (got {problem['input']!r})"
-        ) from None
+        name, problem = first_problem(error)
+        option = f"vision_cfg.{name}" if name else "vision_cfg"
+        raise ValueError(f"{option} of {where}: {problem}") from None
     library, _, name = found.backbone.partition(":")
     listed = _listed(library)
     if name not in listed:

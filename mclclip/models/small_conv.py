@@ -26,10 +26,12 @@ class SmallConv(nn.Module):
         strides: Sequence[int] = (2, 2, 2, 1),
     ) -> None:
         super().__init__()
-        if not widths or len(widths) != len(strides) or min(*widths, *strides) < 1:
+        lists = all(isinstance(numbers, Sequence) for numbers in (widths, strides))
+        fits = lists and 0 < len(widths) == len(strides) and min(*widths, *strides) >= 1
+        if not fits:
             raise ValueError(
-                f"widths are {list(widths)} and strides {list(strides)}: wanted as many of each, "
-                "all of them 1 or more"
+                f"widths are {widths} and strides {strides}: wanted two lists of one length, all "
+                "numbers 1 or more"
             )
         inputs = [channels, *widths[:-1]]
         self.layers = nn.Sequential(

@@ -27,7 +27,7 @@ import mclclip.torchvision_fix  # noqa: F401
 from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as ops
 
-from mclclip.options import STRICT
+from mclclip.options import STRICT, first_problem
 
 KIND = "kind"
 """The field of an augmentation that names a transform of this file."""
@@ -210,7 +210,6 @@ def training(look: Look, augmentation: Mapping[str, Any]) -> Transform:
     try:
         options = TypeAdapter(options_class).validate_python(dict(augmentation))
     except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(str(part) for part in problem["loc"])
-        raise ValueError(f"augmentation {name}: {problem['msg']} ({problem['input']!r})") from None
+        name, problem = first_problem(error)
+        raise ValueError(f"{f'augmentation {name}'.strip()}: {problem}") from None
     return make(look, options)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import PlainValidator, SerializeAsAny, TypeAdapter
+from pydantic import Field, PlainValidator, SerializeAsAny, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveFloat
 from torch import Tensor, nn
@@ -64,6 +64,9 @@ class Learnable:
             )
 
 
+_Fixed = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
 def parse(value: Any) -> float | CosineSchedule | Learnable | None:
     """A temperature as it is written in a configuration, or ready options, checked."""
     if value is None or isinstance(value, CosineSchedule | Learnable):
@@ -78,7 +81,7 @@ def parse(value: Any) -> float | CosineSchedule | Learnable | None:
             "wanted a number such as 0.5, {schedule: cosine, min: 0.1, max: 1.0, "
             "half_period: 200}, {learnable: true, start: 0.07}, or null"
         )
-    return TypeAdapter(PositiveFloat).validate_python(value)
+    return TypeAdapter(_Fixed).validate_python(value)
 
 
 AnyTemperature = SerializeAsAny[

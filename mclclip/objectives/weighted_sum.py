@@ -129,6 +129,12 @@ class Options(ObjectiveOptions):
         return Cost(sum(c.step for c in costs), lasting, sum(c.checkpoint for c in costs), details)
 
 
+def _makes_features(term: Objective) -> bool:
+    if isinstance(term, WeightedSum):
+        return any(map(_makes_features, term._each()))
+    return type(term).features is not Objective.features
+
+
 class WeightedSum(Objective):
     """The weighted sum of several losses of the same features.
 
@@ -142,6 +148,12 @@ class WeightedSum(Objective):
     ) -> None:
         super().__init__()
         self.terms, self.weights, self.names = nn.ModuleList(terms), list(weights), list(names)
+        own = [n for n, t in zip(names, terms, strict=True) if _makes_features(t)]
+        if len(own) > 1:
+            raise ValueError(
+                f"the terms {' and '.join(own)} of weighted_sum each make features of their own, "
+                "such as those of a momentum copy: leave all but one of them out"
+            )
 
     def _each(self) -> list[Objective]:
         return [term for term in self.terms if isinstance(term, Objective)]
@@ -151,11 +163,15 @@ class WeightedSum(Objective):
         return [part for term in self._each() for part in term.outside()]
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """The features of the term that makes its own, or the model's."""
-        own = [t for t in self._each() if type(t).features is not Objective.features]
-        if len(own) > 1:
-            raise ValueError("more than one term of weighted_sum makes features of its own")
-        return own[0].features(model, batch) if own else super().features(model, batch)
+        """The features of the term that makes its own, and the model's of every view."""
+        own = next(filter(_makes_features, self._each()), None)
+        if own is None:
+            return super().features(model, batch)
+        found = own.features(model, batch)
+        for number, view in enumerate(batch.views[1:], 1):  # a copy may have taken one for itself
+            if (name := f"image_features_{number}") not in found and len(self.terms) > 1:
+                found[name] = model(image=view)["image_features"]
+        return found
 
     def forward(self, **features: Tensor) -> dict[str, Tensor]:
         """Returns the weighted sum as ``loss``, and every term's parts by its name."""

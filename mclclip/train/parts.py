@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from mclclip.checkpoint import Checkpoints
@@ -132,9 +133,12 @@ def engine_of(job: Job, trainee: Trainee) -> Engine:
 
 
 def objective_of(job: Job, model: AnyModel) -> Objective:
-    """The objective, as its options build it."""
+    """The objective, as its options build it.
+
+    Raises ValueError for a batch of one sample where batch norms are trained.
+    """
     options = job.options
-    return options.objective.build(
+    objective = options.objective.build(
         Setting(
             model=model,
             context=job.context,
@@ -145,6 +149,14 @@ def objective_of(job: Job, model: AnyModel) -> Objective:
             classes=job.class_labels,
         )
     )
+    modules = (*model.modules(), *objective.modules())
+    if options.global_batch == 1 and any(isinstance(m, _BatchNorm) and m.training for m in modules):
+        name = "train" if job.stage else "base"
+        raise ValueError(
+            f"{name}.global_batch is 1, and batch norms are trained, which need several samples: "
+            "raise it"
+        )
+    return objective
 
 
 def trainer_of(

@@ -30,6 +30,8 @@ OBJECTIVES = {
     "hcl": f"{{kind: hcl, {VIEWS}}}",
     "sum": f"{{kind: weighted_sum, terms: [{{objective: {{kind: nt_xent}}}}, "
     f"{{objective: {{kind: ifm, term: modified, {VIEWS}}}}}]}}",
+    "sum_moco": "{kind: weighted_sum, terms: [{objective: {kind: moco, queue_size: 40}}, "
+    "{objective: {kind: nt_xent}}]}",
     "supcon": "{kind: supcon, attribute: shape}",
     "simlap": "{kind: simlap, attribute: shape, label_dim: 8, hidden_dim: 8}",
 }

@@ -25,13 +25,16 @@ CONFIGS = tiny.ROOT / "tests" / "configs"
         "convnext_tiny",
         CONFIGS / "tiny_resnet.json",
         CONFIGS / "tiny_vit.json",
+        {"vision_cfg": {"backbone": "timm:resnet50", "image_size": 32}},
+        {"vision_cfg": {"backbone": "mclclip:small_conv", "image_size": 32}},
     ],
 )
-def test_it_counts_what_the_model_has(name: str | Path) -> None:
+def test_it_counts_what_the_model_has(name: str | Path | dict[str, Any]) -> None:
     blocks = load_image_shapes(name).num_blocks
-    check_image_blocks("lock", blocks, str(name))
+    named = name if isinstance(name, dict) else str(name)
+    check_image_blocks("lock", blocks, named)
     with pytest.raises(ValueError, match=f"has {blocks} blocks"):
-        check_image_blocks("lock", blocks + 1, str(name))
+        check_image_blocks("lock", blocks + 1, named)
 
 
 def test_the_message_names_option_model_and_what_would_do() -> None:

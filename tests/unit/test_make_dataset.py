@@ -41,9 +41,34 @@ def test_full_captions_name_every_attribute_of_the_same_pictures() -> None:
     assert [one.caption for one in some] != [other.caption for other in full]
 
 
+@pytest.mark.parametrize(("name", "place"), [("trifeature", "train"), ("patterns", "shards")])
+def test_shards_of_a_stranger_are_neither_joined_nor_replaced(
+    tmp_path: Path, name: str, place: str
+) -> None:
+    (tmp_path / place).mkdir()
+    (tmp_path / place / "00000.tar").write_bytes(b"someone's shard")
+    with pytest.raises(ValueError, match="'mclclip make-dataset' did not write.*00000.tar"):
+        make_dataset.run(name, tmp_path)
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["00000.tar"]
+
+
+def test_a_source_that_a_data_set_does_not_read_is_refused(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    (files / "cat").mkdir(parents=True)
+    (files / "cat" / "0.png").write_bytes(b"stored as it is")
+    for name, sources, reads in (
+        ("trifeature", [f"mnist={files}"], "none: its pictures are rendered"),
+        ("folder", [f"folder={files}", f"zebra={files}"], "folder"),
+    ):
+        with pytest.raises(ValueError, match=f"the data set reads {reads}; leave it out"):
+            make_dataset.run(name, tmp_path / name, source=sources)
+
+
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     tiny.make_data(tmp_path, num_samples=48)
     with pytest.raises(ValueError, match="seed was 0, now 1"):
         tiny.make_data(tmp_path, num_samples=48, seed=1)
+    with pytest.raises(ValueError, match="seed is -1: wanted 0 or more"):
+        make_dataset.run("trifeature", tmp_path / "t", seed=-1)
     with pytest.raises(ValueError, match="no built-in data set 'x'"):
         make_dataset.run("x", tmp_path)

@@ -186,6 +186,9 @@ def read_mnist(folder: Path, split: str) -> tuple[Pixels, Pixels]:
         cut = len(digits) * _DIGITS_FOR_TRAINING // 10_000
         part = slice(cut) if split == "train" else slice(cut, None)
         digits, labels = digits[part], labels[part]
+    if not len(digits) or labels.max() > 9:
+        found = f"a label {labels.max()}" if len(digits) else f"no {split} digit"
+        raise ValueError(f"MNIST in {folder} has {found}: wanted digits with labels from 0 to 9")
     return digits, labels
 
 
@@ -239,9 +242,18 @@ def read_stl10(folder: Path, split: str) -> Iterator[tuple[Pixels, str | None]]:
     number, rest = divmod(images.stat().st_size, each)
     if rest or not number:
         raise ValueError(f"{images} has {images.stat().st_size} bytes: wanted {each} per image")
-    labels = None if split == "unlabeled" else np.fromfile(folder / f"{split}_y.bin", np.uint8)
-    if labels is not None and (len(labels) != number or not np.isin(labels, range(1, 11)).all()):
-        raise ValueError(f"{images} has {number} images and {len(labels)} labels of 1 to 10")
+    labels = None
+    if split != "unlabeled":
+        file = folder / f"{split}_y.bin"
+        if not file.is_file():
+            raise FileNotFoundError(f"no {file}: wanted the files of stl10_binary")
+        labels = np.fromfile(file, np.uint8)
+        fitting = int(np.isin(labels, range(1, 11)).sum())
+        if not len(labels) == fitting == number:
+            raise ValueError(
+                f"{file} has {len(labels)} labels, of which {fitting} are 1 to 10: wanted that of "
+                f"all {number} images of {images.name}"
+            )
     pixels = np.memmap(images, np.uint8, mode="r", shape=(number, 3, 96, 96))
     for row in range(number):  # columns of pixels come first in the file
         name = None if labels is None else STL10_CLASSES[int(labels[row]) - 1]

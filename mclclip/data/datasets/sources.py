@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ class Sources:
 
     folders: Mapping[str, Path] = field(default_factory=dict)
     download: bool = False
+    _asked: set[str] = field(default_factory=set, init=False)
 
     def folder(self, name: str) -> Path:
         """The folder of this source.
@@ -39,6 +41,7 @@ class Sources:
         Raises ValueError where it was not named or cannot be downloaded, FileNotFoundError where it
         is not there.
         """
+        self._asked.add(name)
         if name not in self.folders:
             raise ValueError(f"no folder of {name} is given: name it with --source {name}=FOLDER")
         folder = Path(self.folders[name]).expanduser()
@@ -47,6 +50,12 @@ class Sources:
         if not folder.is_dir():
             raise FileNotFoundError(f"--source {name}={folder}: there is no such folder")
         return folder
+
+    def check_asked(self) -> None:
+        """Raises ValueError for a source that no call of ``folder`` has asked for."""
+        if others := sorted(self.folders.keys() - self._asked):
+            reads = ", ".join(sorted(self._asked)) or "none: its pictures are rendered"
+            raise ValueError(f"--source {others[0]}: the data set reads {reads}; leave it out")
 
 
 def _download(name: str, folder: Path) -> None:
@@ -109,6 +118,11 @@ def file_sample(
     if size is not None:
         scale = size / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
+        if width * height > MAX_IMAGE_PIXELS:
+            raise ValueError(
+                f"{path} would have {width:,} x {height:,} pixels at size {size}: lower the size, "
+                "or take the file out"
+            )
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return _sample(number, _png(image), "png", attributes)
 
@@ -132,6 +146,7 @@ def _png(image: Image.Image) -> bytes:
 
 
 def check_size(size: int | None) -> None:
-    """ValueError for a size below 1."""
-    if size is not None and size < 1:
-        raise ValueError(f"size is {size}: wanted pixels, at least 1")
+    """ValueError for a size below 1, and for one of which no picture fits into memory."""
+    if size is not None and not 1 <= size**2 <= MAX_IMAGE_PIXELS:
+        most = math.isqrt(MAX_IMAGE_PIXELS)
+        raise ValueError(f"size is {size}: wanted pixels of a side, 1 to {most:,}")

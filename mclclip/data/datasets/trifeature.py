@@ -67,10 +67,10 @@ def build(
     tenths = round(test_share * 10)
     if not 1 <= tenths <= 9 or abs(tenths - test_share * 10) > 1e-6:
         raise ValueError(f"test_share is {test_share}: wanted 0.1 to 0.9 in tenths")
-    if images_per_combination < 1 or texture_period < 2:
+    if images_per_combination < 1 or not 2 <= texture_period <= CANVAS:
         raise ValueError(
             f"images_per_combination is {images_per_combination} and texture_period "
-            f"{texture_period}: wanted at least 1 and 2"
+            f"{texture_period}: wanted at least 1, and 2 to {CANVAS}"
         )
     places = np.random.default_rng([seed, 0]).permuted(np.tile(np.arange(10), (3, 1)), axis=1)
     all_names = enumerate(itertools.product(SHAPES, TEXTURES, COLOURS))

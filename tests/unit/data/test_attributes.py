@@ -123,6 +123,20 @@ def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None
     assert found.without_attribute("shape", "x").tolist() == [2, 3]
     with pytest.raises(ValueError, match="supcon reads the attribute 'absent', and none of the 5"):
         found.without_attribute("absent", "supcon")
+    make_shard(tmp_path / "same" / "0.tar", [{"shape": "star"}, {"shape": "star"}, {}])
+    same = run(tmp_path / "other", s=(tmp_path / "same", ["shape"]))
+    with pytest.raises(ValueError, match="supcon reads .*'shape'.* the same one, 'star': name"):
+        same.without_attribute("shape", "supcon")
+
+
+def test_values_that_are_missing_or_too_few_are_one_line(tmp_path: Path, shards: Path) -> None:
+    directory = run(tmp_path / "run", s=(shards, ["shape"])).directory
+    (directory / "attributes.json").write_text('{"shape": ["star"]}')
+    with pytest.raises(RuntimeError, match="has 1 values of 'shape', the samples 2: run 'mcl"):
+        SampleIndex.open(directory).attribute("shape")
+    (directory / "attributes.json").unlink()
+    with pytest.raises(RuntimeError, match="has 0 values of 'shape'"):
+        SampleIndex.open(directory).attribute("shape")
 
 
 def test_classes(tmp_path: Path, shards: Path) -> None:

@@ -89,6 +89,13 @@ def test_duplicate_key_names_both_samples(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["00000.tar"]
 
 
+def test_shards_of_a_killed_writer_of_more_samples_go(tmp_path: Path) -> None:
+    write_shards(map(sample, range(6)), tmp_path, 2)
+    (tmp_path / "mine.tar").write_bytes(b"someone's")
+    paths = write_shards(map(sample, range(3)), tmp_path, 2)
+    assert sorted(tmp_path.iterdir()) == [*paths, tmp_path / "mine.tar"]
+
+
 def test_interrupted_shard_is_not_there_and_leftovers_go(tmp_path: Path) -> None:
     def stream() -> Iterator[PackedSample]:
         yield from map(sample, range(3))

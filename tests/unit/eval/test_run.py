@@ -67,6 +67,28 @@ def test_wrong_options_get_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("attributes", {"attributes": []}, "option attributes: .*at least 1 item"),
+        ("attributes", {"attributes": ["a", "a"]}, r"option attributes: got \['a', 'a'\]: .* once"),
+        ("attributes", {"attributes": ["a"], "max_train": 0}, "option max_train: .*greater than 0"),
+        ("attributes", {"attributes": ["a"], "strength": 0}, "option strength: .*greater than 0"),
+        ("attributes", {"attributes": ["a"], "k": 0}, "option k: .*greater than 0"),
+        ("attributes", {"attributes": ["a"], "seed": -1}, "option seed"),
+        ("knn", {"k": 0}, "option k: .*greater than 0"),
+        ("knn", {"temperature": float("inf")}, "option temperature: .*finite"),
+        ("linear_probe", {"validation_share": 1.0}, "option validation_share: .*less than 1"),
+    ],
+)
+def test_values_out_of_range_are_found_before_anything_runs(
+    folder: Path, kind: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        evaluation.check({"it": BenchmarkConfig(kind, str(folder), options)})
+    assert "\n" not in str(caught.value)
+
+
 def test_missing_data_is_found_before_anything_runs(
     benchmarks: dict[str, BenchmarkConfig], tmp_path: Path, planted: Any
 ) -> None:

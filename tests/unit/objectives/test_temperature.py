@@ -97,6 +97,7 @@ def test_options_are_read_and_written_again(given: Any) -> None:
     [
         (0, "greater than 0"),
         (-1.0, "greater than 0"),
+        (math.inf, "finite"),
         (True, "wanted a number such as 0.5"),
         ({"max": 1.0}, "wanted a number such as 0.5"),
         ("warm", "valid number"),

@@ -134,6 +134,14 @@ def test_digits_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"digits \(10, 28, 28\) and labels \(3,\)"):
         read_mnist(tmp_path, "test")
+    fakes.mnist(tmp_path, count=1)
+    with pytest.raises(ValueError, match="no train digit"):
+        read_mnist(tmp_path, "train")
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(
+        gzip.compress(fakes.idx(np.full(1, 200, np.uint8)))
+    )
+    with pytest.raises(ValueError, match="has a label 200: wanted .* 0 to 9"):
+        read_mnist(tmp_path, "test")
 
 
 def test_stl10(tmp_path: Path) -> None:
@@ -152,8 +160,15 @@ def test_damage_of_stl10_is_one_line(tmp_path: Path) -> None:
     fakes.stl10(tmp_path, unlabeled=0)
     assert not list(read_stl10(tmp_path, "unlabeled"))
     folder = tmp_path / "stl10_binary"
-    (folder / "train_y.bin").write_bytes(b"\x01\x02")
-    with pytest.raises(ValueError, match="has 6 images and 2 labels of 1 to 10"):
+    for labels, found in (
+        (b"\x01\x02", "2 labels, of which 2"),
+        (bytes(6), "6 labels, of which 0"),
+    ):
+        (folder / "train_y.bin").write_bytes(labels)
+        with pytest.raises(ValueError, match=f"train_y.bin has {found} are 1 to 10: .* 6 images"):
+            list(read_stl10(tmp_path, "train"))
+    (folder / "train_y.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="train_y.bin: wanted the files of stl10_binary"):
         list(read_stl10(tmp_path, "train"))
     (folder / "train_X.bin").write_bytes(b"\x01\x02")
     with pytest.raises(ValueError, match="has 2 bytes: wanted 27648 per image"):

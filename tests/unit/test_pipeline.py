@@ -1,0 +1,44 @@
+"""What a run refuses before it writes anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import config, pipeline
+from mclclip.ranks.process_group import SINGLE
+
+CLIP = {"kind": "info_nce"}
+VIEWS = {"kind": "nt_xent"}
+
+
+def tree(run_dir: Path, **changes: Any) -> dict[str, Any]:
+    vision = {"backbone": "mclclip:small_conv", "image_size": 16}
+    return {
+        "run_dir": str(run_dir),
+        "num_stages": 1,
+        "model": {"name": {"vision_cfg": vision}},
+        "base": {"objective": VIEWS},
+        "train": {"objective": VIEWS},
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"objective": CLIP}}, "train.objective.kind=info_nce reads captions, and the"),
+        ({"base": {"objective": CLIP}}, "base.objective.kind=info_nce reads captions, and the"),
+        (
+            {"eval": {"suite": {"pets": {"kind": "zeroshot", "path": "."}}}},
+            "eval.suite.pets compares images with texts, and the model has no text tower",
+        ),
+    ],
+)
+def test_a_model_without_texts_is_asked_for_none(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
+    assert not list(tmp_path.iterdir())
