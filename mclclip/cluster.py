@@ -26,7 +26,6 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.layout import Layout
 
@@ -80,14 +79,14 @@ def _open(
 
     With ``write`` the directory of an unfinished one is prepared for writing.
     """
-    embeddings = _manifest_of_index(layout.embeddings(stage), "embeddings", "embed", index)
+    embeddings = index.manifest_of(layout.embeddings(stage), "embeddings")
     for earlier in range(stage):
-        _manifest_of_index(layout.clusters(earlier), "clusters", "cluster", index)
+        index.manifest_of(layout.clusters(earlier), "clusters")
     options = config.cluster
     fields = {name: v for name, v in to_tree(options).items() if name != "label_mode"}
     inputs = {"index": index.digest, "embeddings": embeddings.digest}
     if options.feature == "mean":
-        texts = _manifest_of_index(layout.text_embeddings, "text_embeddings", "embed --text", index)
+        texts = index.manifest_of(layout.text_embeddings, "text_embeddings")
         inputs["text_embeddings"] = texts.digest
     return Artifact.open(
         layout.clusters(stage),
@@ -97,21 +96,6 @@ def _open(
         force=force,
         write=write,
     )
-
-
-def _manifest_of_index(directory: Path, kind: str, verb: str, index: SampleIndex) -> Manifest:
-    """The manifest of an artifact with one row per sample, after a check that it is this index's.
-
-    Raises RuntimeError where it has other rows or other keys.
-    """
-    manifest = artifacts.read_manifest(directory, kind)
-    if manifest.inputs["index"] != index.digest:
-        raise RuntimeError(
-            f"{kind} at {directory} has {manifest.counts['samples']:,} rows, the index has "
-            f"{len(index):,} (and other sample keys): run 'mclclip {verb}' again after "
-            f"'mclclip index'"
-        )
-    return manifest
 
 
 def _shard_files(directory: Path, index: SampleIndex, verb: str) -> list[Path]:
@@ -290,7 +274,7 @@ def _read_cluster_labels(
 ) -> tuple[np.ndarray, Manifest]:
     """The cluster labels int32 [N] of a stage (the nearest of several), and their manifest."""
     directory = layout.clusters(stage)
-    manifest = _manifest_of_index(directory, "clusters", "cluster", index)
+    manifest = index.manifest_of(directory, "clusters")
     labels = open_npy(directory / "cluster_labels.npy", "cluster")
     return np.array(labels[:, 0]), manifest
 

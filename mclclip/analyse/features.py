@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,8 @@ import numpy as np
 from mclclip.analyse.material import Figure, Material
 from mclclip.analysis import class_overlap, hypersphere, neighbours, pictures, spectrum
 from mclclip.analysis import tsne as layouts
+
+log = logging.getLogger("mclclip")
 
 ANCHORS, NEIGHBOURS = 8, 8
 MODIFIED = 3  # anchors whose positive and negative IFM modifies
@@ -73,6 +76,10 @@ def overlap(material: Material, path: Path) -> dict[str, Any] | None:
     for attribute in material.attributes:
         codes = material.codes(attribute)[material.ids]
         known = codes >= 0
+        sizes = np.unique(codes[known], return_counts=True)[1]
+        if len(sizes) < 2 or sizes.max() < 2:
+            log.info("overlap: %s has no pairs both within and between values", attribute)
+            continue
         for name, rows in material.features.items():
             found = class_overlap.class_overlap(rows[known], codes[known])
             title = f"{name}, {attribute}: overlap {found.overlap:.2f}"

@@ -12,6 +12,7 @@ from mclclip.analysis import label_counts, neighbours, pictures
 from mclclip.clustering.agreement import ami
 from mclclip.data.arrays import open_npy
 from mclclip.data.labels import read_pseudo_labels
+from mclclip.run import artifacts
 
 SAMPLES, LABELS, EXAMPLES = 4, 3, 6
 
@@ -32,7 +33,7 @@ def pseudo_labels(material: Material, path: Path) -> dict[str, Any] | None:
     data = {}
     for stage, name in list(material.stages.items())[1:]:
         directory = material.layout.pseudo_labels(stage)
-        if (directory / "manifest.json").exists():
+        if artifacts.is_finished(directory):
             found = label_counts.label_counts(read_pseudo_labels(directory, material.index)[0])
             data[name] = {
                 "counts": found.counts.tolist(),
@@ -53,6 +54,8 @@ def recall(material: Material, path: Path) -> dict[str, Any] | None:
     for attribute in material.attributes:
         codes = material.codes(attribute)
         known = np.flatnonzero(codes >= 0)
+        if not len(known):
+            continue
         for name, clusters in material.clusters.items():
             near = np.asarray(clusters[known])
             data[f"{name}, {attribute}"] = label_counts.label_recall(near, codes[known]).tolist()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig
 from mclclip.data.arrays import open_npy
-from mclclip.data.decode import decode
+from mclclip.data.decode import DecodeError, decode
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.objectives.base import with_prefix
@@ -97,7 +97,7 @@ class Material:
         found = {}
         for stage, name in self.stages.items():
             directory = self.layout.embeddings(stage)
-            if (directory / artifacts.MANIFEST).exists():
+            if self._is_finished(directory, "embeddings"):
                 found[name] = self._rows(directory)
             else:
                 log.info(
@@ -118,11 +118,19 @@ class Material:
     @cached_property
     def clusters(self) -> dict[str, NDArray[np.int32]]:
         """Clusters [N, L] by stage, nearest first, of the stages that are clustered."""
-        paths = {
-            name: self.layout.clusters(stage) / "cluster_labels.npy"
-            for stage, name in self.stages.items()
+        places = {name: self.layout.clusters(stage) for stage, name in self.stages.items()}
+        return {
+            name: open_npy(place / "cluster_labels.npy", "cluster")
+            for name, place in places.items()
+            if self._is_finished(place, "clusters")
         }
-        return {name: open_npy(path, "cluster") for name, path in paths.items() if path.exists()}
+
+    def _is_finished(self, directory: Path, kind: str) -> bool:
+        """Whether the artifact is there; RuntimeError where it was made from another index."""
+        if not artifacts.is_finished(directory):
+            return False
+        self.index.manifest_of(directory, kind)
+        return True
 
     def codes(self, attribute: str) -> NDArray[np.int32]:
         """Codes [N] of an attribute's values; -1 for none."""
@@ -153,16 +161,21 @@ class Material:
         state = checkpoint.trained_state(self.layout.train(stage), averaged=averaged)
         subspaces = options.objective.subspaces(with_prefix(state, "objective."))
         attribute, names = options.objective.reads.attribute, []
+        trained = artifacts.read_manifest(self.layout.train(stage), "train").inputs
         if attribute is not None:
             codes: NDArray[np.integer] = self.codes(attribute)
             names = self.index.attribute(attribute)[1]
+            same = trained["index"] == self.index.digest
         else:
+            clusters = artifacts.read_manifest(self.layout.clusters(stage - 1), "clusters")
             codes = self.clusters[f"stage_{stage - 1}"][:, 0]
             names = [f"cluster {number}" for number in range(subspaces.num_classes)]
-        if len(names) != subspaces.num_classes:
+            same = trained["clusters"] == clusters.digest
+        if not same or len(names) != subspaces.num_classes:
             raise RuntimeError(
-                f"stage_{stage} was trained with {subspaces.num_classes} classes, and the index "
-                f"has {len(names)} values of {attribute}: the index has changed since, train again"
+                f"stage_{stage} was trained with other classes ({subspaces.num_classes}) than "
+                f"those of {attribute or 'its clusters'} now ({len(names)}): the index or the "
+                "clusters have changed since, train again"
             )
         projector = with_prefix(state, "model.projector.")
         return ClassGates(names, codes, subspaces, projector)
@@ -181,7 +194,13 @@ class Material:
                     f"sample {self.index.keys([raw.sample_id])[0]} cannot be read ({raw.reason}): "
                     "its shard has changed since it was indexed, put it back"
                 )
-            found.append(decode(raw.image, data.max_image_pixels, reads_arrays=True))
+            try:
+                found.append(decode(raw.image, data.max_image_pixels, reads_arrays=True))
+            except DecodeError as error:
+                raise RuntimeError(
+                    f"sample {self.index.keys([raw.sample_id])[0]} cannot be decoded ({error}): "
+                    "run 'mclclip embed', which finds such samples and leaves them out"
+                ) from None
         return found
 
     def images(self, ids: Sequence[int]) -> list[NDArray[np.uint8]]:

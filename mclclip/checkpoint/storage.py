@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageWriterTransforms,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -35,23 +33,18 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 # --- writing -----------------------------------------------------------------------------------
 
 
-class _Streams(_StorageWriterTransforms):
-    """DCP's streams into a file; closing one after a failed write does nothing.
+def _quiet_when_closed(
+    open_stream: Callable[..., tuple[Any, list[str]]], item: Any, file: Any
+) -> tuple[Any, list[str]]:
+    """DCP's stream into an open file, whose ``close`` does nothing once the file is closed."""
+    stream, names = open_stream(item, file)
 
-    DCP's own would flush the file, which is closed by then, and Python 3.13 prints a traceback.
-    """
+    def flush() -> None:
+        if not file.closed:
+            file.flush()
 
-    def transform_save_stream(self, write_item: Any, raw_stream: Any) -> tuple[Any, list[str]]:
-        """The stream and names that DCP gives, with a flush that a closed file survives."""
-        stream: Any
-        stream, names = super().transform_save_stream(write_item, raw_stream)
-
-        def flush() -> None:
-            if not raw_stream.closed:
-                raw_stream.flush()
-
-        stream.close = flush
-        return stream, names
+    stream.close = flush
+    return stream, names
 
 
 class _Writer(FileSystemWriter):
@@ -59,7 +52,12 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(path, **options)
-        self.transforms = _Streams()
+        # A stream that failed is closed once more when it is freed, and then flushes a closed file,
+        # of which Python 3.13 prints a traceback.
+        streams: Any = getattr(self, "transforms", None)
+        if hasattr(streams, "transform_save_stream"):
+            open_stream = streams.transform_save_stream
+            streams.transform_save_stream = partial(_quiet_when_closed, open_stream)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's part; raises the OSError behind torch's error, if there is one."""

@@ -31,7 +31,7 @@ from mclclip.data.shard_scan import (
     scan_shard,
 )
 from mclclip.files import digest_array, digest_json, digest_keys, read_json, whole_file, write_json
-from mclclip.run.artifacts import read_manifest
+from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 
 __all__ = ["SampleIndex", "Shard", "join_rows", "parse_captions", "scan_shard"]
 
@@ -255,6 +255,20 @@ class SampleIndex:
         return np.union1d(bare, unknown)
 
     # --- attributes ---
+
+    def manifest_of(self, directory: Path, kind: str) -> Manifest:
+        """The manifest of a finished artifact with one row per sample of this index.
+
+        Raises RuntimeError where it is of another index, and the errors of ``read_manifest``.
+        """
+        manifest = read_manifest(directory, kind)
+        if manifest.inputs["index"] != self.digest:
+            raise RuntimeError(
+                f"{kind} at {directory} has {manifest.counts['samples']:,} rows, the index has "
+                f"{len(self):,} (and other sample keys): run 'mclclip {verb_of(kind)}' "
+                "again after 'mclclip index'"
+            )
+        return manifest
 
     def attribute(self, name: str) -> tuple[npt.NDArray[np.int32], list[str]]:
         """Codes int32 [N] of the samples' values, memory-mapped (-1: none), and the values by code.

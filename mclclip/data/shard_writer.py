@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from mclclip.files import remove_leftovers, whole_file
 from mclclip.run.artifacts import made_of
 
 _OWNER = "mclclip"
+_OWN_NAME = re.compile(r"\d{5,}\.tar")
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,9 @@ def write_shards(
         rest = itertools.islice(stream, samples_per_shard - 1)
         _write_shard(path, itertools.chain([first], rest))
         paths.append(path)
-    for stale in {*directory.glob("[0-9][0-9][0-9][0-9][0-9]*.tar")} - {*paths}:
-        stale.unlink()
+    for stale in {*directory.glob("*.tar")} - {*paths}:
+        if _OWN_NAME.fullmatch(stale.name):
+            stale.unlink()
     return paths
 
 

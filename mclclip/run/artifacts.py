@@ -74,7 +74,7 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
     path = Path(directory) / MANIFEST
     if not path.exists():
         raise FileNotFoundError(
-            f"no finished {kind} at {directory}: run 'mclclip {_WRITTEN_BY.get(kind, kind)}' first"
+            f"no finished {kind} at {directory}: run 'mclclip {verb_of(kind)}' first"
         )
     fields = files.read_json(path)
     if not isinstance(fields, dict) or "kind" not in fields:
@@ -90,6 +90,11 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
         return Manifest(**fields)
     except TypeError as error:  # a field too many, or one too few
         raise ValueError(f"{path}: {error}: remove {directory} and make it again") from error
+
+
+def verb_of(kind: str) -> str:
+    """The verb that writes artifacts of ``kind``."""
+    return _WRITTEN_BY.get(kind, kind)
 
 
 def is_finished(directory: Path) -> bool:

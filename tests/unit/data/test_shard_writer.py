@@ -91,9 +91,11 @@ def test_duplicate_key_names_both_samples(tmp_path: Path) -> None:
 
 def test_shards_of_a_killed_writer_of_more_samples_go(tmp_path: Path) -> None:
     write_shards(map(sample, range(6)), tmp_path, 2)
-    (tmp_path / "mine.tar").write_bytes(b"someone's")
+    others = [tmp_path / name for name in ("00009-mine.tar", "2024110_old.tar", "mine.tar")]
+    for path in others:
+        path.write_bytes(b"someone's")
     paths = write_shards(map(sample, range(3)), tmp_path, 2)
-    assert sorted(tmp_path.iterdir()) == [*paths, tmp_path / "mine.tar"]
+    assert sorted(tmp_path.iterdir()) == sorted([*paths, *others])
 
 
 def test_interrupted_shard_is_not_there_and_leftovers_go(tmp_path: Path) -> None:
