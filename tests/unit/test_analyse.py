@@ -16,6 +16,7 @@ import torch
 
 from mclclip import analyse, checkpoint, cli, embed, pipeline
 from mclclip.analyse import encoders, features, gates, heat_maps, labels, subspaces
+from mclclip.analyse.material import Material
 from mclclip.config import Config, from_tree
 from mclclip.eval import results
 from mclclip.ranks.process_group import SINGLE
@@ -249,3 +250,43 @@ def test_gates_whose_checkpoints_are_gone_are_left_out(
     with caplog.at_level(logging.INFO, "mclclip"), pytest.raises(ValueError, match="nothing for"):
         analyse.run(moved, SINGLE, figures="gates")
     assert "stage_0 is left out of figures of gates" in caplog.text
+
+
+def edit_json(path: Path, **inputs: str) -> None:
+    """Changes digests of inputs in a manifest."""
+    manifest = json.loads(path.read_text())
+    manifest["inputs"] |= inputs
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("artifact", "figure", "told"),
+    [
+        ("stage_0/embeddings", "singular_values", "embeddings at .* run 'mclclip embed' again"),
+        ("stage_0/clusters", "agreement", "clusters at .* run 'mclclip cluster' again"),
+        ("stage_0/train", "gates", "stage_0 was trained with other classes .* train again"),
+    ],
+)
+def test_what_is_of_another_index_is_not_drawn(
+    config: Config, tmp_path: Path, artifact: str, figure: str, told: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(config.run_dir, run)
+    moved = from_tree(
+        views.tree(run, tmp_path, SIMLAP | {"attribute": "shape"}, STEPS, num_stages=1)
+    )
+    edit_json(run / artifact / "manifest.json", index="0" * 64)
+    with pytest.raises(RuntimeError, match=told):
+        analyse.run(moved, SINGLE, figures=figure)
+
+
+def test_an_attribute_without_pairs_leaves_the_other_figures(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = np.zeros(64, np.int32)
+    monkeypatch.setattr(Material, "codes", lambda self, attribute: one)
+    with pytest.raises(ValueError, match="nothing for overlap"):
+        analyse.run(config, SINGLE, figures="overlap")
+    monkeypatch.setattr(Material, "codes", lambda self, attribute: one - 1)
+    with pytest.raises(ValueError, match="nothing for recall"):
+        analyse.run(config, SINGLE, figures="recall")
