@@ -72,14 +72,14 @@ def _readouts(material: Material, encoder: PixelEncoder, attribute: str) -> dict
     reached = moved.reached.cpu().numpy()
     after = encoder.of_all(moved.images[moved.reached], batch) if reached.any() else features[:0]
     asked = encoders.features_of(material, encoder, material.ids[test])
-    trained = {
-        "D": (features, labels),
+    moved_sets = {
         "D_R": (after, labels[reached]),
         "D_NR": (after, targets.cpu().numpy()[reached]),
     }
     return {
         "accuracy_percent": {
-            kind: _accuracy(*given, asked, truth) for kind, given in trained.items()
+            "D": _percent(readout.predict(asked), truth),
+            **{kind: _accuracy(*given, asked, truth) for kind, given in moved_sets.items()},
         },
         "moved": len(train),
         "tested": len(test),
@@ -98,6 +98,10 @@ def _accuracy(
     if len(np.unique(labels)) < 2:
         return None
     predicted = linear_probe.fit_predict(features, labels, asked, _STRENGTH).predicted
+    return _percent(predicted, truth)
+
+
+def _percent(predicted: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
     return float(100.0 * (predicted == truth).mean())
 
 

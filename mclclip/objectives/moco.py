@@ -119,11 +119,11 @@ class Options(ObjectiveOptions):
         schedule = self.momentum_schedule or ("constant" if v2 else "cosine")
         temperature = self.temperature or (0.2 if v2 else 1.0)
         copy = MomentumCopy(model, base, schedule)
-        rows = Rows(temperature, self.epsilon, self.term)
+        row_loss = RowLoss(temperature, self.epsilon, self.term)
         dtype = torch.float64 if setting.precision == "float64" else torch.float32
         if v2:
-            return QueuedKeys(copy, model.feature_dim, self.num_queued, rows, dtype=dtype)
-        return BatchKeys(copy, self._predictor(setting).to(dtype), rows)
+            return QueuedKeys(copy, model.feature_dim, self.num_queued, row_loss, dtype=dtype)
+        return BatchKeys(copy, self._predictor(setting).to(dtype), row_loss)
 
     def _predictor(self, setting: Setting) -> nn.Module:
         """The predictor, the same on every rank: its weights are drawn by the seed."""
@@ -169,7 +169,7 @@ def _check_queue(size: int, global_batch: int) -> None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLoss:
     """What is lost of a row: the cross-entropy of its own key, or that of modified keys.
 
     ``temperature`` divides cosines; ``epsilon`` and ``term`` are those of ``Options``; ``tile`` is
@@ -197,9 +197,9 @@ class Rows:
 class _WithCopy(Objective):
     """What both versions share: the momentum copy, and the mean over this rank's rows."""
 
-    def __init__(self, copy: MomentumCopy, rows: Rows) -> None:
+    def __init__(self, copy: MomentumCopy, row_loss: RowLoss) -> None:
         super().__init__()
-        self.copy, self.rows = copy, rows
+        self.copy, self.row_loss = copy, row_loss
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Sets the momentum of this step."""
@@ -229,11 +229,11 @@ class QueuedKeys(_WithCopy):
         copy: MomentumCopy,
         dim: int,
         size: int,
-        rows: Rows,
+        row_loss: RowLoss,
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(copy, rows)
+        super().__init__(copy, row_loss)
         self.register_buffer("queue", torch.zeros(size, dim, dtype=dtype))
         for name in ("groups", "sample_ids", "prefix_lengths"):
             self.register_buffer(f"queue_{name}", torch.full((size,), -1))
@@ -284,7 +284,7 @@ class QueuedKeys(_WithCopy):
             first=0,
         )
         columns = torch.cat([keys, self.queue])
-        losses, alone = self.rows.losses(image_features, columns, pairs)
+        losses, alone = self.row_loss.losses(image_features, columns, pairs)
         return {
             "loss": losses.mean(),
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
@@ -310,8 +310,8 @@ class QueuedKeys(_WithCopy):
 class BatchKeys(_WithCopy):
     """MoCo-v3's loss: each view against the copy's other view of the global batch."""
 
-    def __init__(self, copy: MomentumCopy, predictor: nn.Module, rows: Rows) -> None:
-        super().__init__(copy, rows)
+    def __init__(self, copy: MomentumCopy, predictor: nn.Module, row_loss: RowLoss) -> None:
+        super().__init__(copy, row_loss)
         self.predictor = predictor
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -348,9 +348,9 @@ class BatchKeys(_WithCopy):
         alone = torch.zeros(())
         for view, others in ((image_features, keys_1), (image_features_1, keys)):
             queries = functional.normalize(self.predictor(view), dim=-1)
-            losses, alone = self.rows.losses(queries, collectives.gather(others), pairs)
+            losses, alone = self.row_loss.losses(queries, collectives.gather(others), pairs)
             total = total + losses.mean()
         return {
-            "loss": 2.0 * self.rows.temperature * total,
+            "loss": 2.0 * self.row_loss.temperature * total,
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
         }

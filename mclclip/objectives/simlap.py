@@ -172,18 +172,7 @@ class Options(ObjectiveOptions):
         assert setting.classes is not None
         num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
         wide = torch.float64 if setting.precision == "float64" else torch.float32
-        label_filter = (
-            OpenGates(num_classes, dim, dtype=wide)
-            if self.gates == "open"
-            else LabelFilter(
-                num_classes,
-                dim,
-                label_dim=self.label_dim,
-                hidden_dim=self.hidden_dim,
-                seed=setting.seed,
-                dtype=wide,
-            )
-        )
+        label_filter = self._filter(num_classes, dim, wide, setting.seed)
         options: dict[str, Any] = {
             "seed": setting.seed,
             "pairs": self.pairs,
@@ -200,6 +189,21 @@ class Options(ObjectiveOptions):
         model: Any = setting.model
         copy = MomentumCopy(model, self.momentum, "cosine")
         return MomentumSimLAP(copy, label_filter, **options)
+
+    def _filter(
+        self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
+    ) -> LabelFilter | OpenGates:
+        """What gives the gates [n, dim] of two classes."""
+        if self.gates == "open":
+            return OpenGates(num_classes, dim, dtype=dtype)
+        return LabelFilter(
+            num_classes,
+            dim,
+            label_dim=self.label_dim,
+            hidden_dim=self.hidden_dim,
+            seed=seed,
+            dtype=dtype,
+        )
 
     def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
         """The label filter and the layer norm of a saved state of the objective."""
@@ -240,13 +244,7 @@ class Options(ObjectiveOptions):
         )
 
         def run() -> None:
-            label_filter = LabelFilter(
-                1,
-                sizes.dim,
-                label_dim=self.label_dim,
-                hidden_dim=self.hidden_dim,
-                dtype=sizes.dtype,
-            )
+            label_filter = self._filter(1, sizes.dim, sizes.dtype)
             zeros = torch.zeros(everywhere, dtype=torch.int64)
             gates, own = label_filter(zeros[:local], zeros[:local]), zeros[:local]
             pairs = ClassPairs(own, own, own, own, zeros, zeros, zeros)

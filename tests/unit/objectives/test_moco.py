@@ -328,8 +328,8 @@ def test_defaults_are_those_of_the_papers() -> None:
     _, v2 = built({})
     _, v3 = built({"version": "v3"})
     assert isinstance(v2, QueuedKeys) and isinstance(v3, BatchKeys)
-    assert (len(v2.queue), v2.rows.temperature, v2.copy.base) == (65_536, 0.2, 0.999)
-    assert (v3.rows.temperature, v3.copy.base) == (1.0, 0.99)
+    assert (len(v2.queue), v2.row_loss.temperature, v2.copy.base) == (65_536, 0.2, 0.999)
+    assert (v3.row_loss.temperature, v3.copy.base) == (1.0, 0.99)
     assert (v2.copy.schedule, v3.copy.schedule) == ("constant", "cosine")
 
 
