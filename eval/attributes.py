@@ -28,6 +28,8 @@ from mclclip.eval.metrics import IntArray
 from mclclip.eval.results import Figure, proportion
 from mclclip.ranks.collectives import on_main, together
 
+READS_TEXT = False  # whether images are compared with texts
+
 Probe = Literal["linear", "knn"]
 Names = Annotated[list[str], Field(min_length=1), AfterValidator(fields.check_names)]
 

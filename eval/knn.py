@@ -21,6 +21,8 @@ from mclclip.eval.metrics import IntArray
 from mclclip.eval.results import Figure
 from mclclip.ranks.collectives import together
 
+READS_TEXT = False  # whether images are compared with texts
+
 Weights = Literal["majority", "similarity"]
 TEMPERATURE = 0.07
 SPARE = 16  # candidates beyond k that are scored again in float64, since faiss uses float32

@@ -28,6 +28,8 @@ from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.results import Figure
 from mclclip.ranks.collectives import on_main
 
+READS_TEXT = False  # whether images are compared with texts
+
 log = logging.getLogger("mclclip")
 
 MAX_ITERATIONS = 1000

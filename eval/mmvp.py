@@ -20,6 +20,8 @@ from mclclip.eval.metrics import BoolArray, FloatArray, pair_margins
 from mclclip.eval.results import Figure, class_mean, proportion
 from mclclip.ranks.collectives import together
 
+READS_TEXT = True  # whether images are compared with texts
+
 DIRECTIONS = ("statement_to_image", "image_to_text", "group")
 PROMPT = "a photo of "
 

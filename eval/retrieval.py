@@ -19,6 +19,8 @@ from mclclip.eval.ranking import CHUNK_BYTES, rank_queries
 from mclclip.eval.results import Figure, proportion
 from mclclip.ranks.collectives import together
 
+READS_TEXT = True  # whether images are compared with texts
+
 KS = (1, 5, 10)
 
 

@@ -43,11 +43,17 @@ from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
-EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
-    module.__name__.rpartition(".")[2]: module.evaluate
+_MODULES = {
+    module.__name__.rpartition(".")[2]: module
     for module in (attributes, knn, linear_probe, mmvp, retrieval, zeroshot)
 }
+EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
+    kind: module.evaluate for kind, module in _MODULES.items()
+}
 """Benchmark kind, which is the module's name -> ``evaluate(extractor, path, **options)``."""
+
+READ_TEXT = frozenset(kind for kind, module in _MODULES.items() if module.READS_TEXT)
+"""Benchmark kinds that compare images with texts."""
 
 _FILE_OPTIONS = {"captions", "labels", "images"}
 """Options of evaluators that name files, relative to the benchmark's folder."""

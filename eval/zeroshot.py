@@ -22,6 +22,8 @@ from mclclip.eval.ranking import rank_queries
 from mclclip.eval.results import Figure, class_mean, proportion
 from mclclip.ranks.collectives import together
 
+READS_TEXT = True  # whether images are compared with texts
+
 log = logging.getLogger("mclclip")
 
 

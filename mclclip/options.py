@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -10,17 +11,26 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
-_UNION_MEMBERS = ("bool", "int", "float", "str")
+_UNION_MEMBERS = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
+
+
+def farthest(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The problem with the longest path; pydantic reports every member of a union that it tried,
+    and the one that got farthest tells most."""
+    return max(problems, key=lambda item: len(item["loc"]))
+
+
+def dotted(path: Sequence[str]) -> str:
+    """The dotted name of an option, without the members of unions that pydantic adds to a path."""
+    return ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
     """The dotted name of an option that does not fit, and what is wrong with its value.
 
-    The name is empty for what is said of several options. Of the tried members of a union the one
-    that got farthest tells most; their names, which pydantic adds, are left out.
+    The name is empty for what is said of several options.
     """
-    problem = max(error.errors(), key=lambda item: len(item["loc"]))
-    path = [str(part) for part in problem["loc"]]
-    name = ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
+    problem = farthest(error.errors())
+    name = dotted([str(part) for part in problem["loc"]])
     got = f" (got {problem['input']!r})" if name else ""
     return name, problem["msg"].removeprefix("Value error, ") + got

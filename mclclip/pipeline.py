@@ -28,8 +28,6 @@ from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
-_READ_TEXT = ("mmvp", "retrieval", "zeroshot")
-
 
 def run(config: Config, context: Context, *, force: bool = False) -> Path:
     """Runs the whole method and returns the run directory.
@@ -81,7 +79,7 @@ def _check(config: Config, context: Context) -> None:
 
 def _check_objectives(config: Config, context: Context) -> None:
     """Checks what objectives want of the device, and of an encoder with a start of its own."""
-    with_text = [n for n, b in config.eval.suite.items() if b.kind in _READ_TEXT]
+    with_text = [n for n, b in config.eval.suite.items() if b.kind in evaluation.READ_TEXT]
     for name, options in config.trainings.items():
         if options.objective.reads.captions and not _reads_texts(config.model_of(name)):
             raise ValueError(

@@ -28,7 +28,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def status() -> str:
-    """What this module did and why, in one phrase for `mclclip doctor`."""
+    """Returns one phrase for `mclclip doctor`: whether the fix was applied, and why."""
     return _STATUS
 
 

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import difflib
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from mclclip.config import recipes
 from mclclip.config.options import Config
 from mclclip.objectives.base import ObjectiveOptions, options_class
+from mclclip.options import dotted, farthest
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
@@ -94,7 +95,6 @@ def _drop_foreign(objective: dict[str, Any]) -> None:
             del objective[name]
 
 
-_UNION_MEMBERS = ("int", "str", "constrained-int", "constrained-float")
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
@@ -102,11 +102,9 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     """One problem of the error as one line: dotted path, value, and what was wanted."""
     problems = error.errors()
     unknown = [item for item in problems if item["type"] in _UNKNOWN]
-    # pydantic reports every member of a union that it tried: take the one with the longest path.
-    problem = unknown[0] if unknown else max(problems, key=lambda item: len(item["loc"]))
+    problem: Mapping[str, Any] = unknown[0] if unknown else farthest(problems)
     path = [str(part) for part in problem["loc"]]
-    # pydantic appends the tried member of a union to the path, as in "image_blocks.int".
-    name = ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
+    name = dotted(path)
     if problem["type"] in _UNKNOWN:
         valid = _fields_at(path[:-1], tree)
         near = difflib.get_close_matches(path[-1], valid, n=1, cutoff=0.0)

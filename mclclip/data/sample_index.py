@@ -343,7 +343,7 @@ class SampleIndex:
         """Raises ValueError where more than ``data.max_bad_fraction`` of all samples are bad."""
         if num_bad > max_bad_fraction * len(self):
             raise ValueError(
-                f"{num_bad} of {len(self)} samples cannot be decoded, data.max_bad_fraction="
+                f"{num_bad} of {len(self)} samples cannot be used, data.max_bad_fraction="
                 f"{max_bad_fraction} allows {int(max_bad_fraction * len(self))}: repair the "
                 f"shards, or raise data.max_bad_fraction"
             )

@@ -319,8 +319,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _prepared(
         self,
         raw: RawSample | BadSample,
-        caption_number: int = 0,
-        contexts: Sequence[AbstractContextManager[object]] = (nullcontext(),),
+        caption_number: int,
+        contexts: Sequence[AbstractContextManager[object]],
     ) -> Sample | BadSample:
         """As ``prepare``, but a sample that the transform does not take raises."""
         if isinstance(raw, BadSample):
@@ -367,7 +367,9 @@ class TarDataset(Dataset["Sample | BadSample"]):
         """
         with torch.random.fork_rng(devices=[]):
             for sample_id in range(min(len(self.index), 100)):
-                if isinstance(self._prepared(self.read_many([sample_id])[0]), Sample):
+                if isinstance(
+                    self._prepared(self.read_many([sample_id])[0], 0, [nullcontext()]), Sample
+                ):
                     return
 
     def _key(self, sample_id: int) -> str:
@@ -434,6 +436,6 @@ class BadSamples:
             self.index.add_bad(new)
             keys = self.index.keys(np.asarray(sorted(new)[:5]))
             reasons = [f"{key} ({new[i]})" for i, key in zip(sorted(new)[:5], keys, strict=True)]
-            log.warning("%d sample(s) cannot be decoded: %s", len(new), ", ".join(reasons))
+            log.warning("%d sample(s) cannot be used: %s", len(new), ", ".join(reasons))
         self.index.check_bad_fraction(len(self.known), self.max_bad_fraction)
         return len(self.known)

@@ -58,12 +58,9 @@ class Options(ContrastOptions):
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        factor = 2.0 if self.average == "paper" else 1.0 + self.alpha
-        plain, modified = (1.0 / factor, self.alpha / factor)
-        if self.term == "modified":
-            plain, modified = 0.0, 1.0
+        weights = weights_of(self.term, self.alpha, self.average)
         return ImplicitModification(
-            self.between, temperature, self.epsilon, (plain, modified), direction=self.direction
+            self.between, temperature, self.epsilon, weights, direction=self.direction
         )
 
 
@@ -89,6 +86,14 @@ class ImplicitModification(Contrast):
         shift = self.epsilon * contrasted.scale
         losses = modified_losses(negatives, positives, shift, self.weights)
         return losses, {"rows_without_negatives": negatives == float("-inf")}
+
+
+def weights_of(term: Term, alpha: float = 1.0, average: Average = "paper") -> tuple[float, float]:
+    """Weights of the plain and of the modified loss of a row."""
+    if term == "modified":
+        return 0.0, 1.0
+    factor = 2.0 if average == "paper" else 1.0 + alpha
+    return 1.0 / factor, alpha / factor
 
 
 def modified_losses(

@@ -47,7 +47,7 @@ from mclclip.objectives.base import (
     Setting,
     Sizes,
 )
-from mclclip.objectives.ifm import Term, modified_losses
+from mclclip.objectives.ifm import Term, modified_losses, weights_of
 from mclclip.objectives.momentum import MomentumCopy, Schedule, check_engine
 from mclclip.objectives.row_losses import Pairs, log_sums, row_losses
 from mclclip.options import STRICT, Share
@@ -170,7 +170,7 @@ def _check_queue(size: int, global_batch: int) -> None:
 
 @dataclass(frozen=True)
 class RowLoss:
-    """What is lost of a row: the cross-entropy of its own key, or that of modified keys.
+    """Computes the loss of each row: the cross-entropy of its own key, or that of modified keys.
 
     ``temperature`` divides cosines; ``epsilon`` and ``term`` are those of ``Options``; ``tile`` is
     how many rows and columns of the similarities are computed at a time.
@@ -189,13 +189,12 @@ class RowLoss:
             return losses, alone
         (negatives,) = log_sums(queries, keys, pairs, self.tile).unbind()
         positives = (queries * keys[pairs.first : pairs.first + len(queries)]).sum(dim=1)
-        weights = (0.5, 0.5) if self.term == "both" else (0.0, 1.0)
-        shift = self.epsilon / self.temperature
+        shift, weights = self.epsilon / self.temperature, weights_of(self.term)
         return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
 
 
 class _WithCopy(Objective):
-    """What both versions share: the momentum copy, and the mean over this rank's rows."""
+    """Base of both versions: holds the momentum copy and moves it with the model."""
 
     def __init__(self, copy: MomentumCopy, row_loss: RowLoss) -> None:
         super().__init__()

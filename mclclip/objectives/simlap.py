@@ -193,7 +193,7 @@ class Options(ObjectiveOptions):
     def _filter(
         self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
     ) -> LabelFilter | OpenGates:
-        """What gives the gates [n, dim] of two classes."""
+        """Returns the module that makes gates [n, dim] of two classes [n], int64."""
         if self.gates == "open":
             return OpenGates(num_classes, dim, dtype=dtype)
         return LabelFilter(
@@ -361,7 +361,8 @@ class SimLAP(Objective):
             "open_gates": (gates.detach() > 0.5).to(gates.dtype).mean(),
             "temperature": 1.0 / scale.detach(),
         }
-        if self.penalty_weight and isinstance(self.filter, LabelFilter):
+        if self.penalty_weight:
+            assert isinstance(self.filter, LabelFilter)  # options refuse it with open gates
             parts["gate_penalty"] = gate_penalty(self.filter.of_classes(), self.penalty)
             parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
         return parts

@@ -1,4 +1,4 @@
-"""What a run will write, and whether its disk has room for it."""
+"""Estimates the bytes that a run will write, and checks that its disk has room for them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ _REASONS = (None, "the file 'stop'", "the wall-time limit", "SIGUSR1", "SIGTERM"
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do at a boundary: save, leave (for the reason ``leave``), or neither."""
+    """The action that all ranks take at a step boundary: save, leave, both, or neither.
+
+    ``leave`` is the reason to leave; None: the ranks go on.
+    """
 
     save: bool = False
     leave: str | None = None

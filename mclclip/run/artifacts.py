@@ -52,7 +52,7 @@ _WRITTEN_BY = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an artifact is and what it was made from; ``digest`` identifies its content."""
+    """Kind, options and inputs of an artifact; ``digest`` identifies its content."""
 
     kind: str
     config: dict[str, Any]

@@ -76,7 +76,7 @@ def test_bad_samples_are_listed_beside_the_index_and_in_the_log(done: Run) -> No
     assert {key: entry["reason"].split(":")[0] for key, entry in listed.items()} == {
         f"patterns/{number:09d}": reason for number, reason in BROKEN.items()
     }
-    warnings = [line for line in done.finished.stderr.splitlines() if "cannot be decoded" in line]
+    warnings = [line for line in done.finished.stderr.splitlines() if "cannot be used" in line]
     assert all(any(key in line for line in warnings) for key in BAD_KEYS), warnings
 
 
@@ -146,7 +146,7 @@ def test_too_many_stop_all_ranks_together(
     refused = shell(*command, "data.max_bad_fraction=0.005", ranks=2)
     assert refused.codes == [2, 2], refused.stderrs
     (line,) = refused.complaints()
-    assert "data.max_bad_fraction=0.005" in line and "of 119 samples cannot be decoded" in line
+    assert "data.max_bad_fraction=0.005" in line and "of 119 samples cannot be used" in line
     assert all("Traceback" not in text for text in refused.stderrs)
     folder = {"train": "train", "embed": "embeddings"}[verb]
     assert not (tmp_path / "stage_0" / folder / "manifest.json").exists()

@@ -1,4 +1,4 @@
-"""What class centers cost: memory of a rank, bytes of each collective, operations, expected time.
+"""Computes what class centers cost: memory of a rank, bytes of each collective, operations, time.
 
 Arithmetic only, so that a million classes over eighty GPUs are counted on any machine.
 """
