@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mclclip import analyse, checkpoint, cli, embed, pipeline
-from mclclip.analyse import encoders, features, gates, heat_maps, labels, subspaces
+from mclclip.analyse import encoders, features, gates, heat_maps, labels, robustness, subspaces
 from mclclip.analyse.material import Material
 from mclclip.config import Config, from_tree
 from mclclip.eval import results
@@ -95,15 +95,25 @@ def test_gates_are_those_of_the_last_checkpoint(config: Config, drawn: Path) -> 
         np.testing.assert_allclose(found[f"stage_{stage}"]["sizes"], gates.sum(axis=1), rtol=1e-6)
 
 
-def test_pairs_of_gates_select_dimensions(drawn: Path) -> None:
+def test_pairs_of_gates_select_dimensions(config: Config, drawn: Path) -> None:
     gates, pairs = data(drawn, "gates"), data(drawn, "gate_pairs")
-    own = dict(zip(gates["stage_0"]["classes"], gates["stage_0"]["gates"], strict=True))
-    assert len(pairs["stage_0"]) == 2  # the least and the most similar of three
+    names = gates["stage_0"]["classes"]
+    own = np.array(gates["stage_0"]["gates"])
+    learned = analyse.material_of(config, SINGLE).gates["stage_0"]
+    unit = own / np.linalg.norm(own, axis=1, keepdims=True)
+    alike = {(i, j): float(unit[i] @ unit[j]) for i in range(3) for j in range(i)}
+    assert len(set(alike.values())) == 3
+    extremes = []  # the least and the most similar of three
     for pair in pairs["stage_0"]:
-        mean = np.mean([own[name] for name in pair["classes"]], axis=0)
+        codes = [names.index(name) for name in pair["classes"]]
+        extremes.append(alike[max(codes), min(codes)])
+        mean = own[codes].mean(axis=0)
         np.testing.assert_allclose(pair["mean_of_gates"], mean, rtol=1e-5)
         assert pair["dimensions"] == np.argsort(-mean, kind="stable")[:10].tolist()
-        assert np.all((0 < np.array(pair["gates_of_pair"])) & (np.array(mean) < 1))
+        of_pair = learned.of_pairs(np.array([codes]))[0]
+        assert not np.allclose(of_pair, mean)
+        np.testing.assert_allclose(pair["gates_of_pair"], of_pair, rtol=1e-5)
+    assert extremes == [min(alike.values()), max(alike.values())]
     likeness = data(drawn, "class_likeness")["stage_0"]
     assert {"open in both", "features", "label embeddings"} < likeness.keys()
     assert all(np.shape(likeness[name]) == (3, 3) for name in likeness if name != "classes")
@@ -171,12 +181,69 @@ def test_heat_maps_lie_over_the_anchor(drawn: Path) -> None:
                 assert -1.0 <= entry[space]["similarity"] <= 1.0
 
 
+def test_heat_maps_through_gates_are_of_the_class_that_they_name(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[torch.Tensor | None] = []
+    made = heat_maps.maps.clam
+
+    def spy(encoder: Any, layer: Any, anchor: Any, positive: Any, views: Any, gate: Any) -> Any:
+        used.append(gate)
+        return made(encoder, layer, anchor, positive, views, gate)
+
+    monkeypatch.setattr(heat_maps.maps, "clam", spy)
+    monkeypatch.setattr(heat_maps, "VIEWS", 2)
+    material = analyse.material_of(config, SINGLE)
+    gates, pair = material.gates["stage_0"], [2, 0]
+    encoder = encoders.load(material, 0, gates)
+    assert encoder is not None
+    anchor, positive = encoder.pixels(material.raw_images([0, 1]))
+    found = heat_maps._heat_maps(encoder, anchor, positive, gates, pair, seed=0)
+    assert list(found) == ["all", "gates of y1", "gates of y2"]
+    wanted = [None, *torch.from_numpy(gates.of_classes())[pair]]
+    for gate, own in zip(used, wanted, strict=True):
+        assert gate is own is None or torch.equal(gate, own)
+
+
 def test_readouts_of_robust_and_non_robust_features(drawn: Path) -> None:
     found = data(drawn, "adversarial_sets")
     assert found.keys() == {"shape", "colour"}
     for stage in found["shape"].values():
         assert stage["moved"] + stage["tested"] == 64 and 0 <= stage["reached"] <= 1
         assert stage["accuracy_percent"].keys() == {"D", "D_R", "D_NR"}
+
+
+def test_robust_sets_carry_the_true_labels_and_non_robust_ones_the_targets(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[np.ndarray[Any, Any]] = []
+
+    def moved_on(labels: torch.Tensor, num_classes: int, seed: int) -> torch.Tensor:
+        return (labels + 1) % num_classes
+
+    def all_reached(
+        encoder: Any, weight: Any, bias: Any, images: Any, labels: Any, *, targets: Any, **_: Any
+    ) -> Any:
+        steps = torch.ones_like(labels)
+        return robustness.attacks.AdversarialSets(images, labels, targets, steps, steps.bool())
+
+    def keep_labels(features: Any, labels: Any, asked: Any, truth: Any) -> float:
+        trained.append(labels)
+        return float(len(trained))
+
+    monkeypatch.setattr(robustness.attacks, "draw_targets", moved_on)
+    monkeypatch.setattr(robustness.attacks, "adversarial_sets", all_reached)
+    monkeypatch.setattr(robustness, "_accuracy", keep_labels)
+    material = analyse.material_of(config, SINGLE)
+    encoder = encoders.load(material, 0)
+    assert encoder is not None
+    found = robustness._readouts(material, encoder, "shape")
+    assert found is not None
+    assert (found["accuracy_percent"]["D_R"], found["accuracy_percent"]["D_NR"]) == (1.0, 2.0)
+    rows = np.random.default_rng([material.seed, 11]).permutation(len(material.ids))
+    codes = material.codes("shape")[material.ids][rows[: found["moved"]]]
+    np.testing.assert_array_equal(trained[0], codes)
+    np.testing.assert_array_equal(trained[1], (codes + 1) % 3)
 
 
 def test_subspaces_are_seen_behind_the_projector(config: Config, drawn: Path) -> None:
