@@ -1,7 +1,7 @@
 # Needs make and Python 3.11 or newer; everything else is installed into .venv by the first target
 # that needs it, and again after setup.cfg or constraints.txt has changed.
 #
-#   make demo    the whole method on built-in data, with its controls
+#   make demo    the whole method on built-in data, with its ungrouped control
 #   make test    the tests, without the slow ones
 #   make lint    ruff and mypy
 #   make bench   figures with their units (an hour; BENCH=--short: minutes, to see that they run)

@@ -19,7 +19,7 @@ def test_settings_keep_seeds_apart_and_overrides_win() -> None:
     settled = demo.settings(Path("out"), 3, ["train.steps=7"])
     assert (settled.run_dir, settled.seed, settled.train.steps) == ("out/seed_3", 3, 7)
     assert settled.data.sources["patterns"].shards == "out/data_3/shards/*.tar"
-    assert settled.controls == ["ungrouped", "random_groups"]
+    assert settled.controls == ["ungrouped"]
     assert settled.num_stages == 3
 
 
