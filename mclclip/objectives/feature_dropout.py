@@ -76,32 +76,44 @@ class Options(ContrastOptions):
 
         Raises ValueError for images that are too small for it.
         """
-        model: Any = setting.model
-        _check_size(model.image_size)
-        wide = torch.float64 if setting.precision == "float64" else torch.float32
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(setting.seed)
-            network = self._network(model.num_channels)
-        adversary = Adversary(network.to(setting.context.device, wide), self.adversary_lr)
-        loss = self.objective(self.new_temperature(wide))
-        return FeatureDropout(
-            loss, adversary, self.epsilon, normalization=model.normalization, seed=setting.seed
-        )
-
-    def _network(self, num_channels: int) -> Viewmaker:
-        return Viewmaker(num_channels, self.width, self.residual_blocks)
+        return self._around(self._network(setting).to(setting.context.device), setting)
 
     def outline(self, setting: Setting) -> Objective:
         """The objective itself: its views carry the adversary's graph."""
-        return self.build(setting)
+        return self._around(self._network(setting), setting)
+
+    def _network(self, setting: Setting) -> Viewmaker:
+        model: Any = setting.model
+        _check_size(model.image_size)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(setting.seed)
+            return self._viewmaker(model.num_channels, _dtype(setting))
+
+    def _viewmaker(self, num_channels: int, dtype: torch.dtype) -> Viewmaker:
+        return Viewmaker(num_channels, self.width, self.residual_blocks, dtype=dtype)
+
+    def _around(self, network: Viewmaker, setting: Setting) -> Objective:
+        """The objective with this network."""
+        model: Any = setting.model
+        return FeatureDropout(
+            self.objective(self.new_temperature(_dtype(setting))),
+            Adversary(network, self.adversary_lr),
+            self.epsilon,
+            normalization=model.normalization,
+            seed=setting.seed,
+        )
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the loss, and of the adversary's weights and two moments; its gradient is
         made beside the activations."""
         with torch.device("meta"):
-            weights = list(self._network(sizes.num_channels).parameters())
-        own = 3 * sum(weight.numel() for weight in weights) * sizes.dtype.itemsize
+            weights = list(self._viewmaker(sizes.num_channels, sizes.dtype).parameters())
+        own = 3 * sum(weight.nbytes for weight in weights)
         return dataclasses.replace(super().cost(sizes), lasting={"adversary": own}, checkpoint=own)
+
+
+def _dtype(setting: Setting) -> torch.dtype:
+    return torch.float64 if setting.precision == "float64" else torch.float32
 
 
 def _check_size(size: int | tuple[int, int]) -> None:

@@ -32,19 +32,27 @@ class Viewmaker(nn.Module):
     residual_blocks  at a quarter of the size; each gets a channel of noise of its own
     """
 
-    def __init__(self, num_channels: int, width: int = 32, residual_blocks: int = 3) -> None:
+    def __init__(
+        self,
+        num_channels: int,
+        width: int = 32,
+        residual_blocks: int = 3,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.residual_blocks = residual_blocks
         inner = 4 * width
         self.down = nn.Sequential(
-            _Layer(num_channels + 1, width, _KERNEL),
-            _Layer(width, 2 * width, 3, stride=2),
-            _Layer(2 * width, inner, 3, stride=2),
+            _Layer(num_channels + 1, width, _KERNEL, dtype),
+            _Layer(width, 2 * width, 3, dtype, stride=2),
+            _Layer(2 * width, inner, 3, dtype, stride=2),
         )
-        self.blocks = nn.ModuleList(_Residual(inner + n + 1) for n in range(residual_blocks))
-        self.to_half = _Layer(inner + residual_blocks, 2 * width, 3)
-        self.to_whole = _Layer(2 * width, width, 3)
-        self.last = _Mirrored(width, num_channels, _KERNEL)
+        channels = [inner + number for number in range(1, residual_blocks + 1)]
+        self.blocks = nn.ModuleList(_Residual(number, dtype) for number in channels)
+        self.to_half = _Layer(inner + residual_blocks, 2 * width, 3, dtype)
+        self.to_whole = _Layer(2 * width, width, 3, dtype)
+        self.last = _Mirrored(width, num_channels, _KERNEL, dtype=dtype)
 
     def num_noise(self, height: int, width: int) -> int:
         """Numbers of noise for an image of this size."""
@@ -106,19 +114,23 @@ class _Layer(nn.Sequential):
     """Convolution, instance norm, ReLU: [b, C, H, W] -> [b, D, H / stride, W / stride], rounded
     up."""
 
-    def __init__(self, before: int, after: int, kernel: int, stride: int = 1) -> None:
-        norm = nn.InstanceNorm2d(after, affine=True)
-        super().__init__(_Mirrored(before, after, kernel, stride), norm, nn.ReLU())
+    def __init__(
+        self, before: int, after: int, kernel: int, dtype: torch.dtype, stride: int = 1
+    ) -> None:
+        convolution = _Mirrored(before, after, kernel, stride, dtype=dtype)
+        norm = nn.InstanceNorm2d(after, affine=True, dtype=dtype)
+        super().__init__(convolution, norm, nn.ReLU())
 
 
 class _Residual(nn.Module):
     """Two convolutions, whose result is added to their input."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, dtype: torch.dtype) -> None:
         super().__init__()
-        norm = nn.InstanceNorm2d(channels, affine=True)
         self.layers = nn.Sequential(
-            _Layer(channels, channels, 3), _Mirrored(channels, channels, 3), norm
+            _Layer(channels, channels, 3, dtype),
+            _Mirrored(channels, channels, 3, dtype=dtype),
+            nn.InstanceNorm2d(channels, affine=True, dtype=dtype),
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -157,6 +157,17 @@ def test_views_stay_within_the_budget_and_between_black_and_white() -> None:
             assert float(new.min()) < 1e-6 and float(new.max()) > 1 - 1e-6  # some are cut
 
 
+def test_unchanged_pixels_keep_their_bits_whatever_the_normalization() -> None:
+    look = Look((6, 7), (0.48145466, 0.4578275, 0.40821073, 0.3), (0.268, 0.261, 0.276, 0.7), 4)
+    mean, deviation = (torch.tensor(x)[:, None, None] for x in (look.mean, look.std))
+    objective = dropout(trainee_of(epsilon=0.0))
+    objective.mean, objective.deviation = mean, deviation
+    network(trainee := trainee_of(epsilon=0.0)).float()
+    objective.adversary = dropout(trainee).adversary
+    view = look.normalized(pixels_of()[0])
+    assert torch.equal(objective.changed(view, 0, batch_of().sample_id), view)
+
+
 @pytest.mark.parametrize("double", [True, False])
 def test_without_a_budget_it_is_nt_xent_to_the_bit(double: bool) -> None:
     trainee, batch = trainee_of(epsilon=0.0), batch_of(double=double)

@@ -17,7 +17,7 @@ from tests import viewmaker_loops as loops
 def network_of(channels: int, blocks: int, width: int = 2, seed: int = 0) -> Viewmaker:
     """In float64, with scales and shifts of the norms that are not 1 and 0."""
     torch.manual_seed(seed)
-    network = Viewmaker(channels, width, blocks).double()
+    network = Viewmaker(channels, width, blocks, dtype=torch.float64)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
