@@ -97,10 +97,9 @@ class Options(ContrastOptions):
         model: Any = setting.model
         return FeatureDropout(
             self.objective(self.new_temperature(_dtype(setting))),
-            Adversary(network, self.adversary_lr),
+            Adversary(network, self.adversary_lr, setting.seed),
             self.epsilon,
-            normalization=model.normalization,
-            seed=setting.seed,
+            model.normalization,
         )
 
     def cost(self, sizes: Sizes) -> Cost:
@@ -130,12 +129,12 @@ class Adversary:
 
     The optimizer is Adam along the mean gradient of all ranks, upwards: the network makes the loss
     larger that the model makes smaller. Its learning rate is its own; where gradients are clipped,
-    its gradient is clipped with the model's, by one factor.
+    its gradient is clipped with the model's, by one factor. ``seed`` is that of the noise.
     """
 
-    def __init__(self, network: Viewmaker, lr: float) -> None:
-        self.network = network
-        self.now, self._loss_scale, self._averaged = 0, 1.0, False
+    def __init__(self, network: Viewmaker, lr: float, seed: int = 0) -> None:
+        self.network, self.seed = network, seed
+        self._now, self._loss_scale, self._averaged = 0, 1.0, False
         self.optimizer = torch.optim.Adam(network.parameters(), lr=lr, maximize=True)
         for weight in network.parameters():  # before the first step, for a state to be loaded into
             moments = {name: torch.zeros_like(weight) for name in _MOMENTS}
@@ -143,7 +142,13 @@ class Adversary:
 
     def begin(self, step: int, loss_scale: float = 1.0) -> None:
         """Takes note of the step, on which the noise depends, and of the factor of the loss."""
-        self.now, self._loss_scale = step, loss_scale
+        self._now, self._loss_scale = step, loss_scale
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def noise(self, view: int, sample_id: Tensor, size: Sequence[int]) -> Tensor:
+        """[b, n] for the network, of this step's images of a height and width, as view ``view``."""
+        count = self.network.num_noise(*size)
+        return keyed_noise(self.seed, self._now, view, sample_id, count)
 
     def zero_grad(self) -> None:
         """Drops the gradient."""
@@ -203,8 +208,8 @@ class Adversary:
 class FeatureDropout(Objective):
     """A loss between two views, each of which the adversary has changed by noise of its own.
 
-    normalization  mean and deviation of pixels, [C, 1, 1]: views are (pixels - mean) / deviation
-    seed           of the noise, with step, view and sample
+    ``normalization`` is mean and deviation of pixels, [C, 1, 1]: views are (pixels - mean) /
+    deviation.
     """
 
     mean: Tensor
@@ -215,12 +220,10 @@ class FeatureDropout(Objective):
         loss: Objective,
         adversary: Adversary,
         epsilon: float,
-        *,
         normalization: tuple[Tensor, Tensor],
-        seed: int = 0,
     ) -> None:
         super().__init__()
-        self.loss, self.adversary, self.epsilon, self.seed = loss, adversary, epsilon, seed
+        self.loss, self.adversary, self.epsilon = loss, adversary, epsilon
         for name, value in zip(("mean", "deviation"), normalization, strict=True):
             self.register_buffer(name, value, persistent=False)
 
@@ -252,12 +255,11 @@ class FeatureDropout(Objective):
 
         An unchanged pixel keeps its bits.
         """
-        network, now = self.adversary.network, self.adversary.now
         mean, deviation = self.mean.to(view), self.deviation.to(view)
         pixels = (view * deviation + mean).clamp(0.0, 1.0)
-        count = network.num_noise(*view.shape[-2:])
-        noise = keyed_noise(self.seed, now, number, sample_id, count).to(view.dtype)
-        changes = bounded(network(pixels, noise).to(view.dtype), self.epsilon)
+        noise = self.adversary.noise(number, sample_id, view.shape[-2:]).to(view.dtype)
+        raw = self.adversary.network(pixels, noise).to(view.dtype)
+        changes = bounded(raw, self.epsilon)
         # In fp32, as the transforms compute them, so that they cut nothing that is unchanged.
         black, white = ((value - self.mean) / self.deviation for value in (0.0, 1.0))
         return torch.clamp(view + changes / deviation, black.to(view), white.to(view))

@@ -279,6 +279,22 @@ def test_a_state_is_taken_over_whole() -> None:
     assert same(bits_of(trainee), bits_of(other))
 
 
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same_in_every_step() -> None:
+    """Traced without a compiler; noise of another step does not trace anew."""
+    from torch._dynamo.utils import counters  # seconds to import
+
+    trainees = trainee_of(), trainee_of()
+    trainees[0].compile(backend="eager")
+    engines = [engine_of(trainee) for trainee in trainees]
+    graphs = set()
+    for step in range(4):
+        first, second = (engine.update(batch_of(step=step), 0.1) for engine in engines)
+        assert torch.equal(first["loss"], second["loss"])
+        graphs.add(counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1
+
+
 def test_the_seed_makes_the_network() -> None:
     def made(seed: int) -> list[Tensor]:
         setting: Any = Setting(model=Encoder(), context=SINGLE, seed=seed)
