@@ -16,7 +16,7 @@ from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.transforms import Look
-from mclclip.objectives.base import Facts, Setting, parse
+from mclclip.objectives.base import Facts, Objective, Setting, parse
 from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options
 from mclclip.objectives.viewmaker import Viewmaker
 from mclclip.ranks.process_group import SINGLE
@@ -277,6 +277,31 @@ def test_a_state_is_taken_over_whole() -> None:
         assert torch.equal(parts[0]["loss"], parts[1]["loss"])
     assert same(bits_of(network(trainee)), bits_of(network(other)))
     assert same(bits_of(trainee), bits_of(other))
+
+
+def test_in_a_sum_the_adversary_climbs_the_whole_loss() -> None:
+    """Its gradient is that of both terms, which see the same views; the plan counts it too."""
+    small = {"kind": "feature_dropout", "width": 2, "residual_blocks": 1}
+    ifm = {"kind": "ifm", "between": "views", "temperature": 0.5}
+    terms = [{"objective": small, "weight": 0.25}, {"objective": ifm, "weight": 0.75}]
+    options, model = parse({"kind": "weighted_sum", "terms": terms}), Encoder()
+    setting = Setting(model=model, context=SINGLE, seed=SEED, precision="float64")
+    assert isinstance(options.outline(setting), FeatureDropout)
+    assert type(parse(ifm).outline(setting)) is Objective
+    trainee = Trainee(model, options.build(setting), "float64")  # type: ignore[arg-type]
+    (adversary,) = trainee.objective.outside()
+    assert isinstance(adversary, Adversary)
+    weights = list(adversary.network.parameters())
+    parts = trainee(batch_of())
+    losses = [parts["0_feature_dropout/loss"], parts["1_ifm/loss"]]
+    each = [torch.autograd.grad(loss, weights, retain_graph=True) for loss in losses]
+    parts["loss"].backward()
+    for weight, one, two in zip(weights, *each, strict=True):
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, 0.25 * one + 0.75 * two, rtol=1e-9, atol=1e-12)
+    before = bits_of(adversary.network)
+    adversary.step(lr=0.0)
+    assert not same(bits_of(adversary.network), before)
 
 
 @pytest.mark.slow
