@@ -2,15 +2,19 @@
 
 `mix` hashes integers to 64 bits; `permute` is a keyed bijection of [0, size) that is evaluated one
 position at a time, so that a shuffle of a billion samples costs no memory. Both are plain integer
-arithmetic: the same on every machine and in every version of numpy.
+arithmetic: the same on every machine and in every version of numpy. `mix_tensors` is `mix` on the
+device of its words.
 """
 
 from __future__ import annotations
 
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:  # torch takes seconds to import, and nothing here calls its functions
+    from torch import Tensor
 
 Integers = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
@@ -41,6 +45,20 @@ def mix(*words: int | np.integer | npt.NDArray[np.integer]) -> np.uint64 | Keys:
         # The constant keeps a word from cancelling the count it starts from: mix(1) is not mix().
         state = _scramble(state ^ _scramble(np.atleast_1d(bits) ^ _SECOND))
     return state.reshape(shape) if shape else np.uint64(state[0])
+
+
+def mix_tensors(first: int, *others: Tensor) -> Tensor:
+    """The bits of ``mix(first, *others)`` as int64, for int64 tensors that broadcast.
+
+    Torch has no arithmetic of uint64; int64 wraps around in the same way.
+    """
+    count = _scramble(np.array([1 + len(others)], dtype=np.uint64))
+    head = _scramble(count ^ _scramble(_as_words(first)[None] ^ _SECOND))
+    state: int | Tensor = _signed(head[0])
+    for word in others:
+        state = _scramble_tensor(_scramble_tensor(word ^ _signed(_SECOND)) ^ state)
+    assert not isinstance(state, int)
+    return state
 
 
 def permute(
@@ -96,6 +114,23 @@ def _scramble(bits: Keys) -> Keys:
     bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
     bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
     return bits ^ (bits >> np.uint64(31))
+
+
+def _signed(word: np.uint64) -> int:
+    """The number below 2^63 that has the same 64 bits."""
+    return int(word.astype(np.int64))
+
+
+def _scramble_tensor(bits: Tensor) -> Tensor:
+    """`_scramble` of int64: its right shifts bring in zeros, not copies of the sign."""
+    bits = bits + _signed(_GOLDEN)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(_FIRST)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(_SECOND)
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, places: int) -> Tensor:
+    return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
 def _round_keys(keys: Keys, rounds: int) -> Keys:

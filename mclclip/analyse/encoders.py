@@ -40,9 +40,8 @@ class PixelEncoder(nn.Module):
         super().__init__()
         self.model, self.gated = model, gates is not None
         self.norm = None if gates is None else gates.subspaces.norm
-        for name in ("mean", "std"):
-            values = torch.tensor(model.config["preprocess_cfg"][name], dtype=torch.float32)
-            self.register_buffer(name, values.reshape(-1, 1, 1))
+        for name, values in zip(("mean", "std"), model.normalization, strict=True):
+            self.register_buffer(name, values)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[n, C, H, W] -> [n, D]."""

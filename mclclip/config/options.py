@@ -459,6 +459,7 @@ class Config:
             engine=options.engine.name,
             global_batch=options.global_batch,
             zero_stage=options.engine.zero_stage,
+            micro_batch=options.engine.micro_batch,
         )
 
     @property

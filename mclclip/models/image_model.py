@@ -83,6 +83,19 @@ class ImageModel(nn.Module):
         """Width of the features before the projection; None where there are none."""
         return self.layout.pooled_dim(self.visual)
 
+    @property
+    def normalization(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of pixels, float32 [C, 1, 1] or [1, 1, 1].
+
+        Both transforms give images as (pixels - mean) / deviation, with pixels between 0 and 1.
+        """
+        settings = self.config["preprocess_cfg"]
+        mean, deviation = (
+            torch.tensor(settings[name], dtype=torch.float32).reshape(-1, 1, 1)
+            for name in ("mean", "std")
+        )
+        return mean, deviation
+
     def tower_layouts(self, text: bool) -> list[tuple[nn.Module, towers.Layout]]:
         """The image tower with its layout, and the text tower if `text` and there is one."""
         return [(self.visual, self.layout)]

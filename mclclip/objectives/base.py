@@ -43,6 +43,7 @@ _PARTS = (
     "momentum",
     "row_losses",
     "temperature",
+    "viewmaker",
 )
 
 
@@ -123,6 +124,7 @@ class Facts:
     widths        of the features that were clustered, and of those that are trained
     global_batch  samples per step over all ranks
     zero_stage    how much deepspeed shares out, where that is the engine
+    micro_batch   samples per rank and forward, where gradients are cached
     """
 
     num_clusters: int
@@ -133,11 +135,13 @@ class Facts:
     widths: tuple[int, int] | None = None
     global_batch: int | None = None
     zero_stage: int | None = None
+    micro_batch: int | None = None
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers that a cost depends on: samples of one rank, ranks, width of features, classes.
+    """Numbers that a cost depends on: samples of one rank, ranks, width of features, classes,
+    channels of an image.
 
     ``peak_bytes`` runs a function on tensors without values and returns the most bytes that it
     holds at a time. ``model_bytes`` is the size of the model's parameters and buffers.
@@ -150,6 +154,7 @@ class Sizes:
     dtype: torch.dtype
     peak_bytes: Callable[[Callable[[], None]], int]
     model_bytes: int = 0
+    num_channels: int = 3
 
 
 @dataclass(frozen=True)
@@ -253,6 +258,14 @@ class ObjectiveOptions:
     def build(self, setting: Setting) -> Objective:
         """The objective. All ranks call it together."""
         raise NotImplementedError(f"{type(self).__name__} builds nothing")
+
+    def outline(self, setting: Setting) -> Objective:
+        """An objective whose ``features`` take as much memory as those of the built one.
+
+        The plan runs it on tensors without values. By default it is that of features that are
+        the model's own.
+        """
+        return Objective()
 
     def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
         """The gates of classes in a saved state (names to tensors) of the objective; called only

@@ -119,6 +119,11 @@ class Options(ObjectiveOptions):
         names = [f"{number}_{t.objective.kind}" for number, t in enumerate(self.terms)]
         return WeightedSum(built, [term.weight for term in self.terms], names)
 
+    def outline(self, setting: Setting) -> Objective:
+        """That of the term that makes features of its own, if there is one."""
+        every = [term.objective.outline(setting) for term in self.terms]
+        return next(filter(_makes_features, every), Objective())
+
     def cost(self, sizes: Sizes) -> Cost:
         """The sum of the terms' costs."""
         costs = [term.objective.cost(sizes) for term in self.terms]

@@ -18,8 +18,9 @@ from mclclip.models import memory
 from mclclip.models.loading import AnyModel, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise
 from mclclip.objectives import base as objectives
-from mclclip.objectives.base import Objective
+from mclclip.objectives.base import Objective, Setting
 from mclclip.plan.machine import GIB, Machine
+from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 
 _HALF = ("bf16", "fp16")
@@ -53,10 +54,10 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
-        trainee = Trainee(model, Objective(), options.precision)
+        trainee = Trainee(model, _outline(model, options), options.precision)
         batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         sizes = _sizes(model, options)
-        cost = _cost(config, options, model.feature_dim, local, machine, sizes.parameters)
+        cost = _cost(config, options, model, local, machine, sizes.parameters)
         existing = _existing(trainee, batch)
         parts = per_rank(
             sizes,
@@ -163,6 +164,12 @@ def _check_engine(model: AnyModel, name: str, options: TrainConfig, machine: Mac
         raise ValueError(f"{name}.engine.name=deepspeed trains float32, got precision=float64")
 
 
+def _outline(model: AnyModel, options: TrainConfig) -> Objective:
+    """The objective as far as the memory of features depends on it."""
+    setting = Setting(model=model, context=SINGLE, seed=0, precision=options.precision)
+    return options.objective.outline(setting)
+
+
 def _batch(model: AnyModel, options: TrainConfig, local: int, cached_text: bool) -> Batch:
     """A rank's batch, without values."""
     size = model.image_size
@@ -213,18 +220,24 @@ def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
 
 
 def _cost(
-    config: Config, options: TrainConfig, dim: int, local: int, machine: Machine, model_bytes: int
+    config: Config,
+    options: TrainConfig,
+    model: AnyModel,
+    local: int,
+    machine: Machine,
+    model_bytes: int,
 ) -> objectives.Cost:
     """Cost of the objective, with as many classes as the largest of the stages has."""
     return options.objective.cost(
         objectives.Sizes(
             local_batch=local,
             num_ranks=machine.ranks,
-            dim=dim,
+            dim=model.feature_dim,
             num_classes=max(config.clusters, default=config.cluster.clusters_of(0)),
             dtype=_dtype(options),
             peak_bytes=memory.peak_bytes,
             model_bytes=model_bytes,
+            num_channels=model.num_channels,
         )
     )
 

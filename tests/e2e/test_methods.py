@@ -34,6 +34,7 @@ OBJECTIVES = {
     "{objective: {kind: nt_xent}}]}",
     "supcon": "{kind: supcon, attribute: shape}",
     "simlap": "{kind: simlap, attribute: shape, label_dim: 8, hidden_dim: 8}",
+    "feature_dropout": "{kind: feature_dropout, width: 4, residual_blocks: 1}",
 }
 
 
@@ -86,6 +87,7 @@ def test_stages_from_scratch_beside_an_ensemble(
         ("base.objective={kind: supcon, attribute: size}", "no attribute 'size'"),
         ("base.objective={kind: info_nce}", "reads captions"),
         ("base.objective={kind: moco, queue_size: 8}", "queue"),
+        ("base.objective={kind: feature_dropout, epsilon: -1}", "epsilon"),
         ("model.name.vision_cfg.channels=3", "has 4 channels, but the model takes 3"),
     ],
 )
@@ -99,7 +101,7 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", kept([*OBJECTIVES], 2, 3, 9))
+@pytest.mark.parametrize("method", kept([*OBJECTIVES], 2, 3, 9, 11))
 def test_killed_and_resumed(shell: Shell, pictures: Path, tmp_path: Path, method: str) -> None:
     where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES[method])
     shell.ok("run", "--config", where)

@@ -17,6 +17,7 @@ import pytest
 from mclclip import config, plan
 from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.objectives.viewmaker import Viewmaker
 from mclclip.plan import Machine, disk
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
@@ -114,6 +115,29 @@ def test_micro_batches_divide_the_activations() -> None:
     (once, whole), (often, micro) = activations(), activations("train.engine.micro_batch=256")
     assert (once, often) == (1, 4)
     assert micro == pytest.approx(whole / 4, rel=0.1)
+
+
+def test_an_adversary_counts_with_the_graph_of_its_views() -> None:
+    """Beside its weights and moments: its activations, and those of blocks that are frozen."""
+    made = {"kind": "feature_dropout", "width": 4, "residual_blocks": 1}
+
+    def parts(objective: dict[str, Any], **training: Any) -> dict[str, int]:
+        tree = tiny.tree(Path("run"), Path("data"))
+        tree |= {"base": None, "num_stages": 1}
+        tree["train"] |= {"objective": objective, "global_batch": 16} | training
+        found = plan.make(config.from_tree(tree), Machine(), 500)["memory"]["train"]
+        return found["parts"] | {"checkpoint": found["checkpoint"]}  # type: ignore[no-any-return]
+
+    def more(**training: Any) -> dict[str, int]:
+        plain, changed = parts({"kind": "nt_xent"}, **training), parts(made, **training)
+        return {name: changed[name] - plain[name] for name in plain}
+
+    whole, frozen = more(lock={"image_blocks": "all"}), more(lock={"image_blocks": 1})
+    state = 3 * 4 * sum(p.numel() for p in Viewmaker(3, 4, 1).parameters())
+    assert whole["objective"] == whole["checkpoint"] == state
+    assert {n for n, size in whole.items() if size} == {"objective", "checkpoint", "activations"}
+    hidden = 2 * 16 * 4 * (2 * 4) * 32 * 32  # two views; outputs of the first and the last layer
+    assert 2 * hidden < whole["activations"] < frozen["activations"]
 
 
 def test_without_samples_it_says_so() -> None:

@@ -7,10 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.randomness import mix, permute
+from mclclip.randomness import mix, mix_tensors, permute
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 words = st.integers(min_value=-(2**63), max_value=2**63 - 1)
@@ -140,3 +141,11 @@ def test_another_process_draws_the_same() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == f"{int(mix(4, -2))} {permute(np.arange(9), 9, 5).tolist()}"
+
+
+@stable
+@given(seed=words, rows=st.lists(words, min_size=1, max_size=8), columns=st.integers(1, 5))
+def test_tensors_are_mixed_into_the_same_bits(seed: int, rows: list[int], columns: int) -> None:
+    wanted = mix(seed, np.array(rows)[:, None], np.arange(columns))
+    found = mix_tensors(seed, torch.tensor(rows)[:, None], torch.arange(columns))
+    assert np.array_equal(found.numpy().view(np.uint64), wanted)

@@ -1,0 +1,273 @@
+"""Feature dropout: NT-Xent between views that an adversary changes to make the loss larger.
+
+Source: Tamkin et al., "Feature Dropout: Revisiting the Role of Augmentations in Contrastive
+Learning" (2022), with the adversary of "Viewmaker Networks" (2021): a network that adds at most
+epsilon to a pixel on average (`viewmaker`), min over the encoder and max over the network of
+SimCLR's loss of two views with independent noise. A baseline of MCL's Table 2.
+
+A pixel lies between 0 and 1. The change is made to what the augmentation gives, before it is
+normalised, and the sum is cut to [0, 1]. In the authors' code that is the picture itself, so
+``model.augmentation={kind: none}`` is theirs.
+
+Departures from that code. Both players move along the gradient of one forward pass, where theirs
+runs a second one for the adversary, after the encoder has moved. The loss is NT-Xent in both
+directions with MCL's mask; theirs has one direction, and a view among its own negatives.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from mclclip.objectives.base import Batch, Cost, Facts, Objective, Setting, Sizes
+from mclclip.objectives.contrast import Between, Contrast, ContrastOptions
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.temperature import AnyTemperature, Temperature
+from mclclip.objectives.viewmaker import SMALLEST_SIDE, Viewmaker, bounded, keyed_noise
+from mclclip.options import STRICT
+from mclclip.ranks import collectives
+from mclclip.ranks.outside import OutsideParameters
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ContrastOptions):
+    """SimCLR's loss with MCL's mask, between views that an adversary changes."""
+
+    kind: Literal["feature_dropout"] = "feature_dropout"
+    """Which objective."""
+    temperature: AnyTemperature = 0.5
+    """As for other contrastive losses."""
+    epsilon: NonNegativeFloat = 0.05
+    """Largest mean change of an image's pixels, which lie between 0 and 1; 0: none."""
+    adversary_lr: PositiveFloat = 1e-3
+    """Learning rate of the adversary's Adam in all steps: neither warm-up nor decay touch it."""
+    width: PositiveInt = 32
+    """Channels of the adversary's first layer; later ones have twice and four times as many."""
+    residual_blocks: NonNegativeInt = 3
+    """Residual blocks of the adversary, each with noise of its own."""
+
+    between: ClassVar[Between] = "views"
+
+    def check(self, facts: Facts) -> None:
+        """Raises ValueError for gradient caching under fp16."""
+        super().check(facts)
+        if facts.precision == "fp16" and facts.micro_batch is not None:
+            raise ValueError(
+                f"engine.micro_batch={facts.micro_batch} with precision=fp16 would multiply the "
+                f"gradient of the adversary of objective.kind={self.kind} by the loss scale: set "
+                "precision=bf16, or leave micro_batch out"
+            )
+
+    def objective(self, temperature: Temperature) -> Contrast:
+        """The loss of the changed views, with its temperature."""
+        return InfoNCE(temperature=temperature, between="views")
+
+    def build(self, setting: Setting) -> Objective:
+        """The loss and a new adversary, which is the same on every rank.
+
+        Raises ValueError for images that are too small for it.
+        """
+        return self._around(self._network(setting).to(setting.context.device), setting)
+
+    def outline(self, setting: Setting) -> Objective:
+        """The objective itself: its views carry the adversary's graph."""
+        return self._around(self._network(setting), setting)
+
+    def _network(self, setting: Setting) -> Viewmaker:
+        model: Any = setting.model
+        _check_size(model.image_size)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(setting.seed)
+            return self._viewmaker(model.num_channels, _dtype(setting))
+
+    def _viewmaker(self, num_channels: int, dtype: torch.dtype) -> Viewmaker:
+        return Viewmaker(num_channels, self.width, self.residual_blocks, dtype=dtype)
+
+    def _around(self, network: Viewmaker, setting: Setting) -> Objective:
+        """The objective with this network."""
+        model: Any = setting.model
+        return FeatureDropout(
+            self.objective(self.new_temperature(_dtype(setting))),
+            Adversary(network, self.adversary_lr, setting.seed),
+            self.epsilon,
+            model.normalization,
+        )
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """Memory of the loss, and of the adversary's weights and two moments; its gradient is
+        made beside the activations."""
+        with torch.device("meta"):
+            weights = list(self._viewmaker(sizes.num_channels, sizes.dtype).parameters())
+        own = 3 * sum(weight.nbytes for weight in weights)
+        return dataclasses.replace(super().cost(sizes), lasting={"adversary": own}, checkpoint=own)
+
+
+def _dtype(setting: Setting) -> torch.dtype:
+    return torch.float64 if setting.precision == "float64" else torch.float32
+
+
+def _check_size(size: int | tuple[int, int]) -> None:
+    height, width = (size, size) if isinstance(size, int) else size
+    if min(height, width) < SMALLEST_SIDE:
+        raise ValueError(
+            f"objective.kind=feature_dropout changes images of at least {SMALLEST_SIDE} pixels a "
+            f"side, and the model takes {height} x {width}: set a larger image_size"
+        )
+
+
+class Adversary:
+    """The network that changes views, whole on every rank, and its optimizer (`OutsideParameters`).
+
+    The optimizer is Adam along the mean gradient of all ranks, upwards: the network makes the loss
+    larger that the model makes smaller. Its learning rate is its own; where gradients are clipped,
+    its gradient is clipped with the model's, by one factor. ``seed`` is that of the noise.
+    """
+
+    def __init__(self, network: Viewmaker, lr: float, seed: int = 0) -> None:
+        self.network, self.seed = network, seed
+        self._now, self._loss_scale, self._averaged = 0, 1.0, False
+        self.optimizer = torch.optim.Adam(network.parameters(), lr=lr, maximize=True)
+        for weight in network.parameters():  # before the first step, for a state to be loaded into
+            moments = {name: torch.zeros_like(weight) for name in _MOMENTS}
+            self.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
+
+    def begin(self, step: int, loss_scale: float = 1.0) -> None:
+        """Takes note of the step, on which the noise depends, and of the factor of the loss."""
+        self._now, self._loss_scale = step, loss_scale
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def noise(self, view: int, sample_id: Tensor, size: Sequence[int]) -> Tensor:
+        """[b, n] for the network, of this step's images of a height and width, as view ``view``."""
+        count = self.network.num_noise(*size)
+        return keyed_noise(self.seed, self._now, view, sample_id, count)
+
+    def zero_grad(self) -> None:
+        """Drops the gradient."""
+        self.optimizer.zero_grad()
+        self._averaged = False
+
+    def grad_square(self) -> Tensor:
+        """The sum of squares of the mean gradient, float64, 0-dimensional."""
+        gradient = self._flat().double()
+        return gradient.square().sum()
+
+    def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
+        """One step of Adam upwards, along ``factor`` times the gradient; ``lr`` is the model's."""
+        self._flat()
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+        self.optimizer.step()
+
+    def _gradients(self) -> list[Tensor]:
+        return [w.grad for w in self.network.parameters() if w.grad is not None]
+
+    def _flat(self) -> Tensor:
+        """All gradients as one vector; the first call of a step averages them over the ranks."""
+        gradients = self._gradients()
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        if not self._averaged:
+            divisor = collectives.world_size() * self._loss_scale
+            flat = collectives.all_reduce_sum(flat) / divisor
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):
+                gradient.copy_(part.view_as(gradient))
+            self._averaged = True
+        return flat
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``adversary.weights.NAME``, Adam's moments ``adversary.MOMENT.NAME``, and the number of
+        its steps."""
+        state = {}
+        for name, weight in self.network.named_parameters():
+            moments = self.optimizer.state[weight]
+            state[f"adversary.weights.{name}"] = weight.detach()
+            state |= {f"adversary.{moment}.{name}": moments[moment] for moment in _MOMENTS}
+            state["adversary.steps"] = moments["step"]  # that of all
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes what ``state_dict`` gave."""
+        for name, weight in self.network.named_parameters():
+            moments = self.optimizer.state[weight]
+            weight.copy_(state[f"adversary.weights.{name}"])
+            for moment in _MOMENTS:
+                moments[moment].copy_(state[f"adversary.{moment}.{name}"])
+            moments["step"].copy_(state["adversary.steps"])
+
+
+class FeatureDropout(Objective):
+    """A loss between two views, each of which the adversary has changed by noise of its own.
+
+    ``normalization`` is mean and deviation of pixels, [C, 1, 1]: views are (pixels - mean) /
+    deviation.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(
+        self,
+        loss: Objective,
+        adversary: Adversary,
+        epsilon: float,
+        normalization: tuple[Tensor, Tensor],
+    ) -> None:
+        super().__init__()
+        self.loss, self.adversary, self.epsilon = loss, adversary, epsilon
+        for name, value in zip(("mean", "deviation"), normalization, strict=True):
+            self.register_buffer(name, value, persistent=False)
+
+    def outside(self) -> Sequence[OutsideParameters]:
+        """The adversary."""
+        return [self.adversary]
+
+    def begin(self, step: int, total: int, epoch: float) -> None:
+        """Moves the temperature."""
+        self.loss.begin(step, total, epoch)
+
+    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The model's features of the changed views, and ``view_change``: [b], the mean change of
+        a sample's pixels. Raises ValueError for another number of views than two."""
+        if len(batch.views) != 2:
+            raise ValueError(f"feature_dropout changes two views, and got {len(batch.views)}")
+        changed = copy.copy(batch)
+        changed.views = [
+            self.changed(view, number, batch.sample_id) for number, view in enumerate(batch.views)
+        ]
+        changes = [
+            ((new.detach() - old) * self.deviation).abs().mean(dim=(1, 2, 3))
+            for new, old in zip(changed.views, batch.views, strict=True)
+        ]
+        return super().features(model, changed) | {"view_change": torch.stack(changes).mean(dim=0)}
+
+    def changed(self, view: Tensor, number: int, sample_id: Tensor) -> Tensor:
+        """[b, C, H, W] -> the same as the adversary changes it in this step, as view ``number``.
+
+        An unchanged pixel keeps its bits.
+        """
+        mean, deviation = self.mean.to(view), self.deviation.to(view)
+        pixels = (view * deviation + mean).clamp(0.0, 1.0)
+        noise = self.adversary.noise(number, sample_id, view.shape[-2:]).to(view.dtype)
+        raw = self.adversary.network(pixels, noise).to(view.dtype)
+        changes = bounded(raw, self.epsilon)
+        # In fp32, as the transforms compute them, so that they cut nothing that is unchanged.
+        black, white = ((value - self.mean) / self.deviation for value in (0.0, 1.0))
+        return torch.clamp(view + changes / deviation, black.to(view), white.to(view))
+
+    def forward(self, view_change: Tensor | None = None, **features: Any) -> dict[str, Tensor]:
+        """The parts of the loss of the features, and ``view_change``, the mean over this rank's
+        samples; see ``Contrast.forward``."""
+        parts: dict[str, Tensor] = self.loss(**features)
+        if view_change is not None:
+            parts["view_change"] = view_change.detach().mean()
+        return parts

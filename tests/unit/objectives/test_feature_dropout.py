@@ -1,0 +1,387 @@
+"""Feature dropout: views, loss and gradients by loops, who moves whom, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mclclip import config
+from mclclip.data.batches import Batch
+from mclclip.engines import build_engine
+from mclclip.engines.engine import Engine
+from mclclip.models.transforms import Look
+from mclclip.objectives.base import Facts, Objective, Setting, parse
+from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options
+from mclclip.objectives.viewmaker import Viewmaker
+from mclclip.ranks.process_group import SINGLE
+from mclclip.train.loop import Trainee
+from tests import viewmaker_loops as loops
+from tests import views
+
+SEED, STEP, EPSILON, TEMPERATURE = 7, 3, 0.05, 0.4
+
+
+class Encoder(nn.Module):
+    """A linear encoder of pictures of four channels, 6 x 7 pixels."""
+
+    # Binary fractions, so that black and white are the same numbers in fp32 and float64.
+    look = Look((6, 7), (0.5, 0.25, 0.5, 0.125), (0.25, 0.5, 0.125, 0.5), channels=4)
+    image_size, num_channels, feature_dim, has_logit_bias = (6, 7), 4, 5, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(0.1 * torch.randn(5, 4 * 6 * 7, dtype=torch.float64))
+
+    @property
+    def normalization(self) -> tuple[Tensor, Tensor]:
+        mean, deviation = (torch.tensor(x)[:, None, None] for x in (self.look.mean, self.look.std))
+        return mean, deviation
+
+    def forward(self, image: Tensor, **unused: Any) -> dict[str, Tensor]:
+        flat = image.flatten(1) @ self.weight.to(image).T
+        return {"image_features": functional.normalize(flat, dim=1)}
+
+
+def trainee_of(**options: Any) -> Trainee:
+    model = Encoder()
+    given = {"temperature": TEMPERATURE, "width": 2, "residual_blocks": 1} | options
+    setting = Setting(model=model, context=SINGLE, seed=SEED, precision="float64")
+    objective = Options(**given).build(setting)
+    return Trainee(model, objective, "float64")  # type: ignore[arg-type]
+
+
+def dropout(trainee: Trainee) -> FeatureDropout:
+    assert isinstance(trainee.objective, FeatureDropout)
+    return trainee.objective
+
+
+def network(trainee: Trainee) -> Viewmaker:
+    return dropout(trainee).adversary.network
+
+
+def pixels_of(rows: int = 4) -> tuple[Tensor, Tensor]:
+    """Two augmentations of some pictures, with black and white pixels among theirs."""
+    rng = torch.Generator().manual_seed(2)
+    drawn = 1.4 * torch.rand(2, rows, 4, 6, 7, generator=rng) - 0.2
+    first, second = drawn.clamp(0.0, 1.0)
+    return first, second
+
+
+def batch_of(rows: int = 4, step: int = STEP, double: bool = True) -> Batch:
+    views = [Encoder.look.normalized(pixels) for pixels in pixels_of(rows)]
+    return Batch(
+        views=[view.double() if double else view for view in views],
+        labels=torch.zeros(rows, 1, dtype=torch.int64),
+        sample_id=10 + torch.arange(rows) ** 2,
+        step=step,
+        group_size=rows,
+    )
+
+
+def engine_of(trainee: Trainee, **options: Any) -> Engine:
+    outside = trainee.objective.outside()
+    return build_engine(
+        "ddp",
+        trainee,
+        lambda module: torch.optim.SGD(module.parameters(), lr=1.0),
+        SINGLE,
+        outside=outside,
+        **options,
+    )
+
+
+def bits_of(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def by_loops(trainee: Trainee, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and the changed views as pixels, from the papers' formulas."""
+    maker, model = network(trainee), trainee.model
+    weights = dict(maker.named_parameters())
+    mean, deviation = (x.double() for x in model.normalization)
+    features: list[list[Tensor]] = []
+    changed = []
+    for number, view in enumerate(batch.views):
+        own = []
+        for picture, sample_id in zip(view, batch.sample_id.tolist(), strict=True):
+            noise = loops.noise_of(SEED, STEP, number, sample_id, maker.num_noise(6, 7))
+            pixels = (picture * deviation + mean).clamp(0, 1)
+            own.append(loops.view_of(weights, pixels, noise, EPSILON)[1])
+        changed.append(torch.stack(own))
+        images = [((image - mean) / deviation).flatten() for image in own]
+        raw = [model.weight @ image for image in images]  # type: ignore[operator]
+        features.append([feature / feature.norm() for feature in raw])
+    return loops.nt_xent(*features, TEMPERATURE), changed
+
+
+def test_loss_and_both_gradients_are_those_of_loops() -> None:
+    trainee, batch = trainee_of(), batch_of()
+    dropout(trainee).adversary.begin(STEP)
+    parts = trainee(batch)
+    wanted, changed = by_loops(trainee, batch)
+    torch.testing.assert_close(parts["loss"], wanted, rtol=1e-12, atol=1e-12)
+    both = zip(changed, pixels_of(), strict=True)
+    mean = torch.stack([(new - old).abs().mean() for new, old in both]).mean()
+    assert float(parts["view_change"]) == pytest.approx(float(mean.detach()), rel=1e-5)
+    leaves = [*trainee.model.parameters(), *network(trainee).parameters()]
+    found = torch.autograd.grad(parts["loss"], leaves)
+    expected = torch.autograd.grad(wanted, leaves)
+    for got, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-8, atol=1e-11)
+        assert right.abs().max() > 1e-6 or right.ndim == 1  # norms take away a bias
+
+
+def test_views_stay_within_the_budget_and_between_black_and_white() -> None:
+    for epsilon in (0.01, 0.05, 0.8):
+        objective, batch = dropout(trainee_of(epsilon=epsilon)), batch_of()
+        mean, deviation = (x.double() for x in Encoder().normalization)
+        for number, view in enumerate(batch.views):
+            new = objective.changed(view, number, batch.sample_id).detach() * deviation + mean
+            assert float(new.min()) >= -1e-6 and float(new.max()) <= 1.0 + 1e-6
+            sizes = (new - (view * deviation + mean)).abs().mean(dim=(1, 2, 3))
+            assert bool((sizes <= epsilon + 1e-6).all()) and float(sizes.min()) > 0.3 * epsilon
+            assert float(new.min()) < 1e-6 and float(new.max()) > 1 - 1e-6  # some are cut
+
+
+def test_unchanged_pixels_keep_their_bits_whatever_the_normalization() -> None:
+    look = Look((6, 7), (0.48145466, 0.4578275, 0.40821073, 0.3), (0.268, 0.261, 0.276, 0.7), 4)
+    mean, deviation = (torch.tensor(x)[:, None, None] for x in (look.mean, look.std))
+    objective = dropout(trainee_of(epsilon=0.0))
+    objective.mean, objective.deviation = mean, deviation
+    network(trainee := trainee_of(epsilon=0.0)).float()
+    objective.adversary = dropout(trainee).adversary
+    view = look.normalized(pixels_of()[0])
+    assert torch.equal(objective.changed(view, 0, batch_of().sample_id), view)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_without_a_budget_it_is_nt_xent_to_the_bit(double: bool) -> None:
+    trainee, batch = trainee_of(epsilon=0.0), batch_of(double=double)
+    if not double:
+        network(trainee).float()
+    for number, view in enumerate(batch.views):
+        assert torch.equal(dropout(trainee).changed(view, number, batch.sample_id), view)
+    parts = trainee(batch)
+    setting: Any = Setting(model=trainee.model, context=SINGLE, seed=0, precision="float64")
+    plain = parse({"kind": "nt_xent", "temperature": TEMPERATURE}).build(setting)
+    wanted = Trainee(trainee.model, plain, "float64")(batch)
+    assert torch.equal(parts["loss"], wanted["loss"]) and float(parts["view_change"]) == 0.0
+    parts["loss"].backward()
+    assert all(not p.grad.any() for p in network(trainee).parameters() if p.grad is not None)
+
+
+def test_every_view_sample_and_step_has_noise_of_its_own() -> None:
+    objective, batch = dropout(trainee_of()), batch_of()
+    view, ids = batch.views[0], batch.sample_id
+
+    def changed(number: int = 0, step: int = STEP) -> Tensor:
+        objective.adversary.begin(step)
+        return objective.changed(view, number, ids)
+
+    wanted = changed()
+    assert torch.equal(changed(), wanted)
+    for other in (changed(number=1), changed(step=STEP + 1)):
+        assert bool(((other - wanted).abs().amax(dim=(1, 2, 3)) > 1e-4).all())
+    objective.adversary.begin(STEP)
+    alone = objective.changed(view[2:3], 0, ids[2:3])
+    torch.testing.assert_close(alone, wanted[2:3], rtol=1e-12, atol=1e-12)
+    exchanged = objective.changed(view[2:3], 0, ids[1:2])
+    assert float((exchanged - alone).detach().abs().max()) > 1e-4
+
+
+# --- who moves ---------------------------------------------------------------------------------
+
+
+def test_neither_step_moves_the_other_player() -> None:
+    trainee = trainee_of()
+    engine, adversary = engine_of(trainee), dropout(trainee).adversary
+    assert not {*map(id, trainee.parameters())} & {*map(id, adversary.network.parameters())}
+    encoder, maker = bits_of(trainee), bits_of(adversary.network)
+    adversary.begin(STEP)
+    trainee(batch_of())["loss"].backward()
+    engine.step()
+    assert not same(bits_of(trainee), encoder) and same(bits_of(adversary.network), maker)
+    encoder = bits_of(trainee)
+    adversary.step(lr=0.1)
+    assert same(bits_of(trainee), encoder) and not same(bits_of(adversary.network), maker)
+
+
+def test_the_adversary_climbs_what_the_encoder_descends() -> None:
+    """Against an encoder that stands still it makes the loss larger than noise of its start."""
+
+    def losses(encoder_lr: float, adversary_lr: float) -> list[float]:
+        trainee = trainee_of(adversary_lr=adversary_lr, epsilon=0.2)
+        engine = engine_of(trainee)
+        return [float(engine.update(batch_of(step=n), encoder_lr)["loss"]) for n in range(20)]
+
+    still, climbed, descended = losses(0.0, 1e-9), losses(0.0, 2e-2), losses(0.3, 1e-9)
+    assert climbed[0] == still[0] == descended[0]
+    assert min(climbed[-5:]) > max(still)
+    assert max(descended[-5:]) < min(still)
+
+
+def test_its_optimizer_is_adam_upwards_with_a_rate_of_its_own() -> None:
+    """Two steps by the formula; the gradient is multiplied by the loss scale, and then clipped."""
+    torch.manual_seed(0)
+    maker = Viewmaker(1, width=1, residual_blocks=0).double()
+    adversary = Adversary(maker, lr=0.02)
+    weights = bits_of(maker)
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in weights]
+    for step in (1, 2):
+        adversary.zero_grad()
+        adversary.begin(step, loss_scale=8.0)
+        gradients = [torch.randn_like(weight) for weight in weights]
+        for parameter, gradient in zip(maker.parameters(), gradients, strict=True):
+            parameter.grad = 8.0 * gradient
+        square = sum(float(gradient.square().sum()) for gradient in gradients)
+        for _ in range(2):  # asking twice changes nothing
+            assert float(adversary.grad_square()) == pytest.approx(square, rel=1e-12)
+        adversary.step(lr=123.0, factor=torch.tensor(0.5))
+        for number, gradient in enumerate(gradients):
+            first, second = moments[number]
+            first = 0.9 * first + 0.1 * 0.5 * gradient
+            second = 0.999 * second + 0.001 * (0.5 * gradient) ** 2
+            moments[number] = first, second
+            size = (second / (1 - 0.999**step)).sqrt() + 1e-8
+            weights[number] = weights[number] + 0.02 * first / (1 - 0.9**step) / size
+    for found, wanted in zip(maker.parameters(), weights, strict=True):
+        torch.testing.assert_close(found.detach(), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_state_is_taken_over_whole() -> None:
+    trainee, other = trainee_of(), trainee_of(adversary_lr=1e-3)
+    engines = [engine_of(trainee), engine_of(other)]
+    for step in range(2):
+        engines[0].update(batch_of(step=step), 0.1)
+    state = {name: tensor.clone() for name, tensor in engines[0].state_dict().items()}
+    assert state.keys() == engines[1].state_dict().keys()
+    assert float(state["adversary.steps"]) == 2.0
+    assert not any("adversary" in name for name in state if name.startswith("model."))
+    engines[1].load_state_dict(copy.deepcopy(state))
+    for step in (2, 3):
+        parts = [engine.update(batch_of(step=step), 0.1) for engine in engines]
+        assert torch.equal(parts[0]["loss"], parts[1]["loss"])
+    assert same(bits_of(network(trainee)), bits_of(network(other)))
+    assert same(bits_of(trainee), bits_of(other))
+
+
+def test_in_a_sum_the_adversary_climbs_the_whole_loss() -> None:
+    """Its gradient is that of both terms, which see the same views; the plan counts it too."""
+    small = {"kind": "feature_dropout", "width": 2, "residual_blocks": 1}
+    ifm = {"kind": "ifm", "between": "views", "temperature": 0.5}
+    terms = [{"objective": small, "weight": 0.25}, {"objective": ifm, "weight": 0.75}]
+    options, model = parse({"kind": "weighted_sum", "terms": terms}), Encoder()
+    setting = Setting(model=model, context=SINGLE, seed=SEED, precision="float64")
+    assert isinstance(options.outline(setting), FeatureDropout)
+    assert type(parse(ifm).outline(setting)) is Objective
+    trainee = Trainee(model, options.build(setting), "float64")  # type: ignore[arg-type]
+    (adversary,) = trainee.objective.outside()
+    assert isinstance(adversary, Adversary)
+    weights = list(adversary.network.parameters())
+    parts = trainee(batch_of())
+    losses = [parts["0_feature_dropout/loss"], parts["1_ifm/loss"]]
+    each = [torch.autograd.grad(loss, weights, retain_graph=True) for loss in losses]
+    parts["loss"].backward()
+    for weight, one, two in zip(weights, *each, strict=True):
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, 0.25 * one + 0.75 * two, rtol=1e-9, atol=1e-12)
+    before = bits_of(adversary.network)
+    adversary.step(lr=0.0)
+    assert not same(bits_of(adversary.network), before)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same_in_every_step() -> None:
+    """Traced without a compiler; noise of another step does not trace anew."""
+    from torch._dynamo.utils import counters  # seconds to import
+
+    trainees = trainee_of(), trainee_of()
+    trainees[0].compile(backend="eager")
+    engines = [engine_of(trainee) for trainee in trainees]
+    graphs = set()
+    for step in range(4):
+        first, second = (engine.update(batch_of(step=step), 0.1) for engine in engines)
+        assert torch.equal(first["loss"], second["loss"])
+        graphs.add(counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1
+
+
+def test_the_seed_makes_the_network() -> None:
+    def made(seed: int) -> list[Tensor]:
+        setting: Any = Setting(model=Encoder(), context=SINGLE, seed=seed)
+        built: Any = Options(width=2).build(setting)
+        return bits_of(built.adversary.network)
+
+    before = torch.random.get_rng_state()
+    first = made(5)
+    torch.manual_seed(99)
+    assert same(first, made(5)) and not same(first, made(6))
+    torch.random.set_rng_state(before)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def refusal(objective: dict[str, Any], **training: Any) -> str:
+    tree = views.tree(Path("run"), Path("pictures"), objective, 2)
+    tree["base"] |= training
+    with pytest.raises(ValueError) as caught:
+        config.from_tree(tree)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "training", "message"),
+    [
+        ({"epsilon": -0.1}, {}, "epsilon"),
+        ({"adversary_lr": 0.0}, {}, "adversary_lr"),
+        ({"width": 0}, {}, "width"),
+        ({"residual_blocks": -1}, {}, "residual_blocks"),
+        ({"between": "captions"}, {}, "between"),
+        (
+            {},
+            {"precision": "fp16", "engine": {"micro_batch": 4}},
+            "engine.micro_batch=4 with precision=fp16",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    objective: dict[str, Any], training: dict[str, Any], message: str
+) -> None:
+    assert message in refusal({"kind": "feature_dropout"} | objective, **training)
+
+
+def test_captions_beside_it_have_no_second_view() -> None:
+    terms = [{"objective": {"kind": kind}} for kind in ("feature_dropout", "info_nce")]
+    assert "terms want [1, 2] views" in refusal({"kind": "weighted_sum", "terms": terms})
+
+
+def test_fp16_without_micro_batches_and_micro_batches_without_fp16_are_taken() -> None:
+    for precision, micro in (("fp16", None), ("bf16", 4)):
+        Options().check(Facts(2, 1, precision, "ddp", micro_batch=micro))
+
+
+def test_an_image_that_is_too_small_and_a_single_view_are_refused() -> None:
+    small: Any = Encoder()
+    small.image_size = (4, 9)
+    with pytest.raises(ValueError, match="at least 5 pixels a side, and the model takes 4 x 9"):
+        Options().build(Setting(model=small, context=SINGLE, seed=0))
+    batch = batch_of()
+    batch.views.pop()
+    with pytest.raises(ValueError, match="changes two views, and got 1"):
+        trainee_of()(batch)
