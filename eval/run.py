@@ -16,7 +16,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from mclclip.config import BenchmarkConfig, Config
@@ -32,7 +31,7 @@ from mclclip.eval import (
 )
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
-from mclclip.files import digest_file, digest_json
+from mclclip.files import digest_file, digest_json, read_yaml
 from mclclip.models import weights
 from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder
@@ -82,15 +81,13 @@ def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
             f"no suite {where!r}: give a YAML file, such as own.yaml, or one of {shipped}"
         )
     try:
-        tree = _substitute(yaml.safe_load(path.read_text(encoding="utf-8")), variables or {})
+        tree = _substitute(read_yaml(path), variables or {})
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
         references = [
             Reference(item["model"], item["benchmark"], metric, float(value), item["source"])
             for item in tree.get("references", [])
             for metric, value in item["values"].items()
         ]
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         raise ValueError(f"{path}: benchmark {': '.join(first_problem(error))}") from None
     except (KeyError, TypeError, AttributeError) as error:

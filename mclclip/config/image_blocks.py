@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mclclip import files
+
 
 def check_image_blocks(option: str, number: int | str, name: str | Mapping[str, Any]) -> None:
     """Raises ValueError where ``number`` blocks are more than the model ``name`` has.
@@ -71,6 +73,6 @@ def _read(name: str) -> Any:
             folders = package.submodule_search_locations if package else None
             path = Path(next(iter(folders or []), "")) / "model_configs"
             path = path / f"{name.replace('/', '-')}.json"
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):  # the loader of models reports the error
+        return files.read_json(path)
+    except (OSError, ValueError):  # the loader of models reports the error
         return None

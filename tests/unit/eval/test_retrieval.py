@@ -274,7 +274,7 @@ def test_wrong_files_get_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="images it does not list, such as 4"):
         read_captions(other, tmp_path)
     other.write_text("[")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         read_captions(other, tmp_path)
     (tmp_path / "captions.txt").write_text("")
     with pytest.raises(ValueError, match=r"\.csv, \.tsv, \.json or \.token"):
