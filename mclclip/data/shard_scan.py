@@ -55,6 +55,7 @@ REASONS = {
     "unreadable_shard": "shards that are no tar files, left out",
     "empty_shard": "shards without members",
 }
+UNREADABLE = ("truncated_shard", "damaged_shard", "unreadable_shard")
 
 
 class Findings:
@@ -76,6 +77,14 @@ class Findings:
         """Adds the counts of ``other``; the earlier examples are kept."""
         for reason, (total, examples) in other._found.items():
             self.add(reason, *examples, count=total)
+
+    def only(self, reasons: Sequence[str]) -> Findings:
+        """The finds of these reasons."""
+        return Findings({r: entry for r, entry in self.to_json().items() if r in reasons})
+
+    def total(self) -> int:
+        """The number of finds of all reasons."""
+        return sum(count for count, _ in self._found.values())
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """``{reason: {count, examples}}``, as manifests keep it."""
