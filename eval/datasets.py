@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mclclip.eval.metrics import IntArray
-from mclclip.files import below, lies_below, read_json
+from mclclip.files import Roots, below, read_json
 
 MMVP_COLUMNS = ("Question ID", "Type", "Statement")
 MMVP_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")
@@ -134,8 +134,8 @@ def _images_of_type(root: Path, folder: Path, kind: str) -> dict[str, Path]:
     files = [path for path in own.iterdir() if path.suffix.lower() in MMVP_SUFFIXES]
     # A snapshot in the Hub's cache consists of links to the blobs beside all snapshots.
     above = next((path for path in root.resolve().parents if path.name == "snapshots"), None)
-    roots = [root, *([above.with_name("blobs")] if above else [])]
-    if outside := [path for path in files if not lies_below(path, roots)]:
+    roots = Roots(root, *([above.with_name("blobs")] if above else []))
+    if outside := [path for path in files if roots.real_path(path) is None]:
         raise ValueError(
             f"{outside[0]} leads to {outside[0].resolve()}, which is not below {root}: benchmarks "
             "are read from their own folder only, copy the images there"

@@ -17,6 +17,7 @@ from mclclip.eval.metrics import (
     wilson_interval,
 )
 from mclclip.files import parse_json, write_bytes
+from mclclip.run.failures import shown
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def _block(
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    lines = [[*map(shown, line)] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for name, *cells in lines:

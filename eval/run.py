@@ -304,7 +304,9 @@ def run(
     rows = evaluate(config, context, named, benchmarks=benchmarks, force=force)
     if context.is_main:
         shown = [row for row in results.read(Layout.of(config).results) if row.model in named]
-        log.info("results\n%s", results.table(shown, chosen.references))
+        log.info("results")
+        for line in results.table(shown, chosen.references).split("\n"):
+            log.info("%s", line)
     return rows
 
 

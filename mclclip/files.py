@@ -11,15 +11,17 @@ YAML aliases stand for a billion values.
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 import numpy as np
 import yaml
@@ -124,6 +126,34 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def open_own(path: Path, mode: Literal["r", "w"]) -> TextIO:
+    """Opens a file of a run that may lie in a folder where others write too, to read or to write
+    (``w``: made where it is missing, and emptied).
+
+    Raises RuntimeError, one line, for a symbolic link, for a file of several names when it is
+    written, and for what is no file: following what somebody planted would empty another file.
+    """
+    flags = os.O_RDONLY if mode == "r" else os.O_WRONLY | os.O_CREAT
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK):  # EMLINK: of BSD
+            raise
+        raise RuntimeError(
+            f"{path} is a symbolic link, which is not followed: remove it, or use another run_dir"
+        ) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or (mode == "w" and status.st_nlink > 1):
+        os.close(descriptor)
+        raise RuntimeError(
+            f"{path} is no file of its own (it is a folder or a device, or has several names): "
+            "remove it, or use another run_dir"
+        )
+    if mode == "w":
+        os.ftruncate(descriptor, 0)
+    return open(descriptor, mode)
 
 
 # --- documents -------------------------------------------------------------------------------
@@ -292,7 +322,7 @@ def below(root: Path, name: str, where: str) -> Path:
     """``root / name``, for a name that somebody else's table (``where``) gives.
 
     Raises ValueError, one line, for a name that is absolute or leads upwards out of ``root``. What
-    links on the disk lead to is not looked at (see ``lies_below``).
+    links on the disk lead to is not looked at (see ``Roots``).
     """
     path = os.path.normpath(name)
     if not name or os.path.isabs(path) or path.split(os.sep)[0] == os.pardir or "\0" in name:
@@ -300,10 +330,17 @@ def below(root: Path, name: str, where: str) -> Path:
     return Path(root) / name
 
 
-def lies_below(path: Path, roots: Iterable[Path]) -> bool:
-    """Whether a path, with all links followed, lies in or below one of the ``roots``, likewise."""
-    real = os.path.realpath(path)
-    return any(Path(real).is_relative_to(os.path.realpath(root)) for root in roots)
+class Roots:
+    """Folders out of which no file is read, whatever links and names lead there."""
+
+    def __init__(self, *folders: Path) -> None:
+        self._real = [os.path.realpath(folder) for folder in folders]
+
+    def real_path(self, path: Path) -> Path | None:
+        """A path with all links followed; None where it is not in or below one of the folders."""
+        real = os.path.realpath(path)
+        inside = any(real == root or real.startswith(f"{root.rstrip('/')}/") for root in self._real)
+        return Path(real) if inside else None
 
 
 # --- digests ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mclclip import config, files
-from mclclip.files import MAX_DEPTH, below, lies_below, parse_json, parse_yaml
+from mclclip.files import MAX_DEPTH, Roots, below, parse_json, parse_yaml
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
@@ -158,12 +158,15 @@ def test_links_are_followed_before_a_path_counts_as_below(tmp_path: Path) -> Non
     (inner / "out").symlink_to(outer / "a")
     (inner / "same").symlink_to("a")
     (tmp_path / "link").symlink_to(inner)
-    assert lies_below(inner / "a", [inner]) and lies_below(inner / "same", [inner])
-    assert lies_below(tmp_path / "link" / "a", [inner]) and lies_below(
-        inner / "a", [tmp_path / "link"]
-    )
-    assert not lies_below(inner / "out", [inner]) and lies_below(inner / "out", [inner, outer])
-    assert not lies_below(outer / "a", [inner]) and not lies_below(inner / ".." / "x", [inner])
+    roots = Roots(inner)
+    assert roots.real_path(inner / "a") == roots.real_path(inner / "same") == inner / "a"
+    assert roots.real_path(tmp_path / "link" / "a") == inner / "a"
+    assert Roots(tmp_path / "link").real_path(inner / "a") == inner / "a"
+    assert roots.real_path(inner / "out") is None
+    assert Roots(inner, outer).real_path(inner / "out") == outer / "a"
+    assert roots.real_path(outer / "a") is None
+    assert roots.real_path(inner / ".." / "x") is None
+    assert Roots(Path("/")).real_path(outer / "a") == outer / "a"
 
 
 def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
