@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -37,15 +37,22 @@ def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[int, 
     if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}")
     with open(path, newline="", encoding="utf-8-sig") as file:
-        delimiter = "\t" if path.suffix == ".tsv" else ","
-        reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
-        reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        if missing := [name for name in columns if name not in reader.fieldnames]:
-            raise ValueError(
-                f"{path} has the columns {reader.fieldnames}, missing {missing}: its first line "
-                f"must name them, such as '{delimiter.join(columns)}'"
-            )
-        return [(reader.line_num, [row[name] or "" for name in columns]) for row in reader]
+        try:
+            return _cells(path, file, columns)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} does not parse: {error}") from None
+
+
+def _cells(path: Path, file: TextIO, columns: Sequence[str]) -> list[tuple[int, list[str]]]:
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+    if missing := [name for name in columns if name not in reader.fieldnames]:
+        raise ValueError(
+            f"{path} has the columns {reader.fieldnames}, missing {missing}: its first line "
+            f"must name them, such as '{delimiter.join(columns)}'"
+        )
+    return [(reader.line_num, [row[name] or "" for name in columns]) for row in reader]
 
 
 # --- minimal pairs -----------------------------------------------------------------------------
@@ -250,7 +257,8 @@ def _caption_json(path: Path, split: str | None) -> _NamedTexts:
             f"{path} lacks a field of COCO's or Karpathy's layout, or has another type there: "
             f"{error!r}"
         ) from None
-    if strange := [item for pair in pairs for item in pair if not isinstance(item, str)]:
+    texts = [*names, *(item for pair in pairs for item in pair)]
+    if strange := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"{path} has {strange[0]!r} where a file name or a caption is wanted")
     return names, pairs
 
