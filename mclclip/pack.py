@@ -92,11 +92,8 @@ def pack(
     }
     if allow_roots:
         settings["allow_roots"] = [os.path.abspath(folder) for folder in allow_roots]
-    opened: dict[str, Any] = {
-        "kind": KIND,
-        "config": settings,
-        "inputs": {"table": digest_file(table)},
-    }
+    inputs = {"table": digest_file(table)}
+    opened: dict[str, Any] = {"kind": KIND, "config": settings, "inputs": inputs}
     # Nothing is written yet: a table without usable rows must leave nothing behind.
     done = Artifact.open(out, **opened, force=force, write=False).manifest
     if done is not None:

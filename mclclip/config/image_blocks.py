@@ -57,7 +57,7 @@ def _built(config: str) -> int | None:
     from mclclip.models.memory import load_image_shapes  # seconds to import
 
     try:
-        return load_image_shapes(json.loads(config)).num_blocks
+        return load_image_shapes(files.parse_json(config, "the model")).num_blocks
     except (ValueError, OSError):
         return None
 
