@@ -30,6 +30,7 @@ MAX_DEPTH = 64
 """Levels of mappings and lists that a document may have."""
 
 MAX_JSON_BYTES = 1 << 28
+MAX_MODEL_JSON_BYTES = 1 << 23
 MAX_YAML_BYTES = 1 << 20  # some seconds of parsing
 MAX_YAML_VALUES = 100_000
 """Values that a YAML document may stand for, counted as often as its aliases repeat them."""
@@ -166,6 +167,11 @@ class _Refused(ValueError):
 def read_json(path: Path, *, unique_keys: bool = False) -> Any:
     """The content of a JSON file; see ``parse_json``, whose errors name the file."""
     return parse_json(_read_bounded(path, MAX_JSON_BYTES), str(path), unique_keys=unique_keys)
+
+
+def read_model_json(path: Path) -> Any:
+    """The content of a JSON file in a model's directory, of which most come from others."""
+    return parse_json(_read_bounded(path, MAX_MODEL_JSON_BYTES), str(path))
 
 
 def parse_json(data: str | bytes, where: str, *, unique_keys: bool = False) -> Any:

@@ -49,6 +49,7 @@ from mclclip.run.layout import Layout
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
+MAX_PATHS = 1_000_000  # that one pattern of shards may stand for
 
 
 def run(config: Config, context: Context, force: bool = False) -> SampleIndex:
@@ -246,6 +247,11 @@ def _expand(pattern: str, option: str) -> list[str]:
         return [literal]
     if files := [path for path in glob.glob(literal, recursive=True) if os.path.isfile(path)]:
         return files
+    if (number := _most_paths(pattern)) > MAX_PATHS:
+        raise ValueError(
+            f"{option}: {pattern!r} stands for up to {number:.0e} paths, wanted at most "
+            f"{MAX_PATHS:,}: use a glob, or @FILE"
+        )
     try:
         candidates = [os.path.expanduser(path) for path in expand_urls(pattern)]
     except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
@@ -273,6 +279,18 @@ def _expand(pattern: str, option: str) -> list[str]:
             f"file, such as {missing[0]}"
         )
     return found
+
+
+def _most_paths(pattern: str) -> float:
+    """At least as many as the braces of a pattern expand to, without expanding them."""
+    number = 1.0
+    while groups := re.findall(r"\{[^{}]*\}", pattern):
+        for group in groups:
+            ends = re.match(r"\{(-?[0-9]+)\.\.(-?[0-9]+)", group)
+            steps = abs(float(ends[2]) - float(ends[1])) if ends else group.count(",")
+            number *= steps + 1
+        pattern = re.sub(r"\{[^{}]*\}", "", pattern)
+    return number
 
 
 def _known_shards(directory: Path) -> list[Shard]:

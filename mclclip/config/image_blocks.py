@@ -73,6 +73,6 @@ def _read(name: str) -> Any:
             folders = package.submodule_search_locations if package else None
             path = Path(next(iter(folders or []), "")) / "model_configs"
             path = path / f"{name.replace('/', '-')}.json"
-        return files.read_json(path)
+        return files.read_model_json(path)
     except (OSError, ValueError):  # the loader of models reports the error
         return None

@@ -102,11 +102,12 @@ def test_json_at_its_limits_is_read(tmp_path: Path) -> None:
         parse_json('[{"a": 1, "a": 2}]', "x", unique_keys=True)
 
 
-@pytest.mark.parametrize("read", [files.read_json, files.read_yaml])
+@pytest.mark.parametrize("read", [files.read_json, files.read_yaml, files.read_model_json])
 def test_documents_that_are_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any]
 ) -> None:
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_MODEL_JSON_BYTES", 1000)
     monkeypatch.setattr(files, "MAX_YAML_BYTES", 1000)
     path = tmp_path / "large"
     path.write_text("[" + " " * 998 + "]")

@@ -227,6 +227,10 @@ def test_file_whose_name_looks_like_a_glob(shards: Path) -> None:
         ("", FileNotFoundError, r"is a folder: use .*/\*\.tar"),
         ("{00..01.tar", ValueError, "does not expand"),
         ("${no_such_variable}.tar", ValueError, "does not expand.*no_such_variable"),
+        ("{0..99999999999}.tar", ValueError, r"up to 1e\+11 paths, wanted at most 1,000,000"),
+        ("{a,b}" * 40, ValueError, r"up to 1e\+12 paths"),
+        ("{0..9{0..9}}{1..1000000..-1}", ValueError, r"paths, wanted at most"),
+        ("{" + "9" * 5000 + "..1}", ValueError, r"up to inf paths"),
     ],
 )
 def test_patterns_that_fail(
