@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from mclclip.config import BenchmarkConfig, Config
+from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import (
     attributes,
     knn,
@@ -31,7 +32,7 @@ from mclclip.eval import (
 )
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
-from mclclip.files import digest_file, digest_json, read_yaml
+from mclclip.files import digest_file, digest_json
 from mclclip.models import weights
 from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder

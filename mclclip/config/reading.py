@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from mclclip import files
 from mclclip.config import recipes
 from mclclip.config.options import Config
+from mclclip.config.plain_yaml import parse_yaml, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
 from mclclip.options import dotted, farthest
 
@@ -32,7 +32,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     Raises FileNotFoundError for a missing file and ValueError, one line, for anything else: an
     unknown key is named with the nearest valid one, a wrong value with its dotted path.
     """
-    tree = {} if path is None else files.read_yaml(recipes.find(path)) or {}
+    tree = {} if path is None else read_yaml(recipes.find(path)) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")
     return from_tree(tree, overrides)
@@ -73,7 +73,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         node = node[parent]
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {parent!r} holds a value, not options")
-    node[last] = files.parse_yaml(text, f"override {override!r}")
+    node[last] = parse_yaml(text, f"override {override!r}")
     if last == "kind" and parents[-1:] == ["objective"]:
         _drop_foreign(node)
     if node[last] is None and parents in (["eval", "suite"], ["data", "sources"]):

@@ -15,7 +15,7 @@ from mclclip.run.artifacts import read_manifest
 from tests import hostile_tars
 from tests.e2e.conftest import Finished, Shell
 from tests.matrix import IN_SOAK
-from tests.unit.test_files import LAUGHS
+from tests.unit.test_config_yaml import LAUGHS
 
 SECONDS = 60  # of a machine that does other things too
 
