@@ -8,17 +8,17 @@ They raise FileNotFoundError for missing files and ValueError for wrong content,
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from mclclip.eval.metrics import IntArray
+from mclclip.files import Roots, below, read_json
 
 MMVP_COLUMNS = ("Question ID", "Type", "Statement")
 MMVP_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")
@@ -37,26 +37,22 @@ def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[int, 
     if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}")
     with open(path, newline="", encoding="utf-8-sig") as file:
-        delimiter = "\t" if path.suffix == ".tsv" else ","
-        reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
-        reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        if missing := [name for name in columns if name not in reader.fieldnames]:
-            raise ValueError(
-                f"{path} has the columns {reader.fieldnames}, missing {missing}: its first line "
-                f"must name them, such as '{delimiter.join(columns)}'"
-            )
-        return [(reader.line_num, [row[name] or "" for name in columns]) for row in reader]
+        try:
+            return _cells(path, file, columns)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} does not parse: {error}") from None
 
 
-def read_json(
-    path: Path, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
-) -> Any:
-    """The content of a JSON file; ValueError where it is not JSON."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        return json.loads(text, object_pairs_hook=object_pairs_hook)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+def _cells(path: Path, file: TextIO, columns: Sequence[str]) -> list[tuple[int, list[str]]]:
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+    if missing := [name for name in columns if name not in reader.fieldnames]:
+        raise ValueError(
+            f"{path} has the columns {reader.fieldnames}, missing {missing}: its first line "
+            f"must name them, such as '{delimiter.join(columns)}'"
+        )
+    return [(reader.line_num, [row[name] or "" for name in columns]) for row in reader]
 
 
 # --- minimal pairs -----------------------------------------------------------------------------
@@ -85,13 +81,15 @@ def read_pairs(root: Path) -> list[Pair]:
 
     ``Questions.csv`` has the columns Question ID, Type, Statement; two consecutive rows are a pair,
     an odd id and then an even one, of one Type. Images lie at ``MLLM_VLM Images/<Type>/<Question
-    ID>.jpg`` (or ``MLLM_VLM_Images``; jpeg, png and webp too).
+    ID>.jpg`` (or ``MLLM_VLM_Images``; jpeg, png and webp too). Raises ValueError for a Type or a
+    link that leads out of ``root``; the links of the Hub's cache lead to its own files.
     """
     questions = _read_questions(Path(root) / "Questions.csv")
     folder = next((f for name in MMVP_FOLDERS if (f := Path(root) / name).is_dir()), None)
     if folder is None:
         raise FileNotFoundError(f"no folder {MMVP_FOLDERS[0]!r} (or with _) in {root}")
-    files = {kind: _images_of_type(folder, kind) for kind in sorted({q.type for q in questions})}
+    types = sorted({question.type for question in questions})
+    files = {kind: _images_of_type(Path(root), folder, kind) for kind in types}
     pairs = []
     for a, b in zip(questions[::2], questions[1::2], strict=True):
         where = f"Questions.csv lines {a.line} and {b.line} form a pair, but their"
@@ -134,13 +132,21 @@ def _read_questions(path: Path) -> list[_Question]:
     return questions
 
 
-def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
+def _images_of_type(root: Path, folder: Path, kind: str) -> dict[str, Path]:
     """Question ID -> image; where one has several files, the first of the suffixes wins."""
-    names = (kind, kind.replace(" ", "_"))
-    own = next((f for name in names if (f := folder / name).is_dir()), None)
+    places = [below(folder, name, "Questions.csv") for name in (kind, kind.replace(" ", "_"))]
+    own = next((place for place in places if place.is_dir()), None)
     if own is None:
         raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
     files = [path for path in own.iterdir() if path.suffix.lower() in MMVP_SUFFIXES]
+    # A snapshot in the Hub's cache consists of links to the blobs beside all snapshots.
+    above = next((path for path in root.resolve().parents if path.name == "snapshots"), None)
+    roots = Roots(root, *([above.with_name("blobs")] if above else []))
+    if outside := [path for path in files if roots.real_path(path) is None]:
+        raise ValueError(
+            f"{outside[0]} leads to {outside[0].resolve()}, which is not below {root}: benchmarks "
+            "are read from their own folder only, copy the images there"
+        )
     files.sort(key=lambda path: MMVP_SUFFIXES.index(path.suffix.lower()), reverse=True)
     return {path.stem: path for path in files}
 
@@ -199,7 +205,7 @@ def read_captions(
         raise ValueError(f"{path}: captions come as .csv, .tsv, .json or .token")
     split = split or rule.split
     names, pairs = _CAPTION_READERS[path.suffix](path, split)
-    data = _joined(Path(images), names, pairs, rule.captions_per_image or math.inf)
+    data = _joined(Path(images), names, pairs, rule.captions_per_image or math.inf, str(path))
     got, wanted = (len(data.images), len(data.captions)), (rule.num_images, rule.num_captions)
     if 0 in got:
         raise ValueError(f"{path} has no captions" + (f" in the split {split!r}" if split else ""))
@@ -212,9 +218,12 @@ def read_captions(
 
 
 def _joined(
-    root: Path, names: Iterable[str], pairs: Iterable[tuple[str, str]], limit: float
+    root: Path, names: Iterable[str], pairs: Iterable[tuple[str, str]], limit: float, where: str
 ) -> ImageTexts:
-    """Joins (file, caption) pairs: equal files are one image, with at most ``limit`` captions."""
+    """Joins (file, caption) pairs: equal files are one image, with at most ``limit`` captions.
+
+    ``where``: the file that gives the names, for the error about one that leads out of ``root``.
+    """
     rows = {name: row for row, name in enumerate(names)}
     seen: Counter[int] = Counter()
     owners, captions = [], []
@@ -224,7 +233,8 @@ def _joined(
         if seen[row] <= limit:
             owners.append(row)
             captions.append(caption)
-    return ImageTexts([root / name for name in rows], captions, np.array(owners, dtype=np.int64))
+    images = [below(root, name, where) for name in rows]
+    return ImageTexts(images, captions, np.array(owners, dtype=np.int64))
 
 
 _NamedTexts = tuple[Iterable[str], Iterable[tuple[str, str]]]
@@ -240,12 +250,26 @@ def _caption_table(path: Path, split: str | None) -> _NamedTexts:
 
 def _caption_json(path: Path, split: str | None) -> _NamedTexts:
     content = read_json(path)
+    try:
+        names, pairs = _named_texts(content, path, split)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} lacks a field of COCO's or Karpathy's layout, or has another type there: "
+            f"{error!r}"
+        ) from None
+    texts = [*names, *(item for pair in pairs for item in pair)]
+    if strange := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"{path} has {strange[0]!r} where a file name or a caption is wanted")
+    return names, pairs
+
+
+def _named_texts(content: Any, path: Path, split: str | None) -> _NamedTexts:
     keys = content.keys() if isinstance(content, dict) else set()
     if {"images", "annotations"} <= keys:
         names = {image["id"]: image["file_name"] for image in content["images"]}
         if strangers := {a["image_id"] for a in content["annotations"]} - names.keys():
             raise ValueError(
-                f"{path} has captions of images it does not list, such as {min(strangers)}"
+                f"{path} has captions of images it does not list, such as {min(strangers, key=str)}"
             )
         pairs = [(names[a["image_id"]], a["caption"]) for a in content["annotations"]]
         return dict.fromkeys(names.values()), pairs
@@ -371,7 +395,7 @@ def _table_rows(root: Path, table: str) -> list[tuple[Path, str]]:
             raise ValueError(
                 f"line {line} of {root / table} has no filepath or no label: complete it"
             )
-        found.append((root / file, label.strip()))
+        found.append((below(root, file, f"{root / table} line {line}"), label.strip()))
     return found
 
 

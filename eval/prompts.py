@@ -7,7 +7,6 @@ torch only for CLIP's own names or templates, so that ``mclclip config`` stays q
 from __future__ import annotations
 
 import importlib.resources
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from mclclip.eval.datasets import labels_of, read_json, readable
+from mclclip.eval.datasets import labels_of, readable
+from mclclip.files import parse_json, read_json
 
 IMAGENET = "imagenet1k"
 CLIP_BENCHMARK = "clip_benchmark:"
@@ -83,19 +83,13 @@ def _given_names(classes: str, root: Path) -> dict[str, str] | list[str]:
             f"no file of classes at {path}: give a file below {root}, {IMAGENET}, or "
             f"{CLIP_BENCHMARK}DATASET, such as {CLIP_BENCHMARK}pets"
         )
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        labels = Counter(label for label, _ in pairs)
-        if twice := [label for label, count in labels.items() if count > 1]:
-            raise ValueError(f"{path} names the class {twice[0]!r} twice")
-        return dict(pairs)
-
     if path.suffix != ".json":
         cells = [line.partition("\t") for line in _lines(path)]
-        return once(
-            [(label, name.strip() if tab else readable(label)) for label, tab, name in cells]
-        )
-    tree = read_json(path, once)
+        labels = Counter(label for label, _, _ in cells)
+        if twice := [label for label, count in labels.items() if count > 1]:
+            raise ValueError(f"{path} names the class {twice[0]!r} twice")
+        return {label: name.strip() if tab else readable(label) for label, tab, name in cells}
+    tree = read_json(path, unique_keys=True)
     names = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} must hold an object of label: name, or a list of names")
@@ -247,7 +241,7 @@ def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
         raise ValueError(
             f"{choice} needs the package clip-benchmark: pip install 'mclclip[eval]'"
         ) from None
-    entries = json.loads((package / "datasets" / file).read_text(encoding="utf-8"))
+    entries = parse_json((package / "datasets" / file).read_bytes(), file)
     if dataset not in entries:
         known = ", ".join(sorted(entries))
         raise ValueError(f"clip-benchmark has no {what} for {dataset!r}: it has {known}")

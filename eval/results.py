@@ -16,7 +16,8 @@ from mclclip.eval.metrics import (
     stratified_interval,
     wilson_interval,
 )
-from mclclip.files import write_bytes
+from mclclip.files import parse_json, write_bytes
+from mclclip.run.failures import shown
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,11 @@ def read(path: Path) -> list[Result]:
         return []
     names = {f.name for f in fields(Result)}
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines: a metric's name may hold other characters that end a line.
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+        row = parse_json(line, f"{path} line {number}")
         if not isinstance(row, dict) or set(row) != names or not isinstance(row["protocol"], dict):
             raise ValueError(
                 f"{path} line {number} is not a result row: its fields must be {names}, and the "
@@ -161,6 +160,7 @@ def _block(
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    lines = [[*map(shown, line)] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for name, *cells in lines:

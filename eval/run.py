@@ -16,10 +16,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from mclclip.config import BenchmarkConfig, Config
+from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import (
     attributes,
     knn,
@@ -82,15 +82,13 @@ def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
             f"no suite {where!r}: give a YAML file, such as own.yaml, or one of {shipped}"
         )
     try:
-        tree = _substitute(yaml.safe_load(path.read_text(encoding="utf-8")), variables or {})
+        tree = _substitute(read_yaml(path), variables or {})
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
         references = [
             Reference(item["model"], item["benchmark"], metric, float(value), item["source"])
             for item in tree.get("references", [])
             for metric, value in item["values"].items()
         ]
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         raise ValueError(f"{path}: benchmark {': '.join(first_problem(error))}") from None
     except (KeyError, TypeError, AttributeError) as error:
@@ -307,7 +305,9 @@ def run(
     rows = evaluate(config, context, named, benchmarks=benchmarks, force=force)
     if context.is_main:
         shown = [row for row in results.read(Layout.of(config).results) if row.model in named]
-        log.info("results\n%s", results.table(shown, chosen.references))
+        log.info("results")
+        for line in results.table(shown, chosen.references).split("\n"):
+            log.info("%s", line)
     return rows
 
 

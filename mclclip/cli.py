@@ -144,6 +144,11 @@ def _add_standalone(verbs: Any) -> None:
     verb = _add(verbs, "pack", "images + CSV/TSV -> WebDataset shards in img2dataset's layout")
     verb.add_argument("--table", type=Path, required=True, help="CSV or TSV with a header")
     verb.add_argument("--images", type=Path, required=True, help="folder the paths start from")
+    root = "another folder in which images may lie, such as the one that a link leads to"
+    verb.add_argument(
+        "--allow-root", dest="allow_roots", metavar="FOLDER", type=Path, action="append",
+        default=[], help=root,
+    )  # fmt: skip
     verb.add_argument("--out", type=Path, required=True, help="folder for the shards")
     verb.add_argument("--path-column", default="filepath")
     verb.add_argument("--caption-column", help="default: title, or no captions without that column")

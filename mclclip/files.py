@@ -1,23 +1,34 @@
-"""Atomic file writes, and digests.
+"""Atomic file writes, documents and paths that others wrote, and digests.
 
 A process may be killed at any instruction. So a file that another process reads is written under a
 temporary name and then renamed: readers see either the old file or the complete new one.
+
+All JSON that mclclip reads is parsed here (YAML: ``config/plain_yaml.py``), because a small
+document of a stranger can ask for much: one of 5,000 levels exhausts the stack of what walks it.
 """
 
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 import numpy as np
+
+MAX_DEPTH = 64
+"""Levels of mappings and lists that a document may have."""
+
+MAX_JSON_BYTES = 1 << 28
+MAX_MODEL_JSON_BYTES = 1 << 23
 
 # --- atomic writes ---------------------------------------------------------------------------
 
@@ -33,7 +44,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     # With the host name, since processes on two nodes that run containers may have equal numbers.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        # The name can be guessed, so whatever lies there is removed rather than written through.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -61,14 +74,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} does not fit into JSON: {value!r}")
-
-
-def read_json(path: Path) -> Any:
-    """Reads a JSON file; ValueError names the file when it is not JSON."""
-    try:
-        return json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def as_json(value: Any) -> Any:
@@ -117,6 +122,128 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def open_own(path: Path, mode: Literal["r", "w"]) -> TextIO:
+    """Opens a file of a run that may lie in a folder where others write too, to read or to write
+    (``w``: made where it is missing, and emptied).
+
+    Raises RuntimeError, one line, for a symbolic link, for a file of several names when it is
+    written, and for what is no file: following what somebody planted would empty another file.
+    """
+    flags = os.O_RDONLY if mode == "r" else os.O_WRONLY | os.O_CREAT
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK):  # EMLINK: of BSD
+            raise
+        raise RuntimeError(
+            f"{path} is a symbolic link, which is not followed: remove it, or use another run_dir"
+        ) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or (mode == "w" and status.st_nlink > 1):
+        os.close(descriptor)
+        raise RuntimeError(
+            f"{path} is no file of its own (it is a folder or a device, or has several names): "
+            "remove it, or use another run_dir"
+        )
+    if mode == "w":
+        os.ftruncate(descriptor, 0)
+    return open(descriptor, mode)
+
+
+# --- documents -------------------------------------------------------------------------------
+
+
+class _Refused(ValueError):
+    """Says what is wrong with a document, without its name, which comes before it."""
+
+
+def read_json(path: Path, *, unique_keys: bool = False) -> Any:
+    """The content of a JSON file; see ``parse_json``, whose errors name the file."""
+    return parse_json(read_bounded(path, MAX_JSON_BYTES), str(path), unique_keys=unique_keys)
+
+
+def read_model_json(path: Path) -> Any:
+    """The content of a JSON file in a model's directory, of which most come from others."""
+    return parse_json(read_bounded(path, MAX_MODEL_JSON_BYTES), str(path))
+
+
+def parse_json(data: str | bytes, where: str, *, unique_keys: bool = False) -> Any:
+    """The content of a JSON text.
+
+    Raises ValueError, one line that begins with ``where``, for what is not JSON or nested deeper
+    than ``MAX_DEPTH`` levels; with ``unique_keys`` also for an object that has a key twice.
+    """
+    try:
+        value = json.loads(data, object_pairs_hook=_unique if unique_keys else None)
+        if _is_deeper(value, MAX_DEPTH):
+            raise RecursionError
+    except _Refused as error:
+        raise ValueError(f"{where} {error}") from None
+    except ValueError as error:  # also text that is not UTF-8, and numbers of 5,000 digits
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels") from None
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Refused(f"has the key {key!r} twice")
+        found[key] = value
+    return found
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether lists and dicts are nested more than ``limit`` levels deep."""
+    level = [value]
+    for _ in range(limit):
+        nested = [item for item in level if isinstance(item, dict | list)]
+        if not nested:
+            return False
+        parts = (item.values() if isinstance(item, dict) else item for item in nested)
+        level = [part for several in parts for part in several]
+    return any(isinstance(item, dict | list) for item in level)
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a file; ValueError where they are more than ``max_bytes``."""
+    with open(path, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"{path} has more than {max_bytes:,} bytes, which is too much to read")
+    return data
+
+
+# --- paths that a table names ------------------------------------------------------------------
+
+
+def below(root: Path, name: str, where: str) -> Path:
+    """``root / name``, for a name that somebody else's table (``where``) gives.
+
+    Raises ValueError, one line, for a name that is absolute or leads upwards out of ``root``. What
+    links on the disk lead to is not looked at (see ``Roots``).
+    """
+    path = os.path.normpath(name)
+    if not name or os.path.isabs(path) or path.split(os.sep)[0] == os.pardir or "\0" in name:
+        raise ValueError(f"{where} names {name!r}, which is no file below {root}: correct the name")
+    return Path(root) / name
+
+
+class Roots:
+    """Folders out of which no file is read, whatever links and names lead there."""
+
+    def __init__(self, *folders: Path) -> None:
+        self._real = [os.path.realpath(folder) for folder in folders]
+
+    def real_path(self, path: Path) -> Path | None:
+        """A path with all links followed; None where it is not in or below one of the folders."""
+        real = os.path.realpath(path)
+        inside = any(real == root or real.startswith(f"{root.rstrip('/')}/") for root in self._real)
+        return Path(real) if inside else None
 
 
 # --- digests ---------------------------------------------------------------------------------

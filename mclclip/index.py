@@ -10,11 +10,10 @@ import dataclasses
 import glob
 import itertools
 import logging
-import multiprocessing
 import os
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from mclclip.data.sample_index import (
 )
 from mclclip.data.shard_scan import (
     REASONS,
+    UNREADABLE,
     Findings,
     ShardScan,
     caption_field,
@@ -42,13 +42,14 @@ from mclclip.data.shard_scan import (
 )
 from mclclip.files import move_aside, remove_leftovers
 from mclclip.ranks import collectives
-from mclclip.ranks.parent_death import start_pool_worker
+from mclclip.ranks.parent_death import map_in_pool
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import MANIFEST, Artifact, Manifest, is_finished, read_manifest
 from mclclip.run.layout import Layout
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
+MAX_PATHS = 1_000_000  # that one pattern of shards may stand for
 
 
 def run(config: Config, context: Context, force: bool = False) -> SampleIndex:
@@ -87,11 +88,11 @@ def _index(config: Config, directory: Path, force: bool) -> None:
     else:  # none yet, or an index that was not finished: all shards are scanned, in its order
         table, num_known, to_scan = None, 0, [*known, *new]
     rows = []
-    for scan in progress(
-        _scan(to_scan, config.data.index_workers), total=len(to_scan), description="index"
-    ):
-        rows.append(scan.rows)
-        findings.merge(scan.findings)
+    with closing(_scan(to_scan, config.data.index_workers)) as scans:
+        for scan in progress(scans, total=len(to_scan), description="index"):
+            rows.append(scan.rows)
+            findings.merge(scan.findings)
+    _check_unreadable(findings, len(known) + len(new), config.data.max_bad_fraction)
     table = join_rows(table, num_known, rows, findings)
     manifest = _write(directory, table, [*known, *new], findings)
     _log_summary(manifest, findings, len(to_scan))
@@ -129,6 +130,18 @@ def _write(
     return artifact.finish(counts, content_digest=digest)
 
 
+def _check_unreadable(findings: Findings, num_shards: int, max_bad_fraction: float) -> None:
+    """Raises ValueError where more than ``data.max_bad_fraction`` of the shards are not whole."""
+    faults, allowed = findings.only(UNREADABLE), max_bad_fraction * num_shards
+    if faults.total() > allowed:
+        raise ValueError(
+            f"{faults.total()} of {num_shards} shards cannot be read to their end, "
+            f"data.max_bad_fraction={max_bad_fraction} allows {int(allowed)}: "
+            f"{'; '.join(faults.lines(REASONS))}. Fetch them again or leave them out of "
+            "data.sources, or raise data.max_bad_fraction"
+        )
+
+
 def _count_sources(shards: Sequence[Shard], num_captions: np.ndarray) -> dict[str, dict[str, Any]]:
     counts: dict[str, dict[str, Any]] = {}
     for shard in shards:
@@ -161,16 +174,10 @@ def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> No
 # --- scanning --------------------------------------------------------------------------------
 
 
-def _scan(shards: Sequence[Shard], workers: int) -> Iterator[ShardScan]:
+def _scan(shards: Sequence[Shard], workers: int) -> Generator[ShardScan, None, None]:
     """Yields the scans of the shards, in their order, by up to ``workers`` processes."""
-    columns = [(s.path, s.source, s.captions, s.attributes) for s in shards]
-    workers = min(workers, len(shards))
-    if workers <= 1:
-        yield from itertools.starmap(scan_shard, columns)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_pool_worker) as pool:
-        yield from pool.map(scan_shard, *zip(*columns, strict=True))
+    calls = [(s.path, s.source, s.captions, s.attributes) for s in shards]
+    return map_in_pool(scan_shard, calls, workers)
 
 
 # --- which shards, in which order --------------------------------------------------------------
@@ -203,6 +210,7 @@ def expand_shards(patterns: str | Sequence[str], option: str) -> list[str]:
     """Sorted absolute paths of brace lists, globs, plain paths and ``@FILE`` lists of these.
 
     Braces expand as in webdataset (``::`` separates patterns, ``${x}`` is the environment's WDS_x).
+    A path that exists as it stands is taken as it is, and so is a glob whose folder does.
     ``option`` names the source in messages. Raises FileNotFoundError for a pattern without files
     and for missing shards; ValueError for remote urls and pipes, broken braces, and a shard named
     twice.
@@ -234,6 +242,16 @@ def _read_list(entry: str, option: str) -> list[str]:
 
 def _expand(pattern: str, option: str) -> list[str]:
     """The files of one brace list or glob; each of its alternatives must match a file."""
+    literal = os.path.expanduser(pattern)
+    if os.path.isfile(literal):
+        return [literal]
+    if files := [path for path in glob.glob(literal, recursive=True) if os.path.isfile(path)]:
+        return files
+    if (number := _most_paths(pattern)) > MAX_PATHS:
+        raise ValueError(
+            f"{option}: {pattern!r} stands for up to {number:.0e} paths, wanted at most "
+            f"{MAX_PATHS:,}: use a glob, or @FILE"
+        )
     try:
         candidates = [os.path.expanduser(path) for path in expand_urls(pattern)]
     except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
@@ -261,6 +279,18 @@ def _expand(pattern: str, option: str) -> list[str]:
             f"file, such as {missing[0]}"
         )
     return found
+
+
+def _most_paths(pattern: str) -> float:
+    """At least as many as the braces of a pattern expand to, without expanding them."""
+    number = 1.0
+    while groups := re.findall(r"\{[^{}]*\}", pattern):
+        for group in groups:
+            ends = re.match(r"\{(-?[0-9]+)\.\.(-?[0-9]+)", group)
+            steps = abs(float(ends[2]) - float(ends[1])) if ends else group.count(",")
+            number *= steps + 1
+        pattern = re.sub(r"\{[^{}]*\}", "", pattern)
+    return number
 
 
 def _known_shards(directory: Path) -> list[Shard]:

@@ -12,13 +12,13 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, Findings, split_member_name
 from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
-from mclclip.files import digest_file
+from mclclip.files import Roots, digest_file
 from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.runlog import progress
 
@@ -30,6 +30,8 @@ _KEY_DIGITS = 9
 _REASONS = {
     "no_path": "rows without an image path, left out",
     "empty_caption": "rows with an empty caption, which does not count",
+    "outside_folder": "images that lie in none of the folders of --images and --allow-root, with "
+    "all links followed, left out",
     "missing_image": "images that are not in the folder, left out",
     "zero_byte_image": "images of zero bytes, left out",
     "unsupported_extension": f"images that are not {', '.join(IMAGE_EXTENSIONS)}, left out",
@@ -40,8 +42,9 @@ _REASONS = {
 @dataclass
 class _Entry:
     """One image of the table: its captions in the order of the rows, and its first row's other
-    columns."""
+    columns. ``file`` is where its image lies, with all links followed."""
 
+    file: Path = Path()
     captions: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -56,9 +59,13 @@ def pack(
     samples_per_shard: int = 10_000,
     delimiter: str | None = None,
     key_prefix: str = "",
+    allow_roots: Sequence[Path] = (),
     force: bool = False,
 ) -> Manifest:
     """Packs the images that ``table`` names (relative to the folder ``images``) into ``out``.
+
+    Shards are given to others, and a table or a link may name any file of the machine: only images
+    that lie below ``images`` or one of ``allow_roots``, with all links followed, are packed.
 
     ``delimiter`` None: chosen by the table's suffix. ``caption_column`` None: ``title`` if the
     table has that column, else no image gets a caption. Other columns of an image's first row are
@@ -71,7 +78,7 @@ def pack(
     table that does not parse or yields no sample, and an ``out`` that holds foreign shards.
     """
     table, images, out = Path(table), Path(images), Path(out)
-    _check_paths(table, images, out)
+    _check_paths(table, [images, *allow_roots], out)
     _check_options(samples_per_shard, delimiter, key_prefix)
     delimiter = delimiter or _delimiter_of(table)
     caption_column = caption_column or _caption_column(table, delimiter)
@@ -83,11 +90,10 @@ def pack(
         "delimiter": delimiter,
         "key_prefix": key_prefix,
     }
-    opened: dict[str, Any] = {
-        "kind": KIND,
-        "config": settings,
-        "inputs": {"table": digest_file(table)},
-    }
+    if allow_roots:
+        settings["allow_roots"] = [os.path.abspath(folder) for folder in allow_roots]
+    inputs = {"table": digest_file(table)}
+    opened: dict[str, Any] = {"kind": KIND, "config": settings, "inputs": inputs}
     # Nothing is written yet: a table without usable rows must leave nothing behind.
     done = Artifact.open(out, **opened, force=force, write=False).manifest
     if done is not None:
@@ -95,13 +101,13 @@ def pack(
         return done
     findings = Findings()
     entries = _read_table(table, delimiter, path_column, caption_column, findings)
-    entries = _usable(entries, images, findings)
+    entries = _usable(entries, images, Roots(images, *allow_roots), findings)
     if not entries:
         raise ValueError(
             f"no usable image in {table}: {'; '.join(findings.lines(_REASONS)) or 'it has no rows'}"
         )
     artifact = Artifact.open(out, **opened, force=force)
-    samples = _samples(entries, images, key_prefix, path_column)
+    samples = _samples(entries, key_prefix, path_column)
     return _write(artifact, samples, entries, samples_per_shard, findings)
 
 
@@ -136,11 +142,12 @@ def _check_options(samples_per_shard: int, delimiter: str | None, key_prefix: st
         raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
 
 
-def _check_paths(table: Path, images: Path, out: Path) -> None:
+def _check_paths(table: Path, folders: Sequence[Path], out: Path) -> None:
     if not table.is_file():
         raise FileNotFoundError(f"no table at {table}")
-    if not images.is_dir():
-        raise FileNotFoundError(f"no folder of images at {images}")
+    for folder in folders:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no folder of images at {folder}")
     check_foreign(out, "pack")
 
 
@@ -211,28 +218,31 @@ def _rows(
         raise ValueError(f"{table} line {reader.line_num + 1} does not parse: {error}") from None
 
 
-def _usable(entries: dict[str, _Entry], images: Path, findings: Findings) -> dict[str, _Entry]:
+def _usable(
+    entries: dict[str, _Entry], images: Path, roots: Roots, findings: Findings
+) -> dict[str, _Entry]:
     usable = {}
     for path, entry in entries.items():
-        file = images / path
-        if file.suffix.lower().removeprefix(".") not in IMAGE_EXTENSIONS:
+        if Path(path).suffix.lower().removeprefix(".") not in IMAGE_EXTENSIONS:
             findings.add("unsupported_extension", path)
+        elif "\0" in path or (file := roots.real_path(images / path)) is None:
+            findings.add("outside_folder", path)
         elif not file.is_file():
             findings.add("missing_image", path)
         elif file.stat().st_size == 0:
             findings.add("zero_byte_image", path)
         else:
-            usable[path] = entry
+            usable[path] = replace(entry, file=file)
             if not entry.captions:
                 findings.add("no_caption", path)
     return usable
 
 
 def _samples(
-    entries: dict[str, _Entry], images: Path, key_prefix: str, path_column: str
+    entries: dict[str, _Entry], key_prefix: str, path_column: str
 ) -> Iterator[PackedSample]:
     for number, (path, entry) in enumerate(entries.items()):
-        data = (images / path).read_bytes()
+        data = entry.file.read_bytes()
         facts = {path_column: path, "sha256": hashlib.sha256(data).hexdigest()}
         yield PackedSample(
             key=f"{key_prefix}{number:0{_KEY_DIGITS}d}",

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mclclip import files
+
 
 def check_image_blocks(option: str, number: int | str, name: str | Mapping[str, Any]) -> None:
     """Raises ValueError where ``number`` blocks are more than the model ``name`` has.
@@ -55,7 +57,7 @@ def _built(config: str) -> int | None:
     from mclclip.models.memory import load_image_shapes  # seconds to import
 
     try:
-        return load_image_shapes(json.loads(config)).num_blocks
+        return load_image_shapes(files.parse_json(config, "the model")).num_blocks
     except (ValueError, OSError):
         return None
 
@@ -71,6 +73,6 @@ def _read(name: str) -> Any:
             folders = package.submodule_search_locations if package else None
             path = Path(next(iter(folders or []), "")) / "model_configs"
             path = path / f"{name.replace('/', '-')}.json"
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):  # the loader of models reports the error
+        return files.read_model_json(path)
+    except (OSError, ValueError):  # the loader of models reports the error
         return None

@@ -44,7 +44,8 @@ class DataConfig:
     max_image_pixels: PositiveInt = 100_000_000
     """Images with more pixels (width times height) are refused as decompression bombs."""
     max_bad_fraction: float = 0.01
-    """Share of the index's samples that may be undecodable; above it a verb stops on all ranks."""
+    """Share of the index's samples that may be undecodable, and of the shards that may be damaged
+    or cut short; above it a verb stops on all ranks."""
     max_open_files: PositiveInt = 64
     """Shards that one process keeps open at once."""
 

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mclclip.config import recipes
 from mclclip.config.options import Config
+from mclclip.config.plain_yaml import parse_yaml, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
 from mclclip.options import dotted, farthest
 
@@ -31,7 +32,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     Raises FileNotFoundError for a missing file and ValueError, one line, for anything else: an
     unknown key is named with the nearest valid one, a wrong value with its dotted path.
     """
-    tree = {} if path is None else _parse_yaml(recipes.find(path).read_text(), str(path)) or {}
+    tree = {} if path is None else read_yaml(recipes.find(path)) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")
     return from_tree(tree, overrides)
@@ -59,13 +60,6 @@ def dump(config: Config) -> str:
     return str(yaml.safe_dump(plain, sort_keys=False))
 
 
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
-
-
 def _apply(tree: dict[str, Any], override: str) -> None:
     """Sets one ``key.path=value`` in the tree; the value is read as YAML."""
     key, equals, text = override.partition("=")
@@ -79,7 +73,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         node = node[parent]
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {parent!r} holds a value, not options")
-    node[last] = _parse_yaml(text, f"override {override!r}")
+    node[last] = parse_yaml(text, f"override {override!r}")
     if last == "kind" and parents[-1:] == ["objective"]:
         _drop_foreign(node)
     if node[last] is None and parents in (["eval", "suite"], ["data", "sources"]):

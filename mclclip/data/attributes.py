@@ -7,7 +7,6 @@ integer 3 and the string "3" are the same value.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from mclclip.files import read_json, write_json
+from mclclip.files import parse_json, read_json, write_json
 
 ATTRIBUTES = "attributes.json"
 COLUMN = "attribute:"
@@ -34,8 +33,8 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 def parse_attributes(data: bytes, names: Sequence[str]) -> list[str | None]:
     """The values of these fields in a ``.json`` member, in their order; None for no value."""
     try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError):  # of ValueError: text that is not UTF-8
+        tree = parse_json(data, "attributes")
+    except ValueError:
         tree = None
     fields = tree if isinstance(tree, dict) else {}
     return [_value(fields.get(name)) for name in names]

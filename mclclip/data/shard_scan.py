@@ -1,15 +1,15 @@
 """Scans one tar shard for its samples, the places of their bytes, and faults.
 
-Only headers, captions and attributes are read, with the standard tarfile module. Members are
-grouped by webdataset's key rule, so that a sample has the key a webdataset reader would give it.
+Only headers, captions and attributes are read. Members are grouped by webdataset's key rule, so
+that a sample has the key a webdataset reader would give it. A shard may come from anybody: what it
+asks for is bounded, and a fault in it is counted by its reason.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import re
-import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -17,10 +17,18 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from mclclip.data.attributes import columns_of, fields_of, parse_attributes
+from mclclip.data.tar_members import Member, TarFault, read_members
+from mclclip.files import parse_json
 
+log = logging.getLogger("mclclip")
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 ARRAY_EXTENSION = "npy"
 MAX_EXAMPLES = 20
+MAX_NAME = 4096  # characters of a member's name
+MAX_TEXT_BYTES = 1 << 24
+"""Of a sample's captions or ``.json``."""
+
+MAX_IMAGE_BYTES = 1 << 30
 RANGES = ("image_offset", "image_size", "text_offset", "text_size")
 ROW = pa.schema(
     [("key", pa.large_string()), *((name, pa.int64()) for name in RANGES)]
@@ -34,16 +42,20 @@ REASONS = {
     "zero_byte_image": "samples with an image of zero bytes, left out",
     "zero_byte_caption": "samples with a caption file of zero bytes, kept as without a caption",
     "no_attribute": "samples without a value of an attribute, kept: classes of it leave them out",
+    "large_image": "samples with an image of more than 1 GiB, left out",
+    "large_caption": "samples with a caption file of more than 16 MiB, kept as without a caption",
     "bad_json": "samples whose .json does not parse, kept as without a caption",
     "duplicate_key": "samples whose key came before in their source, left out",
     "several_images": "samples with several images, of which the first is used",
     "bad_name": "tar members whose name gives no key, left out",
+    "sparse_member": "tar members stored without their holes (tar --sparse), left out",
     "truncated_shard": "shards cut short: what comes before the cut is used",
     "damaged_shard": "shards with a broken header: what comes before it is used",
     "data_after_end": "shards with data after their end mark (joined tars?), which is not read",
     "unreadable_shard": "shards that are no tar files, left out",
     "empty_shard": "shards without members",
 }
+UNREADABLE = ("truncated_shard", "damaged_shard", "unreadable_shard")
 
 
 class Findings:
@@ -65,6 +77,14 @@ class Findings:
         """Adds the counts of ``other``; the earlier examples are kept."""
         for reason, (total, examples) in other._found.items():
             self.add(reason, *examples, count=total)
+
+    def only(self, reasons: Sequence[str]) -> Findings:
+        """The finds of these reasons."""
+        return Findings({r: entry for r, entry in self.to_json().items() if r in reasons})
+
+    def total(self) -> int:
+        """The number of finds of all reasons."""
+        return sum(count for count, _ in self._found.values())
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """``{reason: {count, examples}}``, as manifests keep it."""
@@ -99,10 +119,7 @@ def parse_captions(data: bytes, captions: str) -> list[str]:
     if name is None:
         values: Any = [data.decode("utf-8-sig", "replace")]
     else:
-        try:
-            tree = json.loads(data)
-        except RecursionError:
-            raise ValueError("JSON nested too deeply") from None
+        tree = parse_json(data, "a sample's .json")
         values = tree.get(name) if isinstance(tree, dict) else None
         values = [values] if isinstance(values, str) else values
     if not isinstance(values, list):
@@ -177,15 +194,17 @@ def scan_shard(path: str, source: str, captions: str, attributes: Sequence[str] 
             if group.repeated:
                 findings.add("duplicate_key", full, count=max(group.repeated.values()))
             image = group.image or group.array
-            if image is None or image[1] == 0:
-                findings.add("zero_byte_image" if image else "no_image", full)
+            if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
+                findings.add(_why_unusable(image), full)
                 continue
             num_captions, reason = _count_captions(file, group.text, captions)
             if reason is not None:
                 findings.add(reason, full)
-            rows.append((full, *image, *(group.text or (0, 0)), num_captions))
+            text = (0, 0) if group.text is None or reason == "large_caption" else group.text
+            rows.append((full, *image, *text, num_captions))
             if attributes:
-                data = _read(file, group.json) if group.json else b""
+                fits = group.json is not None and group.json[1] <= MAX_TEXT_BYTES
+                data = _read(file, group.json) if group.json and fits else b""
                 values.append(parse_attributes(data, attributes))
                 for name, value in zip(attributes, values[-1], strict=True):
                     if value is None:
@@ -206,39 +225,21 @@ def _refuse_compressed(path: str, head: bytes) -> None:
             )
 
 
-def _members(file: BinaryIO, path: str, findings: Findings) -> Iterator[tarfile.TarInfo]:
-    """Yields the regular members of a tar, without one that the end of the file cuts off."""
-    size = os.fstat(file.fileno()).st_size
-    count, reason = 0, None
+def _members(file: BinaryIO, path: str, findings: Findings) -> Iterator[Member]:
+    """Yields the members of a tar up to the first fault, which is counted."""
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                if member.offset_data + member.size > size:
-                    reason = "truncated_shard"
-                    break
-                count += 1
-                if member.isreg() and not member.issparse():
-                    yield member
+        for member in read_members(file):
+            if member.sparse:
+                findings.add("sparse_member", f"{_shown(member.name)} in {path}")
             else:
-                # tarfile stops at a bad header without an error, so check where it stopped.
-                file.seek(tar.offset)
-                block = file.read(tarfile.BLOCKSIZE)
-                if len(block) < tarfile.BLOCKSIZE:
-                    reason = "truncated_shard"
-                elif block.strip(b"\0"):
-                    reason = "damaged_shard"
-                elif file.read(2 * tarfile.RECORDSIZE).strip(b"\0"):
-                    reason = "data_after_end"
-                elif not count:
-                    reason = "empty_shard"
-    except tarfile.TarError:
-        reason = "truncated_shard" if count else "unreadable_shard"
-    if reason:
-        findings.add(reason, path)
+                yield member
+    except TarFault as fault:
+        log.debug("%s: %s", path, fault)
+        findings.add(fault.reason, path)
 
 
 def _group_members(
-    members: Iterator[tarfile.TarInfo], text_extension: str, findings: Findings, path: str
+    members: Iterator[Member], text_extension: str, findings: Findings, path: str
 ) -> dict[str, _Group]:
     """Members by key in tar order; of members of the same name the first is kept."""
     groups: dict[str, _Group] = {}
@@ -246,8 +247,8 @@ def _group_members(
         if _METADATA.match(member.name):
             continue
         split = split_member_name(member.name)
-        if split is None:
-            findings.add("bad_name", f"{ascii(member.name)} in {path}")
+        if split is None or len(member.name) > MAX_NAME:
+            findings.add("bad_name", f"{_shown(member.name)} in {path}")
             continue
         key, extension = split
         group = groups.setdefault(key, _Group())
@@ -255,7 +256,7 @@ def _group_members(
             group.repeated[extension] = group.repeated.get(extension, 0) + 1
             continue
         group.extensions.add(extension)
-        place = (member.offset_data, member.size)
+        place = (member.offset, member.size)
         if extension in IMAGE_EXTENSIONS:
             group.num_images += 1
             group.image = group.image or place
@@ -268,6 +269,16 @@ def _group_members(
     return groups
 
 
+def _why_unusable(image: tuple[int, int] | None) -> str:
+    if image is None:
+        return "no_image"
+    return "large_image" if image[1] else "zero_byte_image"
+
+
+def _shown(name: str) -> str:
+    return ascii(name if len(name) <= MAX_NAME else f"{name[:100]}... ({len(name)} characters)")
+
+
 def _count_captions(
     file: BinaryIO, text: tuple[int, int] | None, captions: str
 ) -> tuple[int, str | None]:
@@ -276,6 +287,8 @@ def _count_captions(
         return 0, "no_caption"
     if text[1] == 0:
         return 0, "zero_byte_caption"
+    if text[1] > MAX_TEXT_BYTES:
+        return 0, "large_caption"
     try:
         number = len(parse_captions(_read(file, text), captions))
     except ValueError:

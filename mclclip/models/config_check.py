@@ -134,7 +134,7 @@ def check_tokenizer_files(directory: Path) -> None:
             f"{directory} has no {TOKENIZER_CONFIG}, but its model has a tokenizer of its own: "
             "save the tokenizer there (save_pretrained)"
         )
-    record = _mapping(files.read_json(path), str(path))
+    record = _mapping(files.read_model_json(path), str(path))
     if "auto_map" in record:
         raise ValueError(
             f"{path} has auto_map, which names Python that comes with the model: mclclip never "

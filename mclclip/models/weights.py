@@ -38,7 +38,7 @@ def is_image_encoder(directory: Path) -> bool:
     path = Path(directory) / IMAGE_CONFIG
     if (Path(directory) / CONFIG).is_file() or not path.is_file():
         return False
-    config = files.read_json(path)
+    config = files.read_model_json(path)
     return isinstance(config, dict) and isinstance(config.get("model_cfg"), dict)
 
 
@@ -60,7 +60,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"{directory} has no {CONFIG}, so it is no exported model: give the directory that "
             "'mclclip export' wrote"
         )
-    config = files.read_json(path)
+    config = files.read_model_json(path)
     if not isinstance(config, dict) or "model_cfg" not in config:
         raise ValueError(f"{path} has no 'model_cfg', got {type(config).__name__}: export it again")
     return config
@@ -90,7 +90,7 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     else:
         if not Path(source).is_file():
             raise FileNotFoundError(f"no model config at {source}")
-        config, where = files.read_json(Path(source)), str(source)
+        config, where = files.read_model_json(Path(source)), str(source)
     model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
     vision = model_cfg.get("vision_cfg")
     brings_dim = isinstance(vision, Mapping) and "backbone" in vision  # backbones.KEY

@@ -15,6 +15,7 @@ from mclclip.config import Config
 from mclclip.data.epoch_plan import check_ranks
 from mclclip.plan import disk, memory, steps, table
 from mclclip.plan.machine import GIB, Machine
+from mclclip.run.failures import shown_lines
 
 __all__ = ["Machine", "make", "run"]
 
@@ -29,7 +30,7 @@ def run(config: Config, machine: Machine, *, samples: int | None, as_json: bool)
     little disk here is logged as a warning.
     """
     plan = make(config, machine, samples)
-    print(json.dumps(plan, indent=2) if as_json else table.text(plan))
+    print(json.dumps(plan, indent=2) if as_json else shown_lines(table.text(plan)))
     for name, options in config.trainings.items():
         memory.check(plan["memory"][name], name, options, machine)
     if warning := disk.check(plan["disk"], config, machine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -11,10 +12,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import TypeVar
 
 from mclclip.ranks import signals
 
+T = TypeVar("T")
 log = logging.getLogger("mclclip")
 _PR_SET_PDEATHSIG = 1
 _UNKNOWN_S = 1.0  # how long a worker may take to end where there is no /proc to read
@@ -48,6 +54,38 @@ def start_pool_worker() -> None:
     """
     die_with_parent()
     signals.ignore_in_child()
+
+
+def map_in_pool(
+    function: Callable[..., T], calls: Sequence[tuple[object, ...]], workers: int
+) -> Generator[T, None, None]:
+    """Yields ``function(*call)`` for all calls in their order, by up to ``workers`` processes.
+
+    With one worker or one call this process does the work. Where the caller stops in between, by
+    an error, a signal or ``close()``, the processes are killed at once, whatever they are at:
+    waiting for them would keep a cluster waiting that has asked this process to leave. Raises what
+    the function raises, and RuntimeError where a process was killed from outside.
+    """
+    workers = min(workers, len(calls))
+    if workers <= 1:
+        yield from itertools.starmap(function, calls)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_pool_worker)
+    try:
+        yield from pool.map(function, *zip(*calls, strict=True))
+    except BaseException as error:
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise RuntimeError(
+                f"one of {workers} worker processes was killed from outside, probably because the "
+                "memory ran out: use fewer of them"
+            ) from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _end_workers() -> None:

@@ -9,6 +9,7 @@ import time
 import traceback
 
 LATER_RANKS_WAIT_S = 5.0
+LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one is left out
 
 
 def is_for_the_user(error: Exception) -> bool:
@@ -39,7 +40,7 @@ def complain(error: Exception, with_traceback: bool) -> None:
         # All ranks fail together: rank 0 prints, and the launcher ends the others meanwhile.
         time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:
-        traceback.print_exc()
+        print(shown_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     print(f"mclclip: {line_of(error)}", file=sys.stderr)
 
 
@@ -48,4 +49,22 @@ def line_of(error: BaseException) -> str:
     line = str(error)
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]
-    return " ".join(line.split()) or type(error).__name__
+    line = shown(" ".join(line.split())) or type(error).__name__
+    if len(line) <= LONGEST_LINE:
+        return line
+    left_out = len(line) - LONGEST_LINE
+    return f"{line[: LONGEST_LINE // 2]} [{left_out} characters] {line[-LONGEST_LINE // 2 :]}"
+
+
+def shown(text: str) -> str:
+    """The text with every character that does not print, such as an escape sequence or the end of
+    a line, as Python's repr shows it, so that a stranger's text neither moves the cursor nor looks
+    like a line of ours."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shown_lines(text: str) -> str:
+    """``shown`` for a text of ours that has several lines."""
+    return "\n".join(map(shown, text.split("\n")))

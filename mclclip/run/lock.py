@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mclclip.files import now
+from mclclip.files import now, open_own, parse_json
 
 log = logging.getLogger("mclclip")
+_LONGEST = 10_000  # characters of a record
 _LOOK_S = 0.2  # pause between two looks at a lock that another process holds
 _FIELDS = {"host", "pid", "process_start", "started"}
 _LATE_LOOK_S = 1.0  # at most this much time counts as silence between two looks
@@ -96,8 +97,9 @@ class RunLock:
         None where there is no lock or it is half-written.
         """
         try:
-            with open(self.path) as file:
-                owner, beat = json.load(file), os.fstat(file.fileno()).st_mtime_ns
+            with open_own(self.path, "r") as file:
+                owner = parse_json(file.read(_LONGEST), str(self.path))
+                beat = os.fstat(file.fileno()).st_mtime_ns
         except (FileNotFoundError, ValueError):  # its owner was killed between open and write
             return None
         whole = isinstance(owner, dict) and _FIELDS <= owner.keys()
@@ -123,7 +125,7 @@ class RunLock:
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            guard = open(self.path.with_name(".run.lock.guard"), "w")
+            guard = open_own(self.path.with_name(".run.lock.guard"), "w")
         except OSError as error:
             raise RuntimeError(f"run_dir {folder} cannot be written: {error.strerror}") from error
         with guard:
@@ -151,7 +153,8 @@ class RunLock:
                 "started": now(),
             }
             # Needs no rename: the guard keeps readers out, and half a record counts as no lock.
-            self.path.write_text(json.dumps(self._record) + "\n")
+            with open_own(self.path, "w") as file:
+                file.write(json.dumps(self._record) + "\n")
         return None
 
     def _beat(self) -> None:
@@ -159,8 +162,12 @@ class RunLock:
             try:
                 owner = self._read()
                 if owner == self._record:
-                    os.utime(self.path)
-            except OSError as error:  # a shared disk may fail for a moment; the next one may work
+                    with open_own(self.path, "r") as file:
+                        os.utime(file.fileno())
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # a shared disk may fail for a moment; the next one may work
                 log.warning("%s: no heartbeat: %s", self.path, error)
                 continue
             if owner is not None and owner != self._record:

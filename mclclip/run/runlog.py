@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from mclclip.files import write_bytes
-from mclclip.run.failures import line_of
+from mclclip.run.failures import line_of, shown, shown_lines
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
@@ -30,13 +30,23 @@ log = logging.getLogger("mclclip")
 CLOSE_S = 20.0  # time that a sink gets to flush; a pre-empted process has little
 
 
+class _Formatter(logging.Formatter):
+    """One record is one line, whatever a stranger's key, caption or file name holds (see
+    ``shown``); the traceback of an error has lines of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return shown(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return shown_lines(super().formatException(ei))
+
+
 def setup(rank: int = 0, level: str = "INFO") -> None:
     """Sends mclclip's log to stderr: rank 0 at ``level``, the others warnings with their rank."""
     handler = logging.StreamHandler(sys.stderr)
     where = "" if rank == 0 else f" [rank {rank}]"
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s {'%(levelname).1s'}{where} %(message)s", "%H:%M:%S")
-    )
+    line = f"%(asctime)s {'%(levelname).1s'}{where} %(message)s"
+    handler.setFormatter(_Formatter(line, "%H:%M:%S"))
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(level if rank == 0 else "WARNING")

@@ -90,8 +90,9 @@ def checkout(ucm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which everything up to ``mclclip run`` was typed, and both parts were packed."""
     folder = tmp_path_factory.mktemp("ucm")
     lines = commands(RECIPE)
-    held_out = "mclclip pack --table $data/held_out.csv --images $data --out $data/held_out"
-    type_in(folder, ucm, [*lines[:-1], f"{held_out} --samples-per-shard 100"])
+    where = "--images $data --allow-root $ucm/images --out $data/held_out"
+    held_out = f"mclclip pack --table $data/held_out.csv {where} --samples-per-shard 100"
+    type_in(folder, ucm, [*lines[:-1], held_out])
     return folder
 
 

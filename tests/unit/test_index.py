@@ -17,6 +17,7 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.files import digest_keys
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from tests import hostile_tars
 
 
 def make_shard(path: Path, *keys: str, captions: str = "txt") -> Path:
@@ -31,15 +32,18 @@ def make_shard(path: Path, *keys: str, captions: str = "txt") -> Path:
     return path
 
 
-def run(run_dir: Path, force: bool = False, workers: int = 1, **sources: Any) -> SampleIndex:
-    """Indexes ``name=shards`` or ``name=(shards, captions)``."""
+def run(
+    run_dir: Path, force: bool = False, workers: int = 1, bad: float = 0.01, **sources: Any
+) -> SampleIndex:
+    """Indexes ``name=shards`` or ``name=(shards, captions)``; ``bad``: data.max_bad_fraction."""
     tree = {
         name: {"shards": value[0], "captions": value[1]}
         if isinstance(value, tuple)
         else {"shards": value}
         for name, value in sources.items()
     }
-    options = {"run_dir": str(run_dir), "data": {"sources": tree, "index_workers": workers}}
+    data = {"sources": tree, "index_workers": workers, "max_bad_fraction": bad}
+    options = {"run_dir": str(run_dir), "data": data}
     return index.run(config.from_tree(options), SINGLE, force=force)
 
 
@@ -92,8 +96,8 @@ def test_samples_of_all_sources_in_configured_order(tmp_path: Path, shards: Path
 def test_parallel_equals_serial(tmp_path: Path, shards: Path) -> None:
     make_shard(shards / "04.tar", "0a", "4a")
     (shards / "05.tar").write_bytes(b"no tar")
-    left = run(tmp_path / "left", s=str(shards / "*.tar"))
-    right = run(tmp_path / "right", s=str(shards / "*.tar"), workers=2)
+    left = run(tmp_path / "left", s=str(shards / "*.tar"), bad=0.2)
+    right = run(tmp_path / "right", s=str(shards / "*.tar"), bad=0.2, workers=2)
     assert left.digest == right.digest
     one, two = files(left.directory), files(right.directory)
     assert one.keys() == two.keys()
@@ -112,7 +116,7 @@ def test_what_is_left_out_is_counted_listed_and_logged(
     cut.write_bytes(cut.read_bytes()[: 512 * 5 + 3])  # within 5b's image
     (shards / "06.tar").write_bytes(b"")
     with caplog.at_level(logging.INFO, logger="mclclip"):
-        found = run(tmp_path / "run", s=str(shards / "*.tar"))
+        found = run(tmp_path / "run", s=str(shards / "*.tar"), bad=0.3)
     assert all_keys(found)[-2:] == ["s/4a", "s/5a"]
     findings = read_manifest(found.directory, KIND).counts["findings"]
     assert {reason: entry["count"] for reason, entry in findings.items()} == {
@@ -125,6 +129,29 @@ def test_what_is_left_out_is_counted_listed_and_logged(
     assert [(s.start, s.stop) for s in found.shards][-3:] == [(8, 9), (9, 10), (10, 10)]
     assert "10 samples with 10 captions in 7 shards" in caplog.text
     assert "1 samples whose key came before in their source" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bound_decides_whether_unreadable_shards_are_left_out(
+    tmp_path: Path, shards: Path, workers: int
+) -> None:
+    absurd = hostile_tars.header(size=hostile_tars.base_256(-1024))
+    good = (shards / "00.tar").read_bytes()
+    (shards / "04.tar").write_bytes(absurd + good)
+    (shards / "05.tar").write_bytes(hostile_tars.member("5.jpg", b"i") + absurd + good)
+    source = {"s": str(shards / "*.tar"), "workers": workers}
+    with pytest.raises(ValueError, match="2 of 6 shards cannot be read to their end") as caught:
+        run(tmp_path / "run", **source)
+    for word in ("data.max_bad_fraction=0.01 allows 0", f"{shards}/04.tar", f"{shards}/05.tar"):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+    found = run(tmp_path / "run", bad=0.34, **source)
+    assert all_keys(found) == [*(f"s/{n}{x}" for n in range(4) for x in "ab"), "s/5"]
+    assert read_manifest(found.directory, KIND).counts["findings"] == {
+        "damaged_shard": {"count": 1, "examples": [f"{shards}/05.tar"]},
+        "no_caption": {"count": 1, "examples": ["s/5"]},
+        "unreadable_shard": {"count": 1, "examples": [f"{shards}/04.tar"]},
+    }
 
 
 def test_equal_keys_in_two_sources_are_two_samples(tmp_path: Path, shards: Path) -> None:
@@ -176,6 +203,17 @@ def test_expansion_of_list_files(shards: Path) -> None:
         names(shards, f"@{listing}")
 
 
+@pytest.mark.parametrize("name", ["{a,b}.tar", "{00..03}.tar", "a{.tar", "${x}.tar", "a::b.tar"])
+def test_a_path_that_exists_is_taken_as_it_is(shards: Path, name: str) -> None:
+    make_shard(shards / name, "x")
+    assert names(shards, f"{shards}/{name}") == [name]
+    listing = shards / "list.txt"
+    listing.write_text(f"{shards}/{name}\n")
+    assert names(shards, f"@{listing}") == [name]
+    make_shard(shards / "{x,y}" / name, "x")
+    assert index.expand_shards(f"{shards}/{{x,y}}/*.tar", "o") == [f"{shards}/{{x,y}}/{name}"]
+
+
 def test_file_whose_name_looks_like_a_glob(shards: Path) -> None:
     make_shard(shards / "a[1].tar", "x")
     assert names(shards, f"{shards}/a[1].tar") == ["a[1].tar"]
@@ -189,6 +227,10 @@ def test_file_whose_name_looks_like_a_glob(shards: Path) -> None:
         ("", FileNotFoundError, r"is a folder: use .*/\*\.tar"),
         ("{00..01.tar", ValueError, "does not expand"),
         ("${no_such_variable}.tar", ValueError, "does not expand.*no_such_variable"),
+        ("{0..99999999999}.tar", ValueError, r"up to 1e\+11 paths, wanted at most 1,000,000"),
+        ("{a,b}" * 40, ValueError, r"up to 1e\+12 paths"),
+        ("{0..9{0..9}}{1..1000000..-1}", ValueError, r"paths, wanted at most"),
+        ("{" + "9" * 5000 + "..1}", ValueError, r"up to inf paths"),
     ],
 )
 def test_patterns_that_fail(
@@ -316,12 +358,13 @@ def test_same_shards_are_skipped(tmp_path: Path, shards: Path) -> None:
 def test_new_shards_are_appended_and_ids_stay(tmp_path: Path, shards: Path) -> None:
     cut = make_shard(shards / "02.tar", "2a", "2b")
     cut.write_bytes(cut.read_bytes()[: 512 * 4])
-    first = run(tmp_path / "run", s=f"{shards}/*.tar")
+    first = run(tmp_path / "run", s=f"{shards}/*.tar", bad=0.3)
     first.add_bad({0: "broken"})
     keys = all_keys(first)
     make_shard(shards / "00-earlier.tar", "new", "0a")
     make_shard(tmp_path / "other" / "0.tar", "0a")
-    second = run(tmp_path / "run", a=f"{tmp_path}/other/*.tar", s=f"{shards}/*.tar", workers=2)
+    sources = {"a": f"{tmp_path}/other/*.tar", "s": f"{shards}/*.tar"}
+    second = run(tmp_path / "run", workers=2, bad=0.3, **sources)
     assert all_keys(second) == [*keys, "a/0a", "s/new"]
     assert second.digest != first.digest
     assert second.bad_ids().tolist() == [0]

@@ -162,6 +162,55 @@ def test_what_cannot_be_packed_is_counted_by_reason(
     )
 
 
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file outside of the folder of images, with the name of an image."""
+    path = tmp_path / "private" / "key.jpg"
+    path.parent.mkdir()
+    path.write_bytes(b"a private key")
+    return path
+
+
+def test_nothing_outside_of_the_folder_is_packed(
+    tmp_path: Path, images: Path, secret: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (images / "link.jpg").symlink_to(secret)
+    (images / "folder").symlink_to(secret.parent)
+    (images / "loop.jpg").symlink_to("loop.jpg")
+    (images / "same.jpg").symlink_to("a.jpg")
+    (tmp_path / "images-2").mkdir()
+    (tmp_path / "images-2" / "x.jpg").write_bytes(b"x")
+    outside = [
+        "../private/key.jpg", "sub/../../private/key.jpg", str(secret), "link.jpg",
+        "folder/key.jpg", "../images-2/x.jpg", "a\0.jpg",
+    ]  # fmt: skip
+    names = [*outside, "same.jpg", "loop.jpg", f"{images}/a.jpg"]
+    counts = run(tmp_path, images, [[name, "t"] for name in names]).counts
+    findings = {reason: entry["count"] for reason, entry in counts["findings"].items()}
+    assert findings == {"outside_folder": 6, "missing_image": 1}  # two names are one path
+    assert counts["samples"] == 2
+    packed = members(tmp_path / "out" / "00000.tar")
+    assert {data for name, data in packed.items() if name.endswith("jpg")} == {b"bytes of a.jpg"}
+    assert b"private key" not in b"".join(packed.values())
+    assert "--allow-root" in caplog.text and "../private/key.jpg" in caplog.text
+    with pytest.raises(ValueError, match="no usable image in .*outside_folder"):
+        pack(tmp_path / "t.csv", images / "sub", tmp_path / "other")
+
+
+def test_a_further_folder_may_be_allowed(tmp_path: Path, images: Path, secret: Path) -> None:
+    """As the recipe ucm does it, which links a folder of the data."""
+    (images / "folder").symlink_to(secret.parent)
+    rows = [["folder/key.jpg", "t"], [str(secret), "t"], ["a.jpg", "t"]]
+    manifest = run(tmp_path, images, rows, allow_roots=[secret.parent])
+    assert manifest.counts["samples"] == 3 and not manifest.counts["findings"]
+    packed = members(tmp_path / "out" / "00000.tar")
+    assert packed["000000000.jpg"] == packed["000000001.jpg"] == b"a private key"
+    with pytest.raises(ValueError, match="allow_roots"):
+        run(tmp_path, images, rows)
+    with pytest.raises(FileNotFoundError, match="no folder of images at .*nowhere"):
+        run(tmp_path, images, rows, allow_roots=[tmp_path / "nowhere"])
+
+
 def test_finished_is_skipped_and_changes_stop_until_forced(tmp_path: Path, images: Path) -> None:
     run(tmp_path, images, [["a.jpg", "1"]])
     (images / "a.jpg").unlink()  # a skipped verb does not even look

@@ -181,6 +181,48 @@ def test_missing_files_get_one_clear_line(make_folder: Any, tmp_path: Path) -> N
         mmvp.read_pairs(root)
 
 
+@pytest.mark.parametrize("kind", ["../../private", "../private", "..", "Color/../../../private"])
+def test_a_type_does_not_lead_out_of_the_folder(
+    make_folder: Any, draw: Callable[[Path, int], None], tmp_path: Path, kind: str
+) -> None:
+    root = make_folder({"Color": 1})
+    for folder in (tmp_path / "private", root / "private"):
+        for number in (1, 2):
+            draw(folder / f"{number}.jpg", number)
+    write_questions(root, [(1, kind, "a"), (2, kind, "b")])
+    with pytest.raises(ValueError, match="Questions.csv names .*no file below"):
+        mmvp.read_pairs(root)
+    absolute = str(tmp_path / "private")
+    write_questions(root, [(1, absolute, "a"), (2, absolute, "b")])
+    with pytest.raises(ValueError, match="Questions.csv names .*no file below"):
+        mmvp.read_pairs(root)
+
+
+@pytest.mark.parametrize("what", ["image", "folder", "all"])
+def test_a_link_does_not_lead_out_of_the_folder(
+    make_folder: Any, tmp_path: Path, what: str
+) -> None:
+    root = make_folder({"Color": 1})
+    images = root / "MLLM_VLM Images"
+    place = {"image": images / "Color" / "2.jpg", "folder": images / "Color", "all": images}[what]
+    place.rename(tmp_path / "away")
+    place.symlink_to(tmp_path / "away")
+    with pytest.raises(ValueError, match="which is not below .*: benchmarks are read from their"):
+        mmvp.read_pairs(root)
+
+
+def test_links_in_the_hubs_cache_are_followed(make_folder: Any, tmp_path: Path) -> None:
+    """There a snapshot consists of links to the blobs of its data set."""
+    blobs, root = tmp_path / "blobs", tmp_path / "snapshots" / "0123" / "MMVP_VLM"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(make_folder({"Color": 1}).rglob("*.*"))):
+        link = root / path.relative_to(tmp_path / "MMVP_VLM")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(blobs / str(number))
+        link.symlink_to(blobs / str(number))
+    assert len(mmvp.read_pairs(root)) == 1
+
+
 def test_unreadable_image_is_an_error_not_a_wrong_answer(make_folder: Any, planted: Any) -> None:
     root = make_folder({"Color": 1})
     (root / "MLLM_VLM Images" / "Color" / "1.jpg").write_bytes(b"not an image")

@@ -162,7 +162,7 @@ def test_a_mapping_says_which_classes_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("[", "names.json is not JSON"),
+        ("[", "names.json is not valid JSON"),
         ("3", "must hold an object of label: name, or a list of names"),
         ('{"0": ["n01440764", "tench"]}', "must hold an object of label: name"),
         ('["a", 3]', "must hold an object of label: name"),
@@ -182,7 +182,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="names the class 'a' twice"):
         prompts.find_names(["a"], "names.txt", tmp_path)
     (tmp_path / "names.json").write_text('{"a": "x", "b": "y", "a": "z"}')
-    with pytest.raises(ValueError, match="names.json names the class 'a' twice"):
+    with pytest.raises(ValueError, match="names.json has the key 'a' twice"):
         prompts.find_names(["a"], "names.json", tmp_path)
 
 

@@ -104,3 +104,15 @@ def test_table_without_intervals_marks_what_is_missing() -> None:
     assert lines[3].split() == ["stage_0", "20.0", "-"]
     assert lines[4].split() == ["stage_1", "-", "7.0"]
     assert results.table([]) == ""
+
+
+def test_names_that_others_gave_are_shown_escaped_and_read_again(tmp_path: Path) -> None:
+    """A Type of a benchmark is the name of a figure."""
+    name = "a\x1b[2J\nb\u2028c\x85d"
+    figure = results.Figure(name, 50.0, 4, 20.0, 80.0)
+    rows = results.of_model([figure], name, name)
+    results.write(tmp_path / "results.jsonl", rows)
+    assert results.read(tmp_path / "results.jsonl") == rows
+    text = results.table(rows)
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert text.count(r"a\x1b[2J\nb\u2028c\x85d") == 3

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mclclip.eval import datasets, ranking, retrieval
-from mclclip.eval.datasets import CaptionRule, read_captions
+from mclclip.eval.datasets import CaptionRule, read_captions, read_labelled
 from mclclip.eval.features import Extractor
 from mclclip.eval.ranking import rank_queries
 
@@ -274,11 +274,33 @@ def test_wrong_files_get_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="images it does not list, such as 4"):
         read_captions(other, tmp_path)
     other.write_text("[")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         read_captions(other, tmp_path)
+    for content in ('{"images": [{"sentences": 3}]}', '{"images": 3, "annotations": 4}'):
+        other.write_text(content)
+        with pytest.raises(ValueError, match="lacks a field of COCO's or Karpathy's layout"):
+            read_captions(other, tmp_path)
+    other.write_text('{"images": [{"id": 1, "file_name": 2}], "annotations": []}')
+    with pytest.raises(ValueError, match="captions.json has 2 where a file name"):
+        read_captions(other, tmp_path)
+    table.write_bytes(b"filepath,title\na.jpg,\xff\n")
+    with pytest.raises(ValueError, match="captions.csv does not parse"):
+        read_captions(table, tmp_path)
     (tmp_path / "captions.txt").write_text("")
     with pytest.raises(ValueError, match=r"\.csv, \.tsv, \.json or \.token"):
         read_captions(tmp_path / "captions.txt", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../private.jpg", "/etc/passwd", "a/../../b.jpg"])
+def test_a_table_names_no_image_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    table, root = tmp_path / "t.csv", tmp_path / "images"
+    root.mkdir()
+    table.write_text(f"filepath,title,label\na.jpg,x,y\n{name},x,y\n")
+    with pytest.raises(ValueError, match="t.csv names .*, which is no file below .*images"):
+        read_captions(table, root)
+    (root / "t.csv").write_text(table.read_text())
+    with pytest.raises(ValueError, match="t.csv line 3 names .*, which is no file below"):
+        read_labelled(root, {"y": "y"}, "t.csv")
 
 
 # --- real photographs -------------------------------------------------------------------

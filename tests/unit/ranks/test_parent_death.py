@@ -42,7 +42,7 @@ def runs(pid: int) -> bool:
 
 def waited_for(path: Path) -> str:
     deadline = time.monotonic() + 20
-    while not path.exists() or (path.name == "pid" and not path.read_text()):
+    while not path.exists() or (path.name.endswith("pid") and not path.read_text()):
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.01)
     return path.read_text()
@@ -193,3 +193,62 @@ def test_another_daemon_of_the_program_may_tidy_up(tmp_path: Path) -> None:
     """It hears SIGTERM once and is waited for, as in a program without loaders."""
     assert ends(tmp_path, "fork", "here", "tidy", "exit") == (7, "")
     assert (tmp_path / "tidied").exists() and not (tmp_path / "asked_twice").exists()
+
+
+# --- a pool that is not waited for ----------------------------------------------------------------
+
+# Two workers are at something that never ends when the program is asked to leave.
+POOL = """
+import os, sys, time
+from pathlib import Path
+from mclclip.ranks import parent_death, signals
+
+def work(folder, number):
+    (folder / f"{number}.pid").write_text(str(os.getpid()))
+    while number:
+        pass
+    return number
+
+if __name__ == "__main__":
+    signals.install_handlers()
+    folder = Path(sys.argv[1])
+    calls = [(folder, number) for number in (0, 1, 2)]
+    try:
+        for done in parent_death.map_in_pool(work, calls, 2):
+            (folder / "first").touch()
+            while not (folder / "1.pid").exists():
+                time.sleep(0.01)
+            if sys.argv[2] == "stop":
+                break
+    except signals.Preempted as error:
+        print("left", error, flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "stop", "killed"])
+def test_workers_that_never_end_are_not_waited_for(tmp_path: Path, how: str) -> None:
+    (tmp_path / "pool.py").write_text(POOL)
+    command = [sys.executable, str(tmp_path / "pool.py"), str(tmp_path), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        pids = [int(waited_for(tmp_path / "1.pid")), 0]
+        if how != "stop":
+            pids[1] = int(waited_for(tmp_path / "2.pid"))
+        waited_for(tmp_path / "first")
+        if how == "SIGTERM":
+            program.send_signal(signal.SIGTERM)
+        elif how == "killed":
+            os.kill(pids[0], signal.SIGKILL)
+        start = time.monotonic()
+        said, _ = program.communicate(timeout=30)
+        took_s = time.monotonic() - start
+    assert program.returncode == 0 and took_s < 5
+    assert all(ended(pid, within_s=5.0) for pid in pids if pid)
+    expected = {
+        "SIGTERM": "left SIGTERM\n",
+        "stop": "",
+        "killed": "one of 2 worker processes was killed from outside, probably because the memory "
+        "ran out: use fewer of them\n",
+    }
+    assert said == expected[how]

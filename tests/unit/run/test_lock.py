@@ -321,3 +321,44 @@ def test_of_many_that_wait_for_a_dead_hosts_lock_one_wins(tmp_path: Path) -> Non
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == winners[0]
         losers = [answer for pid, answer in answers.items() if pid not in winners]
         assert all(f"in use by process {winners[0]} on" in answer for answer in losers)
+
+
+# --- what others planted --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["run.lock", ".run.lock.guard"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "second_name", "pipe"])
+def test_what_others_planted_is_neither_followed_nor_waited_for(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    victim, run_dir = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    os.utime(victim, (1, 1))
+    run_dir.mkdir()
+    if kind == "link":
+        (run_dir / name).symlink_to(victim)
+    elif kind == "dangling":
+        (run_dir / name).symlink_to(tmp_path / "made")
+    elif kind == "second_name":
+        os.link(victim, run_dir / name)
+    else:
+        os.mkfifo(run_dir / name)
+    start = time.monotonic()
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        RunLock(run_dir, wait_s=0.0).__enter__()
+    assert time.monotonic() - start < 5 and "\n" not in str(caught.value)
+    assert str(run_dir) in str(caught.value)
+    assert victim.read_text() == "precious" and victim.stat().st_mtime == 1
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_heartbeat_does_not_follow_a_link_either(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    with RunLock(tmp_path / "run", beat_s=0.05) as lock:
+        victim.write_text(lock.path.read_text())
+        os.utime(victim, (1, 1))
+        lock.path.unlink()
+        lock.path.symlink_to(victim)
+        time.sleep(0.3)
+        assert victim.stat().st_mtime == 1
+        lock.path.unlink()

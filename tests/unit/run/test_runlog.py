@@ -44,6 +44,27 @@ def test_rank_0_speaks_the_others_warn(
     assert second.endswith(" W [rank 2] disk is slow")
 
 
+HOSTILE = "a\x1b[2J\r12:00:00 I b\n12:00:01 I forged\u2028\x9b1m\u202e\udcff"
+
+
+def test_what_others_wrote_is_shown_escaped(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runlog.setup(0)
+    log.warning("key %s is bad", HOSTILE)
+    log.warning("folders: %s, é 日本 ±", [Path(HOSTILE)])
+    try:
+        raise KeyError(HOSTILE) from ValueError(f"of\x1b{HOSTILE}")
+    except KeyError:
+        log.warning("with a traceback", exc_info=True)
+    err = capsys.readouterr().err
+    first, second, third, *lines = err.removesuffix("\n").split("\n")
+    wanted = r"key a\x1b[2J\r12:00:00 I b\n12:00:01 I forged\u2028\x9b1m\u202e\udcff is bad"
+    assert first.endswith(wanted) and second.endswith("é 日本 ±")
+    assert third.endswith("with a traceback") and len(lines) > 8
+    assert all(line.isprintable() for line in (first, second, third, *lines))
+
+
 def test_setting_up_twice_does_not_double_lines(
     log: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:

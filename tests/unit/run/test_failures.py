@@ -1,0 +1,44 @@
+"""The line of an error: one, printable, and not longer than can be read."""
+
+from __future__ import annotations
+
+import pytest
+
+from mclclip.run import failures
+from mclclip.run.failures import line_of, shown, shown_lines
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain é 日本 ± 'x'", "plain é 日本 ± 'x'"),
+        ("a\nb\tc\rd", r"a\nb\tc\rd"),
+        ("\x1b]0;title\x07\x7f", r"\x1b]0;title\x07\x7f"),
+        ("\x9b1m\u202e\u2066\u2028\ufeff", r"\x9b1m\u202e\u2066\u2028\ufeff"),
+        ("\udcff", r"\udcff"),
+        (r"\x1b", r"\x1b"),
+    ],
+)
+def test_text_that_does_not_print_is_shown_as_repr_shows_it(text: str, expected: str) -> None:
+    assert shown(text) == expected and shown(text).isprintable()
+
+
+def test_lines_of_ours_stay() -> None:
+    assert shown_lines("a\x1b\nb\r\n") == "a\\x1b\nb\\r\n"
+
+
+def test_an_error_is_one_printable_line_of_bounded_length() -> None:
+    assert line_of(ValueError("key \x1b[31m\nmclclip: forged")) == r"key \x1b[31m mclclip: forged"
+    line = line_of(ValueError(f"begin {'x' * 1_000_000} what to do"))
+    assert line.startswith("begin xx") and line.endswith("xx what to do")
+    assert "characters]" in line and len(line) < failures.LONGEST_LINE + 100
+
+
+def test_what_is_complained_of_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise RuntimeError("of\x1b[2J\nforged")
+    except RuntimeError as error:
+        failures.complain(error, with_traceback=True)
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.endswith("mclclip: of\\x1b[2J forged\n")
+    assert "\x1b" not in err

@@ -1,0 +1,103 @@
+"""Documents and paths that others wrote: bounded, named, in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import files
+from mclclip.files import MAX_DEPTH, Roots, below, parse_json
+
+BAD_JSON = {
+    "deep_lists": ("[" * 5000 + "]" * 5000, "nested deeper than 64 levels"),
+    "deep_objects": ('{"a":' * 5000 + "1" + "}" * 5000, "nested deeper than 64 levels"),
+    "a_little_too_deep": ("[" * 65 + "]" * 65, "nested deeper than 64 levels"),
+    "deep_and_open": ("[" * 200_000, "nested deeper than 64 levels"),
+    "not_json": ("[1,", "is not valid JSON"),
+    "long_number": ("9" * 5000, "is not valid JSON"),
+    "not_utf8": (b'"\xff"', "is not valid JSON"),
+    "nothing": (b"", "is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_JSON)
+def test_json_that_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    data, message = BAD_JSON[case]
+    path = tmp_path / "other.json"
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    with pytest.raises(ValueError, match=message) as caught:
+        files.read_json(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_json_at_its_limits_is_read(tmp_path: Path) -> None:
+    deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert json.dumps(parse_json(deep, "x")) == deep
+    assert parse_json(b'\xef\xbb\xbf{"a": 1, "a": 2}', "x") == {"a": 2}
+    with pytest.raises(ValueError, match="^x has the key 'a' twice"):
+        parse_json('[{"a": 1, "a": 2}]', "x", unique_keys=True)
+
+
+@pytest.mark.parametrize("read", [files.read_json, files.read_model_json])
+def test_documents_that_are_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any]
+) -> None:
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_MODEL_JSON_BYTES", 1000)
+    path = tmp_path / "large"
+    path.write_text("[" + " " * 998 + "]")
+    assert read(path) == []
+    path.write_text("[" + " " * 999 + "]")
+    with pytest.raises(ValueError, match="large has more than 1,000 bytes"):
+        read(path)
+
+
+# --- paths that a table names -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "d/a.jpg", "./a.jpg", "d/../a.jpg", "..a.jpg", "d/..a"])
+def test_names_below_the_folder(tmp_path: Path, name: str) -> None:
+    assert below(tmp_path, name, "t.csv") == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/etc/hosts", "..", "../a.jpg", "d/../../a.jpg", "a\0b", "//a"]
+)
+def test_names_that_lead_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="t.csv line 3 names .* no file below"):
+        below(tmp_path, name, "t.csv line 3")
+
+
+def test_links_are_followed_before_a_path_counts_as_below(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "inner", tmp_path / "inner-2"
+    for folder in (inner, outer):
+        folder.mkdir()
+        (folder / "a").touch()
+    (inner / "out").symlink_to(outer / "a")
+    (inner / "same").symlink_to("a")
+    (tmp_path / "link").symlink_to(inner)
+    roots = Roots(inner)
+    assert roots.real_path(inner / "a") == roots.real_path(inner / "same") == inner / "a"
+    assert roots.real_path(tmp_path / "link" / "a") == inner / "a"
+    assert Roots(tmp_path / "link").real_path(inner / "a") == inner / "a"
+    assert roots.real_path(inner / "out") is None
+    assert Roots(inner, outer).real_path(inner / "out") == outer / "a"
+    assert roots.real_path(outer / "a") is None
+    assert roots.real_path(inner / ".." / "x") is None
+    assert Roots(Path("/")).real_path(outer / "a") == outer / "a"
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    """The temporary name of a file can be guessed: a link of that name must not be followed."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    name = f".state.json.{os.uname().nodename}.{os.getpid()}.tmp"
+    (tmp_path / name).symlink_to(victim)
+    files.write_json(tmp_path / "state.json", 1)
+    assert victim.read_text() == "precious" and not (tmp_path / "state.json").is_symlink()
+    assert files.read_json(tmp_path / "state.json") == 1
