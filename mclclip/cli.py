@@ -211,7 +211,9 @@ def _add_configured(verbs: Any) -> None:
     def add(name: str, help_text: str, function: Any = _verb) -> argparse.ArgumentParser:
         verb = _add(verbs, name, help_text)
         _add_config_options(verb)
-        force = "move artifacts made with other settings aside"
+        force = "make it again, and move aside what is there; what was begun is resumed"
+        if name == "run":
+            force = "make again what is of other settings or damaged, and move the old aside"
         verb.add_argument("--force", action="store_true", help=force)
         verb.set_defaults(configured=function)
         return verb

@@ -243,6 +243,8 @@ def _find(
     label = str(name).removeprefix("local-dir:")
     if str(name).startswith("local-dir:") or os.path.isdir(label):
         _refuse_pretrained(str(name), pretrained)
+        if os.path.isdir(label):
+            weights.check_recorded(Path(label), load_weights=load_weights)
         config = weights.read_config(Path(label))
         file = weights.find_weights(Path(label)) if load_weights else None
         return config, file, Path(label)

@@ -205,6 +205,7 @@ def load_model(
 
 def load_concat(directory: Path) -> ConcatEncoder:
     """Loads what `save_concat` wrote; equal tensors of the stages share their memory."""
+    weights.check_recorded(directory)
     record = files.read_json(Path(directory) / weights.CONCAT)
     if record.get("schema_version") != _SCHEMA_VERSION:
         raise ValueError(

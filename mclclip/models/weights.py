@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mclclip import files
+from mclclip.run import artifacts
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"
@@ -31,6 +32,32 @@ IMAGE_WEIGHTS = "model.safetensors"
 CONCAT = "concat.json"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
 _TOKENIZER_DATA = (".json", ".txt", ".model")
+
+
+_KINDS = ("export", "concat", "soup")
+
+
+def files_of(directory: Path) -> list[str]:
+    """The names of the files of a model's directory: configuration, weights, tokenizer."""
+    ours = (artifacts.MANIFEST, artifacts.INTENT)
+    paths = sorted(path for path in Path(directory).iterdir() if path.is_file())
+    return [path.name for path in paths if path.name not in ours and path.name[0] != "."]
+
+
+def check_recorded(directory: Path, *, load_weights: bool = True) -> None:
+    """Raises RuntimeError where a file of an export is not what `mclclip export` wrote.
+
+    A directory without one of its manifests, such as a model of others, is not compared.
+    """
+    path = Path(directory) / artifacts.MANIFEST
+    found = files.read_json(path) if path.is_file() else None
+    kind = found.get("kind") if isinstance(found, dict) else None
+    if kind not in _KINDS:
+        return
+    manifest = artifacts.read_manifest(directory, kind)
+    names = [n for n in manifest.records if load_weights or not n.endswith(".safetensors")]
+    if names:
+        manifest.check(directory, *names)
 
 
 def is_image_encoder(directory: Path) -> bool:

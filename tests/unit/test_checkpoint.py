@@ -114,7 +114,7 @@ def test_the_state_lists_every_file(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     path = tmp_path / "step_00000003"
     state = json.loads((path / "state.json").read_text())
-    assert (state["step"], state["world_size"], state["schema_version"]) == (3, 1, 2)
+    assert (state["step"], state["world_size"], state["schema_version"]) == (3, 1, 3)
     assert sorted(state["files"]) == [".metadata", "__0_0.distcp"]
     for name, entry in state["files"].items():
         assert entry["size_bytes"] == (path / name).stat().st_size
@@ -386,8 +386,8 @@ def test_an_intact_one_of_another_model_is_no_damage(
 def test_one_of_a_newer_mclclip_is_no_damage(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     path = tmp_path / "step_00000004" / "state.json"
-    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 3'))
-    with pytest.raises(RuntimeError, match="schema 3, this mclclip .* update mclclip"):
+    path.write_text(path.read_text().replace('"schema_version": 3', '"schema_version": 4'))
+    with pytest.raises(RuntimeError, match="schema 4, this mclclip .* update mclclip"):
         Checkpoints(tmp_path, keep=2).resume(Source(1))
     assert files(tmp_path) == ["step_00000004"]
 
