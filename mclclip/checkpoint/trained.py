@@ -29,7 +29,7 @@ def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]
             f"{directory} ends at step {saved[-1]}, the training at {trained}: remove "
             f"{train_directory / artifacts.MANIFEST}, then run 'mclclip train' again"
         )
+    state = load_model_state(directory, saved[-1])
     told = {name: manifest.config[name] for name in ("stage", "variant") if name in manifest.config}
     check_identity(path_of(directory, saved[-1]), told | {"digest": manifest.digest})
-    state = load_model_state(directory, saved[-1])
     return state | load_model_state(directory, saved[-1], part="ema") if averaged else state

@@ -325,7 +325,9 @@ def test_the_mean_of_image_and_text(tmp_path: Path) -> None:
         cluster.run(change(tree, feature="image"), SINGLE, stage=0)
     (Layout.of(config).text_embeddings / "00002.npy").unlink()
     shutil.rmtree(directory)
-    with pytest.raises(FileNotFoundError, match="no .*00002.npy: run 'mclclip embed --text --force'"):
+    with pytest.raises(
+        FileNotFoundError, match="no .*00002.npy: run 'mclclip embed --text --force'"
+    ):
         cluster.run(config, SINGLE, stage=0)
 
 
