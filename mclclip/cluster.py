@@ -120,7 +120,8 @@ def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -
     if blocks.num_rows != wanted:
         raise RuntimeError(
             f"embeddings at {directory} has {sum(blocks.num_rows):,} rows, the index has "
-            f"{len(index):,} (compared per shard): run 'mclclip embed' again after 'mclclip index'"
+            f"{len(index):,} (compared per shard): run 'mclclip embed --force' after "
+            "'mclclip index'"
         )
     if config.cluster.feature == "image":
         return blocks

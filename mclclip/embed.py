@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mclclip.config import Config
-from mclclip.data.embeddings import read_note, rows_path, write_shard
+from mclclip.data.embeddings import Note, num_restored, read_note, rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, BadSamples, Sample, TarDataset
 from mclclip.data.shard_check import check_shards
-from mclclip.files import Record
+from mclclip.files import digest_json
 from mclclip.models.loading import AnyModel, load_any
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context, start_loader_worker
@@ -49,7 +49,9 @@ def run(
     With ``text`` (default: at stage 0, if clustering or training uses them) the same export embeds
     the captions too, into stage 0's ``text_embeddings``: one row per (sample, caption number), none
     for samples without a caption. Raises ValueError for text where no sample has a caption, and for
-    text of another stage, whose text tower is not what later stages are compared with.
+    text of another stage, whose text tower is not what later stages are compared with. Finished
+    embeddings that lack samples which have been restored since are kept, with a warning, and made
+    again with any ``force``.
     """
     if text and stage != 0:
         raise ValueError(
@@ -100,7 +102,14 @@ def _open(
         "index": index.digest,
         "encoder": artifacts.read_manifest(layout.export(stage), "export").digest,
     }
-    return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
+    restored = num_restored(directory, index) if artifacts.is_finished(directory) else 0
+    if restored and not force:
+        log.warning(
+            "%s has no rows of %d samples that could not be read and have changed since: --force "
+            "embeds them", directory, restored,
+        )  # fmt: skip
+    again = force if not restored else bool(force)
+    return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=again)
 
 
 _EmbedShard = Callable[
@@ -137,23 +146,30 @@ def _embed(
         }
 
     def finish() -> None:
-        records = _records(directory, len(index.shards))
-        artifact.finish(counts, dtype=config.embed.dtype, records=records)
+        notes = _notes(directory, len(index.shards))
+        without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
+        artifact.finish(
+            counts,
+            dtype=config.embed.dtype,
+            # Which samples have no row depends on the shards' bytes too.
+            content_digest=digest_json([artifact.identity, without]) if without else None,
+            records={name: note.record for name, note in notes.items()},
+        )
 
     collectives.on_main(finish)
 
 
-def _records(directory: Path, num_shards: int) -> dict[str, Record]:
-    """The records of all shards' rows, as they were noted when the rows were written."""
-    records = {}
+def _notes(directory: Path, num_shards: int) -> dict[str, Note]:
+    """The notes on all shards, which were made when the rows were written, by file of rows."""
+    notes = {}
     for number in range(num_shards):
         note, path = read_note(directory, number), rows_path(directory, number)
         if note is None:
             raise RuntimeError(
                 f"{path} is not what was written: run 'mclclip embed' again, which makes it again"
             )
-        records[path.name] = note.record
-    return records
+        notes[path.name] = note
+    return notes
 
 
 def _one_shard(

@@ -23,7 +23,7 @@ def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]
     trained = manifest.counts["steps"]
     saved = steps(directory)
     if not saved:
-        raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train' again")
+        raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train --force'")
     if saved[-1] != trained:
         raise RuntimeError(
             f"{directory} ends at step {saved[-1]}, the training at {trained}: remove "

@@ -190,8 +190,8 @@ class MeanBlocks(NpyBlocks):
         if self._texts.num_rows != wanted:
             raise RuntimeError(
                 f"text embeddings have {sum(self._texts.num_rows):,} rows, the index has "
-                f"{sum(wanted):,} captions (compared per shard): run 'mclclip embed --text' again "
-                "after 'mclclip index'"
+                f"{sum(wanted):,} captions (compared per shard): run 'mclclip embed --text "
+                "--force' after 'mclclip index'"
             )
         widths = {shape for blocks in (self, self._texts) for shape in blocks.row_shapes()}
         if len(widths) > 1:

@@ -79,6 +79,16 @@ def read_note(directory: Path, number: int) -> Note | None:
         return None  # then the shard is embedded
 
 
+def num_restored(directory: Path, index: SampleIndex) -> int:
+    """Number of samples without a row whose bytes have changed since, so that they may have one."""
+    return sum(
+        index.bytes_of([sample_id])[sample_id] != was
+        for number in range(len(index.shards))
+        if (note := read_note(directory, number)) is not None
+        for sample_id, was in note.bytes_of.items()
+    )
+
+
 def left_out(directory: Path, num_shards: int) -> npt.NDArray[np.int64]:
     """Sorted ids of the samples whose rows are zeros, because they could not be used.
 

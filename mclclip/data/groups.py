@@ -122,7 +122,7 @@ class GroupedIndex:
         if got != wanted:
             raise RuntimeError(
                 f"grouped index {directory}: its arrays have {got} rows, its header says {wanted}: "
-                "remove the directory and run 'mclclip train' again"
+                "run 'mclclip train --force' to train again"
             )
         return cls(ids, np.asarray(starts), np.asarray(labels), tuple(header["radices"]), directory)
 

@@ -89,7 +89,7 @@ def combine_stages(
     if len(set(lengths)) > 1:
         raise ValueError(
             f"cluster labels of the stages have {lengths} rows: wanted the rows of one index; "
-            "run 'mclclip cluster' again for the stages that differ"
+            "run 'mclclip cluster --force' for the stages that differ"
         )
     outside = np.logical_or.reduce([labels < 0 for labels in stages])
     if mode == "last":
@@ -189,7 +189,7 @@ def join_by_key(
         raise ValueError(
             f"join by key: {missing:,} of the {len(keys_to):,} samples wanted have no row, "
             f"{extra:,} of {len(keys_from):,} rows belong to no sample, {repeated:,} keys are "
-            "repeated: run 'mclclip embed' and 'mclclip cluster' again on this index"
+            "repeated: run 'mclclip embed --force' and 'mclclip cluster --force' on this index"
         )
     order = np.fromiter((row[key] for key in keys_to), dtype=np.int64, count=len(keys_to))
     return values[order]
@@ -208,7 +208,7 @@ def read_pseudo_labels(
     if len(labels) != len(index) or manifest.inputs["index"] != index.digest:
         raise RuntimeError(
             f"pseudo_labels has {len(labels):,} rows, the index has {len(index):,} (or other "
-            f"keys): run 'mclclip cluster' again after 'mclclip index'"
+            f"keys): run 'mclclip cluster --force' after 'mclclip index'"
         )
     return labels, tuple(manifest.counts["radices"]), manifest.digest
 
@@ -246,8 +246,8 @@ class ClassLabels:
         self._map()
         if manifest.inputs["index"] != index.digest:
             raise RuntimeError(
-                f"clusters at {directory} are those of another index: run 'mclclip cluster' again "
-                "after 'mclclip index'"
+                f"clusters at {directory} are those of another index: run 'mclclip cluster "
+                "--force' after 'mclclip index'"
             )
         stored = manifest.config["labels_per_sample"]
         for array in (self._labels, self._similarities):
@@ -258,7 +258,7 @@ class ClassLabels:
             raise ValueError(
                 f"clusters at {directory} have {stored} labels per sample, wanted "
                 f"{labels_per_sample}: raise cluster.labels_per_sample and run 'mclclip cluster "
-                "--force' again"
+                "--force'"
             )
 
     def centroids(self) -> npt.NDArray[np.float32]:

@@ -292,8 +292,8 @@ class SampleIndex:
         if manifest.inputs["index"] != self.digest:
             raise RuntimeError(
                 f"{kind} at {directory} has {manifest.counts['samples']:,} rows, the index has "
-                f"{len(self):,} (and other sample keys): run 'mclclip {verb_of(kind)}' "
-                "again after 'mclclip index'"
+                f"{len(self):,} (and other sample keys): run 'mclclip {verb_of(kind)} "
+                "--force' after 'mclclip index'"
             )
         return manifest
 

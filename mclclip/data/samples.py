@@ -231,7 +231,7 @@ class TextFeatures:
         if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
             raise ValueError(
                 f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
-                f"float32 [{wanted}, D]: run 'mclclip embed' again after 'mclclip index'"
+                f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
             )
         self._arrays[shard], self._data_offsets[shard] = array, int(getattr(array, "offset", 0))
         return array

@@ -27,6 +27,7 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 import open_clip
 from huggingface_hub import constants as hub
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.timm_model import TimmModel
@@ -34,7 +35,7 @@ from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleToken
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
-from mclclip.models import backbones, config_check, towers, transforms, weights
+from mclclip.models import backbones, config_check, config_limits, towers, transforms, weights
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.image_model import pair
@@ -223,6 +224,13 @@ def _resolve(
     # An image encoder has no text_cfg.
     whole = {"text_cfg": {}, **model_cfg} if isinstance(model_cfg, Mapping) else model_cfg
     config_check.check(whole, _allowed(), where)
+    if backbones.KEY not in model_cfg["vision_cfg"]:
+        config_limits.check_model(model_cfg, CLIPVisionCfg, CLIPTextCfg, where)
+        if "preprocess_cfg" in found[0]:
+            settings = found[0]["preprocess_cfg"]
+            config_limits.check_preprocessing(settings, PreprocessCfg, where)
+        if found[1] is not None:
+            config_limits.check_weights(model_cfg, found[1].stat().st_size, where)
     return found
 
 
@@ -411,6 +419,7 @@ def _load_weights(clip: Any, file: Path) -> None:
         if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the file's code
             cause = "it is neither safetensors nor a plain state dict saved by torch"
         raise ValueError(f"the weights {file} do not load ({cause})") from error
+    weights.refuse_not_finite(clip, str(file))
 
 
 def _load_image_tower(visual: nn.Module, file: Path) -> None:
@@ -420,6 +429,7 @@ def _load_image_tower(visual: nn.Module, file: Path) -> None:
         visual.load_state_dict({n.removeprefix("visual."): t for n, t in tensors.items()})
     except RuntimeError as error:
         raise ValueError(f"the weights {file} do not load ({_line(error)})") from error
+    weights.refuse_not_finite(visual, str(file))
 
 
 def _layout(visual: nn.Module) -> towers.ImageLayout | str:

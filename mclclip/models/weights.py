@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from mclclip import files
 from mclclip.run import artifacts
@@ -190,6 +190,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file ({error})") from error
+
+
+def refuse_not_finite(model: nn.Module, where: str) -> None:
+    """Raises ValueError where a weight is NaN or infinite: every feature would be."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"the weights {where} are not finite, such as {name}: the file is damaged, or "
+                "its training has diverged"
+            )
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:

@@ -329,8 +329,8 @@ def edit_json(path: Path, **inputs: str) -> None:
 @pytest.mark.parametrize(
     ("artifact", "figure", "told"),
     [
-        ("stage_0/embeddings", "singular_values", "embeddings at .* run 'mclclip embed' again"),
-        ("stage_0/clusters", "agreement", "clusters at .* run 'mclclip cluster' again"),
+        ("stage_0/embeddings", "singular_values", "embeddings at .* run 'mclclip embed --force'"),
+        ("stage_0/clusters", "agreement", "clusters at .* run 'mclclip cluster --force'"),
         ("stage_0/train", "gates", "stage_0 was trained with other classes .* train again"),
     ],
 )

@@ -192,7 +192,7 @@ def test_what_a_finished_training_has_left(tmp_path: Path) -> None:
         checkpoint.trained_state(tmp_path, averaged=False)
     artifact = Artifact.open(tmp_path, kind="train", config={}, inputs={})
     artifact.finish({"steps": 4})
-    with pytest.raises(FileNotFoundError, match="no checkpoint in .*run 'mclclip train' again"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in .*run 'mclclip train --force'"):
         checkpoint.trained_state(tmp_path, averaged=False)
     checkpoints, source = Checkpoints(tmp_path / "checkpoints", keep=2), Source(4)
     checkpoints.save(3, Source(3))

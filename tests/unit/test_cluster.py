@@ -384,7 +384,7 @@ def test_embeddings_of_another_index(tmp_path: Path) -> None:
     sources = {"shards": [f"{tmp_path}/shards/*.tar", f"{tmp_path}/more/*.tar"]}
     tree["data"]["sources"]["s"] = sources
     index.run(from_tree(tree), SINGLE, force=True)
-    wanted = "has 100 rows, the index has 101 .*: run 'mclclip embed' again after 'mclclip index'"
+    wanted = "has 100 rows, the index has 101 .*: run 'mclclip embed --force' after 'mclclip index'"
     with pytest.raises(RuntimeError, match=wanted):
         cluster.run(config, SINGLE, stage=0)
 

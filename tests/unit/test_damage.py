@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ import pytest
 from mclclip import cluster, embed, export, files, index, train
 from mclclip.config import Config
 from mclclip.data.arrays import save_npy
+from mclclip.data.embeddings import left_out
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, made_of
+from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished, made_of
 from mclclip.run.layout import Layout
 from tests import damage
 
@@ -163,6 +165,57 @@ def test_a_manifest_that_was_edited_is_refused(config: Config) -> None:
         training(config)
 
 
+# --- making again ------------------------------------------------------------------------------
+
+VERBS: dict[str, tuple[str, Callable[[Config, Force], object]]] = {
+    "index": ("index", lambda c, f: index.run(c, SINGLE, force=f)),
+    "embed": ("stage_0/embeddings", lambda c, f: embed.run(c, SINGLE, stage=0, force=f)),
+    "embed --text": (
+        "stage_0/text_embeddings",
+        lambda c, f: embed.run(c, SINGLE, stage=0, force=f),
+    ),
+    "cluster": ("stage_0/clusters", lambda c, f: cluster.run(c, SINGLE, stage=0, force=f)),
+    "labels": ("stage_1/pseudo_labels", lambda c, f: cluster.run(c, SINGLE, stage=0, force=f)),
+    "train": ("stage_1/train", lambda c, f: train.run(c, SINGLE, stage=1, force=f)),
+    "export": ("stage_0/export", lambda c, f: export.stage(c, SINGLE, stage=0, force=f)),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_force_makes_what_is_finished_again(config: Config, verb: str) -> None:
+    """Advice and option agree: a finished artifact was skipped, whatever was wrong with it."""
+    name, run = VERBS[verb]
+    directory = Path(config.run_dir) / name
+    run(config, False)
+    before, manifest = directory.stat().st_ino, (directory / MANIFEST).read_bytes()
+    run(config, "unfit")
+    assert directory.stat().st_ino == before and (directory / MANIFEST).read_bytes() == manifest
+    run(config, True)
+    assert directory.stat().st_ino != before and is_finished(directory)
+    assert directory.with_name(f"{directory.name}.old-1").stat().st_ino == before
+    digests = [
+        json.loads(text)["digest"] for text in (manifest, (directory / MANIFEST).read_text())
+    ]
+    assert digests[0] == digests[1]  # so what is made of it fits
+
+
+def test_embeddings_that_are_not_finite_are_made_again_as_advised(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = embed._encode
+
+    def spoiled(*given: Any) -> np.ndarray:
+        return encode(*given) * np.nan
+
+    with monkeypatch.context() as patched:
+        patched.setattr(embed, "_encode", spoiled)
+        embed.run(config, SINGLE, stage=0, force=True)
+    with pytest.raises(ValueError, match="hold NaN or infinite.*'mclclip embed --force'"):
+        cluster.run(config, SINGLE, stage=0, force=True)
+    embed.run(config, SINGLE, stage=0, force=True)
+    cluster.run(config, SINGLE, stage=0, force=True)
+
+
 # --- shards ------------------------------------------------------------------------------------
 
 
@@ -226,6 +279,79 @@ def test_captions_that_changed_under_an_old_time_are_never_read(own_shards: Conf
     index.run(own_shards, SINGLE)
     with pytest.raises(ValueError, match=r"samples cannot be used, data.max_bad_fraction"):
         _train_zero(own_shards)
+
+
+# --- samples that cannot be used ---------------------------------------------------------------
+
+
+def spoil(samples: SampleIndex, *ids: int) -> dict[Path, bytes]:
+    """Overwrites images; returns what their shards were."""
+    before: dict[Path, bytes] = {}
+    for sample_id in ids:
+        path = Path(samples.shards[int(samples.shard_of[sample_id])].path)
+        before.setdefault(path, path.read_bytes())
+        with open(path, "r+b") as file:
+            file.seek(int(samples.image_offset[sample_id]))
+            file.write(b"no picture at all")
+    return before
+
+
+def restore(before: dict[Path, bytes]) -> None:
+    for path, content in before.items():
+        path.write_bytes(content)
+
+
+def test_after_a_shard_is_restored_the_same_command_works(own_shards: Config) -> None:
+    """Its list was believed for ever, also by embeddings that were begun."""
+    export.stage(own_shards, SINGLE, stage=0)
+    samples = SampleIndex.open(Layout.of(own_shards).index)
+    before = spoil(samples, 3, 4, 50)
+    samples.add_bad({3: "unidentified", 4: "unidentified", 50: "unidentified"})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of 96 samples cannot be used"):
+            embed.run(own_shards, SINGLE, stage=0, text=False)
+    assert SampleIndex.open(samples.directory).bad_ids().tolist() == [3, 4, 50]
+    restore(before)
+    assert SampleIndex.open(samples.directory).bad_ids().tolist() == []
+    embed.run(own_shards, SINGLE, stage=0, text=False)
+    directory = Layout.of(own_shards).embeddings(0)
+    assert (np.abs(np.load(directory / "00000.npy")).max(axis=1) > 0).all()
+    assert left_out(directory, 2).tolist() == []
+
+
+def test_restored_samples_come_back_into_finished_embeddings_with_force(
+    own_shards: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(own_shards, data=replace(own_shards.data, max_bad_fraction=0.5))
+    export.stage(config, SINGLE, stage=0)
+    samples = SampleIndex.open(Layout.of(config).index)
+    directory, before = Layout.of(config).embeddings(0), spoil(samples, 3, 50)
+    embed.run(config, SINGLE, stage=0, text=False)
+    cluster.run(config, SINGLE, stage=0)
+    labels = Layout.of(config).clusters(0) / "cluster_labels.npy"
+    assert left_out(directory, 2).tolist() == np.flatnonzero(np.load(labels)[:, 0] < 0).tolist()
+    restore(before)
+    # Rows of zeros are not clustered, though nothing is wrong with the samples any more.
+    cluster.run(config, SINGLE, stage=0, force=True)
+    assert np.flatnonzero(np.load(labels)[:, 0] < 0).tolist() == [3, 50]
+    embed.run(config, SINGLE, stage=0, text=False)
+    assert "no rows of 2 samples that could not be read and have changed" in caplog.text
+    embed.run(config, SINGLE, stage=0, text=False, force="unfit")
+    cluster.run(config, SINGLE, stage=0, force="unfit")
+    assert (np.load(labels)[:, 0] >= 0).all()
+
+
+def test_what_one_reader_cannot_use_is_not_kept_for_others(own_shards: Config) -> None:
+    samples = SampleIndex.open(Layout.of(own_shards).index)
+    samples.add_bad({1: "unfit", 2: "no_caption", 3: "truncated"})
+    assert samples.bad_ids().tolist() == [3]
+
+
+def test_a_list_of_an_older_version_is_looked_at_again(own_shards: Config) -> None:
+    samples = SampleIndex.open(Layout.of(own_shards).index)
+    key = samples.keys([3])[0]
+    files.write_json(samples.directory / "bad_samples.json", {key: {"reason": "truncated"}})
+    assert samples.bad_ids().tolist() == []
 
 
 def test_pixels_are_compared_under_full(own_shards: Config) -> None:

@@ -407,7 +407,7 @@ def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         features.get(PER_SHARD, 0)
     for wrong in (np.zeros((2, 4), np.float32), np.zeros((9, 2)), np.zeros(9, np.float32)):
         np.save(tmp_path / "text" / "00000.npy", wrong)
-        with pytest.raises(ValueError, match="run 'mclclip embed' again"):
+        with pytest.raises(ValueError, match="run 'mclclip embed --text --force'"):
             features.get(0, 0)
 
 
