@@ -236,13 +236,13 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     return plain | {SEAL: digest_json(plain)}
 
 
-def unsealed(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def unsealed(value: Mapping[str, Any], path: Path, *, required: bool = True) -> dict[str, Any]:
     """What ``sealed`` was given; ``path`` is where it was read.
 
-    A value without a seal, as older versions wrote it, is returned as it is. Raises ValueError
-    where the value has changed since it was sealed.
+    A value without a seal, as older versions wrote it, is returned as it is where none is
+    ``required``. Raises ValueError where the value has changed since it was sealed.
     """
     plain = {name: item for name, item in value.items() if name != SEAL}
-    if SEAL in value and value[SEAL] != digest_json(plain):
+    if (required or SEAL in value) and value.get(SEAL) != digest_json(plain):
         raise ValueError(f"{path} is damaged: it has changed since it was written")
     return plain

@@ -19,6 +19,7 @@ log = logging.getLogger("mclclip")
 STATE = "state.json"
 METADATA = ".metadata"
 SCHEMA_VERSION = 3  # 3: state.json is sealed, and says of which training the step is
+_SEALED_SINCE = 3
 _BLOCK_BYTES = 4 * 2**20
 
 
@@ -91,7 +92,7 @@ def read_entries(path: Path, step: int) -> Entries:
             raise Damaged(f"its {STATE} is not of step {step}")
         schema = int(state["schema_version"])
         if schema <= SCHEMA_VERSION:
-            files.unsealed(state, path / STATE)
+            files.unsealed(state, path / STATE, required=schema >= _SEALED_SINCE)
         entries = {name: Entry(**entry) for name, entry in state.get("files", {}).items()}
     except FileNotFoundError as error:
         raise Damaged(f"it has no {STATE}") from error

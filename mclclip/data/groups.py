@@ -142,8 +142,9 @@ def _read_header(directory: Path) -> dict[str, Any]:
 
 def _unsealed(path: Path) -> dict[str, Any]:
     try:
-        return unsealed(read_json(path), path)
-    except (ValueError, AttributeError) as error:
+        found = read_json(path)
+        return unsealed(found, path, required="records" in found or "known_bad" in found)
+    except (ValueError, AttributeError, TypeError) as error:
         raise RuntimeError(
             f"{path} is damaged ({error}): run 'mclclip train --force' to train again"
         ) from error
@@ -283,5 +284,6 @@ class StageGroups:
         """The grouped index (memory-mapped) and the ids that were left out of it."""
         path = self.directory / "known_bad.json"
         found = read_json(path)
-        known_bad = found if isinstance(found, list) else _unsealed(path)["known_bad"]
+        # Older versions wrote the list alone.
+        known_bad = found if isinstance(found, list) else _unsealed(path).get("known_bad", [])
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

@@ -373,6 +373,7 @@ def _made(make: Callable[[], Any]) -> Any:
 
 
 def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
+    config_limits.check_memory(config["model_cfg"])
     with tempfile.TemporaryDirectory() as folder, _quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
         torch.default_generator.manual_seed(seed)

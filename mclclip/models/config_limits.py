@@ -11,6 +11,7 @@ Every mistake is a ValueError of one line.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -171,6 +172,20 @@ def num_parameters(config: Mapping[str, Any]) -> int:
         total += layers * width**2 * (4 + 2 * (text.get("mlp_ratio") or 4))
         total += (text.get("vocab_size") or 49_408) * width
     return int(total)
+
+
+def check_memory(config: Mapping[str, Any]) -> None:
+    """Raises ValueError where the parameters alone do not fit into this machine's memory."""
+    needed, there = 4 * num_parameters(config), _memory_bytes()
+    if needed > there:
+        raise ValueError(
+            f"the model needs at least {needed / 2**30:,.0f} GiB for its parameters, this machine "
+            f"has {there / 2**30:,.0f} GiB of memory: take a smaller model or a larger machine"
+        )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_weights(config: Mapping[str, Any], size_bytes: int, where: str) -> None:
