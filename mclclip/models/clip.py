@@ -230,7 +230,7 @@ def _resolve(
             settings = found[0]["preprocess_cfg"]
             config_limits.check_preprocessing(settings, PreprocessCfg, where)
         if found[1] is not None:
-            config_limits.check_weights(model_cfg, found[1].stat().st_size, where)
+            config_limits.check_weights(model_cfg, found[1])
     return found
 
 

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -188,11 +189,11 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_weights(config: Mapping[str, Any], size_bytes: int, where: str) -> None:
+def check_weights(config: Mapping[str, Any], file: Path) -> None:
     """Raises ValueError where a file of weights is too small for the model that is described."""
-    number = num_parameters(config)
+    number, size_bytes = num_parameters(config), file.stat().st_size
     if number > 2 * size_bytes:
         raise ValueError(
-            f"{where} describes {number:,} parameters, and its weights have {size_bytes:,} bytes: "
-            "they are not of this model"
+            f"the weights {file} do not load (they have {size_bytes:,} bytes, the model "
+            f"{number:,} parameters): they are damaged, or of another model"
         )
