@@ -92,8 +92,7 @@ def load_clip(
     _check_is_clip(name, model_cfg)
     _override(model_cfg, "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
     _override(model_cfg, "text_cfg", context_length=context_length)
-    if quick_gelu is not None:
-        model_cfg["quick_gelu"] = quick_gelu
+    model_cfg |= {} if quick_gelu is None else {"quick_gelu": quick_gelu}
     tokenizer = _tokenizer(model_cfg["text_cfg"], directory)
     clip = _build(config, seed, random_text=bool(file) or not load_weights)
     if file:
@@ -164,8 +163,7 @@ def _image_tower(
         _load_image_tower(clip.visual, file)
     elif file is not None:
         _load_weights(clip, file)
-    visual: nn.Module = clip.visual
-    return visual, {"model_cfg": kept, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
+    return clip.visual, {"model_cfg": kept, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
 
 
 def _backbone(
@@ -200,8 +198,7 @@ def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
 def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``); reads no
     weights. Raises the errors of ``load_clip``."""
-    config, _, _ = _resolve(name, None, None, load_weights=False)
-    found: dict[str, Any] = config["model_cfg"]
+    found: dict[str, Any] = _resolve(name, None, None, load_weights=False)[0]["model_cfg"]
     _check_is_clip(name, found)
     return found
 
@@ -225,12 +222,7 @@ def _resolve(
     whole = {"text_cfg": {}, **model_cfg} if isinstance(model_cfg, Mapping) else model_cfg
     config_check.check(whole, _allowed(), where)
     if backbones.KEY not in model_cfg["vision_cfg"]:
-        config_limits.check_model(model_cfg, CLIPVisionCfg, CLIPTextCfg, where)
-        if "preprocess_cfg" in found[0]:
-            settings = found[0]["preprocess_cfg"]
-            config_limits.check_preprocessing(settings, PreprocessCfg, where)
-        if found[1] is not None:
-            config_limits.check_weights(model_cfg, found[1])
+        config_limits.check(*found[:2], (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg), where)
     return found
 
 
@@ -251,8 +243,7 @@ def _find(
     label = str(name).removeprefix("local-dir:")
     if str(name).startswith("local-dir:") or os.path.isdir(label):
         _refuse_pretrained(str(name), pretrained)
-        if os.path.isdir(label):
-            weights.check_recorded(Path(label), load_weights=load_weights)
+        weights.check_recorded(Path(label), load_weights=load_weights)
         config = weights.read_config(Path(label))
         file = weights.find_weights(Path(label)) if load_weights else None
         return config, file, Path(label)

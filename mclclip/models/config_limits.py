@@ -50,6 +50,19 @@ _LOADED = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint
            "weights", "file")  # fmt: skip
 
 
+def check(
+    config: Mapping[str, Any], file: Path | None, kinds: tuple[type, type, type], where: str
+) -> None:
+    """Raises ValueError where a model's whole configuration is wrong or does not fit the `file` of
+    its weights. `kinds` are open_clip's dataclasses of the image tower, the text tower and the
+    preprocessing; see `check_model`, `check_preprocessing` and `check_weights`."""
+    check_model(config["model_cfg"], *kinds[:2], where)
+    if "preprocess_cfg" in config:
+        check_preprocessing(config["preprocess_cfg"], kinds[2], where)
+    if file is not None:
+        check_weights(config["model_cfg"], file)
+
+
 def check_model(config: Mapping[str, Any], vision: type, text: type, where: str) -> None:
     """Raises ValueError for a model config (`embed_dim`, `vision_cfg`, `text_cfg`) that open_clip
     does not know or that is out of bounds.

@@ -119,6 +119,10 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             raise FileNotFoundError(f"no model config at {source}")
         config, where = files.read_json(Path(source)), str(source)
     model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
+    if not isinstance(model_cfg, Mapping):
+        raise ValueError(
+            f"model_cfg of {where} is {type(model_cfg).__name__}, wanted a mapping: export it again"
+        )
     vision = model_cfg.get("vision_cfg")
     brings_dim = isinstance(vision, Mapping) and "backbone" in vision  # backbones.KEY
     wanted = ("vision_cfg",) if brings_dim else ("embed_dim", "vision_cfg")

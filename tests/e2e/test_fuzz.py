@@ -91,11 +91,12 @@ def test_strange_configurations(shell: Shell, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["stage_0/embeddings/00001.npy"])
-def test_advice_and_option_agree(shell: Shell, tmp_path: Path, damaged: str) -> None:
+def test_advice_and_option_agree(
+    shell: Shell, prepared_run: Path, tmp_path: Path, damaged: str
+) -> None:
     """What the line says, as it says it, mends the run."""
-    prepared = damage.prepare(tmp_path / "prepared")
-    run_dir, path = prepared, tmp_path / "config.yaml"
-    options = damage.options(run_dir, tmp_path / "prepared/data", "eval.suite={}")
+    run_dir, path = shutil.copytree(prepared_run, tmp_path / "run"), tmp_path / "config.yaml"
+    options = damage.options(run_dir, prepared_run.parent / "data", "eval.suite={}")
     path.write_text(configuration.dump(options))
     for name in ("stage_0/clusters", "stage_1/pseudo_labels"):
         shutil.rmtree(run_dir / name)

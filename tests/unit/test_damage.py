@@ -25,16 +25,12 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished, made_of
 from mclclip.run.layout import Layout
 from tests import damage
-
-
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return damage.prepare(tmp_path_factory.mktemp("damage"))
+from tests.matrix import kept
 
 
 @pytest.fixture
-def config(prepared: Path, tmp_path: Path) -> Config:
-    return damage.copied(prepared, tmp_path)
+def config(prepared_run: Path, tmp_path: Path) -> Config:
+    return damage.copied(prepared_run, tmp_path)
 
 
 def change(path: Path, how: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -181,7 +177,7 @@ VERBS: dict[str, tuple[str, Callable[[Config, Force], object]]] = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", kept([*VERBS], 0, 1, 5))
 def test_force_makes_what_is_finished_again(config: Config, verb: str) -> None:
     """Advice and option agree: a finished artifact was skipped, whatever was wrong with it."""
     name, run = VERBS[verb]
@@ -220,9 +216,9 @@ def test_embeddings_that_are_not_finite_are_made_again_as_advised(
 
 
 @pytest.fixture
-def own_shards(prepared: Path, tmp_path: Path) -> Config:
+def own_shards(prepared_run: Path, tmp_path: Path) -> Config:
     """The run over a copy of its shards, which may be damaged."""
-    data = shutil.copytree(prepared.parent / "data", tmp_path / "data")
+    data = shutil.copytree(prepared_run.parent / "data", tmp_path / "data")
     config = damage.options(tmp_path / "own", data, "cluster.feature=image")
     index.run(config, SINGLE)
     return config

@@ -108,8 +108,11 @@ READERS: dict[str, tuple[str, Callable[[Config], Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = damage.prepare(tmp_path_factory.mktemp("artifacts"))
+def prepared(prepared_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared run with groups and a checkpoint of stage 1."""
+    root = tmp_path_factory.mktemp("artifacts")
+    (root / "data").symlink_to(prepared_run.parent / "data")
+    run_dir = shutil.copytree(prepared_run, root / "run")
     train = run_dir / "stage_1/train"
     labels = np.load(run_dir / "stage_1/pseudo_labels/pseudo_labels.npy")[:, 0]
     StageGroups(train / "grouped_index").write(GroupedIndex.build(labels, (3,)), np.array([5, 9]))

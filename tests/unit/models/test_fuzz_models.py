@@ -25,6 +25,7 @@ from mclclip.models.loading import load_any
 from mclclip.models.weights import digest_tensors
 from mclclip.run.artifacts import Artifact
 from tests import fuzzing, tiny
+from tests.matrix import kept
 from tests.unit.models.stages import save_stages
 
 SEED = 21
@@ -47,11 +48,17 @@ BACKBONE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("whole", kept([False, True], 0))
 @pytest.mark.parametrize("start", [TINY, NAMED, BACKBONE], ids=["own", "timm", "backbone"])
-def test_a_configuration_is_built_or_refused_in_one_line(start: dict[str, Any]) -> None:
-    rng = random.Random(f"{SEED} {sorted(start['vision_cfg'])}")
+def test_a_configuration_is_built_or_refused_in_one_line(
+    start: dict[str, Any], whole: bool
+) -> None:
+    """`whole`: as in the file of an export, with `model_cfg` and `preprocess_cfg`."""
+    rng = random.Random(f"{SEED} {whole} {sorted(start['vision_cfg'])}")
+    if whole:
+        start = {"model_cfg": start, "preprocess_cfg": {"size": 32, "std": [0.5, 0.5, 0.5]}}
     refused = 0
-    for number in range(trials := fuzzing.count(8, 700)):
+    for number in range(trials := fuzzing.count(8, 350)):
         config = fuzzing.damaged_json(start, rng)
         what = f"trial {number}: {json.dumps(config)[:500]}"
         built = fuzzing.ends_well(partial(_built, config), what)
@@ -144,6 +151,7 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
         (changed("text_cfg", vocab_size=-1), "vocab_size .* above 0"),
         (TINY | {"embed_dim": {"a": 1}}, "embed_dim"),
         ({n: TINY[n] for n in ("vision_cfg", "text_cfg")} | {"model_cfg": {}}, "vision_cfg"),
+        ({"model_cfg": 3}, "model_cfg of the model config is int, wanted a mapping"),
         (TINY | {"class_name": "os.system"}, "'class_name' .* nothing that open_clip knows"),
         (changed("vision_cfg", layers=500, width=16_384), "billion parameters"),
     ],
