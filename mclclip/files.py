@@ -243,6 +243,10 @@ def unsealed(value: Mapping[str, Any], path: Path, *, required: bool = True) -> 
     ``required``. Raises ValueError where the value has changed since it was sealed.
     """
     plain = {name: item for name, item in value.items() if name != SEAL}
-    if (required or SEAL in value) and value.get(SEAL) != digest_json(plain):
+    try:
+        intact = value[SEAL] == digest_json(plain) if required or SEAL in value else True
+    except (KeyError, RecursionError):
+        intact = False
+    if not intact:
         raise ValueError(f"{path} is damaged: it has changed since it was written")
     return plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import time
@@ -103,15 +104,15 @@ def damaged_json(tree: Any, rng: random.Random) -> Any:
             container[f"{key}_{rng.randrange(10)}"] = container.pop(key)
         elif way == 2:
             deep: Any = 1
-            for _ in range(rng.choice((3, 900))):
+            for _ in range(rng.choice((3, 200))):
                 deep = [deep]
             container[key] = deep
         elif way == 3:
-            container[key] = [container[key]] * rng.choice((2, 5_000))
+            container[key] = [copy.deepcopy(container[key]) for _ in range(rng.choice((2, 300)))]
         elif way == 4 and isinstance(container[key], int | float):
             container[key] = container[key] * rng.choice((-1, 2, 10, 1_000_000))
         else:
-            container[key] = rng.choice(ODD_VALUES)
+            container[key] = copy.deepcopy(rng.choice(ODD_VALUES))
     return tree
 
 

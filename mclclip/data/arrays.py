@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from mclclip.files import Checked, Record, whole_file
 Floats = npt.NDArray[np.floating[Any]]
 BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]
 ROWS_PER_BLOCK = 4096
+# What numpy raises for a header that it cannot parse.
+_UNREADABLE = (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError)
 
 
 def open_npy(path: Path, verb: str, record: Record | None = None) -> np.ndarray:
@@ -32,9 +35,14 @@ def open_npy(path: Path, verb: str, record: Record | None = None) -> np.ndarray:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no {path}: {again}") from error
-    except (OSError, ValueError, EOFError) as error:
-        raise RuntimeError(f"{path} is damaged ({error}): {again}") from error
+    except (OSError, *_UNREADABLE) as error:
+        raise _damaged(path, error, verb) from error
     return array
+
+
+def _damaged(path: Path, error: Exception, verb: str) -> RuntimeError:
+    what = " ".join(str(error).split())[:200]
+    return RuntimeError(f"{path} is damaged ({what}): {_again(verb)}")
 
 
 def _again(verb: str) -> str:
@@ -92,8 +100,8 @@ class NpyBlocks(Sequence[Floats]):
 
     A file is memory-mapped only while a block of it is read: every mapping holds a file handle, and
     there may be more files than handles. What is read is compared with ``records`` of the files
-    first, once by this object; the header's part with the first block of a file. ``verb`` wrote
-    the files. Raises RuntimeError where a file is not what was recorded.
+    first, once by this object: the first block of every file, which holds its header, at once.
+    ``verb`` wrote the files. Raises RuntimeError where a file is not what was recorded.
     """
 
     def __init__(
@@ -107,6 +115,8 @@ class NpyBlocks(Sequence[Floats]):
         self._checked = [
             Checked(path, record, _again(verb)) for path, record in zip(paths, known, strict=True)
         ]
+        for file in self._checked:
+            file.check(0, 1)  # the header
         files = [(path, _map(path, verb)) for path in paths]
         self.num_rows = [len(rows) for _, rows in files]
         self._cuts = [
@@ -146,7 +156,6 @@ class NpyBlocks(Sequence[Floats]):
 
     def read(self, file: int, cut: slice) -> Floats:
         """A block: rows of the file with this number."""
-        self._checked[file].check(0, 1)  # the header
         rows = _map(self._paths[file], self._verb)
         data, bytes_per_row = int(rows.offset), rows.dtype.itemsize * int(np.prod(rows.shape[1:]))
         self._checked[file].check(data + cut.start * bytes_per_row, data + cut.stop * bytes_per_row)
@@ -156,8 +165,8 @@ class NpyBlocks(Sequence[Floats]):
 def _map(path: Path, verb: str) -> np.memmap[Any, np.dtype[Any]]:
     try:
         rows: np.memmap[Any, np.dtype[Any]] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:  # an OSError names its file
-        raise RuntimeError(f"{path} is damaged ({error}): {_again(verb)}") from error
+    except _UNREADABLE as error:  # an OSError names its file
+        raise _damaged(path, error, verb) from error
     return rows
 
 

@@ -103,17 +103,17 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
         raise ValueError(f"{path} is not a manifest: remove {directory} and make it again")
     if fields["kind"] != kind:
         raise ValueError(f"{directory} holds {fields['kind']!r}, expected {kind!r}")
-    if fields.get("schema_version", 0) > SCHEMA_VERSION:
+    schema = fields.get("schema_version", 0)
+    if isinstance(schema, int) and schema > SCHEMA_VERSION:
         raise ValueError(
-            f"{directory} has schema {fields['schema_version']}, this mclclip {__version__} reads "
+            f"{directory} has schema {schema}, this mclclip {__version__} reads "
             f"up to {SCHEMA_VERSION}: update mclclip"
         )
-    plain = {name: value for name, value in fields.items() if name != files.SEAL}
+    plain = _unsealed(fields, path)
     try:
         manifest = Manifest(**plain)
     except TypeError as error:  # a field too many, or one too few
         raise ValueError(f"{path}: {error}: remove {directory} and make it again") from error
-    _unsealed(fields, path)
     if manifest.schema_version < 2 and directory not in _UNRECORDED:
         _UNRECORDED.add(directory)
         log.warning(

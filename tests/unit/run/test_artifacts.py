@@ -339,8 +339,9 @@ def test_a_manifest_that_cannot_be_read_is_one_line(
 ) -> None:
     begin(tmp_path / "a").finish({})
     path = tmp_path / "a" / MANIFEST
-    fields = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({k: v for k, v in fields.items() if v is not None or k == "dtype"}))
+    fields = files.unsealed(json.loads(path.read_text()), path) | change
+    fields = {k: v for k, v in fields.items() if v is not None or k == "dtype"}
+    path.write_text(json.dumps(files.sealed(fields)))
     with pytest.raises(ValueError, match=message) as caught:
         read_manifest(tmp_path / "a", "embeddings")
     assert str(tmp_path / "a") in str(caught.value)
