@@ -155,7 +155,7 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--samples-per-shard", type=int, default=10_000)
     verb.add_argument("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
     verb.add_argument("--key-prefix", default="", help="put before the running number of a key")
-    verb.add_argument("--force", action="store_true", help="move shards of other settings aside")
+    verb.add_argument("--force", action="store_true", help="make again, and move the old aside")
     verb.set_defaults(standalone=_pack)
     _add_make_dataset(verbs)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
@@ -190,7 +190,7 @@ def _add_make_dataset(verbs: Any) -> None:
     verb.add_argument("name", choices=["patterns", *datasets.NAMES])
     verb.add_argument("--out", type=Path, required=True)
     verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--force", action="store_true", help="move shards of other settings aside")
+    verb.add_argument("--force", action="store_true", help="make again, and move the old aside")
     options = verb.add_argument_group("options of some data sets (default: those of the data set)")
     options.add_argument("--source", action="append", metavar="NAME=FOLDER", help="where files are")
     download = "let torchvision fill the folders of --source first"
@@ -216,7 +216,9 @@ def _add_configured(verbs: Any) -> None:
     def add(name: str, help_text: str, function: Any = _verb) -> argparse.ArgumentParser:
         verb = _add(verbs, name, help_text)
         _add_config_options(verb)
-        force = "move artifacts made with other settings aside"
+        force = "make it again, and move aside what is there; what was begun is resumed"
+        if name == "run":
+            force = "make again what is of other settings or damaged, and move the old aside"
         verb.add_argument("--force", action="store_true", help=force)
         verb.set_defaults(configured=function)
         return verb

@@ -21,12 +21,13 @@ from mclclip.clustering.agreement import ami
 from mclclip.clustering.assignment import Block, Tally, assign_blocks
 from mclclip.config import Config, to_tree
 from mclclip.data.arrays import MeanBlocks, NpyBlocks, open_npy, save_npy, write_npy_parts
+from mclclip.data.embeddings import left_out, rows_path
 from mclclip.data.labels import combine_stages, group_statistics, size_statistics
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import digest_array
+from mclclip.files import Record, digest_array, records_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Manifest
+from mclclip.run.artifacts import Artifact, Force, Manifest, verb_of
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 
 def run(
-    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: bool = False
+    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
 ) -> Path:
     """Clusters the embeddings of ``stage``; returns the directory of the clusters.
 
@@ -60,7 +61,7 @@ def run(
         log.info("%s is finished: skipped", artifact.directory)
     else:
         blocks = collectives.together(lambda: _read_rows(config, layout, stage, index))
-        common = _common(config, context, index)
+        common = _common(config, context, index, layout.embeddings(stage))
         found = _fit(config, stage, blocks, common)
         # Opened for writing only now: settings that cannot be clustered leave nothing behind.
         artifact = open_artifact(write=True)
@@ -73,7 +74,7 @@ def run(
 
 
 def _open(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, force: bool, write: bool
+    config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force, write: bool
 ) -> Artifact:
     """Checks the inputs and returns the artifact of the clusters, which may be finished already.
 
@@ -98,38 +99,46 @@ def _open(
     )
 
 
-def _shard_files(directory: Path, index: SampleIndex, verb: str) -> list[Path]:
-    """The file of each shard; FileNotFoundError for the first that is missing."""
-    paths = [directory / f"{number:05d}.npy" for number in range(len(index.shards))]
+def _shard_files(
+    directory: Path, index: SampleIndex, kind: str
+) -> tuple[list[Path], list[Record | None]]:
+    """The file of each shard and its record; FileNotFoundError for the first that is missing."""
+    manifest = index.manifest_of(directory, kind)
+    paths = [rows_path(directory, number) for number in range(len(index.shards))]
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"no {path}: run 'mclclip {verb}' again")
-    return paths
+            raise FileNotFoundError(f"no {path}: run 'mclclip {verb_of(kind)} --force'")
+    return paths, [manifest.record(path.name) for path in paths]
 
 
 def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -> NpyBlocks:
     """The rows to cluster, of all shards in index order, after a check of their number."""
     directory = layout.embeddings(stage)
-    paths = _shard_files(directory, index, "embed")
-    blocks = NpyBlocks(paths)
+    paths, records = _shard_files(directory, index, "embeddings")
+    blocks = NpyBlocks(paths, records=records)
     wanted = [shard.stop - shard.start for shard in index.shards]
     if blocks.num_rows != wanted:
         raise RuntimeError(
             f"embeddings at {directory} has {sum(blocks.num_rows):,} rows, the index has "
-            f"{len(index):,} (compared per shard): run 'mclclip embed' again after 'mclclip index'"
+            f"{len(index):,} (compared per shard): run 'mclclip embed --force' after "
+            "'mclclip index'"
         )
     if config.cluster.feature == "image":
         return blocks
     without = int((index.num_captions == 0).sum())
     log.info("%d of %d samples have no caption: clustered by image alone", without, len(index))
-    texts = _shard_files(layout.text_embeddings, index, "embed --text")
-    return MeanBlocks(paths, texts, index.num_captions)
+    texts, of_texts = _shard_files(layout.text_embeddings, index, "text_embeddings")
+    return MeanBlocks(paths, texts, index.num_captions, records=records, text_records=of_texts)
 
 
-def _common(config: Config, context: Context, index: SampleIndex) -> dict[str, Any]:
+def _common(
+    config: Config, context: Context, index: SampleIndex, embeddings: Path
+) -> dict[str, Any]:
     """Arguments shared by fit and assign: algorithm, valid mask, context."""
     valid = np.ones(len(index), dtype=bool)
     valid[collectives.on_main(index.bad_ids)] = False
+    # A sample that can be decoded again now may have no row yet.
+    valid[collectives.on_main(lambda: left_out(embeddings, len(index.shards)))] = False
     return {"algorithm": config.cluster.algorithm, "valid": valid, "context": context}
 
 
@@ -266,7 +275,13 @@ def _finish(
     }
     if artifact.config["feature"] == "mean":  # samples without a caption are clustered by image
         counts["without_caption"] = int((index.num_captions == 0).sum())
-    artifact.finish(counts, dtype="int32", content_digest=digest_array(labels))
+    names = ("centroids.npy", "cluster_labels.npy", "similarities.npy")
+    artifact.finish(
+        counts,
+        dtype="int32",
+        content_digest=digest_array(labels),
+        records=records_of(artifact.directory, *names),
+    )
 
 
 def _read_cluster_labels(
@@ -275,12 +290,13 @@ def _read_cluster_labels(
     """The cluster labels int32 [N] of a stage (the nearest of several), and their manifest."""
     directory = layout.clusters(stage)
     manifest = index.manifest_of(directory, "clusters")
-    labels = open_npy(directory / "cluster_labels.npy", "cluster")
+    record = manifest.record("cluster_labels.npy")
+    labels = open_npy(directory / "cluster_labels.npy", "cluster", record)
     return np.array(labels[:, 0]), manifest
 
 
 def _write_pseudo_labels(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, force: bool
+    config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force
 ) -> None:
     """Combines the cluster labels of all stages before ``stage`` (MCL, Eq. 2)."""
     stages = [_read_cluster_labels(layout, earlier, index) for earlier in range(stage)]
@@ -302,4 +318,9 @@ def _write_pseudo_labels(
     )
     save_npy(artifact.directory / "pseudo_labels.npy", labels[:, None])
     counts = {"samples": len(index)} | group_statistics(labels, radices)
-    artifact.finish(counts, dtype="int64", content_digest=digest_array(labels))
+    artifact.finish(
+        counts,
+        dtype="int64",
+        content_digest=digest_array(labels),
+        records=records_of(artifact.directory, "pseudo_labels.npy"),
+    )

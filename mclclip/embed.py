@@ -2,7 +2,7 @@
 
 Batches are cut within a shard, so a file's content does not depend on the number of ranks, and a
 killed run resumes at the first missing file. Undecodable samples keep their row (zeros), are
-listed in the index's ``bad_samples.json``, and get the label -1.
+listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from mclclip import files
 from mclclip.config import Config
-from mclclip.data.arrays import save_npy
+from mclclip.data.embeddings import Note, num_restored, read_note, rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, BadSamples, Sample, TarDataset
+from mclclip.data.shard_check import check_shards
+from mclclip.files import digest_json
 from mclclip.models.loading import AnyModel, load_any
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context, start_loader_worker
 from mclclip.run import artifacts, runlog
-from mclclip.run.artifacts import Artifact
+from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -40,7 +41,7 @@ def run(
     stage: int,
     variant: str = "mcl",
     text: bool | None = None,
-    force: bool = False,
+    force: Force = False,
 ) -> Path:
     """Embeds every image of the index with the export of ``stage``; returns the directory.
 
@@ -48,7 +49,9 @@ def run(
     With ``text`` (default: at stage 0, if clustering or training uses them) the same export embeds
     the captions too, into stage 0's ``text_embeddings``: one row per (sample, caption number), none
     for samples without a caption. Raises ValueError for text where no sample has a caption, and for
-    text of another stage, whose text tower is not what later stages are compared with.
+    text of another stage, whose text tower is not what later stages are compared with. Finished
+    embeddings that lack samples which have been restored since are kept, with a warning, and made
+    again with any ``force``.
     """
     if text and stage != 0:
         raise ValueError(
@@ -73,6 +76,9 @@ def run(
             log.info("%s is finished: skipped", directory)
             continue
         model = load_any(layout.export(stage)).to(context.device).eval()
+        collectives.on_main(
+            partial(check_shards, index.directory, index.shards, config.data.index_workers)
+        )
         collectives.together(_image_dataset(config, index, model).check, "embed")
         _embed(config, context, index, model, artifact, embed_shard)
     return images
@@ -85,7 +91,7 @@ def _open(
     index: SampleIndex,
     directory: Path,
     kind: str,
-    force: bool,
+    force: Force,
 ) -> Artifact:
     options = config.embed
     # The batch size is left out, since it changes results by rounding only.
@@ -96,7 +102,14 @@ def _open(
         "index": index.digest,
         "encoder": artifacts.read_manifest(layout.export(stage), "export").digest,
     }
-    return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
+    restored = num_restored(directory, index) if artifacts.is_finished(directory) else 0
+    if restored and not force:
+        log.warning(
+            "%s has no rows of %d samples that could not be read and have changed since: --force "
+            "embeds them", directory, restored,
+        )  # fmt: skip
+    again = force if not restored else bool(force)
+    return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=again)
 
 
 _EmbedShard = Callable[
@@ -131,7 +144,32 @@ def _embed(
             "captions": int(index.num_captions.sum()),
             "without_caption": int((index.num_captions == 0).sum()),
         }
-    collectives.on_main(lambda: artifact.finish(counts, dtype=config.embed.dtype))
+
+    def finish() -> None:
+        notes = _notes(directory, len(index.shards))
+        without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
+        artifact.finish(
+            counts,
+            dtype=config.embed.dtype,
+            # Which samples have no row depends on the shards' bytes too.
+            content_digest=digest_json([artifact.identity, without]) if without else None,
+            records={name: note.record for name, note in notes.items()},
+        )
+
+    collectives.on_main(finish)
+
+
+def _notes(directory: Path, num_shards: int) -> dict[str, Note]:
+    """The notes on all shards, which were made when the rows were written, by file of rows."""
+    notes = {}
+    for number in range(num_shards):
+        note, path = read_note(directory, number), rows_path(directory, number)
+        if note is None:
+            raise RuntimeError(
+                f"{path} is not what was written: run 'mclclip embed' again, which makes it again"
+            )
+        notes[path.name] = note
+    return notes
 
 
 def _one_shard(
@@ -143,14 +181,13 @@ def _one_shard(
     number: int,
     embed_shard: _EmbedShard,
 ) -> dict[int, str]:
-    """Embeds one shard unless its file is there; returns its undecodable samples by reason."""
-    rows, bad_list = directory / f"{number:05d}.npy", directory / f"{number:05d}.bad.json"
-    if not rows.exists():
+    """Embeds one shard unless it is done, and its undecodable samples are what they were; returns
+    those by reason."""
+    note = read_note(directory, number)
+    if note is None or not note.is_of(index):
         values, bad = embed_shard(config, context, index, model, index.shards[number])
-        # The list is written first, since the file of rows marks the shard as done.
-        files.write_json(bad_list, {str(i): reason for i, reason in bad.items()})
-        save_npy(rows, values.astype(config.embed.dtype))
-    return {int(i): reason for i, reason in files.read_json(bad_list).items()}
+        note = write_shard(directory, number, values.astype(config.embed.dtype), bad, index)
+    return note.reasons
 
 
 def _encode(config: Config, context: Context, encode: Callable[[], Tensor]) -> np.ndarray:
@@ -206,6 +243,7 @@ def _image_dataset(config: Config, index: SampleIndex, model: AnyModel) -> TarDa
         reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
+        check_pixels=config.data.verify == "full",
     )
 
 

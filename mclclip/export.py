@@ -30,7 +30,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.finiteness import not_finite
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact
+from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
 from mclclip.train.loop import MODEL
 
@@ -40,7 +40,7 @@ _STATISTICS_SAMPLES = 4096  # images on which the batch norms of a soup are esti
 
 
 def stage(
-    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: bool = False
+    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
 ) -> Path:
     """Exports the last checkpoint of a stage, or the given encoder for stage 0.
 
@@ -51,7 +51,7 @@ def stage(
 
 
 def join(
-    config: Config, context: Context, *, variant: str = "mcl", force: bool = False
+    config: Config, context: Context, *, variant: str = "mcl", force: Force = False
 ) -> dict[str, Path]:
     """Joins the exports of stages 0 to N; returns the directories by name.
 
@@ -65,7 +65,7 @@ def join(
 # --- one stage -------------------------------------------------------------------------------
 
 
-def _stage(config: Config, stage: int, variant: str, force: bool) -> Path:
+def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
     layout = Layout.of(config, variant)
     trained = stage > 0 or config.base is not None
     options = config.train if stage > 0 or config.base is None else config.base
@@ -155,7 +155,7 @@ def _model_part(state: dict[str, Tensor], part: str, directory: Path) -> dict[st
 # --- all stages ------------------------------------------------------------------------------
 
 
-def _join(config: Config, variant: str, force: bool) -> dict[str, Path]:
+def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
     if not config.has_stages:
         raise ValueError(
             "num_stages=0 leaves stage 0 alone, and joining takes at least two encoders: export it "
@@ -168,7 +168,7 @@ def _join(config: Config, variant: str, force: bool) -> dict[str, Path]:
         f"concat_{kind}": partial(_concat, stages, kind) for kind in config.export.concat
     }
     if config.export.soup:
-        writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], force)
+        writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], bool(force))
     joined = {}
     for name, write in writers.items():
         kind = name.partition("_")[0]
@@ -206,6 +206,7 @@ def _images(config: Config, index: SampleIndex, model: AnyModel) -> Iterator[Ten
         reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
+        check_pixels=config.data.verify == "full",
     )
     for start in range(0, len(ids), config.embed.batch_size):
         samples = dataset.__getitems__(ids[start : start + config.embed.batch_size])
@@ -219,7 +220,7 @@ def _written(
     kind: str,
     fields: dict[str, Any],
     inputs: dict[str, str],
-    force: bool,
+    force: Force,
     write: Callable[[Path], dict[str, Any]],
 ) -> Path:
     """Writes an artifact unless it is finished; ``write`` fills the directory and returns counts.
@@ -243,6 +244,10 @@ def _written(
         )
     digests = {path.name: files.digest_file(path) for path in written}
     config = weights.read_config(directory)
-    artifact.finish(counts, content_digest=files.digest_json([config, digests]))
+    artifact.finish(
+        counts,
+        content_digest=files.digest_json([config, digests]),
+        records=files.records_of(directory, *weights.files_of(directory)),
+    )
     log.info("wrote %s", directory)
     return directory

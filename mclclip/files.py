@@ -17,8 +17,9 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO
 
@@ -275,3 +276,104 @@ def digest_keys(keys: Iterable[str]) -> str:
         digest.update(key.encode())
         digest.update(b"\n")
     return digest.hexdigest()
+
+
+# --- what a file was when it was written -------------------------------------------------------
+
+BLOCK_BYTES = 2**20
+_DIGITS = 16  # of the digest of a block, in base 16: 64 bits, which find damage, not forgery
+SEAL = "checksum"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Size of a file, and the digests of its blocks of ``BLOCK_BYTES`` one after another."""
+
+    size_bytes: int
+    digests: str
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks; the last one may be shorter."""
+        return len(self.digests) // _DIGITS
+
+    def digest(self, number: int) -> str:
+        """The digest of a block."""
+        return self.digests[number * _DIGITS : (number + 1) * _DIGITS]
+
+
+def _digest_block(block: bytes) -> str:
+    return hashlib.sha256(block).hexdigest()[:_DIGITS]
+
+
+def record_of(path: Path) -> Record:
+    """The record of a file; call it right after writing, while the file is in the page cache."""
+    with open(path, "rb") as file:
+        digests = [_digest_block(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+        return Record(file.tell(), "".join(digests))
+
+
+def records_of(directory: Path, *names: str) -> dict[str, Record]:
+    """The records of files in a directory, by name."""
+    return {name: record_of(Path(directory) / name) for name in names}
+
+
+class Checked:
+    """A file that is compared with its record block by block, each block once, when it is read.
+
+    Without a record (None) nothing is compared. ``again`` says in errors how to make the file
+    again. Raises RuntimeError where the file has another size than its record.
+    """
+
+    def __init__(self, path: Path, record: Record | None, again: str) -> None:
+        self.path, self.record, self.again = Path(path), record, again
+        self._good: set[int] = set()
+        if record is not None and (size := os.path.getsize(path)) != record.size_bytes:
+            raise RuntimeError(
+                f"{path} is damaged (it has {size:,} bytes, {record.size_bytes:,} were written): "
+                f"{again}"
+            )
+
+    def check(self, start: int = 0, stop: int | None = None) -> None:
+        """Compares the blocks that hold the bytes [start, stop), by default all of the file.
+
+        Raises RuntimeError, one line, where one is not what was written.
+        """
+        if self.record is None:
+            return
+        stop = self.record.size_bytes if stop is None else min(stop, self.record.size_bytes)
+        wanted = range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
+        missing = [number for number in wanted if number not in self._good]
+        if not missing:
+            return
+        with open(self.path, "rb") as file:
+            for number in missing:
+                file.seek(number * BLOCK_BYTES)
+                if _digest_block(file.read(BLOCK_BYTES)) != self.record.digest(number):
+                    raise RuntimeError(
+                        f"{self.path} is damaged (from byte {number * BLOCK_BYTES:,} on it is not "
+                        f"what was written): {self.again}"
+                    )
+                self._good.add(number)
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """``value`` as JSON holds it, with a digest of itself, which ``unsealed`` compares."""
+    plain: dict[str, Any] = as_json(value)
+    return plain | {SEAL: digest_json(plain)}
+
+
+def unsealed(value: Mapping[str, Any], path: Path, *, required: bool = True) -> dict[str, Any]:
+    """What ``sealed`` was given; ``path`` is where it was read.
+
+    A value without a seal, as older versions wrote it, is returned as it is where none is
+    ``required``. Raises ValueError where the value has changed since it was sealed.
+    """
+    plain = {name: item for name, item in value.items() if name != SEAL}
+    try:
+        intact = value[SEAL] == digest_json(plain) if required or SEAL in value else True
+    except (KeyError, RecursionError):
+        intact = False
+    if not intact:
+        raise ValueError(f"{path} is damaged: it has changed since it was written")
+    return plain

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
 from mclclip.config import Config, SourceConfig
-from mclclip.data.attributes import check_names, read_values
+from mclclip.data.attributes import ATTRIBUTES, check_names, read_values
 from mclclip.data.sample_index import (
     KIND,
+    SAMPLES,
+    SHARDS,
     SampleIndex,
     Shard,
     join_rows,
@@ -32,19 +34,20 @@ from mclclip.data.sample_index import (
     read_table,
     write_tables,
 )
-from mclclip.data.shard_scan import (
-    REASONS,
-    UNREADABLE,
-    Findings,
-    ShardScan,
-    caption_field,
-    scan_shard,
-)
-from mclclip.files import move_aside, remove_leftovers
+from mclclip.data.shard_check import check_shards, note_times, scan_shards, times_of
+from mclclip.data.shard_scan import IMAGE_CRC, REASONS, UNREADABLE, Findings, caption_field
+from mclclip.files import move_aside, records_of, remove_leftovers
 from mclclip.ranks import collectives
-from mclclip.ranks.parent_death import map_in_pool
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import MANIFEST, Artifact, Manifest, is_finished, read_manifest
+from mclclip.run.artifacts import (
+    MANIFEST,
+    Artifact,
+    Force,
+    Manifest,
+    damage_of,
+    is_finished,
+    read_manifest,
+)
 from mclclip.run.layout import Layout
 from mclclip.run.runlog import progress
 
@@ -52,50 +55,82 @@ log = logging.getLogger("mclclip")
 MAX_PATHS = 1_000_000  # that one pattern of shards may stand for
 
 
-def run(config: Config, context: Context, force: bool = False) -> SampleIndex:
+def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
     """Indexes the shards of ``data.sources`` into the run's ``index`` directory and opens it.
 
-    New shards are scanned and appended; if all are known, nothing is done. The log and the manifest
-    count, by reason, what is left out of the index and the samples without a caption. Rank 0 works
-    and the others wait; an error is raised on all. Raises ValueError for sources that are wrong,
-    hold no usable sample, or differ from the indexed ones (a changed shard, one that is not named
-    any more, other captions or attributes), and FileNotFoundError for missing shards. With
-    ``force`` an old index that does not fit is moved aside instead.
+    New shards are scanned and appended; if all are known, nothing is done, unless
+    ``data.verify=full`` asks for checksums of pixels that the index lacks: then all are scanned.
+    The log and the manifest count, by reason, what is left out of the index and the samples without
+    a caption. Rank 0 works and the others wait; an error is raised on all. Raises ValueError for
+    sources that are wrong, hold no usable sample, or differ from the indexed ones (a changed shard,
+    one that is not named any more, other captions or attributes), and FileNotFoundError for missing
+    shards. With ``force`` an old index is moved aside instead: any, or with ``unfit`` one that is
+    damaged or that raised these errors.
     """
     directory = Layout.of(config).index
     collectives.on_main(lambda: _index(config, directory, force))
     return SampleIndex.open(directory)
 
 
-def _index(config: Config, directory: Path, force: bool) -> None:
+def _index(config: Config, directory: Path, force: Force) -> None:
     wanted = _wanted_shards(config.data.sources)
+    workers = config.data.index_workers
+    known, new = _known_and_new(directory, wanted, workers, force)
+    old = read_manifest(directory, KIND) if is_finished(directory) else None
+    pixels = config.data.verify == "full"
+    if old is not None:
+        pixels = pixels or old.counts.get("pixels", False)
+        whole = old.schema_version >= 2 and old.counts.get("pixels", False) == pixels
+        if not new and (whole or not pixels):
+            log.info("index: up to date, %d shards", len(known))
+            return
+        old.check(directory)
+        if not whole:  # it lacks checksums, which only a scan of all shards gives
+            old = None
+    if old is not None:
+        table, num_known, to_scan = read_table(directory), len(known), new
+    else:  # all shards are scanned, in the order of the index that there is
+        table, num_known, to_scan = None, 0, [*known, *new]
+    findings = Findings(old.counts["findings"] if old is not None else None)
+    times, rows, scanned = times_of(to_scan), [], []
+    with closing(scan_shards(to_scan, workers, pixels=pixels)) as scans:
+        shown = progress(scans, total=len(to_scan), description="index")
+        for shard, scan in zip(to_scan, shown, strict=True):
+            if shard.digest and is_finished(directory) and scan.digest != shard.digest:
+                raise ValueError(
+                    f"shard {shard.path} has changed since it was indexed: restore it, or use "
+                    "--force"
+                )
+            rows.append(scan.rows)
+            scanned.append(dataclasses.replace(shard, digest=scan.digest))
+            findings.merge(scan.findings)
+    _check_unreadable(findings, len(known) + len(new), config.data.max_bad_fraction)
+    table = join_rows(table, num_known, rows, findings)
+    manifest = _write(directory, table, [*known[:num_known], *scanned], findings)
+    note_times(directory, times)
+    _log_summary(manifest, findings, len(to_scan))
+
+
+def _known_and_new(
+    directory: Path, wanted: list[Shard], workers: int, force: Force
+) -> tuple[list[Shard], list[Shard]]:
+    """The shards of the index that there is, in its order, and those that it lacks."""
     try:
         known = _known_shards(directory)
         new = _new_shards(known, wanted, directory)
-    except (ValueError, FileNotFoundError) as error:
+        if is_finished(directory):
+            if force is True:
+                raise ValueError("it is made again")
+            if force == "unfit" and (damage := damage_of(directory)) is not None:
+                raise ValueError(damage)
+            check_shards(directory, known, workers)
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
         if not force:
             raise type(error)(f"{error} (--force moves the old index aside)") from error
         log.info("index: %s: the old index is moved aside", error)
         move_aside(directory)
-        known, new = [], wanted
-    finished = is_finished(directory)
-    if finished and not new:
-        log.info("index: up to date, %d shards", len(known))
-        return
-    findings = Findings(read_manifest(directory, KIND).counts["findings"] if finished else None)
-    if finished:
-        table, num_known, to_scan = read_table(directory), len(known), new
-    else:  # none yet, or an index that was not finished: all shards are scanned, in its order
-        table, num_known, to_scan = None, 0, [*known, *new]
-    rows = []
-    with closing(_scan(to_scan, config.data.index_workers)) as scans:
-        for scan in progress(scans, total=len(to_scan), description="index"):
-            rows.append(scan.rows)
-            findings.merge(scan.findings)
-    _check_unreadable(findings, len(known) + len(new), config.data.max_bad_fraction)
-    table = join_rows(table, num_known, rows, findings)
-    manifest = _write(directory, table, [*known, *new], findings)
-    _log_summary(manifest, findings, len(to_scan))
+        return [], wanted
+    return known, new
 
 
 def _write(
@@ -125,9 +160,13 @@ def _write(
         "sources": _count_sources(placed, num_captions),
         "findings": findings.to_json(),
     }
+    if IMAGE_CRC in table.column_names:
+        counts["pixels"] = True
+    names = [SHARDS, SAMPLES]
     if values := read_values(directory):
         counts["attributes"] = {name: len(values[name]) for name in values}
-    return artifact.finish(counts, content_digest=digest)
+        names.append(ATTRIBUTES)
+    return artifact.finish(counts, content_digest=digest, records=records_of(directory, *names))
 
 
 def _check_unreadable(findings: Findings, num_shards: int, max_bad_fraction: float) -> None:
@@ -169,15 +208,6 @@ def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> No
             )
     for line in findings.lines(REASONS):
         log.warning("index: %s", line)
-
-
-# --- scanning --------------------------------------------------------------------------------
-
-
-def _scan(shards: Sequence[Shard], workers: int) -> Generator[ShardScan, None, None]:
-    """Yields the scans of the shards, in their order, by up to ``workers`` processes."""
-    calls = [(s.path, s.source, s.captions, s.attributes) for s in shards]
-    return map_in_pool(scan_shard, calls, workers)
 
 
 # --- which shards, in which order --------------------------------------------------------------
@@ -296,7 +326,7 @@ def _most_paths(pattern: str) -> float:
 def _known_shards(directory: Path) -> list[Shard]:
     """Shards in their fixed order, of a finished index or of one that was not finished."""
     if is_finished(directory):
-        read_manifest(directory, KIND)
+        read_manifest(directory, KIND).check(directory, SHARDS)
     return read_shards(directory)
 
 

@@ -24,6 +24,7 @@ from mclclip.models.clip import architecture
 from mclclip.models.loading import has_texts
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.run.artifacts import Force
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -33,7 +34,8 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     """Runs the whole method and returns the run directory.
 
     Options that would stop the run only at a later stage are checked first: they raise ValueError
-    or FileNotFoundError before anything is written.
+    or FileNotFoundError before anything is written. ``force`` makes artifacts again that are of
+    other settings or damaged; the others are kept.
     """
     run_dir = Path(config.run_dir)
     collectives.on_main(lambda: _check(config, context))
@@ -42,7 +44,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     text = configuration.dump(config).encode()
     collectives.on_main(lambda: files.write_bytes(recorded, text))
     try:
-        _steps(config, context, force)
+        _steps(config, context, "unfit" if force else False)
     except (ValueError, FileNotFoundError):
         if context.is_main and before is not None:  # the run did not accept the new options
             files.write_bytes(recorded, before)
@@ -50,7 +52,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     return run_dir
 
 
-def _steps(config: Config, context: Context, force: bool) -> None:
+def _steps(config: Config, context: Context, force: Force) -> None:
     _check_data(config, index.run(config, context, force=force))
     _stage(config, context, 0, "mcl", force)
     for stage in range(1, config.num_stages + 1):
@@ -127,7 +129,7 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
         check_samples(name, batch, policy, most, len(samples), len(lacking))
 
 
-def _stage(config: Config, context: Context, stage: int, variant: str, force: bool) -> None:
+def _stage(config: Config, context: Context, stage: int, variant: str, force: Force) -> None:
     """Trains, exports and evaluates one stage of MCL or of a control (stage 0 may be given)."""
     if stage or config.base is not None:
         train.run(config, context, stage=stage, variant=variant, force=force)
@@ -136,7 +138,7 @@ def _stage(config: Config, context: Context, stage: int, variant: str, force: bo
     evaluation.evaluate(config, context, {name: path})
 
 
-def _join(config: Config, context: Context, variant: str, force: bool) -> None:
+def _join(config: Config, context: Context, variant: str, force: Force) -> None:
     """Joins the stages of MCL or of a control by concatenation and soup, and evaluates both.
 
     Nothing happens where stage 0 is all there is.

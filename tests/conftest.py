@@ -14,6 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
+def prepared_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory up to the labels of stage 1 (`damage.prepare`); read only."""
+    from tests import damage
+
+    return damage.prepare(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of small real data sets beside the checkout (or at MCLCLIP_SHARED_DATA)."""
     folder = Path(os.environ.get("MCLCLIP_SHARED_DATA", ROOT.parent / "shared" / "data"))

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.analyse.material import Figure, Material
+from mclclip.analyse.material import Figure, Material, of_clusters
 from mclclip.analysis import label_counts, neighbours, pictures
 from mclclip.clustering.agreement import ami
-from mclclip.data.arrays import open_npy
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.run import artifacts
 
@@ -78,7 +77,7 @@ def nearest_labels(material: Material, path: Path) -> dict[str, Any] | None:
         if name not in material.clusters:
             continue
         nearest = material.clusters[name]
-        similar = open_npy(material.layout.clusters(stage) / "similarities.npy", "cluster")
+        similar = of_clusters(material.layout.clusters(stage), "similarities.npy")
         # One more, for the sample shown is none.
         examples = neighbours.examples_of(nearest, similar, nearest[ids, :LABELS], EXAMPLES + 1)
         data[name] = []

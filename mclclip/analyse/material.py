@@ -17,6 +17,7 @@ from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig
 from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
+from mclclip.data.embeddings import left_out, rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.objectives.base import with_prefix
@@ -28,6 +29,12 @@ log = logging.getLogger("mclclip")
 
 MAX_SAMPLES = 5_000  # of the figures that compare all pairs
 MAX_CLASSES = 1_000  # whose gates are looked at, the first ones; as many as the paper's
+
+
+def of_clusters(directory: Path, name: str) -> np.ndarray:
+    """An array of finished clusters, compared with its record."""
+    record = artifacts.read_manifest(directory, "clusters").record(name)
+    return open_npy(directory / name, "cluster", record)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,9 @@ class Material:
     def ids(self) -> NDArray[np.int64]:
         """Sorted ids of at most ``MAX_SAMPLES`` decodable samples, drawn by the seed."""
         good = np.setdiff1d(np.arange(len(self.index)), self.index.bad_ids())
+        for directory in map(self.layout.embeddings, self.stages):
+            if artifacts.is_finished(directory):
+                good = np.setdiff1d(good, left_out(directory, len(self.index.shards)))
         drawn = np.random.default_rng([self.seed, 4]).permutation(good)[:MAX_SAMPLES]
         return np.sort(drawn)
 
@@ -107,12 +117,13 @@ class Material:
         return found
 
     def _rows(self, directory: Path) -> NDArray[np.float32]:
-        parts = []
+        parts, manifest = [], artifacts.read_manifest(directory, "embeddings")
         for number, shard in enumerate(self.index.shards):
             here = self.ids[(shard.start <= self.ids) & (self.ids < shard.stop)] - shard.start
             if len(here):
-                rows = open_npy(directory / f"{number:05d}.npy", "embed")[here]
-                parts.append(np.asarray(rows, np.float32))
+                path = rows_path(directory, number)
+                rows = open_npy(path, "embed", manifest.record(path.name))
+                parts.append(np.asarray(rows[here], np.float32))
         return np.concatenate(parts)
 
     @cached_property
@@ -120,7 +131,7 @@ class Material:
         """Clusters [N, L] by stage, nearest first, of the stages that are clustered."""
         places = {name: self.layout.clusters(stage) for stage, name in self.stages.items()}
         return {
-            name: open_npy(place / "cluster_labels.npy", "cluster")
+            name: of_clusters(place, "cluster_labels.npy")
             for name, place in places.items()
             if self._is_finished(place, "clusters")
         }
@@ -186,6 +197,7 @@ class Material:
         dataset = TarDataset(
             self.index, transform=None, reads_captions=False,
             max_image_pixels=data.max_image_pixels, max_open_files=data.max_open_files,
+            check_pixels=data.verify == "full",
         )  # fmt: skip
         found = []
         for raw in dataset.read_many(ids):

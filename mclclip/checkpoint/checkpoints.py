@@ -16,7 +16,7 @@ from mclclip import files
 from mclclip.checkpoint import step_files, storage
 from mclclip.checkpoint.mirror import POLL_S, Mirror
 from mclclip.checkpoint.resumption import Resumption, Stateful
-from mclclip.checkpoint.step_files import Entries, path_of, temporary_of
+from mclclip.checkpoint.step_files import Entries, Identity, path_of, temporary_of
 from mclclip.checkpoint.storage import State
 from mclclip.ranks import collectives, peer_watch
 from mclclip.ranks.finiteness import NotFinite, not_finite
@@ -30,6 +30,8 @@ class Checkpoints:
     The newest ``keep`` steps are kept, and every step divisible by ``keep_every`` for good.
     ``asynchronous``: ``save`` returns when the state is copied, and a thread writes it.
     ``mirror``: fsspec url that gets a copy of every step, in the background.
+    ``identity``: of which training the steps are; it is saved with each, and a step of another one
+    is not resumed.
     ``on_error``: where a checkpoint cannot be written, ``stop`` raises RuntimeError on all ranks
     and ``continue`` warns. In both cases earlier checkpoints stay, and partly written files are
     removed. Raises ValueError for options out of range.
@@ -44,6 +46,7 @@ class Checkpoints:
         asynchronous: bool = False,
         mirror: str | None = None,
         on_error: Literal["stop", "continue"] = "stop",
+        identity: Identity | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: a resumable training keeps at least one checkpoint")
@@ -52,7 +55,7 @@ class Checkpoints:
         if on_error not in ("stop", "continue"):
             raise ValueError(f"on_error={on_error!r}: wanted 'stop' or 'continue'")
         self.directory = Path(directory)
-        self.keep, self.keep_every = keep, keep_every
+        self.keep, self.keep_every, self.identity = keep, keep_every, identity
         self.asynchronous, self.on_error = asynchronous, on_error
         self.mirror = Mirror(mirror, self.directory, keep, keep_every) if mirror else None
         self.saved: int | None = None  # the last step that this process knows to be on disk
@@ -184,7 +187,7 @@ class Checkpoints:
         """Renames the step, removes old ones, starts the mirror; returns the failure, if any."""
         entries = {name: entry for part in parts for name, entry in part.items()}
         try:
-            step_files.publish(self.directory, step, entries, len(parts))
+            step_files.publish(self.directory, step, entries, len(parts), self.identity)
         except Exception as error:
             return storage.cause(error)
         self._prune(step)
@@ -213,9 +216,10 @@ class Checkpoints:
 
         Damaged steps are renamed, with one warning for all of them. Where no intact one is left,
         the newest intact one of the mirror is fetched. Raises RuntimeError where steps were saved
-        and none is intact, and where the newest intact one does not fit ``target``.
+        and none is intact, and where the newest intact one does not fit ``target`` or is of another
+        training.
         """
-        step = Resumption(self.directory, self.mirror).run(target)
+        step = Resumption(self.directory, self.mirror, self.identity).run(target)
         if self.mirror is not None and step and collectives.rank() == 0:
             self.mirror.start_round()  # copies steps that an earlier process did not copy
         return step

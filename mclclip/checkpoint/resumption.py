@@ -15,7 +15,7 @@ from torch import Tensor
 from mclclip import files
 from mclclip.checkpoint import step_files, storage
 from mclclip.checkpoint.mirror import POLL_S, Mirror
-from mclclip.checkpoint.step_files import Damaged, Entries, path_of
+from mclclip.checkpoint.step_files import Damaged, Entries, Identity, path_of
 from mclclip.ranks import collectives
 
 T = TypeVar("T")
@@ -35,8 +35,10 @@ class Stateful(Protocol):
 class Resumption:
     """One search through ``directory`` and its mirror; every method is collective."""
 
-    def __init__(self, directory: Path, mirror: Mirror | None) -> None:
-        self.directory, self.mirror = directory, mirror
+    def __init__(
+        self, directory: Path, mirror: Mirror | None, identity: Identity | None = None
+    ) -> None:
+        self.directory, self.mirror, self.identity = directory, mirror, identity
         self.damage: list[str] = []  # which step was set aside, and why
         self.fetched: set[int] = set()
 
@@ -46,6 +48,8 @@ class Resumption:
         step = self._newest_intact()
         if step is not None:
             state, path = dict(target.state_dict()), path_of(self.directory, step)
+            if (identity := self.identity) is not None:
+                collectives.on_main(lambda: step_files.check_identity(path, identity))
             collectives.together(lambda: storage.check_fit(path, state))
             storage.read(path, state, alone=collectives.world_size() == 1)
             target.load_state_dict(state)

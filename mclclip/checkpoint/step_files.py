@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ log = logging.getLogger("mclclip")
 
 STATE = "state.json"
 METADATA = ".metadata"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3  # 3: state.json is sealed, and says of which training the step is
+_SEALED_SINCE = 3
 _BLOCK_BYTES = 4 * 2**20
 
 
@@ -31,6 +32,9 @@ class Entry:
 
 
 Entries = dict[str, Entry]
+Identity = Mapping[str, Any]
+"""Of which training a step is: its stage, its variant, and the digest of all else that its weights
+depend on."""
 
 
 class Damaged(Exception):
@@ -87,6 +91,8 @@ def read_entries(path: Path, step: int) -> Entries:
         if not isinstance(state, dict) or state["step"] != step:
             raise Damaged(f"its {STATE} is not of step {step}")
         schema = int(state["schema_version"])
+        if schema <= SCHEMA_VERSION:
+            files.unsealed(state, path / STATE, required=schema >= _SEALED_SINCE)
         entries = {name: Entry(**entry) for name, entry in state.get("files", {}).items()}
     except FileNotFoundError as error:
         raise Damaged(f"it has no {STATE}") from error
@@ -101,6 +107,27 @@ def read_entries(path: Path, step: int) -> Entries:
         raise Damaged(f"its {STATE} lists no {METADATA}")
     check_sizes(path, entries)
     return entries
+
+
+def check_identity(path: Path, identity: Identity) -> None:
+    """Raises RuntimeError where the intact step at ``path`` is of another training.
+
+    A step of an older version, which does not say, is taken with a warning.
+    """
+    found = files.read_json(path / STATE).get("identity")
+    if found is None:
+        log.warning("the checkpoint %s does not say of which training it is: it is taken", path)
+        return
+    fields = [name for name in identity if found.get(name) != identity[name]]
+    if not fields:
+        return
+    what = ", ".join(f"{name} {found.get(name)!r}" for name in fields if name != "digest")
+    here = ", ".join(f"{name} {identity[name]!r}" for name in fields if name != "digest")
+    raise RuntimeError(
+        f"the checkpoint {path} is of another training ("
+        + (f"{what}; this one has {here}" if what else "other options or inputs")
+        + "): put the checkpoints of this one back, or remove it"
+    )
 
 
 def check_sizes(path: Path, entries: Entries) -> None:
@@ -128,7 +155,13 @@ def check_contents(path: Path, entries: Entries) -> None:
 # --- published, kept, removed ------------------------------------------------------------------
 
 
-def publish(directory: Path, step: int, entries: Entries, world_size: int) -> None:
+def publish(
+    directory: Path,
+    step: int,
+    entries: Entries,
+    world_size: int,
+    identity: Identity | None = None,
+) -> None:
     """Writes the list of files of a step that all ranks have written, and renames it.
 
     Raises OSError where a listed file is missing or cannot be written.
@@ -145,7 +178,9 @@ def publish(directory: Path, step: int, entries: Entries, world_size: int) -> No
         "package_version": __version__,
         "files": {name: asdict(entries[name]) for name in sorted(entries)},
     }
-    files.write_json(temporary / STATE, state)
+    if identity is not None:
+        state["identity"] = dict(identity)
+    files.write_json(temporary / STATE, files.sealed(state))
     files.fsync_directory(temporary)
     if final.exists():  # the same step of an earlier start
         remove(final, f".{final.name}.replaced.tmp")

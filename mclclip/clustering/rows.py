@@ -226,7 +226,7 @@ class Rows:
             raise ValueError(
                 f"{count:,} of {self.num_valid:,} rows hold NaN or infinite values, or are too "
                 "long for float32 to hold squared distances: wanted finite embeddings; check the "
-                "encoder and run 'mclclip embed' again"
+                "encoder and run 'mclclip embed --force'"
             )
 
     def survey(self) -> Survey:

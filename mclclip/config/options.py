@@ -48,6 +48,10 @@ class DataConfig:
     or cut short; above it a verb stops on all ranks."""
     max_open_files: PositiveInt = 64
     """Shards that one process keeps open at once."""
+    verify: Literal["captions", "full"] = "captions"
+    """What of a shard is compared with the index. ``captions``: its size, and the caption of every
+    sample that is read; a shard with another time of change is scanned again first. ``full``: every
+    image that is read too; indexing then reads all images once, for their checksums."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,26 +15,38 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.files import whole_file
+from mclclip.files import Checked, Record, whole_file
 
 Floats = npt.NDArray[np.floating[Any]]
 BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]
 ROWS_PER_BLOCK = 4096
+# What numpy raises for a header that it cannot parse.
+_UNREADABLE = (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError)
 
 
-def open_npy(path: Path, verb: str) -> np.ndarray:
-    """An array that ``verb`` wrote, memory-mapped.
+def open_npy(path: Path, verb: str, record: Record | None = None) -> np.ndarray:
+    """An array that ``verb`` wrote, memory-mapped; the whole file is compared with ``record``.
 
     Raises FileNotFoundError where there is none, RuntimeError where it is damaged.
     """
-    again = f"run 'mclclip {verb} --force' to make it again"
+    again = _again(verb)
     try:
+        Checked(path, record, again).check()
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no {path}: {again}") from error
-    except (OSError, ValueError, EOFError) as error:
-        raise RuntimeError(f"{path} is damaged ({error}): {again}") from error
+    except (OSError, *_UNREADABLE) as error:
+        raise _damaged(path, error, verb) from error
     return array
+
+
+def _damaged(path: Path, error: Exception, verb: str) -> RuntimeError:
+    what = " ".join(str(error).split())[:200]
+    return RuntimeError(f"{path} is damaged ({what}): {_again(verb)}")
+
+
+def _again(verb: str) -> str:
+    return f"run 'mclclip {verb} --force' to make it again"
 
 
 def save_npy(path: Path, array: np.ndarray) -> None:
@@ -86,18 +99,32 @@ class NpyBlocks(Sequence[Floats]):
     """The blocks of .npy files of rows [n, D].
 
     A file is memory-mapped only while a block of it is read: every mapping holds a file handle, and
-    there may be more files than handles.
+    there may be more files than handles. What is read is compared with ``records`` of the files
+    first, once by this object: the first block of every file, which holds its header, at once.
+    ``verb`` wrote the files. Raises RuntimeError where a file is not what was recorded.
     """
 
-    def __init__(self, paths: Sequence[Path], rows_per_block: int = ROWS_PER_BLOCK) -> None:
-        files = [(path, _map(path)) for path in paths]
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        rows_per_block: int = ROWS_PER_BLOCK,
+        records: Sequence[Record | None] | None = None,
+        verb: str = "embed",
+    ) -> None:
+        known = [None] * len(paths) if records is None else records
+        self._checked = [
+            Checked(path, record, _again(verb)) for path, record in zip(paths, known, strict=True)
+        ]
+        for file in self._checked:
+            file.check(0, 1)  # the header
+        files = [(path, _map(path, verb)) for path in paths]
         self.num_rows = [len(rows) for _, rows in files]
         self._cuts = [
             (number, slice(first, min(first + rows_per_block, num_rows)))
             for number, num_rows in enumerate(self.num_rows)
             for first in range(0, num_rows, rows_per_block)
         ]
-        self._paths = list(paths)
+        self._paths, self._verb = list(paths), verb
         self._file_layouts: list[BlockLayout] = [(rows.shape[1:], rows.dtype) for _, rows in files]
 
     def layouts(self) -> list[BlockLayout]:
@@ -129,14 +156,17 @@ class NpyBlocks(Sequence[Floats]):
 
     def read(self, file: int, cut: slice) -> Floats:
         """A block: rows of the file with this number."""
-        return _map(self._paths[file])[cut]
+        rows = _map(self._paths[file], self._verb)
+        data, bytes_per_row = int(rows.offset), rows.dtype.itemsize * int(np.prod(rows.shape[1:]))
+        self._checked[file].check(data + cut.start * bytes_per_row, data + cut.stop * bytes_per_row)
+        return rows[cut]
 
 
-def _map(path: Path) -> Floats:
+def _map(path: Path, verb: str) -> np.memmap[Any, np.dtype[Any]]:
     try:
-        rows: Floats = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:  # an OSError names its file
-        raise RuntimeError(f"{path} is damaged ({error}): make it again with --force") from error
+        rows: np.memmap[Any, np.dtype[Any]] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except _UNREADABLE as error:  # an OSError names its file
+        raise _damaged(path, error, verb) from error
     return rows
 
 
@@ -156,9 +186,11 @@ class MeanBlocks(NpyBlocks):
         texts: Sequence[Path],
         num_captions: npt.NDArray[np.integer],
         rows_per_block: int = ROWS_PER_BLOCK,
+        records: Sequence[Record | None] | None = None,
+        text_records: Sequence[Record | None] | None = None,
     ) -> None:
-        super().__init__(images, rows_per_block)
-        self._texts = NpyBlocks(texts)
+        super().__init__(images, rows_per_block, records)
+        self._texts = NpyBlocks(texts, ROWS_PER_BLOCK, text_records, "embed --text")
         starts = np.cumsum([0, *self.num_rows])
         self._num_captions = [
             num_captions[first:stop] for first, stop in zip(starts[:-1], starts[1:], strict=True)
@@ -167,8 +199,8 @@ class MeanBlocks(NpyBlocks):
         if self._texts.num_rows != wanted:
             raise RuntimeError(
                 f"text embeddings have {sum(self._texts.num_rows):,} rows, the index has "
-                f"{sum(wanted):,} captions (compared per shard): run 'mclclip embed --text' again "
-                "after 'mclclip index'"
+                f"{sum(wanted):,} captions (compared per shard): run 'mclclip embed --text "
+                "--force' after 'mclclip index'"
             )
         widths = {shape for blocks in (self, self._texts) for shape in blocks.row_shapes()}
         if len(widths) > 1:

@@ -124,8 +124,8 @@ class TrainingBatches(Dataset[Batch]):
     A resumed run uses another ``start``; with another world size a rank takes another slice of the
     same global batches.
 
-    index, transform, reads_captions, tokenizer, text_features, max_image_pixels, max_open_files
-                  see `TarDataset`; the transform is the training transform
+    index, transform, reads_captions, tokenizer, text_features, max_image_pixels, max_open_files,
+    check_pixels  see `TarDataset`; the transform is the training transform
     num_views     how many times each image is transformed, each time with other random draws
     grouped       the stage's grouped index, made for this index
     global_batch  samples per step over all ranks
@@ -163,6 +163,7 @@ class TrainingBatches(Dataset[Batch]):
         bad_ids: Iterable[int] | npt.NDArray[np.int64] = (),
         max_image_pixels: int,
         max_open_files: int = 64,
+        check_pixels: bool = False,
     ) -> None:
         if world_size < 1 or global_batch % world_size != 0:
             raise ValueError(
@@ -181,6 +182,7 @@ class TrainingBatches(Dataset[Batch]):
             text_features=text_features,
             max_image_pixels=max_image_pixels,
             max_open_files=max_open_files,
+            check_pixels=check_pixels,
         )
         self.num_views = num_views
         self.grouped, self._class_labels = grouped, class_labels

@@ -16,7 +16,7 @@ batches of its own, B being the global batch. The policy decides what happens to
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,7 +26,16 @@ import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.labels import check_labels, label_space
-from mclclip.files import digest_array, digest_json, read_json, write_json
+from mclclip.files import (
+    Record,
+    digest_array,
+    digest_json,
+    read_json,
+    records_of,
+    sealed,
+    unsealed,
+    write_json,
+)
 
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
 Integers = npt.NDArray[np.int64]
@@ -88,26 +97,32 @@ class GroupedIndex:
     def save(self, directory: str | Path) -> None:
         """Writes three .npy files, then grouped_index.json, without which none of them counts."""
         directory = Path(directory)
-        header = {"radices": list(self.radices), "digest": self.digest}
+        header: dict[str, Any] = {"radices": list(self.radices), "digest": self.digest}
         counts = {"num_samples": self.num_samples, "num_groups": self.num_groups}
         (directory / "grouped_index.json").unlink(missing_ok=True)
         for name in _ARRAYS:
             save_npy(directory / f"{name}.npy", getattr(self, name))
-        write_json(directory / "grouped_index.json", header | counts)
+        records = records_of(directory, *(f"{name}.npy" for name in _ARRAYS))
+        header |= counts | {"records": {name: asdict(records[name]) for name in records}}
+        write_json(directory / "grouped_index.json", sealed(header))
 
     @classmethod
     def open(cls, directory: str | Path) -> GroupedIndex:
         """Memory-mapped, read only. FileNotFoundError where there is no finished index,
-        RuntimeError where its files do not fit each other."""
+        RuntimeError where its files do not fit each other or are not what was written."""
         directory = Path(directory)
         header = _read_header(directory)
-        ids, starts, labels = (open_npy(directory / f"{name}.npy", "train") for name in _ARRAYS)
+        records = {name: Record(**entry) for name, entry in header.get("records", {}).items()}
+        ids, starts, labels = (
+            open_npy(directory / f"{name}.npy", "train", records.get(f"{name}.npy"))
+            for name in _ARRAYS
+        )
         got = (len(ids), len(labels), len(starts))
         wanted = (header["num_samples"], header["num_groups"], header["num_groups"] + 1)
         if got != wanted:
             raise RuntimeError(
                 f"grouped index {directory}: its arrays have {got} rows, its header says {wanted}: "
-                "remove the directory and run 'mclclip train' again"
+                "run 'mclclip train --force' to train again"
             )
         return cls(ids, np.asarray(starts), np.asarray(labels), tuple(header["radices"]), directory)
 
@@ -122,8 +137,17 @@ def _read_header(directory: Path) -> dict[str, Any]:
     path = directory / "grouped_index.json"
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: no finished grouped index in that directory")
-    header: dict[str, Any] = read_json(path)
-    return header
+    return _unsealed(path)
+
+
+def _unsealed(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+        return unsealed(found, path, required="records" in found or "known_bad" in found)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise RuntimeError(
+            f"{path} is damaged ({error}): run 'mclclip train --force' to train again"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,13 +264,26 @@ class StageGroups:
         """True where the grouped index is whole on disk."""
         return (self.directory / "known_bad.json").exists()
 
+    def damage(self) -> str | None:
+        """Why the grouped index cannot be read; None where it can, or is not written yet."""
+        try:
+            if self.written:
+                self.read()
+        except (RuntimeError, ValueError, OSError) as error:
+            return str(error)
+        return None
+
     def write(self, grouped: GroupedIndex, bad_ids: np.ndarray) -> None:
         """Saves the grouped index and the ids that were left out of it."""
         grouped.save(self.directory)
         # Last: marks the grouped index as whole.
-        write_json(self.directory / "known_bad.json", [int(i) for i in bad_ids])
+        known_bad = sealed({"known_bad": [int(i) for i in bad_ids]})
+        write_json(self.directory / "known_bad.json", known_bad)
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """The grouped index (memory-mapped) and the ids that were left out of it."""
-        known_bad = read_json(self.directory / "known_bad.json")
+        path = self.directory / "known_bad.json"
+        found = read_json(path)
+        # Older versions wrote the list alone.
+        known_bad = found if isinstance(found, list) else _unsealed(path).get("known_bad", [])
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

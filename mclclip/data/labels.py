@@ -89,7 +89,7 @@ def combine_stages(
     if len(set(lengths)) > 1:
         raise ValueError(
             f"cluster labels of the stages have {lengths} rows: wanted the rows of one index; "
-            "run 'mclclip cluster' again for the stages that differ"
+            "run 'mclclip cluster --force' for the stages that differ"
         )
     outside = np.logical_or.reduce([labels < 0 for labels in stages])
     if mode == "last":
@@ -189,7 +189,7 @@ def join_by_key(
         raise ValueError(
             f"join by key: {missing:,} of the {len(keys_to):,} samples wanted have no row, "
             f"{extra:,} of {len(keys_from):,} rows belong to no sample, {repeated:,} keys are "
-            "repeated: run 'mclclip embed' and 'mclclip cluster' again on this index"
+            "repeated: run 'mclclip embed --force' and 'mclclip cluster --force' on this index"
         )
     order = np.fromiter((row[key] for key in keys_to), dtype=np.int64, count=len(keys_to))
     return values[order]
@@ -200,14 +200,15 @@ def read_pseudo_labels(
 ) -> tuple[np.ndarray, tuple[int, ...], str]:
     """Pseudo labels int64 [N] in index order, their radices, and their digest.
 
-    Raises RuntimeError where they were made from another index.
+    Raises RuntimeError where they were made from another index, or are not what was written.
     """
     manifest = artifacts.read_manifest(directory, "pseudo_labels")
-    labels = open_npy(directory / "pseudo_labels.npy", "cluster").reshape(-1)
+    record = manifest.record("pseudo_labels.npy")
+    labels = open_npy(directory / "pseudo_labels.npy", "cluster", record).reshape(-1)
     if len(labels) != len(index) or manifest.inputs["index"] != index.digest:
         raise RuntimeError(
             f"pseudo_labels has {len(labels):,} rows, the index has {len(index):,} (or other "
-            f"keys): run 'mclclip cluster' again after 'mclclip index'"
+            f"keys): run 'mclclip cluster --force' after 'mclclip index'"
         )
     return labels, tuple(manifest.counts["radices"]), manifest.digest
 
@@ -224,8 +225,9 @@ class ClassLabels:
     """The first ``labels_per_sample`` clusters of each sample, nearest first, from ``clusters/``.
 
     With ``threshold`` only those of at least this similarity, and the nearest in any case. Arrays
-    are memory-mapped. Raises RuntimeError where the clusters are those of another index or their
-    files do not fit each other, ValueError where fewer clusters per sample are stored.
+    are memory-mapped, and compared with their records first, but not again in loader workers.
+    Raises RuntimeError where the clusters are those of another index, their files do not fit each
+    other or are not what was written, ValueError where fewer clusters per sample are stored.
     """
 
     def __init__(
@@ -239,11 +241,13 @@ class ClassLabels:
         self.directory, self.digest = Path(directory), manifest.digest
         self.labels_per_sample, self.threshold = labels_per_sample, threshold
         self.num_classes = int(manifest.config["num_clusters"])
+        manifest.check(self.directory, "cluster_labels.npy", "similarities.npy")
+        self._centroids = manifest.record("centroids.npy")
         self._map()
         if manifest.inputs["index"] != index.digest:
             raise RuntimeError(
-                f"clusters at {directory} are those of another index: run 'mclclip cluster' again "
-                "after 'mclclip index'"
+                f"clusters at {directory} are those of another index: run 'mclclip cluster "
+                "--force' after 'mclclip index'"
             )
         stored = manifest.config["labels_per_sample"]
         for array in (self._labels, self._similarities):
@@ -254,12 +258,12 @@ class ClassLabels:
             raise ValueError(
                 f"clusters at {directory} have {stored} labels per sample, wanted "
                 f"{labels_per_sample}: raise cluster.labels_per_sample and run 'mclclip cluster "
-                "--force' again"
+                "--force'"
             )
 
     def centroids(self) -> npt.NDArray[np.float32]:
-        """[K, D], memory-mapped."""
-        return self._open("centroids")
+        """[K, D], memory-mapped. Raises RuntimeError where they are not what was written."""
+        return open_npy(self.directory / "centroids.npy", "cluster", self._centroids)
 
     def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64 [n, l]: the classes of these samples; -1 where there is none."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +24,11 @@ import pyarrow.compute as pc
 
 from mclclip.data import attributes
 from mclclip.data.shard_scan import (
+    IMAGE_CRC,
     MAX_EXAMPLES,
     RANGES,
     ROW,
+    TEXT_CRC,
     Findings,
     parse_captions,
     scan_shard,
@@ -39,11 +42,16 @@ KIND = "index"
 SAMPLES, SHARDS, BAD_SAMPLES = "samples.arrow", "shards.json", "bad_samples.json"
 SCHEMA = ROW.append(pa.field("shard", pa.int32()))
 _KEYS_AT_ONCE = 65_536
+# Reasons why one reader cannot use a sample, which say nothing about the sample.
+READERS_OWN = ("unfit", "no_caption")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar shard: its samples are rows [start, stop) of the index."""
+    """One tar shard: its samples are rows [start, stop) of the index.
+
+    ``digest`` is that of its scan; it is empty in indexes of older versions.
+    """
 
     path: str
     source: str
@@ -52,6 +60,7 @@ class Shard:
     stop: int
     size_bytes: int
     attributes: tuple[str, ...] = ()
+    digest: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Its fields; the attributes only where there are some."""
@@ -148,6 +157,8 @@ class SampleIndex:
     ``image_offset, image_size, text_offset, text_size``: int64 [N], bytes in the shard (text: the
     ``.txt`` or ``.json`` member with the captions). ``shard_of, num_captions``: int32 [N]; a sample
     may have no caption at all.
+    ``text_crc32, image_crc32``: uint32 [N], CRC-32 of the member with the captions and of the image
+    when they were indexed; None where they were not recorded.
     ``shards``: rows [start, stop) of each are contiguous. All arrays are read-only. It pickles as
     its directory, so handing it to a process is cheap.
     """
@@ -158,6 +169,8 @@ class SampleIndex:
     text_size: npt.NDArray[np.int64]
     num_captions: npt.NDArray[np.int32]
     shard_of: npt.NDArray[np.int32]
+    text_crc32: npt.NDArray[np.uint32] | None
+    image_crc32: npt.NDArray[np.uint32] | None
 
     def __init__(self, directory: Path, digest: str) -> None:
         self.directory = Path(directory)
@@ -169,10 +182,18 @@ class SampleIndex:
                 f"{self.directory} has {len(table)} samples, its {SHARDS} ends at "
                 f"{self.shards[-1].stop}: delete it and run 'mclclip index' again"
             )
+        self._listed: dict[str, dict[str, str]] = {}
+        self._holding: dict[str, dict[str, str]] = {}
         self._keys: pa.Array = table["key"].chunk(0)
         for name in (*RANGES, "num_captions"):
             setattr(self, name, table[name].chunk(0).to_numpy(zero_copy_only=True))
         self.shard_of = table["shard"].chunk(0).to_numpy(zero_copy_only=True)
+        self.text_crc32, self.image_crc32 = (
+            table[name].chunk(0).to_numpy(zero_copy_only=True)
+            if name in table.column_names
+            else None
+            for name in (TEXT_CRC, IMAGE_CRC)
+        )
         self._codes: dict[str, npt.NDArray[np.int32]] = {
             name.removeprefix(attributes.COLUMN): table[name].chunk(0).to_numpy(zero_copy_only=True)
             for name in table.column_names
@@ -181,8 +202,14 @@ class SampleIndex:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> SampleIndex:
-        """Opens a finished index. FileNotFoundError where ``mclclip index`` did not finish."""
-        return cls(Path(directory), read_manifest(Path(directory), KIND).digest)
+        """Opens a finished index after a comparison of its tables with their records.
+
+        Raises FileNotFoundError where ``mclclip index`` did not finish, and RuntimeError where a
+        table is not what it wrote. Processes that an index is handed to do not compare again.
+        """
+        manifest = read_manifest(Path(directory), KIND)
+        manifest.check(Path(directory))
+        return cls(Path(directory), manifest.digest)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -265,8 +292,8 @@ class SampleIndex:
         if manifest.inputs["index"] != self.digest:
             raise RuntimeError(
                 f"{kind} at {directory} has {manifest.counts['samples']:,} rows, the index has "
-                f"{len(self):,} (and other sample keys): run 'mclclip {verb_of(kind)}' "
-                "again after 'mclclip index'"
+                f"{len(self):,} (and other sample keys): run 'mclclip {verb_of(kind)} "
+                "--force' after 'mclclip index'"
             )
         return manifest
 
@@ -316,26 +343,61 @@ class SampleIndex:
 
     # --- samples that cannot be decoded ---
 
+    def bytes_of(self, ids: Sequence[int]) -> dict[int, str]:
+        """Number and CRC-32 of the bytes of samples (image and captions) in their shards now, by
+        sample id; ``missing`` where there is no shard."""
+        found = {}
+        for sample_id in self._check_ids(ids).tolist():
+            try:
+                with open(self.shards[int(self.shard_of[sample_id])].path, "rb") as file:
+                    image, text = (
+                        os.pread(file.fileno(), int(sizes[sample_id]), int(offsets[sample_id]))
+                        for offsets, sizes in (
+                            (self.image_offset, self.image_size),
+                            (self.text_offset, self.text_size),
+                        )
+                    )
+                crc = zlib.crc32(text, zlib.crc32(image))
+                found[sample_id] = f"{len(image)}+{len(text)}:{crc:08x}"
+            except FileNotFoundError:
+                found[sample_id] = "missing"
+        return found
+
     def bad_samples(self) -> dict[str, dict[str, str]]:
-        """``{key: {"reason": ...}}`` of the samples found undecodable so far; reads the file."""
+        """``{key: {"reason": ..., "bytes": ...}}`` of the samples found undecodable so far, whose
+        bytes are still those that they had then.
+
+        Others, such as those of a shard that has been restored, do not count any more. Their bytes
+        are read once by this object.
+        """
         path = self.directory / BAD_SAMPLES
-        bad: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
-        return bad
+        listed: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
+        if listed != self._listed:
+            ids = dict(zip(listed, self.ids_of(list(listed)).tolist(), strict=True))
+            now = self.bytes_of(list(ids.values()))
+            holding = {k: e for k, e in listed.items() if e.get("bytes") == now[ids[k]]}
+            self._listed, self._holding = listed, holding
+        return dict(self._holding)
 
     def bad_ids(self) -> npt.NDArray[np.int64]:
-        """Sorted ids of the samples found undecodable so far."""
+        """Sorted ids of the samples found undecodable so far (see ``bad_samples``)."""
         return np.sort(self.ids_of(list(self.bad_samples())))
 
     def add_bad(self, reasons: Mapping[int, str]) -> None:
         """Merges ``{sample_id: reason}`` into ``bad_samples.json``; the first reason stays.
 
-        The file is replaced as a whole. Only the run's one writer (rank 0) may call this: two
-        processes merging at once would lose entries of one.
+        Reasons that depend on who reads (``READERS_OWN``) are left out. The file is replaced as a
+        whole. Only the run's one writer (rank 0) may call this: two processes merging at once would
+        lose entries of one.
         """
-        if not reasons:
+        ids = sorted(int(i) for i, reason in reasons.items() if reason not in READERS_OWN)
+        if not ids:
             return
-        ids = sorted(int(i) for i in reasons)
-        found = {key: {"reason": reasons[i]} for i, key in zip(ids, self.keys(ids), strict=True)}
+        now = self.bytes_of(ids)
+        found = {
+            key: {"reason": reasons[i], "bytes": now[i]}
+            for i, key in zip(ids, self.keys(ids), strict=True)
+        }
         merged = {**found, **self.bad_samples()}
         write_json(self.directory / BAD_SAMPLES, dict(sorted(merged.items())))
 

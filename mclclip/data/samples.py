@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,9 +29,12 @@ from torch.utils.data import Dataset
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
+from mclclip.data.embeddings import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import parse_captions
+from mclclip.files import Checked
 from mclclip.ranks import collectives
+from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Image.Image], Tensor]
@@ -41,7 +45,8 @@ log = logging.getLogger("mclclip")
 @dataclass(frozen=True)
 class BadSample:
     """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
-    ``no_caption``; or ``unfit``, where the model does not take such an image."""
+    ``no_caption``; ``changed``, where its bytes are not those that were indexed; or ``unfit``,
+    where the model does not take such an image."""
 
     sample_id: int
     reason: str
@@ -166,6 +171,8 @@ class TextFeatures:
     [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
     after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
     first caption). Arrays are memory-mapped when first needed, at most ``max_open_files`` at once.
+    The blocks of a file that hold a row are compared with the artifact's records before the row is
+    given out, each once in a process.
     """
 
     def __init__(
@@ -175,10 +182,15 @@ class TextFeatures:
         self._index = index
         self._max_open_files = max_open_files
         self._arrays: OrderedDict[int, npt.NDArray[np.floating]] = OrderedDict()
+        self._checked: dict[int, Checked] = {}
+        self._data_offsets: dict[int, int] = {}
         if not self._directory.is_dir():
             raise FileNotFoundError(
                 f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
             )
+        self._manifest: Manifest | None = None
+        if (self._directory / MANIFEST).exists():
+            self._manifest = read_manifest(self._directory, "text_embeddings")
 
     def get(self, sample_id: int, caption_number: int) -> Tensor:
         """The text embedding, float32 [D].
@@ -196,7 +208,10 @@ class TextFeatures:
         # Not by the index's caption_start, which would take an array [N + 1] in every worker.
         before = self._index.num_captions[self._index.shards[shard].start : sample_id]
         row = int(before.sum()) + caption_number
-        return torch.from_numpy(self._array(shard)[row].astype(np.float32))
+        array = self._array(shard)
+        first = self._data_offsets[shard] + row * (size := array.dtype.itemsize * array.shape[1])
+        self._checked[shard].check(first, first + size)
+        return torch.from_numpy(array[row].astype(np.float32))
 
     def _array(self, shard: int) -> npt.NDArray[np.floating]:
         if shard in self._arrays:
@@ -204,20 +219,26 @@ class TextFeatures:
             return self._arrays[shard]
         while len(self._arrays) >= max(self._max_open_files, 1):
             self._arrays.popitem(last=False)
-        path = self._directory / f"{shard:05d}.npy"
+        path = rows_path(self._directory, shard)
+        if shard not in self._checked:
+            record = None if self._manifest is None else self._manifest.record(path.name)
+            again = "run 'mclclip embed --text --force' to make it again"
+            self._checked[shard] = Checked(path, record, again)
+            self._checked[shard].check(0, 1)  # the header
         array: npt.NDArray[np.floating] = open_npy(path, "embed --text")
         here = self._index.shards[shard]
         wanted = int(self._index.num_captions[here.start : here.stop].sum())
         if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
             raise ValueError(
                 f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
-                f"float32 [{wanted}, D]: run 'mclclip embed' again after 'mclclip index'"
+                f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
             )
-        self._arrays[shard] = array
+        self._arrays[shard], self._data_offsets[shard] = array, int(getattr(array, "offset", 0))
         return array
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_arrays": OrderedDict()}  # a mapped array pickles as its content
+        # A mapped array pickles as its content.
+        return {**self.__dict__, "_arrays": OrderedDict(), "_checked": {}}
 
 
 class TarDataset(Dataset["Sample | BadSample"]):
@@ -226,13 +247,15 @@ class TarDataset(Dataset["Sample | BadSample"]):
     ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
     validation transform); one with an attribute ``reads_arrays`` that is true takes uint8 [H, W, C]
     as well (`models.transforms`). It may be None where only `captions` and `read_many` are wanted.
-    ``reads_captions`` says whether samples carry text: False gives images alone, and caption
-    members are not read. With True it is tokenized with ``tokenizer`` (a list of captions -> int64
-    [n, context]) or looked up in ``text_features``, which goes first; a sample without a caption is
-    then a `BadSample`.
+    ``check_pixels`` compares every image with its checksum in the index (``data.verify=full``);
+    captions are compared always. ``reads_captions`` says whether samples carry text: False gives
+    images alone, and caption members are not read. With True it is tokenized with ``tokenizer`` (a
+    list of captions -> int64 [n, context]) or looked up in ``text_features``, which goes first; a
+    sample without a caption is then a `BadSample`.
 
     Through `__getitem__` and `__getitems__` a sample comes with one view and its first caption.
-    Raises ValueError where captions are to be read and there is nothing to read them with.
+    Raises ValueError where captions are to be read and there is nothing to read them with, and
+    where images are to be compared and the index has no checksums of them.
     """
 
     def __init__(
@@ -245,6 +268,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         text_features: TextFeatures | None = None,
         max_image_pixels: int,
         max_open_files: int = 64,
+        check_pixels: bool = False,
     ) -> None:
         if reads_captions and tokenizer is None and text_features is None:
             raise ValueError("reads_captions is True: wanted a tokenizer or text_features as well")
@@ -254,6 +278,12 @@ class TarDataset(Dataset["Sample | BadSample"]):
         self.tokenizer = tokenizer if reads_captions and text_features is None else None
         self.text_features = text_features if reads_captions else None
         self.max_image_pixels = max_image_pixels
+        self.check_pixels = check_pixels
+        if check_pixels and self.index.image_crc32 is None:
+            raise ValueError(
+                f"data.verify=full compares images with the index, and {self.index.directory} has "
+                "no checksums of them: run 'mclclip index' with data.verify=full, which adds them"
+            )
         self.reader = ShardReader([shard.path for shard in self.index.shards], max_open_files)
 
     def __len__(self) -> int:
@@ -288,11 +318,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
             return []
         data = self._text_member(sample_id)
         captions = [] if data is None else self._parse(sample_id, data)
-        if len(captions) != int(self.index.num_captions[sample_id]):
+        number = int(self.index.num_captions[sample_id])
+        if data is None or len(captions) != number or self._has_changed(sample_id, text=data):
+            shard = self.index.shards[int(self.index.shard_of[sample_id])].path
             raise RuntimeError(
                 f"sample {self.index.keys([sample_id])[0]} has {len(captions)} readable captions, "
-                f"the index says {int(self.index.num_captions[sample_id])}: its shard has changed, "
-                "put the old one back or run 'mclclip index' again"
+                f"the index says {number}, or other ones: its shard {shard} has changed, put the "
+                "old one back or run 'mclclip index --force'"
             )
         return captions
 
@@ -382,7 +414,21 @@ class TarDataset(Dataset["Sample | BadSample"]):
         text = self._text_member(sample_id) if self.tokenizer is not None else b""
         if image is None or text is None:
             return BadSample(sample_id, "truncated")
+        if self._has_changed(sample_id, text, image):
+            return BadSample(sample_id, "changed")
         return RawSample(sample_id, image, text)
+
+    def _has_changed(self, sample_id: int, text: bytes, image: bytes | None = None) -> bool:
+        """Whether what was read (no ``text`` is empty) differs from its checksums in the index."""
+        of_text = self.index.text_crc32
+        if text and of_text is not None and zlib.crc32(text) != of_text[sample_id]:
+            return True
+        of_image = self.index.image_crc32 if self.check_pixels else None
+        return (
+            image is not None
+            and of_image is not None
+            and (zlib.crc32(image) != of_image[sample_id])
+        )
 
     def _has_caption(self, sample_id: int) -> bool:
         return bool(self.index.num_captions[sample_id])

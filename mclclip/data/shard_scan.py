@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from mclclip.data.attributes import columns_of, fields_of, parse_attributes
 from mclclip.data.tar_members import Member, TarFault, read_members
-from mclclip.files import parse_json
+from mclclip.files import digest_array, digest_json, parse_json
 
 log = logging.getLogger("mclclip")
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -34,6 +36,8 @@ ROW = pa.schema(
     [("key", pa.large_string()), *((name, pa.int64()) for name in RANGES)]
     + [("num_captions", pa.int32())]
 )
+# CRC-32 of the member with the captions (0: none), and of the image where pixels are recorded.
+TEXT_CRC, IMAGE_CRC = "text_crc32", "image_crc32"
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's names of members that are no samples
 REASONS = {
@@ -136,11 +140,24 @@ def parse_captions(data: bytes, captions: str) -> list[str]:
 class ShardScan:
     """Samples of one shard in tar order, and what was found on the way.
 
-    rows: the columns of ROW, and one per attribute that was asked for (`attributes.columns_of`).
+    rows: the columns of ROW and TEXT_CRC, IMAGE_CRC if pixels were read, and one per attribute that
+    was asked for (`attributes.columns_of`).
     """
 
     rows: pa.RecordBatch
     findings: Findings
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the members, captions and attributes; not of the pixels."""
+        columns = {
+            name: column.to_pylist()
+            if pa.types.is_large_string(column.type) or pa.types.is_dictionary(column.type)
+            else digest_array(column.to_numpy())
+            for name, column in zip(self.rows.schema.names, self.rows.columns, strict=True)
+            if name != IMAGE_CRC
+        }
+        return digest_json(columns)
 
 
 @dataclass(slots=True)
@@ -170,8 +187,10 @@ def split_member_name(name: str) -> tuple[str, str] | None:
     return (folder + slash + stem, extension.lower()) if stem and extension else None
 
 
-def scan_shard(path: str, source: str, captions: str, attributes: Sequence[str] = ()) -> ShardScan:
-    """Reads the headers (and captions, and ``attributes``) of one tar shard.
+def scan_shard(
+    path: str, source: str, captions: str, attributes: Sequence[str] = (), pixels: bool = False
+) -> ShardScan:
+    """Reads the headers (and captions, ``attributes``, and with ``pixels`` images) of a tar shard.
 
     Members are grouped by webdataset's key rule, in any order within the shard. ``captions``:
     ``txt`` or ``json:FIELD``; text_offset and text_size point at that member (0 and 0 where there
@@ -186,7 +205,7 @@ def scan_shard(path: str, source: str, captions: str, attributes: Sequence[str] 
         _refuse_compressed(path, file.read(6))
         file.seek(0)
         groups = _group_members(_members(file, path, findings), text_extension, findings, path)
-        rows, values = [], []
+        rows, values, checksums = [], [], []
         for key, group in groups.items():
             full = f"{source}/{key}"
             if group.num_images > 1:
@@ -200,8 +219,10 @@ def scan_shard(path: str, source: str, captions: str, attributes: Sequence[str] 
             num_captions, reason = _count_captions(file, group.text, captions)
             if reason is not None:
                 findings.add(reason, full)
-            text = (0, 0) if group.text is None or reason == "large_caption" else group.text
-            rows.append((full, *image, *text, num_captions))
+            text = None if reason == "large_caption" else group.text
+            rows.append((full, *image, *(text or (0, 0)), num_captions))
+            members = (text, image) if pixels else (text,)
+            checksums.append([zlib.crc32(_read(file, m)) if m else 0 for m in members])
             if attributes:
                 fits = group.json is not None and group.json[1] <= MAX_TEXT_BYTES
                 data = _read(file, group.json) if group.json and fits else b""
@@ -211,8 +232,11 @@ def scan_shard(path: str, source: str, captions: str, attributes: Sequence[str] 
                         findings.add(f"no_attribute:{name}", full)
     columns: Any = list(zip(*rows, strict=True)) or [[] for _ in ROW]
     arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
+    names = (TEXT_CRC, IMAGE_CRC) if pixels else (TEXT_CRC,)
+    arrays += [pa.array([row[k] for row in checksums], pa.uint32()) for k in range(len(names))]
     arrays += columns_of(attributes, values)
-    schema = pa.schema([*ROW, *fields_of(attributes)])
+    extra = [pa.field(name, pa.uint32()) for name in names]
+    schema = pa.schema([*ROW, *extra, *fields_of(attributes)])
     return ShardScan(pa.RecordBatch.from_arrays(arrays, schema=schema), findings)
 
 

@@ -26,7 +26,7 @@ import mclclip.torchvision_fix  # noqa: F401
 import timm
 from torchvision import models as torchvision_models
 
-from mclclip.models import transforms
+from mclclip.models import config_limits, transforms
 from mclclip.models.small_conv import SmallConv
 from mclclip.models.timm_towers import timm_layout
 from mclclip.models.towers import ImageLayout, Step, checked
@@ -72,12 +72,16 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
 
     The name must be one that the library lists itself, so that no foreign code is loaded.
     """
+    for field_name, value in vision_cfg.items():
+        if field_name != "options":
+            config_limits.check_numbers(value, field_name, f"vision_cfg of {where}")
     try:
         found = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
     except ValidationError as error:
         name, problem = first_problem(error)
         option = f"vision_cfg.{name}" if name else "vision_cfg"
         raise ValueError(f"{option} of {where}: {problem}") from None
+    config_limits.check_options(found.options, f"vision_cfg.options of {where}")
     library, _, name = found.backbone.partition(":")
     listed = _listed(library)
     if name not in listed:

@@ -27,6 +27,7 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 import open_clip
 from huggingface_hub import constants as hub
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.timm_model import TimmModel
@@ -34,7 +35,7 @@ from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleToken
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
-from mclclip.models import backbones, config_check, towers, transforms, weights
+from mclclip.models import backbones, config_check, config_limits, towers, transforms, weights
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.image_model import pair
@@ -91,8 +92,7 @@ def load_clip(
     _check_is_clip(name, model_cfg)
     _override(model_cfg, "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
     _override(model_cfg, "text_cfg", context_length=context_length)
-    if quick_gelu is not None:
-        model_cfg["quick_gelu"] = quick_gelu
+    model_cfg |= {} if quick_gelu is None else {"quick_gelu": quick_gelu}
     tokenizer = _tokenizer(model_cfg["text_cfg"], directory)
     clip = _build(config, seed, random_text=bool(file) or not load_weights)
     if file:
@@ -163,8 +163,7 @@ def _image_tower(
         _load_image_tower(clip.visual, file)
     elif file is not None:
         _load_weights(clip, file)
-    visual: nn.Module = clip.visual
-    return visual, {"model_cfg": kept, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
+    return clip.visual, {"model_cfg": kept, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
 
 
 def _backbone(
@@ -199,8 +198,7 @@ def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
 def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``); reads no
     weights. Raises the errors of ``load_clip``."""
-    config, _, _ = _resolve(name, None, None, load_weights=False)
-    found: dict[str, Any] = config["model_cfg"]
+    found: dict[str, Any] = _resolve(name, None, None, load_weights=False)[0]["model_cfg"]
     _check_is_clip(name, found)
     return found
 
@@ -223,6 +221,8 @@ def _resolve(
     # An image encoder has no text_cfg.
     whole = {"text_cfg": {}, **model_cfg} if isinstance(model_cfg, Mapping) else model_cfg
     config_check.check(whole, _allowed(), where)
+    if backbones.KEY not in model_cfg["vision_cfg"]:
+        config_limits.check(*found[:2], (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg), where)
     return found
 
 
@@ -243,6 +243,7 @@ def _find(
     label = str(name).removeprefix("local-dir:")
     if str(name).startswith("local-dir:") or os.path.isdir(label):
         _refuse_pretrained(str(name), pretrained)
+        weights.check_recorded(Path(label), load_weights=load_weights)
         config = weights.read_config(Path(label))
         file = weights.find_weights(Path(label)) if load_weights else None
         return config, file, Path(label)
@@ -363,6 +364,7 @@ def _made(make: Callable[[], Any]) -> Any:
 
 
 def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
+    config_limits.check_memory(config["model_cfg"])
     with tempfile.TemporaryDirectory() as folder, _quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
         torch.default_generator.manual_seed(seed)
@@ -409,6 +411,7 @@ def _load_weights(clip: Any, file: Path) -> None:
         if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the file's code
             cause = "it is neither safetensors nor a plain state dict saved by torch"
         raise ValueError(f"the weights {file} do not load ({cause})") from error
+    weights.refuse_not_finite(clip, str(file))
 
 
 def _load_image_tower(visual: nn.Module, file: Path) -> None:
@@ -418,6 +421,7 @@ def _load_image_tower(visual: nn.Module, file: Path) -> None:
         visual.load_state_dict({n.removeprefix("visual."): t for n, t in tensors.items()})
     except RuntimeError as error:
         raise ValueError(f"the weights {file} do not load ({_line(error)})") from error
+    weights.refuse_not_finite(visual, str(file))
 
 
 def _layout(visual: nn.Module) -> towers.ImageLayout | str:

@@ -28,6 +28,7 @@ Variant = Literal["raw", "stage_norm"]
 
 CONCAT_WEIGHTS = "concat_model.safetensors"
 _SCHEMA_VERSION = 1
+_MOST_STAGES = 64
 
 
 def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
@@ -205,14 +206,19 @@ def load_model(
 
 def load_concat(directory: Path) -> ConcatEncoder:
     """Loads what `save_concat` wrote; equal tensors of the stages share their memory."""
+    weights.check_recorded(directory)
     record = files.read_model_json(Path(directory) / weights.CONCAT)
+    if not isinstance(record, dict):
+        raise ValueError(f"{directory} has a {weights.CONCAT} without fields: export it again")
     if record.get("schema_version") != _SCHEMA_VERSION:
         raise ValueError(
             f"{directory} has concat schema {record.get('schema_version')}, this mclclip reads "
             f"{_SCHEMA_VERSION}: export it again"
         )
     tensors = weights.read_tensors(Path(directory) / CONCAT_WEIGHTS)
+    _check_record(record, tensors, directory)
     first = load_any(directory, load_weights=False)
+    _check_trunk(record, first, tensors, directory)
     shared = _below(tensors, "shared")
     parameters = dict(first.exported.named_parameters())
     kept = [parameters[name] for name in shared if name in parameters]
@@ -226,6 +232,37 @@ def load_concat(directory: Path) -> ConcatEncoder:
     return ConcatEncoder(
         stages, record["num_trunk_blocks"], record["variant"], record["shared_text"]
     )
+
+
+def _check_record(
+    record: Mapping[str, Any], tensors: Mapping[str, Tensor], directory: Path
+) -> None:
+    """Raises ValueError where the stages of concat.json are not those of the weights."""
+    listed = record.get("stages")
+    number = len(listed) if isinstance(listed, list) else 0
+    held = {name.partition(".")[0] for name in tensors} - {"shared"}
+    if not 1 <= number <= _MOST_STAGES or not held <= {f"stage_{n}" for n in range(number)}:
+        raise ValueError(
+            f"{directory / weights.CONCAT} names {number:,} stages (at most {_MOST_STAGES} are "
+            f"read), its weights hold {sorted(held)[:5]}: export it again"
+        )
+    _check_variant(str(record.get("variant")))
+
+
+def _check_trunk(
+    record: Mapping[str, Any], first: AnyModel, tensors: Mapping[str, Tensor], directory: Path
+) -> None:
+    """Raises ValueError where concat.json shares other parts than the weights do."""
+    own = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
+    images = {name.removeprefix("visual.") for name in own if name.startswith("visual.")}
+    texts = {name for name in own if not name.startswith(("visual.", "logit_"))}
+    wanted = {"num_trunk_blocks": first.layout.count_without(images), "shared_text": not texts}
+    for name, value in wanted.items():
+        if record.get(name) != value:
+            raise ValueError(
+                f"{name} in {directory / weights.CONCAT} is {record.get(name)!r}, its weights say "
+                f"{value}: export it again"
+            )
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -242,3 +279,4 @@ def _fill(stage: AnyModel, tensors: dict[str, Tensor], directory: Path) -> None:
     except RuntimeError as error:
         cause = " ".join(str(error).split())[:200]
         raise ValueError(f"the weights of {directory} do not fit its config ({cause})") from error
+    weights.refuse_not_finite(stage.exported, f"of {directory}")

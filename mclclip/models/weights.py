@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from mclclip import files
+from mclclip.run import artifacts
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"
@@ -31,6 +32,32 @@ IMAGE_WEIGHTS = "model.safetensors"
 CONCAT = "concat.json"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
 _TOKENIZER_DATA = (".json", ".txt", ".model")
+
+
+_KINDS = ("export", "concat", "soup")
+
+
+def files_of(directory: Path) -> list[str]:
+    """The names of the files of a model's directory: configuration, weights, tokenizer."""
+    ours = (artifacts.MANIFEST, artifacts.INTENT)
+    paths = sorted(path for path in Path(directory).iterdir() if path.is_file())
+    return [path.name for path in paths if path.name not in ours and path.name[0] != "."]
+
+
+def check_recorded(directory: Path, *, load_weights: bool = True) -> None:
+    """Raises RuntimeError where a file of an export is not what `mclclip export` wrote.
+
+    A directory without one of its manifests, such as a model of others, is not compared.
+    """
+    path = Path(directory) / artifacts.MANIFEST
+    found = files.read_json(path) if path.is_file() else None
+    kind = found.get("kind") if isinstance(found, dict) else None
+    if kind not in _KINDS:
+        return
+    manifest = artifacts.read_manifest(directory, kind)
+    names = [n for n in manifest.records if load_weights or not n.endswith(".safetensors")]
+    if names:
+        manifest.check(directory, *names)
 
 
 def is_image_encoder(directory: Path) -> bool:
@@ -92,6 +119,10 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             raise FileNotFoundError(f"no model config at {source}")
         config, where = files.read_model_json(Path(source)), str(source)
     model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
+    if not isinstance(model_cfg, Mapping):
+        raise ValueError(
+            f"model_cfg of {where} is {type(model_cfg).__name__}, wanted a mapping: export it again"
+        )
     vision = model_cfg.get("vision_cfg")
     brings_dim = isinstance(vision, Mapping) and "backbone" in vision  # backbones.KEY
     wanted = ("vision_cfg",) if brings_dim else ("embed_dim", "vision_cfg")
@@ -163,6 +194,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file ({error})") from error
+
+
+def refuse_not_finite(model: nn.Module, where: str) -> None:
+    """Raises ValueError where a weight is NaN or infinite: every feature would be."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"the weights {where} are not finite, such as {name}: the file is damaged, or "
+                "its training has diverged"
+            )
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:

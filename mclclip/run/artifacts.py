@@ -25,16 +25,19 @@ no verb reads it::
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mclclip import __version__, files
 
+log = logging.getLogger("mclclip")
+
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: manifests hold records of files, and are sealed
 # The verb that writes a kind of artifact, where the two have different names.
 _WRITTEN_BY = {
     "embeddings": "embed",
@@ -63,6 +66,25 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
     package_version: str = __version__
     finished: str = ""
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def record(self, name: str) -> files.Record | None:
+        """What the file ``name`` was when it was written; None where that was not recorded."""
+        found = self.records.get(name)
+        return None if found is None else files.Record(**found)
+
+    def check(self, directory: Path, *names: str) -> None:
+        """Compares files of this artifact, by default all that were recorded, with their records.
+
+        Raises FileNotFoundError or RuntimeError for the first that is missing or not what was
+        written; they say which verb makes it again.
+        """
+        again = f"run 'mclclip {verb_of(self.kind)} --force' to make it again"
+        for name in names or self.records:
+            path = Path(directory) / name
+            if not path.exists():
+                raise FileNotFoundError(f"no {path}: {again}")
+            files.Checked(path, self.record(name), again).check()
 
 
 def read_manifest(directory: Path, kind: str) -> Manifest:
@@ -81,15 +103,47 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
         raise ValueError(f"{path} is not a manifest: remove {directory} and make it again")
     if fields["kind"] != kind:
         raise ValueError(f"{directory} holds {fields['kind']!r}, expected {kind!r}")
-    if fields.get("schema_version", 0) > SCHEMA_VERSION:
+    schema = fields.get("schema_version", 0)
+    if isinstance(schema, int) and schema > SCHEMA_VERSION:
         raise ValueError(
-            f"{directory} has schema {fields['schema_version']}, this mclclip {__version__} reads "
+            f"{directory} has schema {schema}, this mclclip {__version__} reads "
             f"up to {SCHEMA_VERSION}: update mclclip"
         )
+    plain = _unsealed(fields, path)
     try:
-        return Manifest(**fields)
+        manifest = Manifest(**plain)
     except TypeError as error:  # a field too many, or one too few
         raise ValueError(f"{path}: {error}: remove {directory} and make it again") from error
+    if manifest.schema_version < 2 and directory not in _UNRECORDED:
+        _UNRECORDED.add(directory)
+        log.warning(
+            "%s was written by mclclip %s, before digests were kept: what is read from it is not "
+            "compared with what was written; run 'mclclip %s --force' to make it again with them",
+            directory, manifest.package_version, verb_of(kind),
+        )  # fmt: skip
+    return manifest
+
+
+_UNRECORDED: set[Path] = set()  # directories that were warned of
+
+
+def _unsealed(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        # Manifests of the first schema have no seal.
+        return files.unsealed(fields, path, required=fields.get("schema_version") != 1)
+    except ValueError as error:
+        raise ValueError(f"{error}. Make it again with --force") from None
+
+
+def damage_of(directory: Path) -> str | None:
+    """The damage of a finished artifact in words, after a comparison of all recorded files; None
+    where there is none."""
+    try:
+        fields = _unsealed(files.read_json(directory / MANIFEST), directory / MANIFEST)
+        Manifest(**fields).check(directory)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        return str(error)
+    return None
 
 
 def verb_of(kind: str) -> str:
@@ -106,7 +160,9 @@ def made_of(directory: Path) -> dict[str, Any]:
     """Kind, config and inputs of a begun or finished artifact; empty where there is none."""
     for name in (MANIFEST, INTENT):
         if (Path(directory) / name).exists():
-            found: dict[str, Any] = files.read_json(Path(directory) / name)
+            path = Path(directory) / name
+            found = files.read_json(path)
+            found = found if name == INTENT else _unsealed(found, path)
             return {key: found[key] for key in ("kind", "config", "inputs")}
     return {}
 
@@ -134,6 +190,29 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     return None
 
 
+Force = bool | Literal["unfit"]
+"""What a verb does with an artifact that is there: False goes on with it or skips it, and refuses
+one of other settings; ``unfit`` makes one of other settings again, and a finished one that is
+damaged; True makes every finished one again. One that was begun with these settings is resumed."""
+
+
+def _made_of(directory: Path, force: Force) -> dict[str, Any]:
+    """As ``made_of``; with ``force`` a damaged manifest is one of another kind."""
+    try:
+        return made_of(directory)
+    except ValueError:
+        if not force:
+            raise
+        return {"kind": "damaged"}
+
+
+def _is_made_again(directory: Path, force: Force) -> bool:
+    """Whether ``force`` asks to make an artifact again that fits."""
+    if not force or not is_finished(directory):
+        return False
+    return force is True or damage_of(directory) is not None
+
+
 @dataclass
 class Artifact:
     """One verb's output directory: finished (skip), partial (resume) or fresh (start)."""
@@ -152,7 +231,7 @@ class Artifact:
         kind: str,
         config: Mapping[str, Any],
         inputs: Mapping[str, str],
-        force: bool = False,
+        force: Force = False,
         write: bool = True,
     ) -> Artifact:
         """Opens an artifact for writing, or finds it finished.
@@ -160,18 +239,20 @@ class Artifact:
         ``config`` holds the configuration fields that change the result, ``inputs`` the digests of
         what it is made from. Where the directory was begun or finished with other values, raises
         ValueError naming the field and both values; with ``force`` the old directory is moved
-        aside (``NAME.old-1``). A directory that was begun but holds no file yet is taken over
-        without an error. Temporary files of a killed writer are removed. With ``write=False``
-        nothing on disk is changed. Call it on one rank and send the result to the others.
+        aside (``NAME.old-1``), and so is a finished one that fits (see ``Force``). A directory that
+        was begun but holds no file yet is taken over without an error. Temporary files of a killed
+        writer are removed. With ``write=False`` nothing on disk is changed. Call it on one rank and
+        send the result to the others.
         """
         directory = Path(directory)
         artifact = cls(directory, kind, dict(config), dict(inputs))
         identity = artifact._made_of()
-        if old := made_of(directory):
+        if old := _made_of(directory, force):
             if write and not is_finished(directory):
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
                     files.remove_leftovers(below)
-            if (difference := _difference(old, identity)) is None:
+            difference = _difference(old, identity)
+            if difference is None and not _is_made_again(directory, force):
                 if is_finished(directory):
                     artifact.manifest = read_manifest(directory, kind)
                 return artifact
@@ -207,11 +288,13 @@ class Artifact:
         *,
         dtype: str | None = None,
         content_digest: str | None = None,
+        records: Mapping[str, files.Record] | None = None,
     ) -> Manifest:
         """Writes the manifest, by rename, which marks the artifact as finished; returns it.
 
         ``content_digest`` identifies the content for readers. Its default is the digest of kind,
         configuration and inputs, which is enough where the content is a function of them.
+        ``records`` of its files, by name, are what readers compare the files with.
         """
         self.manifest = Manifest(
             **self._made_of(),
@@ -219,8 +302,10 @@ class Artifact:
             digest=content_digest or self.identity,
             dtype=dtype,
             finished=files.now(),
+            records={name: dataclasses.asdict(record) for name, record in (records or {}).items()},
         )
-        files.write_json(self.directory / MANIFEST, dataclasses.asdict(self.manifest))
+        sealed = files.sealed(dataclasses.asdict(self.manifest))
+        files.write_json(self.directory / MANIFEST, sealed)
         (self.directory / INTENT).unlink(missing_ok=True)
         return self.manifest
 

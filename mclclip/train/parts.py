@@ -275,6 +275,7 @@ def loader_of(
         bad_ids=known_bad,
         max_image_pixels=data.max_image_pixels,
         max_open_files=data.max_open_files,
+        check_pixels=data.verify == "full",
     )
     batches.dataset.check()
     return DataLoader(

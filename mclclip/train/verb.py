@@ -20,10 +20,12 @@ from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.shard_check import check_shards
+from mclclip.files import move_aside
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact
+from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
@@ -37,7 +39,7 @@ _RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 
 
 def run(
-    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: bool = False
+    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
 ) -> Path:
     """Trains stage ``stage`` of ``variant`` and returns its directory (skips if finished).
 
@@ -66,6 +68,8 @@ def run(
     if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
+    workers = config.data.index_workers
+    collectives.on_main(lambda: check_shards(index.directory, index.shards, workers))
     model = parts.build_model(config, layout, stage, options, context)
     objective = parts.objective_of(job, model)
     artifact, groups = collectives.on_main(lambda: _prepare(job, force, write=True))
@@ -82,7 +86,7 @@ def run(
     return job.directory
 
 
-def _prepare(job: Job, force: bool, write: bool) -> tuple[Artifact, StageGroups]:
+def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups]:
     """Opens the artifact and writes the grouped index; writes nothing if the groups do not fit.
 
     With ``write=False`` it only checks whether the artifact is finished.
@@ -108,6 +112,8 @@ def _prepare(job: Job, force: bool, write: bool) -> tuple[Artifact, StageGroups]
     plan, bad_ids = job.options.plan, job.index.bad_ids()
     build = partial(build_groups, labels, radices, bad_ids, job.options.global_batch, plan.policy)
     grouped = None if groups.written else build()
+    if force and groups.damage() is not None:
+        move_aside(job.directory)
     artifact = opened(write=True)
     attribute = job.options.objective.reads.attribute
     for what, ids in (("caption", job.without_caption), (attribute, job.without_attribute)):
@@ -192,7 +198,9 @@ def _train(job: Job, trainee: Trainee, identity: str, groups: StageGroups) -> in
         options.steps, options.epochs, plan.steps_per_epoch
     )
     checkpoints = Checkpoints(
-        job.directory / "checkpoints", **parts.checkpoint_options(job, identity)
+        job.directory / "checkpoints",
+        identity={"stage": job.stage, "variant": job.layout.variant, "digest": identity},
+        **parts.checkpoint_options(job, identity),
     )
     start = checkpoints.resume(engine)
     if start:

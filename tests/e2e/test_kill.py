@@ -145,7 +145,7 @@ def check_log(log: str, finished_before: set[str], models_before: set[str]) -> N
 def state_of(run_dir: Path) -> dict[str, Any]:
     """All that a run leaves, but for times and the bytes of formats that hold them."""
     manifests = {
-        str(path.relative_to(run_dir)): {**files.read_json(path), "finished": ""}
+        str(path.relative_to(run_dir)): {**files.read_json(path), "finished": "", "checksum": ""}
         for path in run_dir.rglob("manifest.json")
     }
     kept = ("step", "samples_seen", "loss", "lr", "logit_scale", "grad_norm", "bad_samples")

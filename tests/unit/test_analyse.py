@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import analyse, checkpoint, cli, embed, pipeline
+from mclclip import analyse, checkpoint, cli, embed, files, pipeline
 from mclclip.analyse import encoders, features, gates, heat_maps, labels, robustness, subspaces
 from mclclip.analyse.material import Material
 from mclclip.config import Config, from_tree
@@ -321,16 +321,16 @@ def test_gates_whose_checkpoints_are_gone_are_left_out(
 
 def edit_json(path: Path, **inputs: str) -> None:
     """Changes digests of inputs in a manifest."""
-    manifest = json.loads(path.read_text())
+    manifest = files.unsealed(json.loads(path.read_text()), path)
     manifest["inputs"] |= inputs
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(files.sealed(manifest)))
 
 
 @pytest.mark.parametrize(
     ("artifact", "figure", "told"),
     [
-        ("stage_0/embeddings", "singular_values", "embeddings at .* run 'mclclip embed' again"),
-        ("stage_0/clusters", "agreement", "clusters at .* run 'mclclip cluster' again"),
+        ("stage_0/embeddings", "singular_values", "embeddings at .* run 'mclclip embed --force'"),
+        ("stage_0/clusters", "agreement", "clusters at .* run 'mclclip cluster --force'"),
         ("stage_0/train", "gates", "stage_0 was trained with other classes .* train again"),
     ],
 )

@@ -114,7 +114,7 @@ def test_the_state_lists_every_file(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     path = tmp_path / "step_00000003"
     state = json.loads((path / "state.json").read_text())
-    assert (state["step"], state["world_size"], state["schema_version"]) == (3, 1, 2)
+    assert (state["step"], state["world_size"], state["schema_version"]) == (3, 1, 3)
     assert sorted(state["files"]) == [".metadata", "__0_0.distcp"]
     for name, entry in state["files"].items():
         assert entry["size_bytes"] == (path / name).stat().st_size
@@ -192,7 +192,7 @@ def test_what_a_finished_training_has_left(tmp_path: Path) -> None:
         checkpoint.trained_state(tmp_path, averaged=False)
     artifact = Artifact.open(tmp_path, kind="train", config={}, inputs={})
     artifact.finish({"steps": 4})
-    with pytest.raises(FileNotFoundError, match="no checkpoint in .*run 'mclclip train' again"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in .*run 'mclclip train --force'"):
         checkpoint.trained_state(tmp_path, averaged=False)
     checkpoints, source = Checkpoints(tmp_path / "checkpoints", keep=2), Source(4)
     checkpoints.save(3, Source(3))
@@ -206,6 +206,62 @@ def test_what_a_finished_training_has_left(tmp_path: Path) -> None:
     averaged = checkpoint.trained_state(tmp_path, averaged=True)
     assert averaged["scale"] == 0.5
     assert torch.equal(averaged["tail.weight"], source.state["model.tail.weight"])
+
+
+# --- of which training they are ----------------------------------------------------------------
+
+IDENTITY = {"stage": 1, "variant": "mcl", "digest": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"stage": 0}, r"stage 0; this one has stage 1"),
+        ({"variant": "ungrouped", "digest": "d"}, r"variant 'ungrouped'; this one has"),
+        ({"digest": "def"}, r"other options or inputs"),
+    ],
+)
+def test_one_of_another_training_is_refused_in_one_line(
+    tmp_path: Path, other: dict[str, Any], what: str
+) -> None:
+    """It fits the model: a stage 0 put into stage 1 was resumed."""
+    saved(tmp_path, 4, 8, identity=IDENTITY | other)
+    target = Source(1)
+    with pytest.raises(RuntimeError, match=rf"step_00000008 is of another training.*{what}") as e:
+        Checkpoints(tmp_path, keep=2, identity=IDENTITY).resume(target)
+    assert "\n" not in str(e.value) and target.loads == 0
+    assert files(tmp_path) == ["step_00000004", "step_00000008"]
+    assert Checkpoints(tmp_path, keep=2, identity=IDENTITY | other).resume(target) == 8
+
+
+def test_one_that_does_not_say_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 4)
+    assert Checkpoints(tmp_path, keep=2, identity=IDENTITY).resume(Source(1)) == 4
+    assert any("does not say of which training it is" in line for line in warnings_of(caplog))
+
+
+def test_an_identity_that_was_edited_is_damage(tmp_path: Path) -> None:
+    saved(tmp_path, 4, 8, identity=IDENTITY | {"stage": 0})
+    path = tmp_path / "step_00000008" / "state.json"
+    path.write_text(path.read_text().replace('"stage": 0', '"stage": 1'))
+    with pytest.raises(RuntimeError, match="step_00000004 is of another training"):
+        Checkpoints(tmp_path, keep=2, identity=IDENTITY).resume(Source(1))
+    assert ".damaged_step_00000008" in files(tmp_path)
+
+
+def test_a_finished_training_is_not_exported_with_the_checkpoint_of_another(tmp_path: Path) -> None:
+    artifact = Artifact.open(
+        tmp_path, kind="train", config={"stage": 1, "variant": "mcl"}, inputs={}
+    )
+    artifact.finish({"steps": 4})
+    identity = {"stage": 1, "variant": "mcl", "digest": artifact.identity}
+    saved(tmp_path / "checkpoints", 4, identity=identity | {"stage": 0})
+    with pytest.raises(RuntimeError, match="stage 0; this one has stage 1"):
+        checkpoint.trained_state(tmp_path, averaged=False)
+    saved(tmp_path / "checkpoints", 4, identity=identity)
+    assert checkpoint.trained_state(tmp_path, averaged=False)
 
 
 # --- which are kept ----------------------------------------------------------------------------
@@ -386,8 +442,8 @@ def test_an_intact_one_of_another_model_is_no_damage(
 def test_one_of_a_newer_mclclip_is_no_damage(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     path = tmp_path / "step_00000004" / "state.json"
-    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 3'))
-    with pytest.raises(RuntimeError, match="schema 3, this mclclip .* update mclclip"):
+    path.write_text(path.read_text().replace('"schema_version": 3', '"schema_version": 4'))
+    with pytest.raises(RuntimeError, match="schema 4, this mclclip .* update mclclip"):
         Checkpoints(tmp_path, keep=2).resume(Source(1))
     assert files(tmp_path) == ["step_00000004"]
 

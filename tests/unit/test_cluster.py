@@ -90,7 +90,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
             continue
         found[name] = path.read_bytes()
         if path.suffix == ".json":
-            found[name] = json.loads(found[name]) | {"finished": ""}
+            found[name] = json.loads(found[name]) | {"finished": "", "checksum": ""}
     return found
 
 
@@ -325,7 +325,9 @@ def test_the_mean_of_image_and_text(tmp_path: Path) -> None:
         cluster.run(change(tree, feature="image"), SINGLE, stage=0)
     (Layout.of(config).text_embeddings / "00002.npy").unlink()
     shutil.rmtree(directory)
-    with pytest.raises(FileNotFoundError, match="no .*00002.npy: run 'mclclip embed --text' again"):
+    with pytest.raises(
+        FileNotFoundError, match="no .*00002.npy: run 'mclclip embed --text --force'"
+    ):
         cluster.run(config, SINGLE, stage=0)
 
 
@@ -382,7 +384,7 @@ def test_embeddings_of_another_index(tmp_path: Path) -> None:
     sources = {"shards": [f"{tmp_path}/shards/*.tar", f"{tmp_path}/more/*.tar"]}
     tree["data"]["sources"]["s"] = sources
     index.run(from_tree(tree), SINGLE, force=True)
-    wanted = "has 100 rows, the index has 101 .*: run 'mclclip embed' again after 'mclclip index'"
+    wanted = "has 100 rows, the index has 101 .*: run 'mclclip embed --force' after 'mclclip index'"
     with pytest.raises(RuntimeError, match=wanted):
         cluster.run(config, SINGLE, stage=0)
 
@@ -395,10 +397,10 @@ def test_embeddings_that_are_missing_or_short(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has 99 rows, the index has 100"):
         cluster.run(config, SINGLE, stage=0)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(RuntimeError, match=r"00001.npy is damaged .*: make it again with --force"):
+    with pytest.raises(RuntimeError, match=r"00001.npy is damaged .*: run 'mclclip embed --force'"):
         cluster.run(config, SINGLE, stage=0)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"no .*00001.npy: run 'mclclip embed' again"):
+    with pytest.raises(FileNotFoundError, match=r"no .*00001.npy: run 'mclclip embed --force'"):
         cluster.run(config, SINGLE, stage=0)
     with pytest.raises(FileNotFoundError, match="no finished embeddings at"):
         cluster.run(config, SINGLE, stage=1)

@@ -82,7 +82,7 @@ def test_an_index_without_attributes_is_what_it_was(tmp_path: Path, shards: Path
     assert plain.digest != named.digest
     assert not (plain.directory / "attributes.json").exists()
     assert "attributes" not in (plain.directory / "shards.json").read_text()
-    assert scan_shard(str(shards / "0.tar"), "s", "txt").rows.schema.names[-1] == "num_captions"
+    assert scan_shard(str(shards / "0.tar"), "s", "txt").rows.schema.names[-1] == "text_crc32"
     again = run(tmp_path / "c", s=(shards, ["shape"]))
     assert again.digest == named.digest
     with pytest.raises(ValueError, match="it has none: name it in data.sources"):
@@ -132,11 +132,15 @@ def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None
 def test_values_that_are_missing_or_too_few_are_one_line(tmp_path: Path, shards: Path) -> None:
     directory = run(tmp_path / "run", s=(shards, ["shape"])).directory
     (directory / "attributes.json").write_text('{"shape": ["star"]}')
+    with pytest.raises(RuntimeError, match="attributes.json is damaged.*index --force"):
+        SampleIndex.open(directory)
     with pytest.raises(RuntimeError, match="has 1 values of 'shape', the samples 2: run 'mcl"):
-        SampleIndex.open(directory).attribute("shape")
+        SampleIndex(directory, "of an older version").attribute("shape")
     (directory / "attributes.json").unlink()
+    with pytest.raises(FileNotFoundError, match="attributes.json.*index --force"):
+        SampleIndex.open(directory)
     with pytest.raises(RuntimeError, match="has 0 values of 'shape'"):
-        SampleIndex.open(directory).attribute("shape")
+        SampleIndex(directory, "of an older version").attribute("shape")
 
 
 def test_classes(tmp_path: Path, shards: Path) -> None:

@@ -70,7 +70,7 @@ def test_mistakes(clusters: tuple[Path, Any]) -> None:
     with pytest.raises(ValueError, match="have 3 labels per sample, wanted 4: raise cluster"):
         ClassLabels(directory, index, labels_per_sample=4)
     index.digest = "other"
-    with pytest.raises(RuntimeError, match="run 'mclclip cluster' again"):
+    with pytest.raises(RuntimeError, match="run 'mclclip cluster --force'"):
         ClassLabels(directory, index, labels_per_sample=1)
 
 

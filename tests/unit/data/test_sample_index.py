@@ -171,9 +171,9 @@ def test_bad_samples_accumulate_by_key(index: SampleIndex) -> None:
     index.add_bad({1: "bomb", 2: "another reason"})
     index.add_bad({})
     assert json.loads((index.directory / BAD_SAMPLES).read_text()) == {
-        "s/a": {"reason": "truncated"},
-        "s/bb": {"reason": "bomb"},
-        "s/ccc": {"reason": "broken"},
+        "s/a": {"reason": "truncated", "bytes": "missing"},
+        "s/bb": {"reason": "bomb", "bytes": "missing"},
+        "s/ccc": {"reason": "broken", "bytes": "missing"},
     }
     bad = SampleIndex.open(index.directory).bad_ids()
     assert bad.tolist() == [0, 1, 2]

@@ -211,7 +211,7 @@ def test_a_shard_cut_short_after_indexing(tmp_path: Path) -> None:
     assert samples[0] == BadSample(victim, "truncated")
     assert samples[2] == BadSample(victim + 1, "truncated")
     assert colour(samples[1]) == 0
-    with pytest.raises(RuntimeError, match="its shard has changed"):
+    with pytest.raises(RuntimeError, match="its shard .*00004.tar has changed"):
         dataset.captions(victim + 1)
 
 
@@ -221,7 +221,7 @@ def test_captions_overwritten_after_indexing_make_a_bad_sample(tmp_path: Path) -
         file.seek(int(index.text_offset[1]))
         file.write(b"]" * int(index.text_size[1]))
     dataset = TarDataset(index, to_tensor, **TEXTS)
-    assert dataset[1] == BadSample(1, "no_caption")
+    assert dataset[1] == BadSample(1, "changed")
     with pytest.raises(RuntimeError, match="00001 has 0 readable captions, the index says 2"):
         dataset.captions(1)
 
@@ -407,7 +407,7 @@ def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         features.get(PER_SHARD, 0)
     for wrong in (np.zeros((2, 4), np.float32), np.zeros((9, 2)), np.zeros(9, np.float32)):
         np.save(tmp_path / "text" / "00000.npy", wrong)
-        with pytest.raises(ValueError, match="run 'mclclip embed' again"):
+        with pytest.raises(ValueError, match="run 'mclclip embed --text --force'"):
             features.get(0, 0)
 
 

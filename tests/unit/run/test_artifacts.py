@@ -154,8 +154,8 @@ def test_the_manifest_says_what_it_is_and_what_it_is_made_from(tmp_path: Path) -
     begin(tmp_path / "a").finish({"samples": 3}, dtype="float16")
     fields = json.loads((tmp_path / "a" / MANIFEST).read_text())
     assert sorted(fields) == [
-        "config", "counts", "digest", "dtype", "finished", "inputs", "kind", "package_version",
-        "schema_version",
+        "checksum", "config", "counts", "digest", "dtype", "finished", "inputs", "kind",
+        "package_version", "records", "schema_version",
     ]  # fmt: skip
     assert fields["kind"] == "embeddings" and fields["config"] == CONFIG
     assert fields["inputs"] == {"index": "abc"} and fields["counts"] == {"samples": 3}
@@ -216,10 +216,36 @@ def test_force_moves_the_old_one_aside(tmp_path: Path) -> None:
     assert (tmp_path / "a.old-1").exists() and (tmp_path / "a.old-2" / "00000.npy").exists()
 
 
-def test_force_does_not_touch_what_fits(tmp_path: Path) -> None:
+def test_force_makes_a_finished_one_again(tmp_path: Path) -> None:
+    """It was advised for damaged embeddings, and skipped them as finished."""
     begin_with_work(tmp_path / "a").finish({})
-    assert begin(tmp_path / "a", force=True).finished
+    assert not begin(tmp_path / "a", force=True, write=False).finished
+    assert read_manifest(tmp_path / "a", "embeddings")
+    assert not begin(tmp_path / "a", force=True).finished
+    assert (tmp_path / "a.old-1" / "00000.npy").exists()
+
+
+def test_force_resumes_what_was_begun_with_these_settings(tmp_path: Path) -> None:
+    begin_with_work(tmp_path / "a")
+    assert not begin(tmp_path / "a", force=True).finished
+    assert (tmp_path / "a" / "00000.npy").exists() and not (tmp_path / "a.old-1").exists()
+
+
+def test_unfit_keeps_what_fits_and_makes_damaged_ones_again(tmp_path: Path) -> None:
+    artifact = begin_with_work(tmp_path / "a")
+    artifact.finish({}, records=files.records_of(tmp_path / "a", "00000.npy"))
+    assert begin(tmp_path / "a", force="unfit").finished
     assert not (tmp_path / "a.old-1").exists()
+    np.save(tmp_path / "a" / "00000.npy", np.arange(3)[::-1])
+    assert begin(tmp_path / "a").finished  # nobody has read it yet
+    assert not begin(tmp_path / "a", force="unfit").finished
+    assert (tmp_path / "a.old-1" / "00000.npy").exists()
+    begin_with_work(tmp_path / "a").finish({})
+    manifest = tmp_path / "a" / MANIFEST
+    manifest.write_text(manifest.read_text().replace("float16", "float64"))
+    with pytest.raises(ValueError, match="changed since it was written.*--force"):
+        begin(tmp_path / "a")
+    assert not begin(tmp_path / "a", force="unfit").finished
 
 
 def test_a_directory_without_work_is_begun_anew(tmp_path: Path) -> None:
@@ -313,8 +339,9 @@ def test_a_manifest_that_cannot_be_read_is_one_line(
 ) -> None:
     begin(tmp_path / "a").finish({})
     path = tmp_path / "a" / MANIFEST
-    fields = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({k: v for k, v in fields.items() if v is not None or k == "dtype"}))
+    fields = files.unsealed(json.loads(path.read_text()), path) | change
+    fields = {k: v for k, v in fields.items() if v is not None or k == "dtype"}
+    path.write_text(json.dumps(files.sealed(fields)))
     with pytest.raises(ValueError, match=message) as caught:
         read_manifest(tmp_path / "a", "embeddings")
     assert str(tmp_path / "a") in str(caught.value)

@@ -1,0 +1,99 @@
+"""Scans shards side by side, and tells whether those of an index are still what was indexed.
+
+Opening an index compares the size of every shard and the time of its last change, which costs one
+look per file. A shard with another time is scanned again, and its headers, captions and attributes
+are compared with the digest of the scan that was indexed. Where they are equal, only the time is
+new, and it is noted in ``shard_times.json`` beside the index; that file is a cache, and without it
+all shards are scanned again. Captions are compared once more whenever they are read, and pixels if
+``data.verify`` is ``full`` (`samples.TarDataset`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from mclclip import files
+from mclclip.data.sample_index import Shard
+from mclclip.data.shard_scan import ShardScan, scan_shard
+from mclclip.ranks.parent_death import map_in_pool
+from mclclip.run.runlog import progress
+
+log = logging.getLogger("mclclip")
+
+TIMES = "shard_times.json"
+
+
+def scan_shards(
+    shards: Sequence[Shard], workers: int, *, pixels: bool = False
+) -> Generator[ShardScan, None, None]:
+    """Yields the scans of the shards, in their order, by up to ``workers`` processes."""
+    calls = [(s.path, s.source, s.captions, s.attributes, pixels) for s in shards]
+    return map_in_pool(scan_shard, calls, workers)
+
+
+def times_of(shards: Sequence[Shard]) -> dict[str, int]:
+    """When each shard was last changed, in nanoseconds, by path."""
+    return {shard.path: os.stat(shard.path).st_mtime_ns for shard in shards}
+
+
+def note_times(directory: Path, times: dict[str, int]) -> None:
+    """Adds to the times of shards that are known to be those of the index in ``directory``."""
+    known = _read_times(directory) | times
+    files.write_json(Path(directory) / TIMES, files.sealed({"times": known}))
+
+
+def _read_times(directory: Path) -> dict[str, int]:
+    path = Path(directory) / TIMES
+    try:
+        times: dict[str, int] = files.unsealed(files.read_json(path), path)["times"]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return {}  # then every shard is scanned
+    return times
+
+
+def check_shards(directory: Path, shards: Sequence[Shard], workers: int) -> None:
+    """Compares the shards with what was indexed into ``directory``; call it on one rank.
+
+    Raises FileNotFoundError where one is missing and ValueError where one has another size, or
+    other members, captions or attributes; the message names it. Shards of an index that was made
+    before digests were kept are compared by size alone.
+    """
+    for shard in shards:
+        _check_size(shard, directory)
+    times, noted = times_of(shards), _read_times(directory)
+    changed = [s for s in shards if s.digest and noted.get(s.path) != times[s.path]]
+    if not changed:
+        return
+    log.info("%d shard(s) have another time than when they were indexed: read again", len(changed))
+    with closing(scan_shards(changed, workers)) as scans:
+        shown = progress(scans, total=len(changed), description="check shards")
+        for shard, scan in zip(changed, shown, strict=True):
+            if scan.digest != shard.digest:
+                raise ValueError(
+                    f"{_where(shard, directory)} has changed: its members or captions are not "
+                    "those that were indexed; restore it, or index it anew with 'mclclip index "
+                    "--force'"
+                )
+    note_times(directory, {shard.path: times[shard.path] for shard in changed})
+
+
+def _check_size(shard: Shard, directory: Path) -> None:
+    try:
+        size = os.path.getsize(shard.path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{_where(shard, directory)} is not on disk any more: put it back"
+        ) from error
+    if size != shard.size_bytes:
+        raise ValueError(
+            f"{_where(shard, directory)} had {shard.size_bytes} bytes when it was indexed, now "
+            f"{size}: restore it"
+        )
+
+
+def _where(shard: Shard, directory: Path) -> str:
+    return f"shard {shard.path} of source {shard.source} in {directory}"

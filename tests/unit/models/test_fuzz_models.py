@@ -1,0 +1,247 @@
+"""Random configurations and export directories: one line says no, or a model is built.
+
+`make test` has a slice of the trials, `make soak` all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mclclip import files
+from mclclip.models import weights
+from mclclip.models.clip import load_clip, load_image_encoder, save_export
+from mclclip.models.concat import CONCAT_WEIGHTS, load_model, save_concat
+from mclclip.models.loading import load_any
+from mclclip.models.weights import digest_tensors
+from mclclip.run.artifacts import Artifact
+from tests import fuzzing, tiny
+from tests.matrix import kept
+from tests.unit.models.stages import save_stages
+
+SEED = 21
+TINY: dict[str, Any] = {
+    "embed_dim": 8,
+    "vision_cfg": tiny.MODEL["vision_cfg"] | {"layers": 2, "mlp_ratio": 2.0},
+    "text_cfg": tiny.MODEL["text_cfg"] | {"vocab_size": 49408, "width": 8},
+    "quick_gelu": False,
+}
+NAMED: dict[str, Any] = {
+    "embed_dim": 8,
+    "vision_cfg": {"timm_model_name": "test_vit", "image_size": 160, "timm_pool": "avg"},
+    "text_cfg": TINY["text_cfg"] | {"tokenizer_kwargs": {"clean": "lower"}},
+}
+BACKBONE: dict[str, Any] = {
+    "vision_cfg": {
+        "backbone": "mclclip:small_conv", "channels": 3, "image_size": 16,
+        "options": {"widths": [4, 4], "strides": [1, 2]},
+    }
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", kept([False, True], 0))
+@pytest.mark.parametrize("start", [TINY, NAMED, BACKBONE], ids=["own", "timm", "backbone"])
+def test_a_configuration_is_built_or_refused_in_one_line(
+    start: dict[str, Any], whole: bool
+) -> None:
+    """`whole`: as in the file of an export, with `model_cfg` and `preprocess_cfg`."""
+    rng = random.Random(f"{SEED} {whole} {sorted(start['vision_cfg'])}")
+    if whole:
+        start = {"model_cfg": start, "preprocess_cfg": {"size": 32, "std": [0.5, 0.5, 0.5]}}
+    refused = 0
+    for number in range(trials := fuzzing.count(8, 350)):
+        config = fuzzing.damaged_json(start, rng)
+        what = f"trial {number}: {json.dumps(config)[:500]}"
+        built = fuzzing.ends_well(partial(_built, config), what)
+        refused += built is None
+    assert refused > trials / 4
+
+
+def _built(config: Any) -> nn.Module:
+    if not isinstance(config, dict):
+        raise ValueError("read_json gives no mapping")
+    return load_any(config)
+
+
+# --- directories -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export, an image encoder and a concat, each without a manifest, as strangers send them."""
+    root = tmp_path_factory.mktemp("exports")
+    save_export(load_clip(TINY, seed=1), root / "export")
+    save_export(load_image_encoder(BACKBONE, seed=1), root / "encoder")
+    save_concat(save_stages(load_clip(TINY, seed=1), root / "stages", 2), "raw", root / "concat")
+    shutil.rmtree(root / "stages")
+    return root
+
+
+def _damage(directory: Path, rng: random.Random) -> str:
+    path = rng.choice(sorted(p for p in directory.iterdir() if p.name != "manifest.json"))
+    content = path.read_bytes()
+    if path.suffix == ".json" and rng.random() < 0.7:
+        path.write_text(json.dumps(fuzzing.damaged_json(json.loads(content), rng)))
+    elif rng.random() < 0.1:
+        path.unlink()
+    else:
+        path.write_bytes(fuzzing.damaged_bytes(content, rng))
+    return path.name
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["strange", "recorded"])
+@pytest.mark.parametrize("kind", ["export", "encoder", "concat"])
+def test_a_directory_is_loaded_or_refused_in_one_line(
+    exports: Path, tmp_path: Path, kind: str, recorded: bool
+) -> None:
+    """One of ours, with a manifest, is loaded as it was written or not at all."""
+    directory, kept = tmp_path / "it", exports / kind
+    rng, load = random.Random(f"{SEED} {kind} {recorded}"), _loader(directory)
+    for number in range(fuzzing.count(4, 490)):
+        shutil.copytree(kept, directory)
+        if recorded:
+            _record(directory, "concat" if kind == "concat" else "export")
+            wanted = load()
+        name = _damage(directory, rng)
+        found = fuzzing.ends_well(load, f"trial {number}, {name}")
+        assert not recorded or found in (None, wanted), f"trial {number}: {name}"
+        shutil.rmtree(directory)
+
+
+def _loader(directory: Path) -> Callable[[], str]:
+    def load() -> str:
+        model: Any = load_model(directory)
+        return digest_tensors(model.state_dict())
+
+    return load
+
+
+def _record(directory: Path, kind: str) -> None:
+    records = files.records_of(directory, *weights.files_of(directory))
+    Artifact.open(directory, kind=kind, config={}, inputs={}).finish({}, records=records)
+
+
+# --- what the trials found, one by one -----------------------------------------------------------
+
+
+def changed(part: str, **values: Any) -> dict[str, Any]:
+    return TINY | {part: TINY[part] | values}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (changed("vision_cfg", layers=20_000), "layers in vision_cfg .* is 20000, wanted above 0"),
+        (changed("vision_cfg", layers="3"), "is '3', wanted a number"),
+        (changed("vision_cfg", image_size=True), "is True, wanted a number"),
+        (changed("vision_cfg", mlp_ratio=float("nan")), "is nan"),
+        (changed("vision_cfg", act_kwargs=[1]), "valid dictionary"),
+        (changed("vision_cfg", surprise=1), "'surprise', which open_clip does not know"),
+        (changed("text_cfg", context_length=10**9), "at most 8,192"),
+        (changed("text_cfg", context_length="x"), "context_length .* wanted a number"),
+        (changed("text_cfg", vocab_size=-1), "vocab_size .* above 0"),
+        (TINY | {"embed_dim": {"a": 1}}, "embed_dim"),
+        ({n: TINY[n] for n in ("vision_cfg", "text_cfg")} | {"model_cfg": {}}, "vision_cfg"),
+        ({"model_cfg": 3}, "model_cfg of the model config is int, wanted a mapping"),
+        (TINY | {"class_name": "os.system"}, "'class_name' .* nothing that open_clip knows"),
+        (changed("vision_cfg", layers=500, width=16_384), "billion parameters"),
+    ],
+)
+def test_a_wrong_field_is_one_line(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_any(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_path": "../weights.pth"}, {"cache_dir": "/tmp"}, {"pretrained": True},
+        {"act_layer": "local-dir:x"}, {"depth": 10**9}, {"widths": [1] * 5_000},
+    ],
+)  # fmt: skip
+def test_a_backbone_loads_no_files(options: dict[str, Any]) -> None:
+    config = {"vision_cfg": {"backbone": "timm:test_vit", "image_size": 160, "options": options}}
+    with pytest.raises(ValueError, match=r"vision_cfg.options of the model config"):
+        load_image_encoder(config)
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "message"),
+    [
+        ({"std": [0, 0, 0]}, "std in preprocess_cfg .* above 0"),
+        ({"mean": [0.5]}, "mean in preprocess_cfg .* has 1 values, wanted 3"),
+        ({"size": 10**6}, "size in preprocess_cfg"),
+        ({"resize_mode": "odd"}, "resize_mode in preprocess_cfg"),
+        ([], "preprocess_cfg .* is list"),
+    ],
+)
+def test_odd_preprocessing_is_refused(
+    exports: Path, tmp_path: Path, preprocess: Any, message: str
+) -> None:
+    directory = shutil.copytree(exports / "export", tmp_path / "it")
+    config = json.loads((directory / weights.CONFIG).read_text())
+    odd = config["preprocess_cfg"] | preprocess if isinstance(preprocess, dict) else preprocess
+    (directory / weights.CONFIG).write_text(json.dumps(config | {"preprocess_cfg": odd}))
+    with pytest.raises(ValueError, match=message):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_trunk_blocks": 2}, "num_trunk_blocks .* its weights say"),
+        ({"shared_text": 3}, "shared_text .* its weights say"),
+        ({"stages": [{}] * 20_000}, "names 20,000 stages"),
+        ({"stages": []}, "names 0 stages"),
+        ({"stages": "many"}, "names 0 stages"),
+        ({"variant": ["raw"]}, "variant"),
+    ],
+)
+def test_a_concat_says_what_its_weights_hold(
+    exports: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    directory = shutil.copytree(exports / "concat", tmp_path / "it")
+    record = json.loads((directory / weights.CONCAT).read_text())
+    assert record["num_trunk_blocks"] != change.get("num_trunk_blocks")
+    (directory / weights.CONCAT).write_text(json.dumps(record | change))
+    with pytest.raises(ValueError, match=message):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"), [("export", weights.WEIGHTS), ("concat", CONCAT_WEIGHTS)]
+)
+def test_weights_that_are_not_finite_are_refused(
+    exports: Path, tmp_path: Path, kind: str, file: str
+) -> None:
+    directory = shutil.copytree(exports / kind, tmp_path / "it")
+    tensors = weights.read_tensors(directory / file)
+    name = next(name for name in tensors if tensors[name].ndim > 1)
+    weights.write_tensors(directory / file, tensors | {name: tensors[name] * torch.nan})
+    with pytest.raises(ValueError, match="not finite"):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    "change", [{"variant": "stage_norm"}, {"num_trunk_blocks": 0}, {"stages": []}]
+)
+def test_a_recorded_concat_is_loaded_as_it_was_written(
+    exports: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    directory = shutil.copytree(exports / "concat", tmp_path / "it")
+    _record(directory, "concat")
+    load_model(directory)
+    path = directory / weights.CONCAT
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(RuntimeError, match=r"concat.json is damaged.*export --force"):
+        load_model(directory)
