@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "name", "method", "options"), kept(CASES, 0, 1, 5))
+@pytest.mark.parametrize(("world_size", "name", "method", "options"), kept(CASES, 1, 5))
 def test_ranks_equal_one_process(
     ranks: Ranks, world_size: int, name: str, method: str, options: dict[str, Any]
 ) -> None:
@@ -130,7 +130,7 @@ def test_ranks_equal_one_process(
         assert_close(state, got, 1e-9)
 
 
-@pytest.mark.parametrize("stage", kept([2, 1, 3], 0))
+@pytest.mark.parametrize("stage", kept([2, 1, 3]))
 def test_zero(ranks: Ranks, stage: int) -> None:
     """In fp32, which DeepSpeed trains in."""
     pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
