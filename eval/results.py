@@ -16,8 +16,7 @@ from mclclip.eval.metrics import (
     stratified_interval,
     wilson_interval,
 )
-from mclclip.files import parse_json, write_bytes
-from mclclip.run.failures import shown
+from mclclip.files import parse_json, shown, write_bytes
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mclclip import __version__
-from mclclip.files import existing, fsync_directory
-from mclclip.run.failures import shown
+from mclclip.files import existing, fsync_directory, shown
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
 SLOW_FSYNC_S, SKEW_WARN_S, SKEW_FAIL_S = 1.0, 5.0, 60.0

@@ -219,7 +219,21 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-# --- paths that a table names ------------------------------------------------------------------
+# --- text to show, and paths that a table names --------------------------------------------------
+
+
+def shown(text: str) -> str:
+    """The text with every character that does not print, such as an escape sequence or the end of
+    a line, as Python's repr shows it, so that a stranger's text neither moves the cursor nor looks
+    like a line of ours."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shown_lines(text: str) -> str:
+    """``shown`` for a text of ours that has several lines."""
+    return "\n".join(map(shown, text.split("\n")))
 
 
 def below(root: Path, name: str, where: str) -> Path:

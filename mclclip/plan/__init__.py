@@ -13,9 +13,9 @@ from typing import Any
 
 from mclclip.config import Config
 from mclclip.data.epoch_plan import check_ranks
+from mclclip.files import shown_lines
 from mclclip.plan import disk, memory, steps, table
 from mclclip.plan.machine import GIB, Machine
-from mclclip.run.failures import shown_lines
 
 __all__ = ["Machine", "make", "run"]
 

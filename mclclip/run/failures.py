@@ -8,6 +8,8 @@ import sys
 import time
 import traceback
 
+from mclclip.files import shown, shown_lines
+
 LATER_RANKS_WAIT_S = 5.0
 LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one is left out
 
@@ -54,17 +56,3 @@ def line_of(error: BaseException) -> str:
         return line
     left_out = len(line) - LONGEST_LINE
     return f"{line[: LONGEST_LINE // 2]} [{left_out} characters] {line[-LONGEST_LINE // 2 :]}"
-
-
-def shown(text: str) -> str:
-    """The text with every character that does not print, such as an escape sequence or the end of
-    a line, as Python's repr shows it, so that a stranger's text neither moves the cursor nor looks
-    like a line of ours."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def shown_lines(text: str) -> str:
-    """``shown`` for a text of ours that has several lines."""
-    return "\n".join(map(shown, text.split("\n")))

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from mclclip.files import write_bytes
-from mclclip.run.failures import line_of, shown, shown_lines
+from mclclip.files import shown, shown_lines, write_bytes
+from mclclip.run.failures import line_of
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")

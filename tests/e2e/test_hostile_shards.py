@@ -37,6 +37,10 @@ def test_mutated_shards_beside_a_good_one(shell: Shell, tmp_path: Path, number: 
     shards.mkdir()
     good = hostile_tars.whole(hostile_tars.FORMATS[0], 3, "good", long=False)
     (shards / "good.tar").write_bytes(good)
+    # The first command waits for the imports of the server behind ``shell``.
+    shell.ok(
+        "index", f"run_dir={tmp_path}/good", f"data.sources.s.shards={shards}/*.tar", "device=cpu"
+    )
     for seed in range(number):
         (shards / "mutated.tar").write_bytes(hostile_tars.mutated(10**6 + seed)[1])
         run_dir, start = tmp_path / str(seed), time.monotonic()
@@ -72,6 +76,7 @@ def test_a_hostile_configuration_is_refused(shell: Shell, tmp_path: Path, text: 
     path = tmp_path / "config.yaml"
     indented = "".join(f"    {line}\n" for line in text.splitlines())
     path.write_text(f"run_dir: {tmp_path / 'run'}\nmodel:\n  name:\n{indented}")
+    shell("config")
     start = time.monotonic()
     finished = shell("index", "--config", path)
     assert time.monotonic() - start < SECONDS

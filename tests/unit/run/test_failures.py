@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mclclip.files import shown, shown_lines
 from mclclip.run import failures
-from mclclip.run.failures import line_of, shown, shown_lines
+from mclclip.run.failures import line_of
 
 
 @pytest.mark.parametrize(
