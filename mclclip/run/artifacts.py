@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mclclip import __version__, files
+from mclclip.options import shown
 
 log = logging.getLogger("mclclip")
 
@@ -101,8 +102,6 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
     fields = files.read_json(path)
     if not isinstance(fields, dict) or "kind" not in fields:
         raise ValueError(f"{path} is not a manifest: remove {directory} and make it again")
-    if fields["kind"] != kind:
-        raise ValueError(f"{directory} holds {fields['kind']!r}, expected {kind!r}")
     schema = fields.get("schema_version", 0)
     if isinstance(schema, int) and schema > SCHEMA_VERSION:
         raise ValueError(
@@ -110,6 +109,8 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
             f"up to {SCHEMA_VERSION}: update mclclip"
         )
     plain = _unsealed(fields, path)
+    if plain["kind"] != kind:
+        raise ValueError(f"{directory} holds {shown(plain['kind'])}, expected {kind!r}")
     try:
         manifest = Manifest(**plain)
     except TypeError as error:  # a field too many, or one too few
