@@ -14,6 +14,12 @@ Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 _UNION_MEMBERS = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
 
 
+def shown(value: object) -> str:
+    """A value for a message: its ``repr``, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 def farthest(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The problem with the longest path; pydantic reports every member of a union that it tried,
     and the one that got farthest tells most."""
@@ -32,5 +38,5 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     """
     problem = farthest(error.errors())
     name = dotted([str(part) for part in problem["loc"]])
-    got = f" (got {problem['input']!r})" if name else ""
+    got = f" (got {shown(problem['input'])})" if name else ""
     return name, problem["msg"].removeprefix("Value error, ") + got

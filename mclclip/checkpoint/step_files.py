@@ -96,7 +96,7 @@ def read_entries(path: Path, step: int) -> Entries:
         entries = {name: Entry(**entry) for name, entry in state.get("files", {}).items()}
     except FileNotFoundError as error:
         raise Damaged(f"it has no {STATE}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise Damaged(f"its {STATE} cannot be read") from error
     if schema > SCHEMA_VERSION:
         raise RuntimeError(

@@ -56,7 +56,7 @@ def write_shard(
     save_npy(path, rows)
     note = Note(files.record_of(path), dict(reasons), index.bytes_of(list(reasons)))
     bad = {str(i): {"reason": r, "bytes": note.bytes_of[i]} for i, r in note.reasons.items()}
-    value = files.sealed({"record": asdict(note.record), "bad": bad})
+    value = files.sealed({"shard": number, "record": asdict(note.record), "bad": bad})
     files.write_json(_note_path(directory, number), value)
     return note
 
@@ -66,6 +66,8 @@ def read_note(directory: Path, number: int) -> Note | None:
     path = _note_path(directory, number)
     try:
         found = files.unsealed(files.read_json(path), path)
+        if found["shard"] != number:
+            return None
         bad = {int(sample_id): entry for sample_id, entry in found["bad"].items()}
         record = files.Record(**found["record"])
         if rows_path(directory, number).stat().st_size != record.size_bytes:

@@ -137,13 +137,17 @@ def _read_header(directory: Path) -> dict[str, Any]:
     path = directory / "grouped_index.json"
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: no finished grouped index in that directory")
-    return _unsealed(path)
+    return _unsealed(path, "radices", required=False)  # older versions did not seal it
 
 
-def _unsealed(path: Path) -> dict[str, Any]:
+def _unsealed(path: Path, wanted: str, *, required: bool = True) -> dict[str, Any]:
+    """The fields of a sealed file, which has the field ``wanted``."""
     try:
         found = read_json(path)
-        return unsealed(found, path, required="records" in found or "known_bad" in found)
+        fields = unsealed(found, path, required=required or "records" in found)
+        if wanted not in fields:
+            raise ValueError(f"it has no {wanted}")
+        return fields
     except (ValueError, AttributeError, TypeError) as error:
         raise RuntimeError(
             f"{path} is damaged ({error}): run 'mclclip train --force' to train again"
@@ -285,5 +289,5 @@ class StageGroups:
         path = self.directory / "known_bad.json"
         found = read_json(path)
         # Older versions wrote the list alone.
-        known_bad = found if isinstance(found, list) else _unsealed(path).get("known_bad", [])
+        known_bad = found if isinstance(found, list) else _unsealed(path, "known_bad")["known_bad"]
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

@@ -30,7 +30,7 @@ from mclclip.models import config_limits, transforms
 from mclclip.models.small_conv import SmallConv
 from mclclip.models.timm_towers import timm_layout
 from mclclip.models.towers import ImageLayout, Step, checked
-from mclclip.options import STRICT, first_problem
+from mclclip.options import STRICT, first_problem, shown
 
 KEY = "backbone"
 """The field of a `vision_cfg` that names such a tower."""
@@ -88,7 +88,7 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
         near = difflib.get_close_matches(name, listed, n=3, cutoff=0.0)
         known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision, mclclip"
         raise ValueError(
-            f"vision_cfg.backbone of {where} is {found.backbone!r}, which is no listed model "
+            f"vision_cfg.backbone of {where} is {shown(found.backbone)}, which is no listed model "
             f"({known}): give timm:NAME, or torchvision:NAME of a ResNet"
         )
     return found

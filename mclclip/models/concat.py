@@ -23,6 +23,7 @@ from mclclip.models import weights
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.image_model import unit
 from mclclip.models.loading import AnyModel, load_any
+from mclclip.options import shown
 
 Variant = Literal["raw", "stage_norm"]
 
@@ -116,9 +117,9 @@ class ConcatEncoder(nn.Module):
         return join_text_features([model.encode_text(tokens) for model in models])
 
 
-def _check_variant(variant: str) -> None:
+def _check_variant(variant: object) -> None:
     if variant not in get_args(Variant):
-        raise ValueError(f"variant is {variant!r}: give one of {', '.join(get_args(Variant))}")
+        raise ValueError(f"variant is {shown(variant)}: give one of {', '.join(get_args(Variant))}")
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def _check_record(
             f"{directory / weights.CONCAT} names {number:,} stages (at most {_MOST_STAGES} are "
             f"read), its weights hold {sorted(held)[:5]}: export it again"
         )
-    _check_variant(str(record.get("variant")))
+    _check_variant(record.get("variant"))
 
 
 def _check_trunk(
@@ -260,8 +261,8 @@ def _check_trunk(
     for name, value in wanted.items():
         if record.get(name) != value:
             raise ValueError(
-                f"{name} in {directory / weights.CONCAT} is {record.get(name)!r}, its weights say "
-                f"{value}: export it again"
+                f"{name} in {directory / weights.CONCAT} is {shown(record.get(name))}, its weights "
+                f"say {value}: export it again"
             )
 
 

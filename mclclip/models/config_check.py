@@ -32,6 +32,7 @@ import mclclip.torchvision_fix  # noqa: F401
 import timm
 
 from mclclip import files
+from mclclip.options import shown
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -85,18 +86,18 @@ def _check_image_tower(name: object, where: str) -> None:
     listed = isinstance(name, str) and timm.is_model(name) and not set(name) & set(":/\\")
     if name and not listed:
         raise ValueError(
-            f"vision_cfg.timm_model_name of {where} is {name!r}, which timm does not list: use one "
-            "of timm.list_models()"
+            f"vision_cfg.timm_model_name of {where} is {shown(name)}, which timm does not list: "
+            "use one of timm.list_models()"
         )
 
 
 def _check_name(name: object, allowed: frozenset[str], key: str, where: str) -> None:
     if isinstance(name, str) and name in allowed:
         return
-    near = difflib.get_close_matches(str(name), sorted(allowed), n=3, cutoff=0.0)
+    near = difflib.get_close_matches(str(name)[:200], sorted(allowed), n=3, cutoff=0.0)
     raise ValueError(
-        f"text_cfg.{key} of {where} is {name!r}, which no model of open_clip's own has (nearest: "
-        f"{', '.join(near)}): use one of theirs, any other could bring code"
+        f"text_cfg.{key} of {where} is {shown(name)}, which no model of open_clip's own has "
+        f"(nearest: {', '.join(near)}): use one of theirs, any other could bring code"
     )
 
 
@@ -109,7 +110,7 @@ def _check_options(options: object, allowed: frozenset[str], where: str) -> None
         )
     if strange := sorted(set(map(str, found)) - allowed):
         raise ValueError(
-            f"text_cfg.tokenizer_kwargs of {where} has {', '.join(strange)}, wanted only "
+            f"text_cfg.tokenizer_kwargs of {where} has {', '.join(strange)[:200]}, wanted only "
             f"{', '.join(sorted(allowed))}: take the others out"
         )
 
@@ -143,8 +144,8 @@ def check_tokenizer_files(directory: Path) -> None:
     name = record.get("tokenizer_class")
     if not isinstance(name, str) or not _is_fast(name):
         raise ValueError(
-            f"tokenizer_class in {path} is {name!r}, wanted a fast tokenizer of transformers (such "
-            "as PreTrainedTokenizerFast): save the tokenizer as one"
+            f"tokenizer_class in {path} is {shown(name)}, wanted a fast tokenizer of transformers "
+            "(such as PreTrainedTokenizerFast): save the tokenizer as one"
         )
 
 

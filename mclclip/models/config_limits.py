@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from mclclip.options import first_problem
+from mclclip.options import first_problem, shown
 
 # The largest value of a number by its name; others are at most _MOST.
 _MOST = 65_536
@@ -74,7 +74,8 @@ def check_model(config: Mapping[str, Any], vision: type, text: type, where: str)
         if name in _PARTS:
             continue
         if name not in _TOP:
-            raise ValueError(f"{name!r} of {where} is nothing that open_clip knows: take it out")
+            what = shown(name)
+            raise ValueError(f"{where} has {what}, which open_clip does not know: take it out")
         _check_type(_TOP[name], value, name, where)
         check_numbers(value, name, where)
     if "embed_dim" not in config:
@@ -92,7 +93,8 @@ def check_model(config: Mapping[str, Any], vision: type, text: type, where: str)
 def _check_part(part: Mapping[str, Any], kind: type, where: str) -> None:
     known = [item.name for item in fields(kind)]
     if strange := sorted(set(map(str, part)) - set(known)):
-        raise ValueError(f"{where} has {strange[0]!r}, which open_clip does not know: take it out")
+        what = shown(strange[0])
+        raise ValueError(f"{where} has {what}, which open_clip does not know: take it out")
     # Without a value open_clip takes its own, or has none (patch_size of ResNets).
     given = {name: value for name, value in part.items() if value is not None}
     _check_type(kind, given, "", where)
@@ -109,10 +111,10 @@ def check_preprocessing(config: object, kind: type, where: str) -> None:
     known = [item.name for item in fields(kind)]
     given = {n: value for n, value in config.items() if n in known and value is not None}
     if given.get("mode", "RGB") != "RGB":
-        raise ValueError(f"mode in {what} is {given['mode']!r}, wanted 'RGB'")
+        raise ValueError(f"mode in {what} is {shown(given['mode'])}, wanted 'RGB'")
     for name, modes in _MODES.items():
         if given.get(name, modes[0]) not in modes:
-            raise ValueError(f"{name} in {what} is {given[name]!r}, wanted one of {modes}")
+            raise ValueError(f"{name} in {what} is {shown(given[name])}, wanted one of {modes}")
     _check_type(kind, given, "", what)
     for name, value in given.items():
         check_numbers(value, name, what)
@@ -153,11 +155,11 @@ def _items(value: object) -> list[Any]:
 
 def _check_type(kind: Any, value: object, name: str, where: str) -> None:
     if isinstance(value, str | bool) and kind in (int, float):
-        raise ValueError(f"{name} of {where} is {value!r}, wanted a number")
-    for inner in value.items() if isinstance(value, Mapping) else ():
+        raise ValueError(f"{name} of {where} is {shown(value)}, wanted a number")
+    for inner in value.items() if isinstance(value, Mapping) and is_dataclass(kind) else ():
         # pydantic would take true for 1, and a number in text for the number.
         if isinstance(inner[1], str | bool) and _is_number(kind, inner[0]):
-            raise ValueError(f"{inner[0]} in {where} is {inner[1]!r}, wanted a number")
+            raise ValueError(f"{inner[0]} in {where} is {shown(inner[1])}, wanted a number")
     try:
         TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

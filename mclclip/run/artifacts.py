@@ -2,12 +2,16 @@
 
 Verbs exchange data only through files. Each writes one artifact: a directory whose
 ``manifest.json`` is written last, by rename. A directory without a manifest is unfinished work, and
-no verb reads it::
+no verb reads it. The manifest holds digests of the blocks of every file, and one of itself; what a
+verb reads is compared with them. ``bad_samples.json`` and ``shard_times.json`` change later and say
+for themselves what they depend on. Artifacts of mclclip's first schema hold no digests: they are
+read with a warning, and ``--force`` makes them again with digests::
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
-      index/                    samples.arrow  shards.json  bad_samples.json  manifest.json
-      stage_0/  embeddings/     00000.npy ...            one file per shard of the index
+      index/                    samples.arrow  shards.json  bad_samples.json  shard_times.json
+                                manifest.json
+      stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
                 train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mclclip import __version__, files
+from mclclip.options import shown
 
 log = logging.getLogger("mclclip")
 
@@ -101,8 +106,6 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
     fields = files.read_json(path)
     if not isinstance(fields, dict) or "kind" not in fields:
         raise ValueError(f"{path} is not a manifest: remove {directory} and make it again")
-    if fields["kind"] != kind:
-        raise ValueError(f"{directory} holds {fields['kind']!r}, expected {kind!r}")
     schema = fields.get("schema_version", 0)
     if isinstance(schema, int) and schema > SCHEMA_VERSION:
         raise ValueError(
@@ -110,6 +113,8 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
             f"up to {SCHEMA_VERSION}: update mclclip"
         )
     plain = _unsealed(fields, path)
+    if plain["kind"] != kind:
+        raise ValueError(f"{directory} holds {shown(plain['kind'])}, expected {kind!r}")
     try:
         manifest = Manifest(**plain)
     except TypeError as error:  # a field too many, or one too few

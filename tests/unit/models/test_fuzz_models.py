@@ -150,9 +150,11 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
         (changed("text_cfg", context_length="x"), "context_length .* wanted a number"),
         (changed("text_cfg", vocab_size=-1), "vocab_size .* above 0"),
         (TINY | {"embed_dim": {"a": 1}}, "embed_dim"),
+        (TINY | {"quick_gelu": {"a": 1}}, "quick_gelu"),
+        (changed("vision_cfg", timm_model_name=["a"] * 5_000), "which timm does not list"),
         ({n: TINY[n] for n in ("vision_cfg", "text_cfg")} | {"model_cfg": {}}, "vision_cfg"),
         ({"model_cfg": 3}, "model_cfg of the model config is int, wanted a mapping"),
-        (TINY | {"class_name": "os.system"}, "'class_name' .* nothing that open_clip knows"),
+        (TINY | {"class_name": "os.system"}, "'class_name', which open_clip does not know"),
         (changed("vision_cfg", layers=500, width=16_384), "billion parameters"),
     ],
 )
