@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mclclip.eval import results
+from mclclip.ranks import signals
 from mclclip.ranks.signals import EXIT_PREEMPTED
 from mclclip.run import artifacts
 from tests.gpu import running
@@ -77,7 +78,7 @@ def _figures() -> dict[str, Figure]:
 
 FIGURES = _figures()
 SMALL = (
-    "global_batch=16", "steps=12", "precision=fp32", "checkpoint.every=2",
+    "global_batch=16", "steps=12", "precision=fp32", "checkpoint.every=5",
     "log_every=1",
 )  # fmt: skip
 """Of both trainings, at the size for a CPU."""
@@ -119,8 +120,8 @@ class Piece:
         return self.out / "data" / figure.dataset
 
     def is_over(self) -> bool:
-        """Whether it is time to save and leave."""
-        return time.monotonic() > self.deadline - LEAVE_S
+        """Whether it is time to save and leave, or a signal has asked for that."""
+        return time.monotonic() > self.deadline - LEAVE_S or signals.received() is not None
 
 
 def make_data(figure: Figure, piece: Piece) -> int:
@@ -285,5 +286,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def command() -> int:
+    """``main`` in a process of its own, in which SIGTERM ends the piece as its limit does."""
+    signals.install_handlers()
+    try:
+        with signals.deferred():
+            return main()
+    except signals.Preempted:
+        return EXIT_PREEMPTED
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())
