@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,10 @@ FOLDERS = (
 )  # fmt: skip
 
 
-@cache
-def _written(root: Path) -> Path:
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like the root of a checkout, with the data of all recipes."""
+    root = tmp_path_factory.mktemp("checkout")
     data = root / "data"
     for name, pictures in PICTURES.items():
         pictures.write(data / name)
@@ -124,11 +125,6 @@ def _written(root: Path) -> Path:
     (root / "runs/demo").mkdir(parents=True)
     (root / "runs/demo/data_0").symlink_to(patterns)
     return root
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _written(tmp_path_factory.mktemp("checkout"))
 
 
 # --- a line as a small run ------------------------------------------------------------------------
