@@ -40,6 +40,8 @@ LARGE_ALONE = {
     "simlap_fig8": (range(9, 13), "simlap_imagenet"),
     "simlap_table2": (range(3, 5), "simlap_imagenet"),
 }
+# Of as many, a sample rate of 0.01 draws two, and one of 0.1 four.
+CLUSTERS = {"mlcd_table6": 200, "mlcd_table7b": 40}
 CLIP = dict(tiny.MODEL, vision_cfg=dict(tiny.MODEL["vision_cfg"], layers=8))
 RESNET = {"backbone": "timm:resnet18", "image_size": 32, "stem": "cifar"}
 SMALL_RESNET = {"channels": [4, 8, 8, 12], "layers": [1, 1, 1, 1]}
@@ -148,9 +150,7 @@ def smaller(settled: Config) -> list[str]:
         found += [f"{name}.global_batch={BATCH}", f"{name}.steps={STEPS}", f"{name}.log_every=1"]
     found += _models(settled)
     if settled.num_stages and max(settled.clusters) > 50:
-        # A sample rate of 0.01 draws 2 of them.
-        num_clusters = 200 if "mlcd" in settled.run_dir else 12
-        found.append(f"cluster.num_clusters={num_clusters}")
+        found.append(f"cluster.num_clusters={CLUSTERS.get(Path(settled.run_dir).parent.name, 12)}")
     suite = {}
     for name, benchmark in settled.eval.suite.items():
         if benchmark.kind != "retrieval":  # needs COCO's annotations
