@@ -22,6 +22,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import run as evaluation
 from mclclip.models.clip import architecture
 from mclclip.models.loading import has_texts
+from mclclip.models.memory import load_image_shapes
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force
@@ -96,7 +97,8 @@ def _check_objectives(config: Config, context: Context) -> None:
     own, widths, one_architecture = config.trained_model, None, True
     if own is not None:
         given, trained = architecture(config.model.name), architecture(own.name)
-        widths, one_architecture = (given["embed_dim"], trained["embed_dim"]), given == trained
+        clustered = replace(config.model, projector=[])  # embeddings lie before it
+        widths, one_architecture = (_width(clustered), _width(own)), given == trained
     for options in config.trainings.values():
         facts = replace(config.facts(options), device=context.device, widths=widths)
         options.objective.check(facts)
@@ -115,6 +117,16 @@ def _check_objectives(config: Config, context: Context) -> None:
 
 def _reads_texts(model: ModelConfig) -> bool:
     return model.text and has_texts(model.name)
+
+
+def _width(model: ModelConfig) -> int:
+    """Width of the features that an objective gets of a model; reads no weights."""
+    if model.projector:
+        return model.projector[-1]
+    if has_texts(model.name):
+        width: int = architecture(model.name)["embed_dim"]
+        return width
+    return load_image_shapes(model.name).embed_dim
 
 
 def _check_data(config: Config, samples: SampleIndex) -> None:

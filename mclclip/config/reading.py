@@ -6,7 +6,6 @@ Derived numbers are not options: they are computed once, by the verb that needs 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import difflib
 import typing
@@ -40,13 +39,21 @@ def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
 
 def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Checks a nested mapping with overrides and returns the Config (see ``load`` for errors)."""
-    tree = copy.deepcopy(tree)
+    tree = _unshared(tree)
     for override in overrides:
         _apply(tree, override)
     try:
         return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
         raise ValueError(_message(error, tree)) from None
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which no mapping or list stands at two places, as YAML's anchors have it: an
+    override of ``train.objective`` shall not change ``base.objective`` too."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
 
 
 def to_tree(config: Any) -> dict[str, Any]:

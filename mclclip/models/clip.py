@@ -196,10 +196,12 @@ def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
 
 
 def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``); reads no
-    weights. Raises the errors of ``load_clip``."""
+    """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``), or that
+    of an image encoder, which has no ``text_cfg``; reads no weights. Raises the errors of
+    ``load_clip``."""
     found: dict[str, Any] = _resolve(name, None, None, load_weights=False)[0]["model_cfg"]
-    _check_is_clip(name, found)
+    if "text_cfg" in found:
+        _check_is_clip(name, found)
     return found
 
 

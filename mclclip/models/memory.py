@@ -118,8 +118,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
+            for part in _parts(value) if isinstance(value, Tensor) else ():
+                storage = part.untyped_storage()
                 self._note(storage, storage.nbytes())
         return result
 
@@ -135,3 +135,10 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live -= num_bytes
+
+
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors with storage that a tensor is made of: itself, or those of a sparse matrix."""
+    if tensor.layout is torch.sparse_csr:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return (tensor,)

@@ -45,6 +45,21 @@ def test_a_file_and_overrides_of_it(tmp_path: Path) -> None:
     assert read.base is not None and read.base.lr == 0.5
 
 
+def test_an_override_changes_one_of_two_that_share_an_anchor(tmp_path: Path) -> None:
+    """As recipes write their stages; the objective is one mapping of YAML's then."""
+    path = write(
+        tmp_path,
+        "run_dir: x\n"
+        "base: &training\n"
+        "  objective: {kind: nt_xent, temperature: 0.25}\n"
+        "train: {<<: *training}\n",
+    )
+    ifm = ["train.objective.kind=ifm", "train.objective.between=views"]
+    changed = load(path, ifm)
+    assert changed.base is not None and changed.base.objective == load(path).train.objective
+    assert (changed.base.objective.kind, changed.train.objective.kind) == ("nt_xent", "ifm")
+
+
 def test_the_last_override_counts() -> None:
     assert load(None, ["run_dir=a", "seed=1", "seed=2"]).seed == 2
 

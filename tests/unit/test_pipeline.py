@@ -9,6 +9,7 @@ import pytest
 
 from mclclip import config, pipeline
 from mclclip.ranks.process_group import SINGLE
+from tests import tiny
 
 CLIP = {"kind": "info_nce"}
 VIEWS = {"kind": "nt_xent"}
@@ -42,3 +43,20 @@ def test_a_model_without_texts_is_asked_for_none(
     with pytest.raises(ValueError, match=message):
         pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_image_encoder_is_trained_on_clusters_of_a_clip(tmp_path: Path) -> None:
+    """Its width is known before the run begins; centroids have another one."""
+    changes: dict[str, Any] = {
+        "model": {"name": tiny.MODEL},
+        "base": None,
+        "trained_model": {"name": tree(tmp_path)["model"]["name"], "projector": [12, 6]},
+        "train": {"objective": {"kind": "mlcd", "centers": "centroids"}},
+        "cluster": {"labels_per_sample": 8},
+        "export": {"concat": [], "soup": False},
+    }
+    with pytest.raises(ValueError, match="centroids of 8 dimensions .* whose features have 6:"):
+        pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
+    changes["trained_model"].pop("projector")
+    with pytest.raises(ValueError, match="whose features have 192:"):
+        pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)

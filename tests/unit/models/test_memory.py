@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mclclip.models import memory
 from mclclip.models.clip import ClipModel, load_clip
+from mclclip.pair_products import pair_products
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -50,6 +51,18 @@ def test_fakes_take_what_real_tensors_take(name: str, change: str, precision: st
     real = trained(prepared(load_clip(CONFIGS / f"{name}.json")), 8, precision)
     # Fakes keep the statistics of the CPU's bf16 layer norms in bf16, real tensors in fp32.
     assert estimate == pytest.approx(real, rel=0.005 if precision == "bf16" else 0)
+
+
+def test_the_meter_counts_the_parts_of_sparse_matrices() -> None:
+    rows, starts, ids = torch.ones(4, 2), torch.tensor([0, 3, 6, 8, 8]), torch.arange(8) % 4
+    kept: list[Tensor] = []
+
+    def work() -> None:
+        kept.append(pair_products(rows, rows, starts, ids))
+
+    # The values asked for and those found, 8 fp32 numbers each; torch copies the indices too.
+    least = 2 * 8 * 4
+    assert least <= memory.peak_bytes(work, [rows, starts, ids]) <= least + 2 * 8 * (5 + 8)
 
 
 def test_the_meter_counts_what_is_alive_at_once() -> None:

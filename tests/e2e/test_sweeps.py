@@ -1,0 +1,223 @@
+"""Every line of every sweep trains, exports and evaluates: two steps a stage on made-up pictures.
+
+A line is run on the recipe that its sweep names for small machines, or else on the first one it
+names, as its head says it, with the paths of the recipe. Behind its options stand those that make
+it small: towers, steps, batch, clusters where they are more than the pictures, models that would
+be fetched. Everything else is the line's and the recipe's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from mclclip import checkpoint, config
+from mclclip.config import Config
+from mclclip.data.datasets.sources import array_sample, png_sample
+from mclclip.data.shard_writer import write_shards
+from mclclip.eval import results
+from tests import tiny
+from tests.e2e.conftest import Shell
+from tests.matrix import kept
+from tests.unit.data.datasets import fakes
+from tests.unit.test_sweep import SWEEPS, commands, sweep
+
+STEPS = 2
+BATCH = 8
+FILES = {file.stem: file for file in SWEEPS}
+# Lines, by number, that a head gives to a large recipe alone.
+LARGE_ALONE = {
+    "simlap_fig7": (range(13, 25), "simlap_imagenet"),
+    "simlap_fig8": (range(9, 13), "simlap_imagenet"),
+    "simlap_table2": (range(3, 5), "simlap_imagenet"),
+}
+# Of as many, a sample rate of 0.01 draws two, and one of 0.1 four.
+CLUSTERS = {"mlcd_table6": 200, "mlcd_table7b": 40}
+CLIP = dict(tiny.MODEL, vision_cfg=dict(tiny.MODEL["vision_cfg"], layers=8))
+RESNET = {"backbone": "timm:resnet18", "image_size": 32, "stem": "cifar"}
+SMALL_RESNET = {"channels": [4, 8, 8, 12], "layers": [1, 1, 1, 1]}
+SMALL_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 3}
+
+
+def lines() -> list[tuple[str, int, str]]:
+    """Sweep, number and name of every run."""
+    found = []
+    for stem, file in FILES.items():
+        words = [line.split() for line in file.read_text().splitlines()]
+        names = [each[0] for each in words if each and not each[0].startswith("#")]
+        found += [(stem, number, name) for number, name in enumerate(names, start=1)]
+    return found
+
+
+LINES = lines()
+SHORT = LINES.index(("ifm_fig6", 5, "ifm-tau_0.2"))
+
+
+# --- made-up data, where the recipes look for it --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Shards of ``splits`` (numbers of pictures), each picture with the values of attributes.
+
+    ``attributes`` gives their numbers of values; ``shards`` are those of the first split.
+    """
+
+    size: int
+    attributes: Mapping[str, int]
+    splits: Mapping[str, int]
+    channels: int = 3
+    shards: int = 2
+
+    def write(self, root: Path) -> None:
+        random = np.random.default_rng(0)
+        for split, number in self.splits.items():
+            samples = []
+            for n in range(number):
+                pixels = random.integers(0, 256, (self.size, self.size, self.channels), np.uint8)
+                values = {name: f"v{n % count}" for name, count in self.attributes.items()}
+                make = array_sample if self.channels == 4 else png_sample
+                samples.append(make(n, pixels, values))
+            write_shards(samples, root / split, -(-number // self.shards))
+
+
+TWO = {"train": 60, "test": 30}
+PICTURES = {
+    "cifar_mnist": Pictures(32, {"cifar": 10, "mnist": 3}, TWO, channels=4, shards=6),
+    "trifeature_64": Pictures(64, {"shape": 10, "texture": 3, "colour": 2}, TWO),
+    "trifeature": Pictures(128, {"shape": 10, "texture": 3, "colour": 2}, TWO),
+    "cifar10": Pictures(32, {"class": 10}, TWO, shards=6),
+    "stl10": Pictures(96, {"class": 10}, {**TWO, "unlabeled": 10}),
+    "imagenet100": Pictures(64, {"class": 10}, TWO),
+    "imagenet_shards": Pictures(64, {"class": 26}, {"train": 78}),
+    "in25": Pictures(64, {"class": 26}, {"train": 78}),
+}
+FOLDERS = (
+    "cars", "cifar10_folders", "cifar100", "flowers", "food101", "imagenet", "pets",
+    "stl10_folders",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like the root of a checkout, with the data of all recipes."""
+    root = tmp_path_factory.mktemp("checkout")
+    data = root / "data"
+    for name, pictures in PICTURES.items():
+        pictures.write(data / name)
+    classes = root / "classes"
+    for number in range(24):
+        split, name = ("train", "test")[number % 2], f"class_{number // 2 % 2}"
+        fakes.image_file(classes / split / name / f"{number}.png", fakes.pixels(number, 32, 32, 3))
+    for name in FOLDERS:
+        (data / name).symlink_to(classes)
+    patterns = tiny.make_data(root / "patterns", num_samples=240)
+    for name in ("cc12m", "laion400m"):
+        (data / name).symlink_to(patterns / "shards")
+    (data / "MMVP_VLM").symlink_to(patterns / "pairs")
+    (root / "runs/demo").mkdir(parents=True)
+    (root / "runs/demo/data_0").symlink_to(patterns)
+    return root
+
+
+# --- a line as a small run ------------------------------------------------------------------------
+
+
+def recipe_of(stem: str, number: int) -> tuple[Path, list[str], list[str]]:
+    """The recipe that the line runs on here, and the options before and behind the line's."""
+    described = commands(FILES[stem])
+    alone, name = LARGE_ALONE.get(stem, (range(0), ""))
+    if number in alone:
+        return next(each for each in described if each[0].stem == name)
+    trees = [yaml.safe_load(recipe.read_text()) for recipe, _, _ in described]
+    small = [each for each, tree in zip(described, trees, strict=True) if tree.get("device")]
+    return [*small, *described][0]
+
+
+def smaller(settled: Config) -> list[str]:
+    """The options that make a run small."""
+    found = ["device=cpu", "num_threads=1", "data.num_workers=0", "data.index_workers=1"]
+    for name in settled.trainings:
+        found += [f"{name}.global_batch={BATCH}", f"{name}.steps={STEPS}", f"{name}.log_every=1"]
+    found += _models(settled)
+    if settled.num_stages and max(settled.clusters) > 50:
+        found.append(f"cluster.num_clusters={CLUSTERS.get(Path(settled.run_dir).parent.name, 12)}")
+    suite = {}
+    for name, benchmark in settled.eval.suite.items():
+        if benchmark.kind != "retrieval":  # needs COCO's annotations
+            suite[name] = config.to_tree(benchmark)
+    return [*found, f"eval.suite={json.dumps(suite)}"]
+
+
+def _models(settled: Config) -> list[str]:
+    """Towers of a few channels; those that would be fetched are replaced."""
+    found = []
+    for name in ("model", "trained_model"):
+        model = getattr(settled, name)
+        if model is None:
+            continue
+        tower = model.name
+        known = not isinstance(tower, str)
+        backbone = tower["vision_cfg"].get("backbone", "") if known else ""
+        if not known or backbone.startswith("torchvision:"):
+            own = {"vision_cfg": RESNET} if known else CLIP
+            found += [f"{name}.name={json.dumps(own)}", f"{name}.pretrained=null"]
+        if "resnet" in backbone:
+            found.append(f"{name}.name.vision_cfg.options={json.dumps(SMALL_RESNET)}")
+        elif "vit" in backbone:
+            found += [f"{name}.name.vision_cfg.options.{k}={v}" for k, v in SMALL_VIT.items()]
+    return found
+
+
+@dataclass(frozen=True)
+class Into:
+    """The command runs in a folder, as if that were the root of the checkout."""
+
+    folder: Path
+
+    def __call__(self) -> None:
+        os.chdir(self.folder)
+
+
+def run_line(stem: str, number: int, checkout: Path, go: Callable[..., Any]) -> Config:
+    """Runs a line; its resolved configuration, with ``run_dir`` as it was typed."""
+    recipe, before, behind = recipe_of(stem, number)
+    line = sweep(FILES[stem], number).stdout.split()
+    options = [*before, *line, *behind]
+    settled = config.load(recipe, options)
+    options += smaller(settled)
+    settled = config.load(recipe, options)
+    num_classes = 10 if recipe.stem == "simlap_cifar10" else 26
+    means = np.random.default_rng(0).normal(size=(num_classes, 6))
+    np.save(checkout / "data/class_means.npy", means)
+    for stages in [1, 2, settled.num_stages] if stem == "mcl_fig5" else [settled.num_stages]:
+        force = ["--force"] if stem == "mcl_fig5" else []
+        go("run", "--config", recipe, *force, *options, f"num_stages={stages}")
+    return settled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stem", "number", "name"), kept(LINES, SHORT))
+def test_a_line_runs(shell: Shell, checkout: Path, stem: str, number: int, name: str) -> None:
+    settled = run_line(stem, number, checkout, partial(shell.ok, inside=Into(checkout)))
+    assert Path(settled.run_dir).name == name
+    run = checkout / settled.run_dir
+    rows = results.read(run / "results.jsonl")
+    assert rows and all(np.isfinite(row.value) for row in rows)
+    stages = range(settled.num_stages + 1)
+    assert {f"stage_{stage}" for stage in stages} <= {row.model for row in rows}
+    for stage in stages if settled.base is not None else stages[1:]:
+        directory = run / f"stage_{stage}/train"
+        assert checkpoint.steps(directory / "checkpoints")[-1] == STEPS
+        text = (directory / "metrics.jsonl").read_text()
+        losses = [json.loads(row)["loss"] for row in text.splitlines()]
+        assert len(losses) == STEPS and np.isfinite(losses).all()
