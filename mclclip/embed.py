@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from mclclip import files
 from mclclip.config import Config
 from mclclip.data.arrays import save_npy
+from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, BadSamples, Sample, TarDataset
 from mclclip.models.loading import AnyModel, load_any
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context, start_loader_worker
+from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts, runlog
 from mclclip.run.artifacts import Artifact
 from mclclip.run.layout import Layout
@@ -217,14 +217,11 @@ def _image_batches(
     cuts = range(shard.start, shard.stop, size)
     ids = [list(range(start, min(start + size, shard.stop))) for start in cuts]
     workers = min(config.data.num_workers, max(len(ids) - 1, 0))  # none for a single batch
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_sampler=ids,
-        collate_fn=list,
-        num_workers=workers,
-        worker_init_fn=start_loader_worker,
-    )
-    yield from loader
+
+    def describe(ids: list[int], place: int) -> str:
+        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shard.path}"
+
+    yield from Loader(dataset, ids, num_workers=workers, describe=describe, batched=True)
 
 
 def _embed_texts(

@@ -31,6 +31,7 @@ from mclclip.data.decode import DecodeError, decode
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import parse_captions
 from mclclip.ranks import collectives
+from mclclip.ranks.data_wait import note_place
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Image.Image], Tensor]
@@ -102,6 +103,7 @@ class ShardReader:
             # inherited handles does not affect the parent.
             self._start_empty(close=list(self._handles.values()))
         parts: list[bytes] = []
+        note_place(shard)  # for whoever waits for it
         with self._lock:
             handle = self._handle(shard)
             while size > 0:

@@ -30,7 +30,7 @@ EXIT_CODES = (
     process.EXIT_INTERNAL,
     process.EXIT_USER,
     process.EXIT_PREEMPTED,
-    process.EXIT_INTERRUPTED,
+    signals.EXIT_INTERRUPTED,
 )
 
 

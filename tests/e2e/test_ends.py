@@ -1,0 +1,278 @@
+"""Every end of a command, at every moment, on one and two ranks: all of them, not chosen cases.
+
+A moment is the first call of one function of mclclip in the main thread: an undisturbed run writes
+down all of them, in order, and those are the moments that there are. A kind of end is what a user,
+a cluster or the code itself does to a command. A cell is a command, a number of ranks, a moment and
+a kind. In every cell each process ends within ``LIMIT_S`` seconds with the exit code of its kind,
+nothing is left of it (no worker, no pool), nobody who only interrupted reads a traceback, and the
+recorded state says what happened.
+
+``make test`` takes a few cells per command, ``MCLCLIP_SOAK=1`` all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import mclclip
+from tests import tiny
+from tests.e2e.conftest import Finished, Shell
+
+LIMIT_S = 12.0  # of which mclclip itself takes 5 where the main thread does not answer
+SEED_STEP = int(os.environ.get("MCLCLIP_SOAK_SEED", "0"))
+PACKAGE = str(Path(mclclip.__file__).parent)
+EVAL = str(Path(mclclip.__file__).resolve().parents[1] / "eval")
+OPTIONS = (
+    "data.num_workers=1",
+    "base.steps=3",
+    "base.checkpoint.every=2",
+    "train.steps=3",
+    "poll_s=0.01",
+)
+
+
+# --- kinds of end -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Signals that every rank gets, one after the other, or an error; and what must come of it."""
+
+    name: str
+    numbers: tuple[int, ...]
+    code: int
+    state: str
+
+
+KINDS = (
+    Kind("term", (signal.SIGTERM,), 85, "preempted"),
+    Kind("interrupt", (signal.SIGINT,), 130, "failed"),
+    Kind("interrupt_twice", (signal.SIGINT, signal.SIGINT), 130, "failed"),
+    Kind("hang_up", (signal.SIGHUP,), 85, "preempted"),
+    Kind("usr1_repeated", (signal.SIGUSR1,) * 3, 85, "preempted"),
+    Kind("kill", (signal.SIGKILL,), -signal.SIGKILL, "running"),
+    Kind("error", (), 2, "failed"),
+)
+
+
+# --- moments ------------------------------------------------------------------------------------
+
+
+def name_of(frame: FrameType) -> str | None:
+    """``run/lock.py:RunLock._try`` for a function of mclclip; None for others."""
+    code = frame.f_code
+    for folder, prefix in ((PACKAGE, ""), (EVAL, "eval/")):
+        if code.co_filename.startswith(folder + os.sep):
+            path = code.co_filename[len(folder) + 1 :]
+            return f"{prefix}{path}:{code.co_qualname}".removeprefix("eval/eval/")
+    return None
+
+
+class Watching:
+    """Calls ``seen(name)`` at the first call of every function of mclclip in the main thread."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        self.seen, self.known = seen, set[Any]()
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event != "call" or frame.f_code in self.known:
+            return
+        self.known.add(frame.f_code)
+        if (name := name_of(frame)) is not None and "<" not in name.replace("<locals>", ""):
+            self.seen(name)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Writes down the moments of the first rank."""
+
+    path: Path
+
+    def __call__(self) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            file = open(self.path, "w", buffering=1)
+            sys.setprofile(Watching(lambda name: print(name, file=file)))
+
+
+@dataclass(frozen=True)
+class End:
+    """Ends the command in the way ``kind`` when rank 0 comes to ``moment``.
+
+    Every rank leads a session of its own, in which all that it starts stays, and notes its process
+    below ``folder``. The other ranks get the signals too, as under a launcher.
+    """
+
+    folder: Path
+    moment: str
+    kind: Kind
+    ranks: int
+
+    def __call__(self) -> None:
+        os.setsid()
+        rank = os.environ.get("RANK", "0")
+        (self.folder / f"{rank}.pid").write_text(str(os.getpid()))
+        if rank == "0":
+            sys.setprofile(Watching(self._seen))
+
+    def _seen(self, name: str) -> None:
+        if name != self.moment:
+            return
+        sys.setprofile(None)
+        while len(pids := list(self.folder.glob("*.pid"))) < self.ranks:
+            time.sleep(0.01)
+        (self.folder / "struck").write_text(str(time.time()))
+        if not self.kind.numbers:
+            raise ValueError("planted")
+        own = os.getpid()
+        others = [pid for path in pids if (pid := int(path.read_text())) != own]
+        for number in self.kind.numbers:
+            for pid in [*others, own]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+
+# --- judging ------------------------------------------------------------------------------------
+
+
+def left_of(sessions: set[int]) -> dict[int, str]:
+    """Processes of the sessions that still run, with their names."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, fields = path.read_text().split("(", 1)[1].rsplit(")", 1)
+            state, _, _, session = fields.split()[:4]
+            if int(session) in sessions and state not in "ZX":
+                found[int(path.parent.name)] = name
+    return found
+
+
+def faults(folder: Path, finished: Finished, kind: Kind, run_dir: Path, ended: float) -> list[str]:
+    """What is wrong with an end, in words."""
+    found = []
+    sessions = {int(path.read_text()) for path in folder.glob("*.pid")}
+    deadline = time.monotonic() + 3.0
+    while (left := left_of(sessions)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if left:
+        found.append(f"left behind: {left}")
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    if (took := ended - float((folder / "struck").read_text())) > LIMIT_S:
+        found.append(f"took {took:.1f} s")
+    state = run_dir / "run_state.json"
+    record = json.loads(state.read_text()) if state.exists() else None
+    done = record is not None and record["state"] == "finished"
+    wanted = {kind.code, 0} if done and kind.numbers else {kind.code}
+    codes = finished.codes if kind.numbers else finished.codes[:1]  # an error strikes one rank
+    if not set(codes) <= wanted:
+        found.append(f"exit codes {finished.codes}, wanted {sorted(wanted)}")
+    if record is not None and not done and record["state"] != kind.state:
+        found.append(f"recorded {record}")
+    text = "\n".join(finished.stderrs)
+    if "Traceback" in text or "Exception ignored" in text or "resource_tracker" in text:
+        found.append("a traceback")
+    if found:
+        found.append(text[-3000:])
+    return found
+
+
+# --- the matrix ---------------------------------------------------------------------------------
+
+VERBS: dict[str, tuple[str, ...]] = {
+    "index": ("index",),
+    "train": ("train", "--stage", "0"),
+    "export": ("export", "--stage", "0"),
+    "embed": ("embed", "--stage", "0"),
+    "cluster": ("cluster", "--stage", "0"),
+    "eval": ("eval", "--model", "stage_0/export"),
+}
+
+
+class Prepared:
+    """A run directory as it is before each verb, and the moments of each verb."""
+
+    def __init__(self, shell: Shell, data: Path, folder: Path) -> None:
+        self.shell, self.folder = shell, folder
+        self.config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
+        self.data = data
+        self._moments: dict[tuple[str, int], list[str]] = {}
+
+    def words(self, verb: str, run_dir: Path) -> list[object]:
+        command = [
+            str(run_dir / word) if word.startswith("stage_") else word for word in VERBS[verb]
+        ]
+        return [*command, "--config", self.config, f"run_dir={run_dir}"]
+
+    def before(self, verb: str) -> Path:
+        """The run directory that ``verb`` starts from; made of the verbs before it."""
+        path = self.folder / f"before_{verb}"
+        if path.exists():
+            return path
+        names = [*VERBS]
+        place = names.index(verb)
+        if place == 0:
+            path.mkdir()
+            return path
+        earlier = names[place - 1]
+        making = self.folder / f"making_{verb}"
+        shutil.copytree(self.before(earlier), making)
+        file = self.folder / f"{earlier}_1.moments"
+        self.shell.ok(*self.words(earlier, making), inside=Record(file))
+        self._moments[earlier, 1] = moments_in(file)
+        (making / "run_state.json").unlink()
+        making.rename(path)
+        return path
+
+    def moments(self, verb: str, ranks: int) -> list[str]:
+        """The moments of ``verb`` on the first of ``ranks``, in order."""
+        if (verb, ranks) not in self._moments:
+            run_dir = self.folder / f"recorded_{verb}_{ranks}"
+            shutil.copytree(self.before(verb), run_dir)
+            file = self.folder / f"{verb}_{ranks}.moments"
+            self.shell.ok(*self.words(verb, run_dir), inside=Record(file), ranks=ranks)
+            self._moments[verb, ranks] = moments_in(file)
+            shutil.rmtree(run_dir)
+        return self._moments[verb, ranks]
+
+    def try_cell(self, verb: str, ranks: int, moment: str, kind: Kind) -> list[str]:
+        """Ends the verb there; what was wrong about it."""
+        folder = self.folder / "cell"
+        run_dir = folder / "run"
+        shutil.copytree(self.before(verb), run_dir)
+        end = End(folder, moment, kind, ranks)
+        finished = self.shell(
+            *self.words(verb, run_dir), inside=end, ranks=ranks, timeout_s=3 * LIMIT_S
+        )
+        now = time.time()
+        found = []
+        if (folder / "struck").exists():
+            found = faults(folder, finished, kind, run_dir, now)
+        elif ranks == 1:
+            found = [f"never came there: {finished.codes} {finished.stderr[-500:]}"]
+        shutil.rmtree(folder)
+        return found
+
+
+def moments_in(file: Path) -> list[str]:
+    """Those from the first on at which mclclip answers for how it ends."""
+    names = file.read_text().splitlines()
+    return names[names.index("process.py:end") + 1 :]
+
+
+@pytest.fixture(scope="module")
+def prepared(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return Prepared(shell, data, tmp_path_factory.mktemp("ends"))
