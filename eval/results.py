@@ -93,15 +93,26 @@ def read(path: Path) -> list[Result]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict) or set(row) != names or not isinstance(row["protocol"], dict):
+        if not isinstance(row, dict) or set(row) != names or not _is_row(row):
             raise ValueError(
-                f"{path} line {number} is not a result row: its fields must be {names}, and the "
-                "protocol an object"
+                f"{path} line {number} is not a result row: its fields must be {names}, names "
+                "texts, figures numbers and the protocol an object; take that line out, or the "
+                "file away"
             )
         rows.append(Result(**row))
     return rows
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    """Whether the fields have the types of ``Result``."""
+    return (
+        all(isinstance(row[name], str) for name in ("model", "benchmark", "metric"))
+        and all(type(row[name]) in (int, float) for name in ("value", "ci_low", "ci_high"))
+        and type(row["count"]) is int
+        and isinstance(row["protocol"], dict)
+    )
 
 
 def write(path: Path, rows: Sequence[Result]) -> None:

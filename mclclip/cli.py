@@ -249,7 +249,6 @@ def _add_configured(verbs: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, runs one verb, and ends the process with its exit code (see ``process``)."""
-    process.start()
     words = sys.argv[1:] if argv is None else argv
     process.end(lambda: _call(_parse(words)), "--debug" in words)
 

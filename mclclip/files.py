@@ -7,6 +7,7 @@ temporary name and then renamed: readers see either the old file or the complete
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import os
@@ -19,7 +20,21 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+# Errors of a disk that takes no more.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
 # --- atomic writes ---------------------------------------------------------------------------
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives the errors of a full disk, which name no file where it was open already, this name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 @contextmanager
@@ -29,18 +44,19 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     Where the block ends with an error, ``path`` does not change.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # With the host name, since processes on two nodes that run containers may have equal numbers.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # With the host name: processes on two nodes that run containers may have equal numbers.
+        temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_directory(path.parent)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -67,8 +83,25 @@ def read_json(path: Path) -> Any:
     """Reads a JSON file; ValueError names the file when it is not JSON."""
     try:
         return json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise ValueError(f"{path} is not valid JSON: it is nested too deeply") from None
+    except ValueError as error:  # UnicodeDecodeError too
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+@contextmanager
+def own(path: Path, again: str) -> Iterator[None]:
+    """Reads a file of a run directory: whatever is odd about it is RuntimeError, in one line with
+    its path and ``again``, which says how to make it again. FileNotFoundError passes."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+        what = " ".join(str(error).split())[:300]
+        raise RuntimeError(
+            f"{path} is damaged ({type(error).__name__}: {what}): {again}"
+        ) from error
 
 
 def as_json(value: Any) -> Any:

@@ -19,8 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mclclip.ranks import signals
-from mclclip.ranks.lost import Lost, named
+from mclclip.ranks import lost, signals
 from mclclip.ranks.signals import EXIT_PREEMPTED, Preempted
 from mclclip.run import failures
 
@@ -28,11 +27,13 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
+log = logging.getLogger("mclclip")
+
 _RECORDED = "_mclclip_recorded"  # attribute of an error that is already in the recorded state
 EXIT_OK, EXIT_INTERNAL, EXIT_USER = 0, 1, 2
 
 
-def start() -> None:
+def _start() -> None:
     """Installs signal handlers, before torch is imported (which takes seconds)."""
     signals.install_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -44,23 +45,31 @@ def start() -> None:
 def end(work: Callable[[], int], debug: bool) -> None:
     """Calls ``work``, prints its error if it raises one, and ends the process with an exit code."""
     try:
+        _start()
         code = work()
         signals.ignore()
-    except BrokenPipeError as error:  # such as 'mclclip doctor | head', or a run's own pipes
-        signals.ignore()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = exit_code(error) if hasattr(error, _RECORDED) else EXIT_OK
-        if code != EXIT_OK:
-            _tell(error, code, debug)
     except (Exception, KeyboardInterrupt, Preempted) as error:
-        signals.ignore()
-        code = exit_code(error)
-        if not hasattr(error, _RECORDED):
-            _record_early(error, code)
-        if code != EXIT_PREEMPTED:
-            signals.restore()  # the launcher may end this rank while it waits to print its error
-        _tell(error, code, debug)
+        try:
+            code = _failed(error, debug)
+        except (KeyboardInterrupt, Preempted):  # a request that came before it could be ignored
+            code = _failed(error, debug)
     _leave(code)
+
+
+def _failed(error: BaseException, debug: bool) -> int:
+    """Records and tells an error; returns its exit code."""
+    signals.ignore()
+    code = exit_code(error)
+    if isinstance(error, BrokenPipeError):  # such as 'mclclip doctor | head', or a run's own pipes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not hasattr(error, _RECORDED):
+            return EXIT_OK
+    elif not hasattr(error, _RECORDED):
+        _record_early(error, code)
+    if isinstance(error, Exception):
+        signals.restore()  # the launcher may end this rank while it waits to print its error
+    _tell(error, code, debug)
+    return code
 
 
 def exit_code(error: BaseException) -> int:
@@ -98,10 +107,8 @@ def _tell(error: BaseException, code: int, debug: bool) -> None:
 
 def _is_lost(error: BaseException) -> bool:
     """Whether the error means that another process is gone: a rank, or a worker."""
-    if not isinstance(error, Exception) or isinstance(named(error), Lost):
-        return isinstance(error, Exception)
-    if "torch" not in sys.modules:
-        return False
+    if isinstance(error, lost.Lost) or "torch" not in sys.modules:
+        return isinstance(error, lost.Lost)
     from mclclip.ranks.peer_watch import is_lost_peer
 
     return is_lost_peer(error)
@@ -145,10 +152,13 @@ def _recorded(
             run_state.write(where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason)
 
     def record_error(error: BaseException, code: int) -> None:
-        if isinstance(error, Preempted):
-            record("preempted", code, error.reason, error.requeue)
-        else:
-            record("failed", code, failures.line_of(error), _is_lost(error))
+        try:
+            if isinstance(error, Preempted):
+                record("preempted", code, error.reason, error.requeue)
+            else:
+                record("failed", code, failures.line_of(error), _is_lost(error))
+        except OSError as full:  # the error itself is what the user is told
+            log.warning("%s", failures.line_of(full))
 
     watch = PeerWatch(context, config.peer_timeout_s)
 
@@ -159,13 +169,17 @@ def _recorded(
     try:
         record("running", EXIT_OK, f"process {os.getpid()}")
         with signals.recording(record_and_tell), data_wait.limited(config.peer_timeout_s), watch:
-            work(context)
-    except BaseException as error:
+            with lost.naming():
+                work(context)
         signals.ignore()
-        record_error(error, exit_code(error))
-        setattr(error, _RECORDED, True)
+    except BaseException as error:
+        try:
+            signals.ignore()  # a request may still be raised here
+        finally:
+            signals.ignore()
+            record_error(error, exit_code(error))
+            setattr(error, _RECORDED, True)
         raise
-    signals.ignore()
     record("finished", EXIT_OK, "")
 
 

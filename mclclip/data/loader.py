@@ -6,6 +6,7 @@ reads what (``ranks.data_wait``).
 
 from __future__ import annotations
 
+import multiprocessing.connection
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mclclip.ranks import data_wait, lost
+from mclclip.ranks.lost import LostWorker
 from mclclip.ranks.process_group import start_loader_worker
 
 T = TypeVar("T")
+
+_ENDS_S = 1.0
 
 _STATES = {"T": ", stopped", "t": ", stopped", "D": ", waiting for its disk", "Z": ", ended"}
 
@@ -73,8 +77,8 @@ class Loader(Generic[T]):
     def _take(self, source: Iterator[T], number: int) -> T:
         try:
             return data_wait.wait_for(lambda: next(source), partial(self._what, source, number))
-        except RuntimeError as error:
-            raise lost.named(error) from error
+        except (RuntimeError, OSError, EOFError) as error:
+            raise _lost_worker(source, error) or error from error
 
     def _what(self, source: object, number: int) -> str:
         """Which process was to read item ``number``, and where it is."""
@@ -85,6 +89,17 @@ class Loader(Generic[T]):
         workers = getattr(source, "_workers", ())
         pid = workers[worker].pid if worker < len(workers) else 0
         return f"{what} has not come from loader worker {worker} (process {pid}{_state(pid)})"
+
+
+def _lost_worker(source: object, error: Exception) -> LostWorker | None:
+    """LostWorker where ``error`` came of a worker that was ended from outside."""
+    workers = getattr(source, "_workers", ())
+    if isinstance(error, ConnectionError | EOFError):  # a worker's files close before it has ended
+        multiprocessing.connection.wait([worker.sentinel for worker in workers], _ENDS_S)
+    for number, worker in enumerate(workers):
+        if worker.exitcode:
+            return lost.worker(f"{number} ", worker.pid, worker.exitcode)
+    return None
 
 
 def _start_worker(places: Tensor, worker: int) -> None:

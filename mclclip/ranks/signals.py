@@ -72,14 +72,15 @@ def install_handlers() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
+    _Requests.ending = False
+    if _Clock.wake is None:
+        _start_clock()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _on_request)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _on_request)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _on_interrupt)
-    if _Clock.wake is None:
-        _start_clock()
 
 
 def ignore() -> None:
@@ -216,10 +217,12 @@ def _start_clock() -> None:
 
 
 def _forget() -> None:
-    """A forked child does not report its signals to its parent's clock."""
+    """A forked child does not report its signals to its parent's clock, nor answers them itself: a
+    signal to the whole job may reach it before it has called ``ignore_in_child``."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
     _Clock.wake = _Clock.due = _Clock.record = None
+    _Requests.ending = True
 
 
 def _watch(read: int) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mclclip.files import now
+from mclclip.files import naming, now
 
 log = logging.getLogger("mclclip")
 _LOOK_S = 0.2  # pause between two looks at a lock that another process holds
@@ -98,8 +98,8 @@ class RunLock:
         try:
             with open(self.path) as file:
                 owner, beat = json.load(file), os.fstat(file.fileno()).st_mtime_ns
-        except (FileNotFoundError, ValueError):  # its owner was killed between open and write
-            return None
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None  # its owner was killed between open and write
         whole = isinstance(owner, dict) and _FIELDS <= owner.keys()
         return (owner, beat) if whole else None
 
@@ -151,7 +151,8 @@ class RunLock:
                 "started": now(),
             }
             # Needs no rename: the guard keeps readers out, and half a record counts as no lock.
-            self.path.write_text(json.dumps(self._record) + "\n")
+            with naming(self.path):
+                self.path.write_text(json.dumps(self._record) + "\n")
         return None
 
     def _beat(self) -> None:

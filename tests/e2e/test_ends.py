@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from tests.e2e.conftest import Finished, Shell
 
 LIMIT_S = 12.0  # of which mclclip itself takes 5 where the main thread does not answer
 SEED_STEP = int(os.environ.get("MCLCLIP_SOAK_SEED", "0"))
+FIRST = "cli.py:_parse"  # the first moment at which mclclip answers signals
 PACKAGE = str(Path(mclclip.__file__).parent)
 EVAL = str(Path(mclclip.__file__).resolve().parents[1] / "eval")
 OPTIONS = (
@@ -112,7 +114,8 @@ class End:
     """Ends the command in the way ``kind`` when rank 0 comes to ``moment``.
 
     Every rank leads a session of its own, in which all that it starts stays, and notes its process
-    below ``folder``. The other ranks get the signals too, as under a launcher.
+    below ``folder`` when it begins to answer signals. The other ranks get the signals too, as under
+    a launcher.
     """
 
     folder: Path
@@ -122,13 +125,15 @@ class End:
 
     def __call__(self) -> None:
         os.setsid()
-        rank = os.environ.get("RANK", "0")
-        (self.folder / f"{rank}.pid").write_text(str(os.getpid()))
-        if rank == "0":
-            sys.setprofile(Watching(self._seen))
+        sys.setprofile(Watching(self._seen))
 
     def _seen(self, name: str) -> None:
-        if name != self.moment:
+        rank = os.environ.get("RANK", "0")
+        if name == FIRST:
+            (self.folder / f"{rank}.pid").write_text(str(os.getpid()))
+            if rank != "0":
+                sys.setprofile(None)
+        if rank != "0" or name != self.moment:
             return
         sys.setprofile(None)
         while len(pids := list(self.folder.glob("*.pid"))) < self.ranks:
@@ -176,7 +181,8 @@ def faults(folder: Path, finished: Finished, kind: Kind, run_dir: Path, ended: f
     state = run_dir / "run_state.json"
     record = json.loads(state.read_text()) if state.exists() else None
     done = record is not None and record["state"] == "finished"
-    wanted = {kind.code, 0} if done and kind.numbers else {kind.code}
+    # Asked too late, or an error that the code itself answers.
+    wanted = {kind.code, 0} if done else {kind.code}
     codes = finished.codes if kind.numbers else finished.codes[:1]  # an error strikes one rank
     if not set(codes) <= wanted:
         found.append(f"exit codes {finished.codes}, wanted {sorted(wanted)}")
@@ -254,10 +260,14 @@ class Prepared:
         run_dir = folder / "run"
         shutil.copytree(self.before(verb), run_dir)
         end = End(folder, moment, kind, ranks)
+        launcher = threading.Thread(target=end_the_others, args=(folder,), daemon=True)
+        launcher.start()
         finished = self.shell(
             *self.words(verb, run_dir), inside=end, ranks=ranks, timeout_s=3 * LIMIT_S
         )
         now = time.time()
+        (folder / "over").touch()
+        launcher.join()
         found = []
         if (folder / "struck").exists():
             found = faults(folder, finished, kind, run_dir, now)
@@ -267,10 +277,32 @@ class Prepared:
         return found
 
 
+def end_the_others(folder: Path) -> None:
+    """What a launcher does: when one rank has ended, the others get a SIGTERM."""
+    while not (folder / "over").exists():
+        time.sleep(0.1)
+        pids = [int(path.read_text() or 0) for path in folder.glob("*.pid")]
+        living = [pid for pid in pids if is_running(pid)]
+        if (folder / "struck").exists() and 0 < len(living) < len(pids):
+            time.sleep(1.0)
+            for pid in filter(is_running, living):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            return
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended (zombies have)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def moments_in(file: Path) -> list[str]:
     """Those from the first on at which mclclip answers for how it ends."""
     names = file.read_text().splitlines()
-    return names[names.index("process.py:end") + 1 :]
+    return names[names.index(FIRST) :]
 
 
 @pytest.fixture(scope="module")
