@@ -7,7 +7,10 @@ a kind. In every cell each process ends within ``LIMIT_S`` seconds with the exit
 nothing is left of it (no worker, no pool), nobody who only interrupted reads a traceback, and the
 recorded state says what happened.
 
-``make test`` takes a few cells per command, ``MCLCLIP_SOAK=1`` all of them.
+``make test`` takes a few cells. ``MCLCLIP_SOAK=1`` takes every moment of every command on one and
+on two ranks, each with one kind, which goes around with the moments; ``MCLCLIP_SOAK_SEED=1`` to
+``6`` shift it, so that seven soaks have every kind at every moment. Beside these there are the start
+of a real process, at points of time, and a program that uses the library.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ import pytest
 import mclclip
 from tests import tiny
 from tests.e2e.conftest import Finished, Shell
+from tests.e2e.soak import SEED
+from tests.e2e.started import Started
+from tests.matrix import IN_SOAK, SOAK, in_soak
 
 LIMIT_S = 12.0  # of which mclclip itself takes 5 where the main thread does not answer
-SEED_STEP = int(os.environ.get("MCLCLIP_SOAK_SEED", "0"))
 FIRST = "cli.py:_parse"  # the first moment at which mclclip answers signals
 PACKAGE = str(Path(mclclip.__file__).parent)
 EVAL = str(Path(mclclip.__file__).resolve().parents[1] / "eval")
@@ -308,3 +313,124 @@ def moments_in(file: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def prepared(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return Prepared(shell, data, tmp_path_factory.mktemp("ends"))
+
+
+def cells(moments: list[str], few: int) -> list[tuple[str, Kind]]:
+    """Moments with kinds: all of them in the soak, else ``few``, spread over the command."""
+    if SOAK:
+        return [
+            (moment, KINDS[(place + SEED) % len(KINDS)]) for place, moment in enumerate(moments)
+        ]
+    places = [len(moments) * (2 * number + 1) // (2 * few) for number in range(few)]
+    return [
+        (moments[place], KINDS[(few + number) % len(KINDS)]) for number, place in enumerate(places)
+    ]
+
+
+# (verb, ranks): how many cells of it are in `make test`; the others are left to the soak.
+FEW = {("index", 1): 1, ("train", 1): 4, ("train", 2): 1}
+
+
+@pytest.mark.parametrize(
+    ("verb", "ranks"),
+    [
+        (verb, ranks) if (verb, ranks) in FEW else pytest.param(verb, ranks, marks=IN_SOAK)
+        for verb in VERBS
+        for ranks in (1, 2)
+    ],
+)
+def test_a_command_ends_well_at_every_moment(prepared: Prepared, verb: str, ranks: int) -> None:
+    wrong = {
+        (moment, kind.name): found
+        for moment, kind in cells(prepared.moments(verb, ranks), FEW.get((verb, ranks), 0))
+        if (found := prepared.try_cell(verb, ranks, moment, kind))
+    }
+    assert not wrong, "\n".join(f"{cell}: {' '.join(found)}" for cell, found in wrong.items())
+
+
+# --- the start of a real process ----------------------------------------------------------------
+
+SIGNALLED = [kind for kind in KINDS if kind.numbers and kind.name != "kill"]
+
+
+@in_soak
+@pytest.mark.parametrize("kind", SIGNALLED, ids=lambda kind: kind.name)
+def test_a_process_that_starts_ends_well(data: Path, tmp_path: Path, kind: Kind) -> None:
+    """Python itself answers until mclclip's first line runs."""
+    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data, *OPTIONS)
+    for number in range(40):
+        words = tiny.command("index", "--config", str(config))
+        run = Started(words, tmp_path / "run", tmp_path / f"{number}.log")
+        try:
+            time.sleep(0.1 * number)
+            for signal_number in kind.numbers:
+                if run.launcher.poll() is None:
+                    run.launcher.send_signal(signal_number)
+            run.gone_after_s()
+            text = run.log.read_text()
+            by_python = run.launcher.returncode in (-kind.numbers[0], 1) and number < 5
+            assert run.launcher.returncode in (kind.code, 0) or by_python, (number, text)
+            assert "Traceback" not in text or "mclclip" not in text, (number, text)
+        finally:
+            run.end()
+
+
+# --- a program that uses the library ------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from mclclip.data.loader import Loader
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TarDataset
+
+data = TarDataset(
+    SampleIndex.open(Path(sys.argv[1])), None, reads_captions=False, max_image_pixels=10**6
+)
+data.prepare = lambda raw, *_: raw
+ids = [[n, n + 1] for n in range(0, 40, 2)]
+loader = Loader(data, ids, num_workers=2, batched=True, describe=lambda item, place: "it")
+for n, batch in enumerate(loader):
+    if n == int(sys.argv[3]):
+        if sys.argv[4] == "stopped":
+            for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+                os.kill(int(child), signal.SIGSTOP)
+        if sys.argv[2] == "break":
+            break
+        if sys.argv[2] == "error":
+            raise ValueError("mine")
+        print("waiting", flush=True)
+        time.sleep(60)
+"""
+
+
+@in_soak
+@pytest.mark.parametrize("workers", ["running", "stopped"])
+@pytest.mark.parametrize("kind", ["break", "error", *(kind.name for kind in KINDS[:-1])])
+def test_a_program_that_uses_the_library_ends(
+    shell: Shell, data: Path, tmp_path: Path, kind: str, workers: str
+) -> None:
+    """Its workers end with it, also those that do not answer; signals are Python's own matter."""
+    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data, *OPTIONS)
+    shell.ok("index", "--config", config)
+    codes = {"break": 0, "error": 1}
+    numbers = {known.name: known.numbers for known in KINDS}.get(kind, ())
+    for moment in (0, 7, 19):
+        words = [str(tmp_path / "run/index"), kind, str(moment), workers]
+        log = tmp_path / f"{moment}.log"
+        run = Started([sys.executable, "-c", PROGRAM, *words], tmp_path / "run", log)
+        try:
+            while numbers and "waiting" not in log.read_text():
+                assert run.launcher.poll() is None, log.read_text()
+                time.sleep(0.05)
+            for number in numbers:
+                if run.launcher.poll() is None:
+                    run.launcher.send_signal(number)
+                    time.sleep(0.2)
+            if not numbers:
+                run.launcher.wait(60)
+            run.gone_after_s()
+            wanted = codes.get(kind, -(numbers or (0,))[0])
+            assert run.launcher.returncode == wanted, log.read_text()
+        finally:
+            run.end()
