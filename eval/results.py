@@ -88,7 +88,7 @@ def read(path: Path) -> list[Result]:
         return []
     names = {f.name for f in fields(Result)}
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:

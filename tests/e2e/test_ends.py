@@ -9,8 +9,8 @@ recorded state says what happened.
 
 ``make test`` takes a few cells. ``MCLCLIP_SOAK=1`` takes every moment of every command on one and
 on two ranks, each with one kind, which goes around with the moments; ``MCLCLIP_SOAK_SEED=1`` to
-``6`` shift it, so that seven soaks have every kind at every moment. Beside these there are the start
-of a real process, at points of time, and a program that uses the library.
+``6`` shift it, so that seven soaks have every kind at every moment. Beside these there are the
+start of a real process, at points of time, and a program that uses the library.
 """
 
 from __future__ import annotations
