@@ -30,7 +30,7 @@ OPTIONS = ("base.steps=8", "base.checkpoint.every=2", "base.log_every=1", "poll_
 
 @dataclass(frozen=True)
 class Silence:
-    """After the n-th batch or encoding, on ``rank``: reading stops for ever, then ``then`` happens.
+    """When the n-th batch is waited for, on ``rank``, reading stops for ever; then ``then`` happens.
 
     With workers these are stopped; without, a read waits for a pipe into which nobody writes.
     """
@@ -47,23 +47,23 @@ class Silence:
         setattr(process_group, "_STARTED", time.monotonic())  # noqa: B010
         if int(os.environ.get("RANK", "0")) != self.rank:
             return
-        from mclclip.data import loader
+        from torch.utils.data import dataloader
 
-        original, calls = loader.Loader._take, itertools.count(1)
+        iterator: Any = dataloader._BaseDataLoaderIter
+        original, calls = iterator.__next__, itertools.count(1)
 
-        def take(own: Any, source: Any, number: int) -> Any:
+        def following(own: Any) -> Any:
             if next(calls) == self.count:
-                self._silence(own)
-            return original(own, source, number)
+                self._silence(own._num_workers)
+            return original(own)
 
-        setattr(loader.Loader, "_take", take)  # noqa: B010
+        setattr(iterator, "__next__", following)  # noqa: B010
 
-    def _silence(self, loader: Any) -> None:
+    def _silence(self, num_workers: int) -> None:
         me = os.getpid()
-        if loader.num_workers:
+        if num_workers:
             for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
                 os.kill(int(child), signal.SIGSTOP)
-            # What was read before is used up first; what is under way is not.
         else:
             from mclclip.data import samples
 
