@@ -30,7 +30,7 @@ OPTIONS = ("base.steps=8", "base.checkpoint.every=2", "base.log_every=1", "poll_
 
 @dataclass(frozen=True)
 class Silence:
-    """When the n-th batch is waited for, on ``rank``, reading stops for ever; then ``then`` happens.
+    """As the n-th batch is waited for, on ``rank``, reading stops for ever; then ``then`` happens.
 
     With workers these are stopped; without, a read waits for a pipe into which nobody writes.
     """

@@ -151,4 +151,4 @@ def test_a_last_report_that_comes_late_is_waited_for(watch: PeerWatch) -> None:
 def test_where_nobody_is_heard_of_the_store_is_lost(watch: PeerWatch) -> None:
     watch.period_s = 0.02
     watch._reports = {rank: ("1 7 x.py:1", time.monotonic()) for rank in range(3)}
-    assert "head:29500 cannot be reached" in watch._gone()
+    assert "head:29500 cannot be reached" in str(watch._gone())
