@@ -5,7 +5,7 @@ everything that a verb has finished is on disk, so the handler raises ``Preempte
 ``KeyboardInterrupt`` at once. Inside a training loop (``deferred``) a request waits for a boundary
 between two steps, where all ranks agree on it (``step_boundary``).
 
-What is raised may get lost (in a destructor), may not be raised for long (in a call that never
+What is raised may get lost (in a destructor), cannot be raised (in an import, in a call that never
 comes back to Python), or may meet a cleaning up that hangs. A thread therefore watches the clock:
 ``GRACE_S`` seconds after the request, or at the second interrupt, it records how the process ends
 and ends it.
@@ -155,13 +155,24 @@ def _on_request(number: int, frame: FrameType | None) -> None:
     first = _Requests.name is None
     _Requests.name = signal.Signals(number).name
     if first and not _Requests.deferred:
-        raise Preempted(_Requests.name)
+        _raise(Preempted(_Requests.name), frame)
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
     if not (_Requests.ending or _Requests.interrupted):
         _Requests.interrupted = True
-        raise KeyboardInterrupt
+        _raise(KeyboardInterrupt(), frame)
+
+
+def _raise(error: BaseException, frame: FrameType | None) -> None:
+    """Raises ``error``, but not out of an import, where C++ code (torch's) may abort on it and a
+    half-imported module would answer with errors of its own: there the clock ends the process."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            end_within(0.0)
+            return
+        frame = frame.f_back
+    raise error
 
 
 # --- the clock -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +147,16 @@ def test_a_training_is_not_ended_by_the_clock() -> None:
         "except signals.Preempted: pass\n"
     )
     assert done.stdout.strip() == "saved" and done.returncode == 0
+
+
+def test_nothing_is_raised_out_of_an_import(tmp_path: Path) -> None:
+    """The C++ code of a module may abort the process where an error comes out of nowhere."""
+    (tmp_path / "half.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        "except BaseException:\n"
+        "    print('raised')\n"
+    )
+    done = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import half")
+    assert (done.returncode, done.stdout) == (85, "")
