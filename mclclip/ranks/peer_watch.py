@@ -86,7 +86,7 @@ class PeerWatch:
 
     When a rank is lost, ends the process by ``signals.end_now`` with LostPeer and exit code 1.
     Leaving the block by an error of a collective whose peer is gone raises LostPeer instead, or
-    Preempted where that peer was asked to leave.
+    Preempted where that peer or this rank was asked to leave (KeyboardInterrupt: interrupted).
     """
 
     def __init__(self, context: Context, timeout_s: float) -> None:
@@ -114,8 +114,10 @@ class PeerWatch:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._names and error is not None and is_lost_peer(error):
+                # The peer had the same request, and was quicker to answer it?
+                asked = signals.counted_for()
                 signals.ignore()  # the launcher ends the ranks that are left
-                raise self._gone() from error
+                raise (asked or self._gone()) from error
             if error is not None:
                 self.tell(error)
         finally:

@@ -254,9 +254,19 @@ def _heard(number: int) -> None:
         end_within(GRACE_S)
 
 
+def counted_for() -> BaseException | None:
+    """The request for which the clock counts, as the error that it stands for; None: it does not.
+
+    A request that a training has recorded (``deferred``) is not counted for.
+    """
+    if _Clock.due is None:
+        return None
+    return KeyboardInterrupt() if _Clock.interrupts else Preempted(_Requests.name or "a signal")
+
+
 def _end_overdue() -> None:
-    error = KeyboardInterrupt() if _Clock.interrupts else Preempted(_Requests.name or "a signal")
-    end_now(error, code_of(error))
+    if (error := counted_for()) is not None:
+        end_now(error, code_of(error))
 
 
 class _Unraisable:
