@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mclclip")
 
 _RECORDED = "_mclclip_recorded"  # attribute of an error that is already in the recorded state
-EXIT_OK, EXIT_INTERNAL, EXIT_USER = 0, 1, 2
+EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, signals.EXIT_INTERRUPTED
 
 
 def _start() -> None:

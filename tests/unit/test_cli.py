@@ -30,7 +30,7 @@ EXIT_CODES = (
     process.EXIT_INTERNAL,
     process.EXIT_USER,
     process.EXIT_PREEMPTED,
-    signals.EXIT_INTERRUPTED,
+    process.EXIT_INTERRUPTED,
 )
 
 
