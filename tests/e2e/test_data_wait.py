@@ -169,14 +169,14 @@ def test_a_rank_that_waits_hears_a_request(
 def test_the_limit_names_worker_and_shard(
     shell: Shell, indexed: Any, tmp_path: Path, workers: int
 ) -> None:
-    options = [f"data.num_workers={workers}", "peer_timeout_s=1"]
+    options = [f"data.num_workers={workers}", "peer_timeout_s=3"]
     left, took = train(
         shell, indexed, tmp_path / "run", *options, inside=Silence(4), timeout_s=LIMIT_S
     )
     assert left.code == 1 and took < LIMIT_S, left.stderrs
     (line,) = left.complaints()
     who = "loader worker 0 (process " if workers else "this process"
-    assert who in line and ".tar" in line and "for 1 s (peer_timeout_s)" in line, line
+    assert who in line and ".tar" in line and "for 3 s (peer_timeout_s)" in line, line
     assert ("stopped" in line) is bool(workers) and "Traceback" not in left.stderr
     state = state_of(tmp_path / "run")
     assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 1, True)
