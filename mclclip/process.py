@@ -33,7 +33,7 @@ _RECORDED = "_mclclip_recorded"  # attribute of an error that is already in the 
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, signals.EXIT_INTERRUPTED
 
 
-def _start() -> None:
+def start() -> None:
     """Installs signal handlers, before torch is imported (which takes seconds)."""
     signals.install_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -45,7 +45,7 @@ def _start() -> None:
 def end(work: Callable[[], int], debug: bool) -> None:
     """Calls ``work``, prints its error if it raises one, and ends the process with an exit code."""
     try:
-        _start()
+        start()
         code = work()
         signals.ignore()
     except (Exception, KeyboardInterrupt, Preempted) as error:
