@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode
+from mclclip.data.loader import Loader
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import gather_objects, together
-from mclclip.ranks.process_group import SINGLE, Context, start_loader_worker
+from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run.runlog import progress
 
 T = TypeVar("T")
@@ -103,13 +104,8 @@ class Extractor:
 
         def run(own: slice) -> Features:
             numbers = range(own.start, own.stop)
-            # batch_size=None: the data set itself returns whole batches.
-            loader: DataLoader[Tensor | str] = DataLoader(
-                batches,
-                batch_size=None,
-                sampler=numbers,
-                num_workers=min(num_workers, len(numbers)),
-                worker_init_fn=start_loader_worker,
+            loader = Loader[Tensor | str](
+                batches, numbers, num_workers=num_workers, describe=batches.describe
             )
             parts = [torch.empty(0, self.encoder.embed_dim, device=self.context.device)]
             with _inference(self.encoder, self.precision, self.context.device):
@@ -153,6 +149,10 @@ class _Batches(Dataset[Any]):
 
     def __getitem__(self, number: int) -> Tensor | str:
         return self.make(self.items[number * self.size : (number + 1) * self.size])
+
+    def describe(self, number: int, place: int) -> str:
+        """Names a batch, for messages."""
+        return f"the batch that begins with {self.items[number * self.size]}"
 
 
 def _read_images(

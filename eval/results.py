@@ -89,17 +89,28 @@ def read(path: Path) -> list[Result]:
     names = {f.name for f in fields(Result)}
     rows = []
     # Not splitlines: a metric's name may hold other characters that end a line.
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         row = parse_json(line, f"{path} line {number}")
-        if not isinstance(row, dict) or set(row) != names or not isinstance(row["protocol"], dict):
+        if not isinstance(row, dict) or set(row) != names or not _is_row(row):
             raise ValueError(
-                f"{path} line {number} is not a result row: its fields must be {names}, and the "
-                "protocol an object"
+                f"{path} line {number} is not a result row: its fields must be {names}, names "
+                "texts, figures numbers and the protocol an object; take that line out, or the "
+                "file away"
             )
         rows.append(Result(**row))
     return rows
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    """Whether the fields have the types of ``Result``."""
+    return (
+        all(isinstance(row[name], str) for name in ("model", "benchmark", "metric"))
+        and all(type(row[name]) in (int, float) for name in ("value", "ci_low", "ci_high"))
+        and type(row["count"]) is int
+        and isinstance(row["protocol"], dict)
+    )
 
 
 def write(path: Path, rows: Sequence[Result]) -> None:

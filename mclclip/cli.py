@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -255,12 +256,11 @@ def _add_configured(verbs: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses, runs one verb, and ends the process with its exit code (see ``process``)."""
-    args = _parse(argv)
-    process.start()
-    process.end(lambda: _call(args), args.debug)
+    words = sys.argv[1:] if argv is None else argv
+    process.end(lambda: _call(_parse(words)), "--debug" in words)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments. Overrides may stand anywhere; argparse alone allows only one place."""
     parser = build_parser()
     args, more = parser.parse_known_args(argv)

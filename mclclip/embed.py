@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from mclclip.config import Config
 from mclclip.data.embeddings import Note, num_restored, read_note, rows_path, write_shard
+from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, BadSamples, Sample, TarDataset
 from mclclip.data.shard_check import check_shards
 from mclclip.files import digest_json
 from mclclip.models.loading import AnyModel, load_any
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context, start_loader_worker
+from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts, runlog
 from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
@@ -255,14 +255,11 @@ def _image_batches(
     cuts = range(shard.start, shard.stop, size)
     ids = [list(range(start, min(start + size, shard.stop))) for start in cuts]
     workers = min(config.data.num_workers, max(len(ids) - 1, 0))  # none for a single batch
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_sampler=ids,
-        collate_fn=list,
-        num_workers=workers,
-        worker_init_fn=start_loader_worker,
-    )
-    yield from loader
+
+    def describe(ids: list[int], place: int) -> str:
+        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shard.path}"
+
+    yield from Loader(dataset, ids, num_workers=workers, describe=describe, batched=True)
 
 
 def _embed_texts(

@@ -25,6 +25,9 @@ from typing import Any, BinaryIO, Literal, TextIO
 
 import numpy as np
 
+# Errors of a disk that takes no more.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
 MAX_DEPTH = 64
 """Levels of mappings and lists that a document may have."""
 
@@ -35,26 +38,38 @@ MAX_MODEL_JSON_BYTES = 1 << 23
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives the errors of a full disk, which name no file where it was open already, this name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a file to write, which replaces ``path`` after the block (fsync, then rename).
 
     Where the block ends with an error, ``path`` does not change.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # With the host name, since processes on two nodes that run containers may have equal numbers.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    try:
-        # The name can be guessed, so whatever lies there is removed rather than written through.
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # With the host name: processes on two nodes that run containers may have equal numbers.
+        temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+        try:
+            # The name can be guessed, so whatever lies there is removed, not written through.
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_directory(path.parent)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -75,6 +90,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} does not fit into JSON: {value!r}")
+
+
+@contextmanager
+def own(path: Path, again: str) -> Iterator[None]:
+    """Reads a file of a run directory: whatever is odd about it is RuntimeError, in one line with
+    its path and ``again``, which says how to make it again. FileNotFoundError passes."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+        what = " ".join(str(error).split())[:300]
+        raise RuntimeError(
+            f"{path} is damaged ({type(error).__name__}: {what}): {again}"
+        ) from error
 
 
 def as_json(value: Any) -> Any:

@@ -1,9 +1,11 @@
 """One process of a run from start to end: signals, ranks, the lock, the recorded state, exit code.
 
-Exit codes: 0 done; 1 an error of mclclip itself (with a traceback) or a lost rank; 2 a mistake of
+Exit codes: 0 done; 1 an error of mclclip itself (with a traceback), or a lost rank or worker (one
+line); 2 a mistake of
 the user, or files that do not fit together (one line); 85 pre-empted and saved, to be started
 again; 130 interrupted. Under torchrun, which reports every code but 0 as a crash, a pre-empted
-process ends with 0, and the recorded state says that it was pre-empted.
+process ends with 0, and the recorded state says that it was pre-empted. Where the process does not
+end by itself, the clock of ``ranks.signals`` ends it, with the same code and the same record.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mclclip.ranks import signals
+from mclclip.ranks import lost, signals
 from mclclip.ranks.signals import EXIT_PREEMPTED, Preempted
 from mclclip.run import failures
 
@@ -24,8 +27,10 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
+log = logging.getLogger("mclclip")
+
 _RECORDED = "_mclclip_recorded"  # attribute of an error that is already in the recorded state
-EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, signals.EXIT_INTERRUPTED
 
 
 def start() -> None:
@@ -40,30 +45,39 @@ def start() -> None:
 def end(work: Callable[[], int], debug: bool) -> None:
     """Calls ``work``, prints its error if it raises one, and ends the process with an exit code."""
     try:
+        start()
         code = work()
-    except BrokenPipeError as error:  # such as 'mclclip doctor | head', or a run's own pipes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = exit_code(error) if hasattr(error, _RECORDED) else EXIT_OK
-        if code != EXIT_OK:
-            _tell(error, code, debug)
+        signals.ignore()
     except (Exception, KeyboardInterrupt, Preempted) as error:
-        code = exit_code(error)
-        if not hasattr(error, _RECORDED):
-            _record_early(error, code)
-        if code != EXIT_PREEMPTED:
-            signals.restore()  # the launcher may end this rank while it waits to print its error
-        _tell(error, code, debug)
+        try:
+            code = _failed(error, debug)
+        except (KeyboardInterrupt, Preempted):  # a request that came before it could be ignored
+            code = _failed(error, debug)
     _leave(code)
+
+
+def _failed(error: BaseException, debug: bool) -> int:
+    """Records and tells an error; returns its exit code."""
+    signals.ignore()
+    code = exit_code(error)
+    if isinstance(error, BrokenPipeError):  # such as 'mclclip doctor | head', or a run's own pipes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not hasattr(error, _RECORDED):
+            return EXIT_OK
+    elif not hasattr(error, _RECORDED):
+        _record_early(error, code)
+    if isinstance(error, Exception):
+        signals.restore()  # the launcher may end this rank while it waits to print its error
+    _tell(error, code, debug)
+    return code
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code that stands for an error."""
-    if isinstance(error, Preempted):
-        return EXIT_PREEMPTED
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
-    for_user = isinstance(error, Exception) and failures.is_for_the_user(error)
-    return EXIT_USER if for_user and not _is_lost_peer(error) else EXIT_INTERNAL
+    if not isinstance(error, Exception):
+        return signals.code_of(error)
+    for_user = failures.is_for_the_user(error) and not _is_lost(error)
+    return EXIT_USER if for_user else EXIT_INTERNAL
 
 
 def record_mistake(message: str) -> None:
@@ -86,15 +100,15 @@ def _tell(error: BaseException, code: int, debug: bool) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"mclclip: asked to leave ({error}): the same command goes on", file=sys.stderr)
     elif isinstance(error, Exception):
-        failures.complain(error, debug or (code == EXIT_INTERNAL and not _is_lost_peer(error)))
+        failures.complain(error, debug or (code == EXIT_INTERNAL and not _is_lost(error)))
     else:
         print("mclclip: interrupted", file=sys.stderr)
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    """Whether the error means that another rank is gone, which reports the cause itself."""
-    if "torch" not in sys.modules:
-        return False
+def _is_lost(error: BaseException) -> bool:
+    """Whether the error means that another process is gone: a rank, or a worker."""
+    if isinstance(error, lost.Lost) or "torch" not in sys.modules:
+        return isinstance(error, lost.Lost)
     from mclclip.ranks.peer_watch import is_lost_peer
 
     return is_lost_peer(error)
@@ -125,41 +139,56 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
 def _recorded(
     config: Config, verb: str, context: Context, work: Callable[[Context], object]
 ) -> None:
+    from mclclip.ranks import data_wait
     from mclclip.ranks.peer_watch import PeerWatch
     from mclclip.run import run_state
+
+    one_at_a_time = threading.Lock()
 
     def record(state: str, code: int, reason: str, requeue: bool = False) -> None:
         # Any rank may record a failure; the other states are recorded by the first rank.
         where = Path(config.run_dir) if context.is_main or state == "failed" else None
-        run_state.write(where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason)
+        with one_at_a_time:
+            run_state.write(where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason)
 
-    def on_lost(line: str) -> None:
-        print(f"mclclip: {line}", file=sys.stderr)
-        record("failed", EXIT_INTERNAL, line, requeue=True)
+    def record_error(error: BaseException, code: int) -> None:
+        try:
+            if isinstance(error, Preempted):
+                record("preempted", code, error.reason, error.requeue)
+            else:
+                record("failed", code, failures.line_of(error), _is_lost(error))
+        except OSError as full:  # the error itself is what the user is told
+            log.warning("%s", failures.line_of(full))
 
-    record("running", EXIT_OK, f"process {os.getpid()}")
+    watch = PeerWatch(context, config.peer_timeout_s)
+
+    def record_and_tell(error: BaseException, code: int) -> None:
+        record_error(error, code)
+        watch.tell(error)
+
     try:
-        with PeerWatch(context, config.peer_timeout_s, on_lost):
-            work(context)
-    except BaseException as error:
+        record("running", EXIT_OK, f"process {os.getpid()}")
+        with signals.recording(record_and_tell), data_wait.limited(config.peer_timeout_s), watch:
+            with lost.naming():
+                work(context)
         signals.ignore()
-        if isinstance(error, Preempted):
-            record("preempted", EXIT_PREEMPTED, error.reason, error.requeue)
-        else:
-            record("failed", exit_code(error), failures.line_of(error), _is_lost_peer(error))
-        setattr(error, _RECORDED, True)
+    except BaseException as error:
+        try:
+            signals.ignore()  # a request may still be raised here
+        finally:
+            signals.ignore()
+            record_error(error, exit_code(error))
+            setattr(error, _RECORDED, True)
         raise
-    signals.ignore()
     record("finished", EXIT_OK, "")
 
 
 def _leave(code: int) -> None:
     """Ends the process; without the interpreter's shutdown if torch was loaded."""
     finished = code == EXIT_OK
-    if finished or code == EXIT_PREEMPTED:
-        signals.ignore()
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
         code = EXIT_OK
+    signals.choose_code(code)
     if "torch" in sys.modules:
         from mclclip.ranks import process_group
 

@@ -88,7 +88,7 @@ def _recorded(path: Path) -> list[float]:
     for number, line in enumerate(lines, start=1):
         try:
             losses.append(float(json.loads(line)["loss"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path} line {number} is not a row with a loss ({error}): remove that line"
             ) from error

@@ -382,8 +382,8 @@ class Config:
     wall_time_s: PositiveFloat | None = None
     """Seconds after which a training saves and the run leaves as if pre-empted (null: no limit)."""
     peer_timeout_s: PositiveFloat = 600.0
-    """Seconds without a report from a rank, or without progress in training, after which the job
-    ends and names that rank."""
+    """Seconds without a report from a rank, without progress in training, or without the data that
+    is waited for, after which the job ends and names that rank or worker."""
     poll_s: PositiveFloat = 5.0
     """Seconds between checks for the files ``save_now`` and ``stop`` in the run directory."""
     num_stages: NonNegativeInt = 3

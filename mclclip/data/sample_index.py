@@ -33,7 +33,15 @@ from mclclip.data.shard_scan import (
     parse_captions,
     scan_shard,
 )
-from mclclip.files import digest_array, digest_json, digest_keys, read_json, whole_file, write_json
+from mclclip.files import (
+    digest_array,
+    digest_json,
+    digest_keys,
+    own,
+    read_json,
+    whole_file,
+    write_json,
+)
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 
 __all__ = ["SampleIndex", "Shard", "join_rows", "parse_captions", "scan_shard"]
@@ -44,6 +52,7 @@ SCHEMA = ROW.append(pa.field("shard", pa.int32()))
 _KEYS_AT_ONCE = 65_536
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
 READERS_OWN = ("unfit", "no_caption")
+_AGAIN = "take the folder away and run 'mclclip index' again"
 
 
 @dataclass(frozen=True)
@@ -139,8 +148,16 @@ def _map_table(directory: Path) -> pa.Table:
 def read_shards(directory: Path) -> list[Shard]:
     """``shards.json`` in order; empty where there is none."""
     path = directory / SHARDS
-    entries = read_json(path) if path.exists() else []
-    return [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
+    with own(path, _AGAIN):
+        entries = read_json(path) if path.exists() else []
+        shards = [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
+        for before, shard in zip([None, *shards], shards, strict=False):
+            texts = (shard.path, shard.source, shard.captions, *shard.attributes)
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"{shard} has fields of other types")
+            if not (before.stop if before else 0) == shard.start <= shard.stop:
+                raise ValueError(f"the rows of {shard.path} do not follow those before")
+    return shards
 
 
 def _iterate(keys: pa.ChunkedArray) -> Iterator[str]:
@@ -176,14 +193,20 @@ class SampleIndex:
         self.directory = Path(directory)
         self.digest = digest
         self.shards = read_shards(self.directory)
-        table = _map_table(self.directory)
-        if self.shards[-1].stop != len(table):
+        with own(self.directory / SAMPLES, _AGAIN):
+            self._read_columns(_map_table(self.directory))
+
+    def _read_columns(self, table: pa.Table) -> None:
+        stop = self.shards[-1].stop if self.shards else 0
+        if stop != len(table):
             raise RuntimeError(
-                f"{self.directory} has {len(table)} samples, its {SHARDS} ends at "
-                f"{self.shards[-1].stop}: delete it and run 'mclclip index' again"
+                f"{self.directory} has {len(table)} samples, its {SHARDS} ends at {stop}: {_AGAIN}"
             )
         self._listed: dict[str, dict[str, str]] = {}
         self._holding: dict[str, dict[str, str]] = {}
+        for field in SCHEMA:
+            if table.schema.field(field.name).type != field.type:
+                raise ValueError(f"{field.name} is {table.schema.field(field.name).type}")
         self._keys: pa.Array = table["key"].chunk(0)
         for name in (*RANGES, "num_captions"):
             setattr(self, name, table[name].chunk(0).to_numpy(zero_copy_only=True))
@@ -194,6 +217,10 @@ class SampleIndex:
             else None
             for name in (TEXT_CRC, IMAGE_CRC)
         )
+        for number, shard in enumerate(self.shards):
+            ends = self.shard_of[[shard.start, shard.stop - 1]] if shard.start < shard.stop else ()
+            if any(end != number for end in ends):
+                raise ValueError(f"shard {number} begins or ends at another row")
         self._codes: dict[str, npt.NDArray[np.int32]] = {
             name.removeprefix(attributes.COLUMN): table[name].chunk(0).to_numpy(zero_copy_only=True)
             for name in table.column_names
@@ -371,7 +398,10 @@ class SampleIndex:
         are read once by this object.
         """
         path = self.directory / BAD_SAMPLES
-        listed: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
+        with own(path, "take it away: what cannot be decoded is found again"):
+            listed: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
+            if not all(isinstance(listed[key]["reason"], str) for key in listed):
+                raise TypeError("its reasons are no texts")
         if listed != self._listed:
             ids = dict(zip(listed, self.ids_of(list(listed)).tolist(), strict=True))
             now = self.bytes_of(list(ids.values()))

@@ -30,10 +30,11 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.embeddings import rows_path
-from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_index import SAMPLES, SampleIndex
 from mclclip.data.shard_scan import parse_captions
 from mclclip.files import Checked
 from mclclip.ranks import collectives
+from mclclip.ranks.data_wait import note_place
 from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
 
 Integers = npt.NDArray[np.int64]
@@ -107,6 +108,7 @@ class ShardReader:
             # inherited handles does not affect the parent.
             self._start_empty(close=list(self._handles.values()))
         parts: list[bytes] = []
+        note_place(shard)  # for whoever waits for it
         with self._lock:
             handle = self._handle(shard)
             while size > 0:
@@ -441,6 +443,11 @@ class TarDataset(Dataset["Sample | BadSample"]):
         shard, offset, size = (
             int(column[sample_id]) for column in (self.index.shard_of, offsets, sizes)
         )
+        if not (0 <= shard < len(self.index.shards) and offset >= 0 and size >= 0):
+            raise RuntimeError(
+                f"{self.index.directory / SAMPLES} is damaged: row {sample_id} says shard {shard}, "
+                f"offset {offset}, {size} bytes; take the folder away and run 'mclclip index' again"
+            )
         data = self.reader.read(shard, offset, size)
         return data if len(data) == size else None
 

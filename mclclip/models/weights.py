@@ -13,6 +13,7 @@ Averages make sense only among models of one base.
 import copy
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,13 +167,26 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     plain = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
-    save_file(plain, temporary, metadata={"format": "pt"})
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    # safetensors makes files that only the owner can read; use the default permissions instead.
-    temporary.chmod(_default_mode())
-    os.replace(temporary, path)
+    try:
+        with files.naming(path):
+            _save(plain, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+        # safetensors makes files that only the owner can read; use the default permissions.
+        temporary.chmod(_default_mode())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     files.fsync_directory(path.parent)
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it has the system's error in its text alone
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def _default_mode() -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mclclip.ranks import lost
 from mclclip.ranks.process_group import TIMEOUT
 
 T = TypeVar("T")
@@ -171,24 +172,31 @@ def barrier() -> None:
 def together(work: Callable[[], T], what: str = "") -> T:
     """Runs ``work`` on this rank; if it failed on any rank, raises on all of them.
 
-    The failing rank raises its own error. The others raise an error with its message: ValueError or
-    FileNotFoundError if it was one, else RuntimeError. So no rank waits for a peer that has left.
+    The failing rank raises its own error. The others raise an error with its message: ValueError,
+    FileNotFoundError or Lost if it was one, else RuntimeError. So no rank waits for a peer that has
+    left.
     """
     error: Exception | None = None
     result: T | None = None
     try:
         result = work()
     except Exception as caught:
-        error = caught
-    failures = gather_objects(None if error is None else (type(error).__name__, str(error)))
+        error = lost.named(caught)
+    failures = gather_objects(None if error is None else (_kind(error), str(error)))
     if error is not None:
         raise error
     for number, failure in enumerate(failures):
         if failure is not None:
-            kind = {"ValueError": ValueError, "FileNotFoundError": FileNotFoundError}
-            message = f"rank {number}{' ' + what if what else ''}: {failure[1]}"
-            raise kind.get(failure[0], RuntimeError)(message)
+            raise failure[0](f"rank {number}{' ' + what if what else ''}: {failure[1]}")
     return result  # type: ignore[return-value]
+
+
+def _kind(error: Exception) -> type[Exception]:
+    """The kind of error that the other ranks raise."""
+    if isinstance(error, lost.Lost):
+        return lost.Lost
+    known = type(error) in (ValueError, FileNotFoundError)
+    return type(error) if known else RuntimeError
 
 
 def on_main(work: Callable[[], T]) -> T:

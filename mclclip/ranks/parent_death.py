@@ -50,10 +50,14 @@ def start_pool_worker() -> None:
 
     A signal to the whole job must not end a loader before the training process has saved. Such a
     worker therefore also ignores the SIGTERM that Python sends at exit; ``_end_workers`` ends it
-    instead, in every process that has imported this module.
+    instead, in every process that has imported this module. A parent that ended while the worker
+    was starting, before this call, is noticed too.
     """
     die_with_parent()
     signals.ignore_in_child()
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(1)
 
 
 def map_in_pool(
@@ -95,6 +99,15 @@ def _end_workers() -> None:
     time that it needs, as it would without this function.
     """
     workers = [child for child in multiprocessing.active_children() if child.daemon]
+    try:
+        _end_patiently(workers)
+    except BaseException:  # interrupted again
+        for worker in workers:
+            worker.kill()
+        raise
+
+
+def _end_patiently(workers: list[multiprocessing.process.BaseProcess]) -> None:
     if workers and threading.current_thread() is threading.main_thread():
         # torch's handler would raise an error for a loader worker that was killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

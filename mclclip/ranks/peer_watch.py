@@ -5,34 +5,43 @@ launcher's TCP store that it lives and how often it made progress. A rank that d
 ``timeout_s`` is named, or the one with the least progress if none was made for that long; then this
 process ends. One thread talks to the store, which may block for ever when the network is cut;
 another only compares times.
+
+A rank that leaves while the others do not know says why in its last report: they leave, or fail,
+for the same reason, also out of a collective in which they wait for it.
 """
 
 from __future__ import annotations
 
 import datetime
 import faulthandler
+import json
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from mclclip.ranks import collectives, signals
+from mclclip.ranks import collectives, data_wait, signals
+from mclclip.ranks.lost import Lost
 from mclclip.ranks.process_group import Context
+from mclclip.ranks.signals import Preempted
 
 log = logging.getLogger("mclclip")
 
 _PACKAGE = Path(__file__).parents[1]
 _MOST_NAMED = 8
+_MOST_TOLD = 1000  # characters of an error
 _QUIET = 4  # a living rank reports within so many periods, even on a busy machine
 _GOES_ON = "the job ends; the same command goes on from the last checkpoint"
+_LAST_WORD = "last word "  # what begins a rank's last report
+_FOLLOW_S = 3.0  # for the main thread to find out by itself that another rank has left
 _MISSED = 3  # this many periods without a report: the rank's last report is out of date
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
 
@@ -44,7 +53,7 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
 
 
-class LostPeer(RuntimeError):
+class LostPeer(Lost):
     """A collective failed because the named ranks are gone."""
 
 
@@ -75,14 +84,16 @@ def training() -> Iterator[None]:
 class PeerWatch:
     """Context manager that watches the other ranks; does nothing where there is one process.
 
-    When a rank is lost, calls ``on_lost`` with one line and ends the process with exit code 1.
-    Leaving the block by an error of a collective whose peer is gone raises LostPeer instead.
+    When a rank is lost, ends the process by ``signals.end_now`` with LostPeer and exit code 1.
+    Leaving the block by an error of a collective whose peer is gone raises LostPeer instead, or
+    Preempted where that peer or this rank was asked to leave (KeyboardInterrupt: interrupted).
     """
 
-    def __init__(self, context: Context, timeout_s: float, on_lost: Callable[[str], None]) -> None:
-        self.context, self.timeout_s, self.on_lost = context, timeout_s, on_lost
+    def __init__(self, context: Context, timeout_s: float) -> None:
+        self.context, self.timeout_s = context, timeout_s
         self.period_s = min(max(timeout_s / 10, 0.1), 1.0)
-        self._stop = threading.Event()
+        self._stop, self._wake, self._told = (threading.Event() for _ in range(3))
+        self._last_word: str | None = None
         self._names: list[str] = []
         self._heard = time.monotonic()
         # rank -> its last report, and when that was new here
@@ -103,27 +114,61 @@ class PeerWatch:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._names and error is not None and is_lost_peer(error):
+                # The peer had the same request, and was quicker to answer it?
+                asked = signals.counted_for()
                 signals.ignore()  # the launcher ends the ranks that are left
-                raise LostPeer(f"{self._gone()}: {_GOES_ON}") from error
+                raise (asked or self._gone()) from error
+            if error is not None:
+                self.tell(error)
         finally:
             self._stop.set()
+            self._wake.set()
 
-    def _gone(self) -> str:
-        """One line naming the ranks that stopped reporting; waits a few periods to find them."""
+    def tell(self, error: BaseException) -> None:
+        """Tells the other ranks why this one leaves, unless all leave by agreement."""
+        if not self._names or not isinstance(error, Exception | Preempted):
+            return
+        if isinstance(error, Preempted):
+            if error.agreed:
+                return
+            word = {"reason": error.reason, "requeue": error.requeue}
+        else:
+            word = {"failed": " ".join(str(error).split())[:_MOST_TOLD]}
+        self._last_word = _LAST_WORD + json.dumps(word)
+        self._wake.set()
+        self._told.wait(self.period_s)
+
+    def _heard_last(self) -> LostPeer | Preempted | None:
+        """The error that another rank's last word stands for, if there is one."""
+        for rank, (report, _) in self._reports.items():
+            if rank != self.context.rank and report.startswith(_LAST_WORD):
+                word = json.loads(report.removeprefix(_LAST_WORD))
+                if "failed" not in word:
+                    return Preempted(word["reason"], word["requeue"])
+                return LostPeer(f"{self._names[rank]} has ended: {word['failed']}")
+        return None
+
+    def _gone(self) -> LostPeer | Preempted:
+        """The error of a rank whose peer is gone: what the peer said, or who it is.
+
+        Waits a few periods to find those that stopped reporting.
+        """
         deadline = time.monotonic() + 3 * _QUIET * self.period_s
         while True:
+            if (heard := self._heard_last()) is not None:
+                return heard
             now = time.monotonic()
             quiet_s = {rank: now - at for rank, (_, at) in self._reports.items()}
             longest_s = max(quiet_s.values())
             if longest_s > _QUIET * self.period_s:
                 break
             if now > deadline:
-                return "the connection to another rank is lost, though all report"
+                return _lost("the connection to another rank is lost, though all report")
             time.sleep(self.period_s / 4)
         silent = [rank for rank, s in quiet_s.items() if s > longest_s - self.period_s]
         if self.context.rank in silent:  # the store is lost: see _problem
-            return self._unreachable()
-        return f"{self._named(silent)} has ended"
+            return _lost(self._unreachable())
+        return _lost(f"{self._named(silent)} has ended")
 
     # --- the thread that talks to the store ----------------------------------------------------
 
@@ -131,9 +176,15 @@ class PeerWatch:
         try:
             store = self._open_store()
             beat, everybody = 0, False
-            while not self._stop.wait(self.period_s):
+            while not self._stop.is_set():
+                self._wake.wait(self.period_s)
+                self._wake.clear()
                 beat += 1
-                store.set(str(self.context.rank), f"{beat} {_Progress.count} {_place()}")
+                own = self._last_word or f"{beat} {_Progress.count} {_place()}"
+                store.set(str(self.context.rank), own)
+                if self._last_word is not None:
+                    self._told.set()
+                    return
                 present = [rank for rank in self._reports if everybody or store.check([str(rank)])]
                 everybody = len(present) == len(self._reports)
                 reports = store.multi_get([str(rank) for rank in present])
@@ -156,10 +207,16 @@ class PeerWatch:
     # --- the thread that looks at clocks -------------------------------------------------------
 
     def _look(self) -> None:
+        left_at: float | None = None
         while not self._stop.wait(self.period_s):
-            problem = self._problem(time.monotonic())
-            if problem is not None and not self._stop.is_set():
-                self._end(problem)
+            now = time.monotonic()
+            if (heard := self._heard_last()) is not None:
+                left_at = left_at or now
+                if now - left_at > _FOLLOW_S:
+                    signals.end_now(heard, signals.code_of(heard))
+            elif (problem := self._problem(now)) is not None and not self._stop.is_set():
+                error = _lost(f"{problem} for {self.timeout_s:g} s (peer_timeout_s)")
+                signals.end_now(error, signals.code_of(error))
 
     def _problem(self, now: float) -> str | None:
         """Returns the fault as one line, or None."""
@@ -198,17 +255,16 @@ class PeerWatch:
         places = [(rank, self._reports[rank][0].split(" ", 2)[2:]) for rank in ranks[:_MOST_NAMED]]
         return ", ".join(f"rank {rank} at {' '.join(place) or '?'}" for rank, place in places)
 
-    def _end(self, problem: str) -> None:
-        line = f"{problem} for {self.timeout_s:g} s (peer_timeout_s): {_GOES_ON}"
-        recording = threading.Thread(target=self.on_lost, args=(line,), daemon=True)
-        recording.start()
-        recording.join(self.period_s)  # not longer: the disk may be behind the same cut network
-        sys.stderr.flush()
-        os._exit(1)
+
+def _lost(problem: str) -> LostPeer:
+    return LostPeer(f"{problem}: {_GOES_ON}")
 
 
 def _place() -> str:
-    """The line of this package that the main thread is running, such as ``recorder.py:70``."""
+    """What the main thread waits for, or the line of this package that it is running, such as
+    ``recorder.py:70``."""
+    if (waited := data_wait.waited_for()) is not None:
+        return waited
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

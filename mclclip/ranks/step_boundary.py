@@ -4,11 +4,15 @@ A request may reach the ranks at different moments (a signal), or only the first
 run directory, the wall-time limit). Every rank therefore passes the requests that it knows to an
 all-reduce on a separate gloo group, which runs during the next step. The result is used one
 boundary later: all ranks act at the same step, and no step waits.
+
+A rank that waits for data does not come to the boundary. A thread then asks ``standing`` whether a
+request stands that this rank can know of (``data_wait``).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +22,13 @@ import torch.distributed as dist
 
 from mclclip.ranks import collectives, signals
 from mclclip.ranks.process_group import Context
+from mclclip.ranks.signals import Preempted
 
 log = logging.getLogger("mclclip")
 
 SAVE_NOW, STOP = "save_now", "stop"
 # Reasons to leave, the strongest last: the reduction takes the maximum.
-_REASONS = (None, "the file 'stop'", "the wall-time limit", "SIGUSR1", "SIGTERM")
+_REASONS = (None, "the file 'stop'", "the wall-time limit", "SIGHUP", "SIGUSR1", "SIGTERM")
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,9 @@ class Decision:
     save: bool = False
     leave: str | None = None
 
-    @property
-    def requeue(self) -> bool:
-        """Whether the run is to be started again: False where its user asked it to stop."""
-        return self.leave != _REASONS[1]
+    def preempted(self, agreed: bool = True) -> Preempted:
+        """The error that leaves; not to be started again where the user asked the run to stop."""
+        return Preempted(self.leave or "", requeue=self.leave != _REASONS[1], agreed=agreed)
 
 
 class StepBoundary:
@@ -57,6 +61,8 @@ class StepBoundary:
         self.poll_s, self.deadline = poll_s, deadline
         self._looked = float("-inf")
         self._save, self._stop = False, False
+        self._stuck: set[str] = set()  # request files that could not be removed
+        self._looking: threading.Thread | None = None
         self._group = collectives.side_group()
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
@@ -76,8 +82,28 @@ class StepBoundary:
         reason, save = request.tolist()
         return Decision(bool(save), _REASONS[reason])
 
+    def standing(self) -> Preempted | None:
+        """The request to leave that this rank knows, or that the ranks have agreed on; else None.
+
+        For a rank that comes to no boundary; called by another thread.
+        """
+        reason = self._reason()
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            reason = max(reason, 2)
+        pending = self._pending
+        if pending is not None and (pending[1] is None or pending[1].is_completed()):
+            reason = max(reason, int(pending[0][0]))
+        # By a thread of its own, since the storage may be what hangs; on any rank, since the first
+        # one may wait for this one in a collective.
+        looks = self._looking is not None and self._looking.is_alive()
+        if not reason and not looks and time.monotonic() - self._looked >= self.poll_s:
+            self._looking = threading.Thread(target=self._look, name="stop", daemon=True)
+            self._looking.start()
+        return Decision(leave=_REASONS[reason]).preempted(agreed=False) if reason else None
+
     def _ask(self) -> None:
-        self._look()
+        if self.context.is_main and time.monotonic() - self._looked >= self.poll_s:
+            self._look()
         request = torch.tensor([self._reason(), int(self._save)])
         self._save = False
         work = None
@@ -95,17 +121,22 @@ class StepBoundary:
         return 1 if self._stop else 0
 
     def _look(self) -> None:
-        """Reads and removes the request files, on the first rank, every ``poll_s`` seconds."""
-        if not self.context.is_main or time.monotonic() - self._looked < self.poll_s:
-            return
+        """Reads and removes the request files."""
         self._looked = time.monotonic()
-        self._save = self._take(SAVE_NOW)
-        self._stop = self._stop or self._take(STOP)
+        self._save = self._take(SAVE_NOW) or self._save
+        self._stop = self._take(STOP) or self._stop
 
     def _take(self, name: str) -> bool:
+        """Whether the request is there and new; a folder of that name counts too."""
         path = self.run_dir / name
-        if not path.exists():
+        if name in self._stuck or not path.exists():
             return False
         log.info("found the file %s", path)
-        path.unlink(missing_ok=True)
+        try:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        except FileNotFoundError:  # another rank was quicker
+            return True
+        except OSError as error:
+            self._stuck.add(name)
+            log.warning("%s cannot be removed (%s): remove it before the next start", path, error)
         return True

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 
-from mclclip.files import shown, shown_lines
+from mclclip.files import FULL, shown, shown_lines
 
 LATER_RANKS_WAIT_S = 5.0
 LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one is left out
@@ -49,6 +49,11 @@ def complain(error: Exception, with_traceback: bool) -> None:
 def line_of(error: BaseException) -> str:
     """The message of an error on one line; for a loader worker's error without its traceback."""
     line = str(error)
+    if isinstance(error, OSError) and error.errno in FULL:
+        return (
+            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there, "
+            "or use another run_dir; the same command goes on from what is finished"
+        )
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]
     line = shown(" ".join(line.split())) or type(error).__name__

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mclclip.files import now, open_own, parse_json
+from mclclip.files import naming, now, open_own, parse_json
 
 log = logging.getLogger("mclclip")
 _LONGEST = 10_000  # characters of a record
@@ -153,7 +153,7 @@ class RunLock:
                 "started": now(),
             }
             # Needs no rename: the guard keeps readers out, and half a record counts as no lock.
-            with open_own(self.path, "w") as file:
+            with naming(self.path), open_own(self.path, "w") as file:
                 file.write(json.dumps(self._record) + "\n")
         return None
 

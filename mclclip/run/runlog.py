@@ -213,7 +213,9 @@ class JsonLines:
             for line in lines:
                 try:
                     step = json.loads(line)["step"] if line.endswith(b"\n") else None
-                except ValueError:
+                except (ValueError, TypeError, LookupError, RecursionError):
+                    step = None
+                if not isinstance(step, int):
                     step = None
                 if step is None:  # the row being written when the run was killed
                     log.info("%s: dropped a half-written row", self.path)

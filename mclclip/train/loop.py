@@ -21,7 +21,7 @@ from mclclip.engines.engine import HALF, Engine
 from mclclip.engines.gradient_cache import Pullback
 from mclclip.models.loading import AnyModel
 from mclclip.objectives.base import Objective
-from mclclip.ranks import peer_watch, signals
+from mclclip.ranks import data_wait, peer_watch, signals
 from mclclip.ranks.finiteness import NotFinite
 from mclclip.ranks.process_group import seed_everything
 from mclclip.ranks.signals import Preempted
@@ -122,21 +122,31 @@ class Trainer:
         # The recorder is closed after the peer watch: slow sinks must not count as a hanging rank.
         with signals.deferred(), contextlib.closing(self.recorder), peer_watch.training():
             try:
-                self._steps(progress, start, total)
+                with data_wait.obeying(self.boundary.standing):
+                    self._steps(progress, start, total)
             except NotFinite as error:
                 raise self._diverged(error, description) from error
 
     def _steps(self, batches: Iterable[Batch], start: int, total: int) -> None:
-        for batch in batches:
-            if batch.step == start:
-                self.engine.settle(self.prepare(batch))
-            self._step(batch, total)
-            if batch.step + 1 < total:
-                self._obey(batch.step + 1)
+        done = start
+        try:
+            for batch in batches:
+                if batch.step == start:
+                    self.engine.settle(self.prepare(batch))
+                self._step(batch, total)
+                done = batch.step + 1
+                if done < total:
+                    self._obey(done)
+        except Preempted as request:
+            # Raised while this rank waited for data. One rank is between two steps and can save;
+            # the others of several may be in the midst of one.
+            if not request.agreed and done > start and self.engine.context.world_size == 1:
+                self._leave(done)
+            raise
         decision = self.boundary.finish()
         self.checkpoints.wait()
         if decision.leave is not None:
-            raise Preempted(decision.leave, decision.requeue)
+            raise decision.preempted()
 
     def _step(self, batch: Batch, total: int) -> None:
         """One update, then the row, checkpoint and epoch row that are due."""
@@ -161,16 +171,21 @@ class Trainer:
     def _obey(self, done: int) -> None:
         """Saves or leaves after ``done`` steps if all ranks have agreed on it."""
         decision = self.boundary.decide()
-        if decision.save or decision.leave is not None:
-            if done % self.checkpoint_every:  # else it is saved already
-                self._save(done)
         if decision.leave is not None:
-            self.checkpoints.wait(mirror_s=MIRROR_S)
-            self.recorder.end_epoch(done, leaving=True)
-            self.boundary.finish()
-            raise Preempted(decision.leave, decision.requeue)
+            self._leave(done)
+            raise decision.preempted()
+        if decision.save:
+            self._save(done)
+
+    def _leave(self, done: int) -> None:
+        """Saves what ``done`` steps have made."""
+        self._save(done)
+        self.checkpoints.wait(mirror_s=MIRROR_S)
+        self.recorder.end_epoch(done, leaving=True)
+        self.boundary.finish()
 
     def _save(self, done: int) -> None:
+        """Saves what ``done`` steps have made, unless it is saved already."""
         with self.recorder.peaks.phase("checkpoint"):
             try:
                 self.checkpoints.save(done, self.engine)

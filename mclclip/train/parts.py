@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
@@ -17,6 +16,7 @@ from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels
+from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.engines import build_engine
@@ -26,7 +26,7 @@ from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_r
 from mclclip.models.tokenizer import fetched
 from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
-from mclclip.ranks.process_group import Context, process_start, start_loader_worker
+from mclclip.ranks.process_group import Context, process_start
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory, StepProfiler
@@ -252,7 +252,7 @@ def build_model(
 
 def loader_of(
     job: Job, grouped: GroupedIndex, known_bad: np.ndarray, model: AnyModel, steps: range
-) -> DataLoader[Batch]:
+) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order."""
     options, data, reads = job.options, job.config.data, job.options.objective.reads
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.uses_cached_text else None
@@ -278,14 +278,18 @@ def loader_of(
         check_pixels=data.verify == "full",
     )
     batches.dataset.check()
-    return DataLoader(
+    paths = [shard.path for shard in job.index.shards]
+
+    def describe(step: int, shard: int) -> str:
+        where = f", at shard {paths[shard]}" if 0 <= shard < len(paths) else ""
+        return f"the batch of step {step + 1}{where},"
+
+    return Loader(
         batches,
-        batch_size=None,
-        sampler=steps,
+        steps,
         num_workers=data.num_workers,
-        worker_init_fn=start_loader_worker,
+        describe=describe,
         pin_memory=job.context.device.type == "cuda",
-        persistent_workers=False,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from mclclip.run import artifacts
 from tests import tiny
 from tests.distributed.conftest import RankPool
 from tests.e2e.conftest import Finished, Shell
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 MIB = 2**20
 Disk = Callable[[Path, int], Path]
@@ -152,3 +155,74 @@ def test_a_training_on_a_full_disk(
     shell.ok("train", "--stage", "0", "--config", config, option, ranks=ranks)
     assert checkpoint.steps(directory) == [4, 6]
     assert artifacts.is_finished(run_dir / "stage_0/train")
+
+
+# --- verbs -------------------------------------------------------------------------------------
+
+# The folder that gets a disk of its own, and the verb that fills it.
+FILLED = {
+    "index": ("index", ("index",)),
+    "embed": ("stage_0/embeddings", ("embed", "--stage", "0")),
+    "cluster": ("stage_0/clusters", ("cluster", "--stage", "0")),
+    "export": ("stage_0/export", ("export", "--stage", "0")),
+    "join": ("exports", ("export",)),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A configuration, and a whole run of one stage."""
+    folder = tmp_path_factory.mktemp("full_disk")
+    options = ("num_stages=1", "embed.batch_size=16", "base.steps=2", "train.steps=2")
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *options)
+    shell.ok("run", "--config", config)
+    return config, folder / "run"
+
+
+@in_soak
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("verb", FILLED)
+def test_a_verb_on_a_full_disk(
+    shell: Shell, whole: tuple[Path, Path], disk: Disk, tmp_path: Path, verb: str, ranks: int
+) -> None:
+    """One line with the path and what to do; the state is right; with room the command goes on."""
+    config, finished = whole
+    folder, words = FILLED[verb]
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / folder)
+    fill(disk(run_dir / folder, 1))
+    command = [*words, "--config", config, f"run_dir={run_dir}"]
+    left = shell(*command, ranks=ranks)
+    assert left.code == 2, left.stderrs
+    (line,) = left.complaints()
+    assert f"{run_dir / folder}" in line and "No space left on device" in line, line
+    assert "make room" in line and "Traceback" not in "".join(left.stderrs)
+    state = json.loads((run_dir / "run_state.json").read_text())
+    assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 2, False)
+    disk(run_dir / folder, 64)
+    (run_dir / folder / "filling").unlink()
+    shell.ok(*command, ranks=ranks)
+
+
+def test_a_run_directory_on_a_full_disk(
+    shell: Shell, disk: Disk, data: Path, tmp_path: Path
+) -> None:
+    """Not even the state has room: it is written over the one before, which was of a finish."""
+    run_dir = disk(tmp_path / "run", 4)
+    config = tiny.write_config(tmp_path / "config.yaml", run_dir, data)
+    shell.ok("index", "--config", config)
+    fill(run_dir)
+    left = train(shell, config, ranks=1)
+    assert left.code == 2 and "Traceback" not in left.stderr, left.stderr
+    (line,) = left.complaints()
+    assert str(run_dir) in line and "No space left on device" in line and "make room" in line
+    state = json.loads((run_dir / "run_state.json").read_text())
+    assert (state["state"], state["verb"], state["exit_code"]) == ("failed", "train", 2), state
+
+
+def fill(folder: Path) -> None:
+    """Leaves no byte."""
+    with open(folder / "filling", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))

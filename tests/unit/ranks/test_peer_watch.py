@@ -20,7 +20,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> PeerWatch:
     """Rank 0 of three, a moment after all were heard of."""
     monkeypatch.setenv("MASTER_ADDR", "head")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    watch = PeerWatch(Context(0, 3), TIMEOUT_S, lambda line: None)
+    watch = PeerWatch(Context(0, 3), TIMEOUT_S)
     watch._names = [f"rank {rank} (host h{rank}, process 1)" for rank in range(3)]
     watch._heard = NOW
     watch._reports = {rank: (f"5 7 trainer.py:{rank}", NOW) for rank in range(3)}
@@ -145,10 +145,10 @@ def test_a_last_report_that_comes_late_is_waited_for(watch: PeerWatch) -> None:
                 watch._reports[rank] = (f"{beat} 7 x.py:1", time.monotonic())
 
     threading.Thread(target=report, daemon=True).start()
-    assert watch._gone() == "rank 1 (host h1, process 1) has ended"
+    assert str(watch._gone()).startswith("rank 1 (host h1, process 1) has ended: the job ends")
 
 
 def test_where_nobody_is_heard_of_the_store_is_lost(watch: PeerWatch) -> None:
     watch.period_s = 0.02
     watch._reports = {rank: ("1 7 x.py:1", time.monotonic()) for rank in range(3)}
-    assert "head:29500 cannot be reached" in watch._gone()
+    assert "head:29500 cannot be reached" in str(watch._gone())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_outside_of_training_it_is_raised(name: str) -> None:
     done = run(
         "try:\n"
@@ -77,3 +78,85 @@ def test_children_ignore_what_their_parent_answers() -> None:
         "print('alive', signals.received())\n"
     )
     assert done.stdout.strip() == "alive None"
+
+
+def test_a_sighup_that_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    code = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + START
+    code += "os.kill(os.getpid(), signal.SIGHUP); print('goes on', signals.received())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "goes on None"
+
+
+CLOCK = """
+import ctypes, threading, time
+signals.GRACE_S = 0.3
+def record(error, code):
+    print('recorded', type(error).__name__, code, flush=True)
+"""
+
+
+def test_a_second_interrupt_ends_a_cleaning_up_that_hangs() -> None:
+    done = run(
+        CLOCK + "signals.GRACE_S = 60\n"
+        "with signals.recording(record):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+        "    finally:\n"
+        "        os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+    )
+    assert done.returncode == 130 and done.stdout.split() == [
+        "recorded",
+        "KeyboardInterrupt",
+        "130",
+    ]
+    assert done.stderr == "mclclip: interrupted\n"
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 85), ("SIGINT", 130)])
+def test_what_is_lost_in_a_destructor_ends_the_process(name: str, code: int) -> None:
+    done = run(
+        CLOCK + "class Held:\n"
+        f"    def __del__(self): os.kill(os.getpid(), signal.{name}); time.sleep(0.1)\n"
+        "with signals.recording(record):\n"
+        "    held = Held(); del held; time.sleep(60)\n"
+    )
+    assert done.returncode == code and done.stdout.startswith("recorded"), done
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 85), ("SIGINT", 130), ("SIGHUP", 85)])
+def test_a_call_that_does_not_come_back_to_python_is_ended(name: str, code: int) -> None:
+    """Its thread takes no signals, so that the system interrupts nothing."""
+    done = run(
+        CLOCK + f"number = signal.{name}\n"
+        "with signals.recording(record):\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, [number])\n"
+        "    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()\n"
+        "    ctypes.CDLL(None).sleep(60)\n"
+    )
+    assert done.returncode == code and done.stdout.startswith("recorded"), done
+
+
+def test_a_training_is_not_ended_by_the_clock() -> None:
+    """It leaves at a boundary between steps, which may take its time."""
+    done = run(
+        CLOCK + "try:\n"
+        "    with signals.deferred():\n"
+        "        os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.8); print('saved')\n"
+        "except signals.Preempted: pass\n"
+    )
+    assert done.stdout.strip() == "saved" and done.returncode == 0
+
+
+def test_nothing_is_raised_out_of_an_import(tmp_path: Path) -> None:
+    """The C++ code of a module may abort the process where an error comes out of nowhere."""
+    (tmp_path / "half.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        "except BaseException:\n"
+        "    print('raised')\n"
+    )
+    done = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import half")
+    assert (done.returncode, done.stdout) == (85, "")

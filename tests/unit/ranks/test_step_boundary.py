@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mclclip.ranks import signals
-from mclclip.ranks.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.ranks.step_boundary import Decision, StepBoundary
 
 
@@ -30,7 +30,7 @@ def test_stop_leaves_and_is_not_to_be_started_again(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     asked.decide()
     decision = asked.decide()
-    assert decision.leave == "the file 'stop'" and not decision.requeue
+    assert decision.leave == "the file 'stop'" and not decision.preempted().requeue
     assert asked.decide().leave is not None  # until it has left
 
 
@@ -41,7 +41,7 @@ def test_the_wall_time_limit_is_to_be_started_again(tmp_path: Path) -> None:
     time.sleep(0.06)
     asked.decide()
     decision = asked.decide()
-    assert decision.leave == "the wall-time limit" and decision.requeue
+    assert decision.leave == "the wall-time limit" and decision.preempted().requeue
 
 
 def test_a_signal_counts_more_than_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_signal_counts_more_than_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(signals, "received", lambda: "SIGTERM")
     asked.decide()
     decision = asked.decide()
-    assert decision.leave == "SIGTERM" and decision.requeue
+    assert decision.leave == "SIGTERM" and decision.preempted().requeue
 
 
 def test_files_are_looked_for_now_and_then(tmp_path: Path) -> None:
@@ -77,3 +77,32 @@ def test_what_was_asked_at_the_last_boundary_is_told_at_the_end(tmp_path: Path) 
     (tmp_path / "stop").touch()
     asked.decide()
     assert asked.finish().leave == "the file 'stop'"
+
+
+# --- a rank that comes to no boundary, asked by another thread ------------------------------------
+
+
+def test_who_waits_hears_the_file(tmp_path: Path) -> None:
+    asked = boundary(tmp_path)
+    (tmp_path / "stop").touch()
+    deadline = time.monotonic() + 10.0
+    while (request := asked.standing()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert request is not None and request.reason == "the file 'stop'"
+    assert not request.requeue and not request.agreed and not (tmp_path / "stop").exists()
+
+
+def test_who_waits_hears_the_limit_on_any_rank(tmp_path: Path) -> None:
+    other = StepBoundary(Context(rank=1), tmp_path, poll_s=5.0, deadline=time.monotonic() + 0.05)
+    assert other.standing() is None
+    time.sleep(0.06)
+    request = other.standing()
+    assert request is not None and request.reason == "the wall-time limit" and request.requeue
+
+
+def test_who_waits_knows_what_was_agreed(tmp_path: Path) -> None:
+    asked = boundary(tmp_path)
+    (tmp_path / "stop").touch()
+    asked.decide()
+    request = asked.standing()
+    assert request is not None and request.reason == "the file 'stop'"

@@ -1,0 +1,139 @@
+"""Waiting for data: it may never come, and a process that waits for it must still hear.
+
+A worker may be stopped or killed, storage may never answer, and whoever waits comes to no boundary
+between steps, where requests are obeyed. The main thread therefore says when it begins to wait and
+for what; a thread looks at clocks. Where the data has not come for the limit, or for ``PATIENCE_S``
+after a request to leave, the thread has an error raised in the main thread, by a signal that
+interrupts the call in which it waits. A call that cannot be interrupted (a hung disk) does not end
+by that: the process is then ended as ``signals`` ends one.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mclclip.ranks import signals
+from mclclip.ranks.lost import GOES_ON, LostWorker
+from mclclip.ranks.signals import Preempted
+
+T = TypeVar("T")
+Request = Callable[[], Preempted | None]
+
+PATIENCE_S = 5.0  # data may just be slow: a request that is obeyed between steps loses nothing
+ANSWER_S = 3.0  # for the main thread to take the error
+LOOK_S = 0.2
+_NUDGE = signal.SIGUSR2
+
+
+class _Wait:
+    """What the main thread waits for, if it does."""
+
+    since: float | None = None  # time.monotonic()
+    what: Callable[[], str] = str
+    request: Request | None = None
+    error: tuple[float, LostWorker | Preempted] | None = None  # for the wait that began then
+
+
+class _Place:
+    """A number that says what this process is reading, in memory that its parent may see."""
+
+    here: npt.NDArray[np.int64] = np.full(1, -1, np.int64)
+
+
+def note_place(number: int) -> None:
+    """Says which file this process begins to read, as a number that the waiting process knows."""
+    _Place.here[0] = number
+
+
+def share_place(here: npt.NDArray[np.int64]) -> None:
+    """From now on ``note_place`` writes to this array [1]."""
+    _Place.here = here
+
+
+def wait_for(take: Callable[[], T], what: Callable[[], str]) -> T:
+    """Returns ``take()``, the next data; ``what()`` is a phrase that names who reads what.
+
+    In the main thread of a process that has a limit (``limited``) it raises LostWorker where the
+    limit passes, and Preempted where a request stands (``obeying``) and no data comes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return take()
+    _Wait.what, _Wait.since = what, time.monotonic()
+    try:
+        return take()
+    finally:
+        _Wait.since = None
+
+
+def waited_for() -> str | None:
+    """What the main thread waits for at this moment, or None."""
+    return None if _Wait.since is None else _Wait.what()
+
+
+@contextmanager
+def obeying(request: Request) -> Iterator[None]:
+    """While the block runs, ``request()`` says whether and why this process is to leave.
+
+    Another thread calls it, while the main thread waits.
+    """
+    before, _Wait.request = _Wait.request, request
+    try:
+        yield
+    finally:
+        _Wait.request = before
+
+
+@contextmanager
+def limited(timeout_s: float) -> Iterator[None]:
+    """While the block runs in the main thread, waiting for data has a limit (``wait_for``)."""
+    stop = threading.Event()
+    before = signal.signal(_NUDGE, _raise)
+    thread = threading.Thread(target=_look, args=(stop, timeout_s), name="data-wait", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        signal.signal(_NUDGE, before)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    """In the main thread: raises what was decided, unless the data has come meanwhile."""
+    decided, _Wait.error = _Wait.error, None
+    if decided is not None and decided[0] == _Wait.since:
+        raise decided[1]
+
+
+def _look(stop: threading.Event, timeout_s: float) -> None:
+    asked: float | None = None  # since when a request is known
+    while not stop.wait(LOOK_S):
+        since, now = _Wait.since, time.monotonic()
+        if since is None or now - since < LOOK_S:
+            asked = None
+            continue
+        request = _Wait.request() if _Wait.request is not None else None
+        asked = None if request is None else (asked or now)
+        if request is not None and now - (asked or now) > PATIENCE_S:
+            _give_up(since, request, signals.EXIT_PREEMPTED, stop)
+        elif now - since > timeout_s:
+            line = f"{_Wait.what()} for {timeout_s:g} s (peer_timeout_s): {GOES_ON}"
+            _give_up(since, LostWorker(line), 1, stop)
+
+
+def _give_up(since: float, error: LostWorker | Preempted, code: int, stop: threading.Event) -> None:
+    """Has the main thread raise ``error``; ends the process if that thread does not answer."""
+    _Wait.error = since, error
+    signal.pthread_kill(threading.main_thread().ident or 0, _NUDGE)
+    deadline = time.monotonic() + ANSWER_S
+    while _Wait.since == since and not stop.wait(0.05):
+        if time.monotonic() > deadline:
+            signals.end_now(error, code)

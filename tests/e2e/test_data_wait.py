@@ -1,0 +1,261 @@
+"""Data that never comes: who waits for it hears, is told what it waits for, and leaves.
+
+Loader workers are stopped (SIGSTOP) in the midst of a run, or a read never returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import checkpoint
+from tests import tiny
+from tests.e2e.conftest import Finished, Shell
+from tests.matrix import in_soak, kept
+
+LIMIT_S = 60.0
+OPTIONS = ("base.steps=8", "base.checkpoint.every=2", "base.log_every=1", "poll_s=0.1")
+
+
+@dataclass(frozen=True)
+class Silence:
+    """As the n-th batch is waited for, on ``rank``, reading stops for ever; then ``then`` happens.
+
+    With workers these are stopped; without, a read waits for a pipe into which nobody writes.
+    """
+
+    count: int
+    rank: int = 0
+    then: Callable[[], None] | None = None
+    after_s: float = 0.5
+
+    def __call__(self) -> None:
+        from mclclip.ranks import data_wait, process_group
+
+        setattr(data_wait, "PATIENCE_S", 0.5)  # noqa: B010
+        setattr(process_group, "_STARTED", time.monotonic())  # noqa: B010
+        if int(os.environ.get("RANK", "0")) != self.rank:
+            return
+        from torch.utils.data import dataloader
+
+        iterator: Any = dataloader._BaseDataLoaderIter
+        original, calls = iterator.__next__, itertools.count(1)
+
+        def following(own: Any) -> Any:
+            if next(calls) == self.count:
+                self._silence(own._num_workers)
+            return original(own)
+
+        setattr(iterator, "__next__", following)  # noqa: B010
+
+    def _silence(self, num_workers: int) -> None:
+        me = os.getpid()
+        if num_workers:
+            for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+                os.kill(int(child), signal.SIGSTOP)
+        else:
+            from mclclip.data import samples
+
+            read, _ = os.pipe()
+            setattr(samples.os, "pread", lambda *_: os.read(read, 1))  # noqa: B010
+        if self.then is not None:
+            threading.Timer(self.after_s, self.then).start()
+
+
+@dataclass(frozen=True)
+class Send:
+    """A signal to this process."""
+
+    number: int
+
+    def __call__(self) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+@dataclass(frozen=True)
+class Touch:
+    path: Path
+
+    def __call__(self) -> None:
+        self.path.touch()
+
+
+@dataclass(frozen=True)
+class KillWorkers:
+    """The kernel ends the workers, as where memory runs out."""
+
+    def __call__(self) -> None:
+        me = os.getpid()
+        for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((run_dir / "run_state.json").read_text())
+    return state
+
+
+@pytest.fixture(scope="module")
+def indexed(
+    shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A configuration, and a run directory that has its index."""
+    folder = tmp_path_factory.mktemp("data_wait")
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
+    shell.ok("index", "--config", config)
+    return config, folder / "run"
+
+
+def train(
+    shell: Shell, indexed: tuple[Path, Path], run_dir: Path, *options: str, **call: Any
+) -> tuple[Finished, float]:
+    """Trains in a copy of the indexed run; how it ended, and after how many seconds."""
+    if not run_dir.exists():
+        shutil.copytree(indexed[1], run_dir)
+    start = time.monotonic()
+    words = ("train", "--stage", 0, "--config", indexed[0], f"run_dir={run_dir}", *options)
+    finished = shell(*words, **call)
+    return finished, time.monotonic() - start
+
+
+def saved(run_dir: Path) -> list[int]:
+    return checkpoint.steps(run_dir / "stage_0/train/checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    kept(
+        [
+            (how, workers)
+            for how in ("SIGTERM", "SIGHUP", "stop", "wall_time")
+            for workers in (1, 0)
+        ],
+        0,
+    ),
+)
+def test_a_rank_that_waits_hears_a_request(
+    shell: Shell, indexed: Any, tmp_path: Path, how: str, workers: int
+) -> None:
+    """One rank is between two steps, so that it saves what it has done."""
+    run_dir = tmp_path / "run"
+    then = Touch(run_dir / "stop") if how == "stop" else None
+    if how.startswith("SIG"):
+        then = Send(getattr(signal, how))
+    options = [f"data.num_workers={workers}"] + (["wall_time_s=3"] if how == "wall_time" else [])
+    inside = Silence(4, then=then)
+    left, took = train(shell, indexed, run_dir, *options, inside=inside, timeout_s=LIMIT_S)
+    assert left.code == 85, left.stderrs
+    assert "Traceback" not in left.stderr and took < LIMIT_S
+    reasons = {"stop": "the file 'stop'", "wall_time": "the wall-time limit"}
+    state = state_of(run_dir)
+    assert (state["state"], state["reason"]) == ("preempted", reasons.get(how, how))
+    assert state["requeue"] is (how != "stop") and not (run_dir / "stop").exists()
+    # Batches that a worker had read in advance are trained on before the silence is felt.
+    assert saved(run_dir)[-1] in ((3,) if not workers else (3, 4, 5, 6))
+
+
+@pytest.mark.parametrize("workers", kept([1, 0], 0))
+def test_the_limit_names_worker_and_shard(
+    shell: Shell, indexed: Any, tmp_path: Path, workers: int
+) -> None:
+    options = [f"data.num_workers={workers}", "peer_timeout_s=3"]
+    left, took = train(
+        shell, indexed, tmp_path / "run", *options, inside=Silence(4), timeout_s=LIMIT_S
+    )
+    assert left.code == 1 and took < LIMIT_S, left.stderrs
+    (line,) = left.complaints()
+    who = "loader worker 0 (process " if workers else "this process"
+    assert who in line and ".tar" in line and "for 3 s (peer_timeout_s)" in line, line
+    assert ("stopped" in line) is bool(workers) and "Traceback" not in left.stderr
+    state = state_of(tmp_path / "run")
+    assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 1, True)
+
+
+@pytest.mark.parametrize("how", kept(["stop", "SIGTERM", "limit"], 0))
+def test_the_others_leave_with_the_rank_that_waits(
+    shell: Shell, indexed: Any, tmp_path: Path, how: str
+) -> None:
+    """They wait for it in a collective, where they hear nothing."""
+    run_dir = tmp_path / "run"
+    then = {"SIGTERM": Send(signal.SIGTERM), "stop": Touch(run_dir / "stop"), "limit": None}[how]
+    options = ["data.num_workers=1"] + (["peer_timeout_s=3"] if how == "limit" else [])
+    left, took = train(
+        shell,
+        indexed,
+        run_dir,
+        *options,
+        ranks=2,
+        inside=Silence(4, rank=1, then=then),
+        timeout_s=LIMIT_S,
+    )
+    state = state_of(run_dir)
+    assert "Traceback" not in "".join(left.stderrs) and took < LIMIT_S
+    assert state["requeue"] is (how != "stop")
+    if how == "limit":
+        assert left.code == 1, left.stderrs
+        assert state["state"] == "failed" and "loader worker 0 (process " in state["reason"], state
+    else:
+        assert left.code == 85, left.stderrs
+        assert state["state"] == "preempted" and how in state["reason"]
+    assert saved(run_dir)[-1] % 2 == 0  # nothing new: the other rank was in the midst of a step
+
+
+@in_soak
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("verb", ["embed", "eval"])
+def test_embedding_and_evaluation_wait_in_the_same_way(
+    shell: Shell, indexed: Any, tmp_path: Path, verb: str, ranks: int
+) -> None:
+    run_dir = tmp_path / "run"
+    done, _ = train(shell, indexed, run_dir)
+    assert done.code == 0
+    shell.ok("export", "--stage", 0, "--config", indexed[0], f"run_dir={run_dir}")
+    words = ["embed", "--stage", 0] if verb == "embed" else ["eval"]
+    options = ["data.num_workers=1", "embed.batch_size=8", "eval.batch_size=2", "peer_timeout_s=3"]
+    left = shell(
+        *words,
+        "--config",
+        indexed[0],
+        f"run_dir={run_dir}",
+        *options,
+        ranks=ranks,
+        inside=Silence(2, rank=ranks - 1),
+        timeout_s=LIMIT_S,
+    )
+    assert left.code == 1, left.stderrs
+    state = state_of(run_dir)
+    assert state["requeue"] is True and "loader worker 0 (process " in state["reason"], state
+    assert "Traceback" not in "".join(left.stderrs)
+
+
+@pytest.mark.parametrize("ranks", kept([1, 2], 0))
+def test_a_worker_that_was_killed_is_named(
+    shell: Shell, indexed: Any, tmp_path: Path, ranks: int
+) -> None:
+    """By the kernel, where memory ran out: no error of mclclip, and the job may start again."""
+    run_dir = tmp_path / "run"
+    inside = Silence(4, rank=ranks - 1, then=KillWorkers())
+    left, took = train(
+        shell, indexed, run_dir, "data.num_workers=1", ranks=ranks, inside=inside, timeout_s=LIMIT_S
+    )
+    assert left.code == 1 and took < LIMIT_S, left.stderrs
+    assert "Traceback" not in "".join(left.stderrs)
+    state = state_of(run_dir)
+    assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 1, True)
+    reason = state["reason"]
+    assert "loader worker " in reason and "(SIGKILL)" in reason, reason
+    assert "memory ran out" in reason
+    assert "data.num_workers" in reason
+    again, _ = train(shell, indexed, run_dir, "data.num_workers=1", ranks=ranks)
+    assert again.code == 0, again.stderrs
