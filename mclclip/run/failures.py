@@ -8,8 +8,6 @@ import sys
 import time
 import traceback
 
-from mclclip.files import FULL
-
 LATER_RANKS_WAIT_S = 5.0
 
 
@@ -47,6 +45,8 @@ def complain(error: Exception, with_traceback: bool) -> None:
 
 def line_of(error: BaseException) -> str:
     """The message of an error on one line; for a loader worker's error without its traceback."""
+    from mclclip.files import FULL  # imports numpy, which the command line does without
+
     line = str(error)
     if isinstance(error, OSError) and error.errno in FULL:
         return (
