@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,14 +118,27 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
     """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends."""
     from mclclip import files
     from mclclip.ranks import collectives, process_group
+    from mclclip.run import run_state
     from mclclip.run.layout import Layout
     from mclclip.run.lock import RunLock
+
+    def take_lock() -> None:
+        try:
+            lock.__enter__()
+        except OSError as error:  # a full disk, not another writer: a former state would be wrong
+            reason = failures.line_of(error)
+            with suppress(OSError):  # the first error is what the user is told
+                run_state.write(
+                    layout.run_dir, "failed", verb=verb, exit_code=EXIT_USER, requeue=False,
+                    reason=reason,
+                )  # fmt: skip
+            raise
 
     context = process_group.init(config.device, deterministic=config.deterministic)
     layout = Layout.of(config)
     lock = RunLock(layout.run_dir) if context.is_main else nullcontext()
     with process_group.num_threads(config.num_threads):
-        collectives.together(lock.__enter__)
+        collectives.together(take_lock)
         try:
             if context.is_main:  # temporary files of killed writers; the lock excludes living ones
                 files.remove_leftovers(layout.run_dir)

@@ -196,9 +196,8 @@ def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
 
 
 def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """open_clip's configuration of a model (``embed_dim``, ``vision_cfg``, ``text_cfg``), or that
-    of an image encoder, which has no ``text_cfg``; reads no weights. Raises the errors of
-    ``load_clip``."""
+    """open_clip's configuration of a model; that of an image encoder has no ``text_cfg``. Reads no
+    weights. Raises the errors of ``load_clip``."""
     found: dict[str, Any] = _resolve(name, None, None, load_weights=False)[0]["model_cfg"]
     if "text_cfg" in found:
         _check_is_clip(name, found)
@@ -253,9 +252,7 @@ def _find(
         _refuse_pretrained(label, pretrained)
         return _find_on_hub(label)
     if not os.path.exists(label) and (label.startswith((".", "/", "~")) or label.count("/") > 1):
-        raise FileNotFoundError(
-            f"no model at {label}: give an exported directory or a model's name"
-        )
+        raise FileNotFoundError(f"no model at {label}: give an exported directory or a name")
     label = label.replace("/", "-")
     if (model_cfg := open_clip.get_model_config(label)) is None:
         near = difflib.get_close_matches(label, open_clip.list_models(), n=3, cutoff=0.0)

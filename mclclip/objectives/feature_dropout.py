@@ -6,8 +6,8 @@ epsilon to a pixel on average (`viewmaker`), min over the encoder and max over t
 SimCLR's loss of two views with independent noise. A baseline of MCL's Table 2.
 
 A pixel lies between 0 and 1. The change is made to what the augmentation gives, before it is
-normalised, and the sum is cut to [0, 1]. In the authors' code that is the picture itself, so
-``model.augmentation={kind: none}`` is theirs.
+normalised, and the sum is cut to [0, 1]. In the authors' code that is the picture itself: theirs is
+an augmentation of ``kind: none``.
 
 Departures from that code. Both players move along the gradient of one forward pass, where theirs
 runs a second one for the adversary, after the encoder has moved. The loss is NT-Xent in both

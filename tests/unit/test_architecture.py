@@ -191,6 +191,7 @@ PARSES = {
     "analyse/scores.py",  # rows of our own runs, here and below
     "run/runlog.py",
     "run/run_state.py",
+    "ranks/peer_watch.py",  # words of the other ranks
 }
 
 

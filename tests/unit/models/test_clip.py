@@ -146,7 +146,7 @@ class _Code:
 
 
 def test_pickled_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"state_dict": _Code()}, tmp_path / "w.pt")
+    torch.save({"state_dict": _Code(), "size": torch.zeros(2_000_000)}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match="neither safetensors nor a plain state dict"):
         load_clip(TINY, str(tmp_path / "w.pt"))
     assert "executed" not in capsys.readouterr().out
@@ -189,7 +189,7 @@ def test_a_path_without_a_model_is_not_taken_for_a_name(name: str) -> None:
 def test_unknown_field_of_a_config() -> None:
     config = json.loads(TINY.read_text())
     config["vision_cfg"]["colour"] = 1
-    with pytest.raises(ValueError, match="cannot build the model.*colour"):
+    with pytest.raises(ValueError, match="has 'colour', which open_clip does not know"):
         load_clip(config)
 
 
