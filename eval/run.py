@@ -233,8 +233,8 @@ def evaluate(
             != evaluation_digest(benchmark, identity, precision)
         }
         if not pending:
-            why = "is evaluated already" if benchmarks else "has no benchmark in eval.suite"
-            log.info("%s %s", name, why)
+            if benchmarks:
+                log.info("%s is evaluated already", name)
             continue
         encoder = together(partial(load_model, location, pretrained, device=str(context.device)))
         rows += run_suite(

@@ -17,3 +17,8 @@ def __getattr__(name: str) -> Any:
 
         return load_model
     raise AttributeError(f"module 'mclclip' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Names the public functions too that are not loaded yet."""
+    return sorted({*globals(), *__all__})

@@ -265,7 +265,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     args, more = parser.parse_known_args(argv)
     if more and (not hasattr(args, "overrides") or any(word.startswith("-") for word in more)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+        wrong = " ".join(word for word in more if word.startswith("-")) or " ".join(more)
+        parser.error(f"unrecognized arguments: {wrong} (see 'mclclip {args.verb} --help')")
     if more:
         args.overrides += more
     return args

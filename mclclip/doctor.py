@@ -116,7 +116,11 @@ def _torchvision() -> Iterator[Finding]:
         text = f"import failed ({line}): install torchvision for this torch, see constraints.txt"
         yield Finding("FAIL", "torchvision", text)
     else:
-        yield _finding("torchvision", f"it and open_clip were imported, fix {status}")
+        text = f"it and open_clip were imported, fix {status}"
+        if "applied" in status:
+            text += "; open_clip without mclclip needs a torchvision that fits, or 'import "
+            text += "mclclip.torchvision_fix' before it"
+        yield _finding("torchvision", text)
 
 
 # --- devices -----------------------------------------------------------------------------------

@@ -128,6 +128,8 @@ def _write(
         "findings": findings.to_json(),
     }
     log.info("pack: %d samples with %d captions in %d shards", *list(counts.values())[:3])
+    if any(len(entry.captions) > 1 for entry in entries.values()):
+        log.info("pack: all captions are read with data.sources.NAME.captions=json:captions")
     for line in findings.lines(_REASONS):
         log.warning("pack: %s", line)
     return artifact.finish(counts)

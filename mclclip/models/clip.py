@@ -12,6 +12,7 @@ import os
 import pickle
 import socket
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -39,7 +40,7 @@ from mclclip.models import backbones, config_check, config_limits, towers, trans
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.image_model import pair
-from mclclip.models.interface import Model
+from mclclip.models.interface import save_export
 from mclclip.models.timm_towers import timm_layout
 from mclclip.models.tokenizer import LazyTokenizer
 
@@ -202,11 +203,6 @@ def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if "text_cfg" in found:
         _check_is_clip(name, found)
     return found
-
-
-def save_export(model: Model, directory: Path, base_digest: str | None = None) -> None:
-    """Writes a model as a directory that `mclclip.load_model` reads; see `ClipModel.save`."""
-    model.save(Path(directory), base_digest)
 
 
 def _resolve(
@@ -450,7 +446,10 @@ def _transforms(visual: Any, augmentation: Mapping[str, Any] | None) -> transfor
         look = transforms.Look((height, width), settings.mean, settings.std)
         return transforms.training(look, options), plain
     try:
-        train = image_transform_v2(settings, is_train=True, aug_cfg=options)
+        with warnings.catch_warnings():
+            # open_clip says so of the changes of colour, which it makes all the same.
+            warnings.filterwarnings("ignore", r"Unused aug.*\(\[('(color_jit|gray_sc)\w*'(, )?)+\]")
+            train = image_transform_v2(settings, is_train=True, aug_cfg=options)
     except TypeError as error:
         raise ValueError(
             f"the augmentation {options} is not one that open_clip knows ({error})"

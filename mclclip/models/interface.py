@@ -141,3 +141,8 @@ class Model(Protocol):
     def save(self, directory: Path, base_digest: str | None = None) -> None:
         """Writes a directory that `mclclip.load_model` reads: configuration and safetensors."""
         ...
+
+
+def save_export(model: Model, directory: Path, base_digest: str | None = None) -> None:
+    """Writes a model as a directory that `mclclip.load_model` reads; see `ClipModel.save`."""
+    model.save(Path(directory), base_digest)

@@ -264,7 +264,7 @@ class Artifact:
             holds_work = _holds_work(directory)
             if holds_work and not force:
                 raise ValueError(
-                    f"{directory} was made with other settings: {difference}. Use another run "
+                    f"{directory} was made with other settings: {difference}. Use another output "
                     f"directory, or --force to move the old one aside and make it again"
                 )
             if holds_work and write:
