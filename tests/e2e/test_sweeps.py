@@ -93,7 +93,7 @@ class Pictures:
 TWO = {"train": 60, "test": 30}
 PICTURES = {
     "cifar_mnist": Pictures(32, {"cifar": 10, "mnist": 3}, TWO, channels=4, shards=6),
-    "trifeature_64": Pictures(64, {"shape": 10, "texture": 3, "colour": 2}, TWO),
+    "trifeature_32": Pictures(32, {"shape": 10, "texture": 3, "colour": 2}, TWO),
     "trifeature": Pictures(128, {"shape": 10, "texture": 3, "colour": 2}, TWO),
     "cifar10": Pictures(32, {"class": 10}, TWO, shards=6),
     "stl10": Pictures(96, {"class": 10}, {**TWO, "unlabeled": 10}),
