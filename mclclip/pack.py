@@ -129,7 +129,9 @@ def _write(
     }
     log.info("pack: %d samples with %d captions in %d shards", *list(counts.values())[:3])
     if any(len(entry.captions) > 1 for entry in entries.values()):
-        log.info("pack: all captions are read with data.sources.NAME.captions=json:captions")
+        log.info(
+            "pack: some have several captions; sources that read all have captions: json:captions"
+        )
     for line in findings.lines(_REASONS):
         log.warning("pack: %s", line)
     return artifact.finish(counts)

@@ -285,7 +285,10 @@ def test_an_unknown_option_under_torchrun(folder: Path) -> None:
     )  # fmt: skip
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert stderr.splitlines()[-1] == "mclclip: unrecognized arguments: --bogus"
+    assert (
+        stderr.splitlines()[-1]
+        == "mclclip: unrecognized arguments: --bogus (see 'mclclip train --help')"
+    )
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGHUP"])
