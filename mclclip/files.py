@@ -408,7 +408,7 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(value: Mapping[str, Any], path: Path, *, required: bool = True) -> dict[str, Any]:
-    """What ``sealed`` was given; ``path`` is where it was read.
+    """Returns the value that ``sealed`` was given, without its seal; ``path`` is named in errors.
 
     A value without a seal, as older versions wrote it, is returned as it is where none is
     ``required``. Raises ValueError where the value has changed since it was sealed.

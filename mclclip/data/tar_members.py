@@ -67,7 +67,8 @@ class _Header:
 
 @dataclass(slots=True)
 class _Extension:
-    """What headers before a member say of it; of several that say the same the first counts."""
+    """Name, size and sparseness that extension headers give the next member; the first one of
+    several counts."""
 
     name: str | None = None
     size: int | None = None
@@ -209,7 +210,8 @@ class _Reader:
         return TarFault(reason, f"it ends at byte {self._size} within headers")
 
     def _damage(self, what: str) -> TarFault:
-        """What comes before the fault is used; where nothing does, the file is no tar at all."""
+        """Returns the fault of a broken header: ``damaged_shard`` behind good members, which are
+        used, and ``unreadable_shard`` where there are none."""
         reason = "damaged_shard" if self._start else "unreadable_shard"
         return TarFault(reason, f"{what}, at byte {self._at}")
 

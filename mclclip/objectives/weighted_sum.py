@@ -120,7 +120,8 @@ class Options(ObjectiveOptions):
         return WeightedSum(built, [term.weight for term in self.terms], names)
 
     def outline(self, setting: Setting) -> Objective:
-        """That of the term that makes features of its own, if there is one."""
+        """Returns the outline of the term that makes features of its own; else a plain objective,
+        whose features are the model's."""
         every = [term.objective.outline(setting) for term in self.terms]
         return next(filter(_makes_features, every), Objective())
 

@@ -35,7 +35,7 @@ _NUDGE = signal.SIGUSR2
 
 
 class _Wait:
-    """What the main thread waits for, if it does."""
+    """State of the main thread's wait for data, which the watching thread reads."""
 
     since: float | None = None  # time.monotonic()
     what: Callable[[], str] = str
@@ -75,7 +75,7 @@ def wait_for(take: Callable[[], T], what: Callable[[], str]) -> T:
 
 
 def waited_for() -> str | None:
-    """What the main thread waits for at this moment, or None."""
+    """Returns a phrase for the data that the main thread waits for now; None where it does not."""
     return None if _Wait.since is None else _Wait.what()
 
 

@@ -261,8 +261,8 @@ def _lost(problem: str) -> LostPeer:
 
 
 def _place() -> str:
-    """What the main thread waits for, or the line of this package that it is running, such as
-    ``recorder.py:70``."""
+    """Returns where the main thread is: the data that it waits for, or the line of this package
+    that it runs, such as ``recorder.py:70``."""
     if (waited := data_wait.waited_for()) is not None:
         return waited
     frame = sys._current_frames().get(threading.main_thread().ident or 0)

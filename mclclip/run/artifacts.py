@@ -74,7 +74,7 @@ class Manifest:
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def record(self, name: str) -> files.Record | None:
-        """What the file ``name`` was when it was written; None where that was not recorded."""
+        """Returns size and digests of the file ``name`` as it was written; None if not recorded."""
         found = self.records.get(name)
         return None if found is None else files.Record(**found)
 

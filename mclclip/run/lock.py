@@ -164,10 +164,8 @@ class RunLock:
                 if owner == self._record:
                     with open_own(self.path, "r") as file:
                         os.utime(file.fileno())
-            except (
-                OSError,
-                RuntimeError,
-            ) as error:  # a shared disk may fail for a moment; the next one may work
+            except (OSError, RuntimeError) as error:
+                # A shared disk may fail for a moment; the next beat may work.
                 log.warning("%s: no heartbeat: %s", self.path, error)
                 continue
             if owner is not None and owner != self._record:

@@ -95,6 +95,22 @@ class KillAfter:
 
 
 @dataclass(frozen=True)
+class Touch:
+    """Makes a file, as a user would in a running job's directory."""
+
+    path: Path
+
+    def __call__(self) -> None:
+        self.path.touch()
+
+
+def state_of(run_dir: Path) -> dict[str, Any]:
+    """What ``run_state.json`` says."""
+    state: dict[str, Any] = json.loads((run_dir / "run_state.json").read_text())
+    return state
+
+
+@dataclass(frozen=True)
 class RecordBatches:
     """Every batch that this rank trains on, as ``NNNNN_rankR.npz`` below ``directory``."""
 

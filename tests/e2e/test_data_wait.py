@@ -6,7 +6,6 @@ Loader workers are stopped (SIGSTOP) in the midst of a run, or a read never retu
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -21,7 +20,7 @@ import pytest
 
 from mclclip import checkpoint
 from tests import tiny
-from tests.e2e.conftest import Finished, Shell
+from tests.e2e.conftest import Finished, Shell, Touch, state_of
 from tests.matrix import in_soak, kept
 
 LIMIT_S = 60.0
@@ -84,14 +83,6 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Touch:
-    path: Path
-
-    def __call__(self) -> None:
-        self.path.touch()
-
-
-@dataclass(frozen=True)
 class KillWorkers:
     """The kernel ends the workers, as where memory runs out."""
 
@@ -99,11 +90,6 @@ class KillWorkers:
         me = os.getpid()
         for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
-
-
-def state_of(run_dir: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((run_dir / "run_state.json").read_text())
-    return state
 
 
 @pytest.fixture(scope="module")

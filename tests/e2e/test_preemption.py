@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ import pytest
 
 from mclclip import checkpoint
 from tests import tiny
-from tests.e2e.conftest import Finished, Shell
+from tests.e2e.conftest import Finished, Shell, Touch, state_of
 
 STEPS = 8
 TIMEOUT_S = 3.0
@@ -77,24 +76,9 @@ class SignalBeforeJoining:
             setattr(process_group, "init", lambda *_, **__: sleep())  # noqa: B010
 
 
-@dataclass(frozen=True)
-class Touch:
-    """Makes a file, as a user would in a running job's directory."""
-
-    path: Path
-
-    def __call__(self) -> None:
-        self.path.touch()
-
-
 def sleep() -> None:
     """A rank that hangs."""
     time.sleep(600)
-
-
-def state_of(run_dir: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((run_dir / "run_state.json").read_text())
-    return state
 
 
 @pytest.fixture(scope="module")
