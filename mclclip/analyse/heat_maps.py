@@ -14,10 +14,11 @@ from torch.nn import functional
 
 from mclclip.analyse import encoders
 from mclclip.analyse.encoders import PixelEncoder
-from mclclip.analyse.material import ClassGates, Figure, Material, as_picture, pair_title
+from mclclip.analyse.material import ClassGates, Figure, Material, pair_title
 from mclclip.analysis import clam as maps
 from mclclip.analysis import gates as analysis
 from mclclip.analysis import pictures
+from mclclip.data.decode import as_picture
 
 PAIRS, VIEWS, MAP_SIZE = 2, 16, 32
 

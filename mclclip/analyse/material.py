@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig
 from mclclip.data.arrays import open_npy
-from mclclip.data.decode import DecodeError, decode
+from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.embeddings import left_out, rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
@@ -218,11 +218,6 @@ class Material:
     def images(self, ids: Sequence[int]) -> list[NDArray[np.uint8]]:
         """The images of samples as pictures [H, W, 3] (``as_picture``)."""
         return [as_picture(np.asarray(image)) for image in self.raw_images(ids)]
-
-
-def as_picture(pixels: NDArray[Any]) -> NDArray[Any]:
-    """[H, W, C] -> [H, W, 3]: of other channels the first three, or the first one in grey."""
-    return pixels[..., :3] if pixels.shape[2] >= 3 else pixels[..., [0, 0, 0]]
 
 
 def pair_title(names: Sequence[str], pair: Sequence[int]) -> str:

@@ -18,11 +18,14 @@ import numpy.typing as npt
 from mclclip.data.arrays import open_npy
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_json
+from mclclip.randomness import mix
 from mclclip.run import artifacts
 
 Integers = npt.NDArray[np.int64]
 LabelMode = Literal["prefix", "last"]
 _Value = TypeVar("_Value", bound=np.generic)
+_SHARE = int.from_bytes(b"share", "big")  # purpose of a random number, part of its key
+_AT_ONCE = 2**20  # samples that are hashed at once
 _MAX_LABEL = int(np.iinfo(np.int64).max)
 
 
@@ -219,6 +222,20 @@ def permute_labels(labels: np.ndarray, seed: int, stage: int) -> np.ndarray:
     labelled = np.flatnonzero(labels >= 0)
     permuted[labelled] = np.random.default_rng([seed, stage, 1]).permutation(labels[labelled])
     return permuted
+
+
+def outside_of_share(num_samples: int, share: float, seed: int) -> Integers:
+    """Sorted ids of the samples that a draw of ``share`` of ``num_samples`` leaves out.
+
+    A hash of the seed and the id decides, so that a larger share holds a smaller one, and samples
+    that are added later change nothing for the others.
+    """
+    limit = np.uint64(min(int(share * 2.0**64), 2**64 - 1))
+    blocks = [np.zeros(0, np.int64)]
+    for start in range(0, num_samples, _AT_ONCE):
+        ids = np.arange(start, min(start + _AT_ONCE, num_samples))
+        blocks.append(ids[mix(seed, _SHARE, ids) >= limit])
+    return np.concatenate(blocks)
 
 
 class ClassLabels:

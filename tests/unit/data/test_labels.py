@@ -18,6 +18,7 @@ from mclclip.data.labels import (
     group_statistics,
     join_by_key,
     label_space,
+    outside_of_share,
     split_stages,
     truncate,
 )
@@ -294,3 +295,18 @@ def test_an_unfinished_or_mixed_directory_is_refused(tmp_path: Path) -> None:
 def test_an_empty_index_can_be_saved(tmp_path: Path) -> None:
     GroupedIndex.build(np.array([-1, -1]), (2,)).save(tmp_path)
     assert GroupedIndex.open(tmp_path).num_samples == 0
+
+
+def test_a_share_is_nested_and_does_not_depend_on_later_samples() -> None:
+    inside = {}
+    for share in (0.1, 0.3, 0.9999999999999999):
+        ids = outside_of_share(20_000, share, seed=3)
+        np.testing.assert_array_equal(ids, np.unique(ids))
+        inside[share] = set(range(20_000)) - set(ids.tolist())
+        assert len(inside[share]) == pytest.approx(share * 20_000, abs=300)  # 4 deviations
+    tenth, third, all_of_them = inside.values()
+    assert tenth < third < all_of_them | third
+    fewer = outside_of_share(10_000, 0.1, seed=3)
+    assert set(range(10_000)) - set(fewer.tolist()) == {i for i in tenth if i < 10_000}
+    other = set(range(20_000)) - set(outside_of_share(20_000, 0.1, seed=4).tolist())
+    assert len(other & tenth) < 400  # 200 by chance

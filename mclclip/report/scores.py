@@ -1,0 +1,178 @@
+"""Tables of results.jsonl, and whether a difference is larger than chance explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from markupsafe import Markup
+
+from mclclip import compare
+from mclclip.compare import Comparison
+from mclclip.config.plain_yaml import read_yaml
+from mclclip.eval import paired, results
+from mclclip.eval.results import Reference, Result
+from mclclip.report import charts
+from mclclip.report.material import Material
+
+MINIMAL_PAIRS = "mmvp_vlm"
+"""The protocol whose metrics are Types of minimal pairs."""
+
+_UNGROUPED = "control_ungrouped_"
+
+
+def colour_of(model: str) -> str:
+    """The colour of a model in charts, a variable of the page's style."""
+    if model == "stage_0":
+        return "base"
+    if model.startswith(_UNGROUPED):
+        return "control"
+    if model.startswith("control_"):
+        return "other"
+    return "joined" if model.startswith(("concat_", "soup_")) else "stage"
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure in percent, and its interval where it is ours."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model's figures by metric; ``source`` of published ones, else empty."""
+
+    model: str
+    cells: Mapping[str, Cell]
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The figures of a benchmark.
+
+    metrics     the columns, each with its number of trials
+    is_pairs    whether metrics are Types of minimal pairs, shown as a heat map
+    headline    the metric of the strips, and for each of our models its strip
+    """
+
+    benchmark: str
+    metrics: Mapping[str, str]
+    rows: Sequence[Row]
+    is_pairs: bool
+    headline: str
+    strips: Mapping[str, Markup]
+
+
+def tables(rows: Sequence[Result], references: Sequence[Reference]) -> list[Table]:
+    """A table per benchmark, without metrics of the level ``detail``."""
+    main = [row for row in rows if row.protocol.get("level") != "detail"]
+    return [
+        _table(benchmark, [row for row in main if row.benchmark == benchmark], references)
+        for benchmark in dict.fromkeys(row.benchmark for row in main)
+    ]
+
+
+def _table(benchmark: str, rows: Sequence[Result], references: Sequence[Reference]) -> Table:
+    counts: dict[str, set[int]] = {}
+    models: dict[tuple[str, str], dict[str, Cell]] = {}
+    for row in rows:
+        counts.setdefault(row.metric, set()).add(row.count)
+        cell = Cell(row.value, row.ci_low, row.ci_high)
+        models.setdefault((row.model, ""), {})[row.metric] = cell
+    for one in references:
+        if one.benchmark == benchmark and one.metric in counts:
+            models.setdefault((one.model, one.source), {})[one.metric] = Cell(one.value)
+    trials = {
+        metric: "/".join(map(str, sorted(numbers)))
+        + f" {next(r for r in rows if r.metric == metric).protocol.get('trials', '')}"
+        for metric, numbers in counts.items()
+    }
+    head = headline_of(rows)
+    strips = {
+        row.model: charts.strip(row.value, row.ci_low, row.ci_high, colour_of(row.model))
+        for row in rows
+        if row.metric == head
+    }
+    return Table(
+        benchmark,
+        trials,
+        [Row(model, cells, source) for (model, source), cells in models.items()],
+        any(row.protocol.get("name") == MINIMAL_PAIRS for row in rows),
+        head,
+        strips,
+    )
+
+
+def headline_of(rows: Sequence[Result]) -> str:
+    """The first metric of the level ``headline``, or the first of all."""
+    first = [row.metric for row in rows if row.protocol.get("level") == "headline"]
+    return (first or [rows[0].metric])[0]
+
+
+def references() -> list[Reference]:
+    """The published figures of all suites that are shipped."""
+    suites = Path(results.__file__).resolve().parent / "suites"
+    found = [results.published(read_yaml(path)) for path in sorted(suites.glob("*.yaml"))]
+    return list(dict.fromkeys(one for several in found for one in several))
+
+
+# --- paired comparisons --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Comparisons of the run's encoders with stage 0, and with the ungrouped control's; each with
+    the reason where there are none."""
+
+    with_base: Sequence[Comparison]
+    with_control: Sequence[Comparison]
+    no_base: str = ""
+    no_control: str = ""
+
+    def of(self, model: str) -> list[Comparison]:
+        """Comparisons of a model with stage 0."""
+        return [found for found in self.with_base if found.row.model == model]
+
+
+def verdicts(material: Material) -> Verdicts:
+    """Compares what was measured, in the metrics of the level ``headline``."""
+    models = list(dict.fromkeys(row.model for row in material.rows))
+    twins = {name: _UNGROUPED + name for name in models if _UNGROUPED + name in models}
+    no_base = "" if "stage_0" in models else "stage_0 was not evaluated."
+    if all(name == "stage_0" or name.startswith("control_") for name in models):
+        no_base = "Only stage_0 was evaluated."
+    no_control = "" if twins else "No ungrouped control was evaluated (controls=[ungrouped])."
+    base, control = [], []
+    try:
+        every = compare.read_runs([material.run_dir])
+        if not no_base:
+            own = [name for name in models if name != "stage_0" and not name.startswith("control_")]
+            base = compare.compare(every, own, "stage_0")
+    except (ValueError, FileNotFoundError) as error:
+        no_base = f"{error}."
+    try:
+        for name, twin in twins.items():
+            control += compare.compare(compare.read_runs([material.run_dir]), [name], twin)
+    except (ValueError, FileNotFoundError) as error:
+        control, no_control = [], f"{error}."
+    # Those with controls were compared one by one: here they are corrected for their number.
+    corrected = paired.holm([found.difference.p_value for found in control])
+    control = [replace(c, corrected=p) for c, p in zip(control, corrected, strict=True)]
+    return Verdicts(base, control, no_base, no_control)
+
+
+def first_of_each(found: Sequence[Comparison]) -> tuple[list[Comparison], list[Comparison]]:
+    """The comparisons of every encoder in the first metric of every benchmark, and the others."""
+    first: dict[str, str] = {}
+    for one in found:
+        first.setdefault(one.row.benchmark, one.row.metric)
+    main = [one for one in found if one.row.metric == first[one.row.benchmark]]
+    return main, [one for one in found if one.row.metric != first[one.row.benchmark]]

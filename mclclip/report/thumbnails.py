@@ -1,0 +1,145 @@
+"""Small pictures as data URIs, within a budget of bytes; those that cannot be shown are counted."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mclclip.data.decode import DecodeError, as_picture, decode
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import BadSample, TarDataset
+from mclclip.files import read_bounded
+
+SIDE = 96
+"""Pixels of the longer side."""
+
+_SMALL = 64  # pictures of at most this side keep every pixel
+BUDGET_BYTES = 3_000_000
+"""Bytes of all pictures of a page, as they stand in it."""
+
+BEYOND = "beyond the size of the page"
+
+LONGEST = 400
+"""Characters of a caption or statement that are shown."""
+
+_MAX_FILE_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the page: ``uri`` is empty where it cannot be shown, for ``reason``."""
+
+    uri: str
+    text: str
+    reason: str = ""
+    small: bool = False
+
+
+class Thumbnails:
+    """Makes the pictures of one page; counts those that cannot be shown, by reason."""
+
+    def __init__(self, max_image_pixels: int, budget_bytes: int = BUDGET_BYTES) -> None:
+        self.max_image_pixels, self.left_bytes = max_image_pixels, budget_bytes
+        self._made: dict[Hashable, Picture] = {}
+        self._beyond = 0
+
+    def of_sample(self, samples: Samples, sample_id: int) -> Picture:
+        """The picture of a sample, with its caption as its text."""
+        return self._picture(
+            sample_id, samples.caption(sample_id), lambda: samples.image(sample_id)
+        )
+
+    def of_file(self, path: Path, text: str) -> Picture:
+        """The picture in a file."""
+        return self._picture(path, text, lambda: read_bounded(path, _MAX_FILE_BYTES))
+
+    def lost(self) -> dict[str, int]:
+        """Number of pictures that cannot be shown, by reason; ``BEYOND`` counts every place."""
+        lost = Counter(found.reason for found in self._made.values() if found.reason)
+        return dict(lost) | ({BEYOND: self._beyond} if self._beyond else {})
+
+    def _picture(self, name: Hashable, whole: str, read: Callable[[], bytes]) -> Picture:
+        text = shortened(whole)
+        if name not in self._made:
+            self._made[name] = self._of_bytes(read, text)
+        found = self._made[name]
+        if len(found.uri) > self.left_bytes:
+            self._beyond += 1
+            return Picture("", text, BEYOND)
+        self.left_bytes -= len(found.uri)
+        return found
+
+    def _of_bytes(self, read: Callable[[], bytes], text: str) -> Picture:
+        try:
+            image = decode(read(), self.max_image_pixels, reads_arrays=True)
+        except DecodeError as error:
+            return Picture("", text, error.reason)
+        except (OSError, ValueError, RuntimeError) as error:
+            return Picture("", text, _Unread.reason_of(error))
+        if isinstance(image, np.ndarray):
+            image = Image.fromarray(np.ascontiguousarray(as_picture(image)))
+        small = max(image.size) <= _SMALL
+        return Picture(data_uri(image, small), text, small=small)
+
+
+class _Unread(RuntimeError):
+    """A sample that cannot be read, with one short word why."""
+
+    @staticmethod
+    def reason_of(error: Exception) -> str:
+        """One short word or two for an error of reading."""
+        if isinstance(error, _Unread):
+            return str(error)
+        return "missing file" if isinstance(error, FileNotFoundError) else "unreadable"
+
+
+def shortened(text: str) -> str:
+    """The first ``LONGEST`` characters, with three dots for the others."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def data_uri(image: Image.Image, whole: bool) -> str:
+    """The picture as a data URI: ``whole`` as a PNG, else as a JPEG of at most ``SIDE`` pixels."""
+    sink = io.BytesIO()
+    if whole:
+        image.save(sink, "PNG", optimize=True)
+    else:
+        image.thumbnail((SIDE, SIDE))
+        image.save(sink, "JPEG", quality=80, optimize=True)
+    kind = "png" if whole else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(sink.getvalue()).decode()}"
+
+
+class Samples:
+    """Images and captions of the samples of an index."""
+
+    def __init__(self, index: SampleIndex, max_image_pixels: int) -> None:
+        self.index = index
+        self._dataset = TarDataset(
+            index, transform=None, reads_captions=False, max_image_pixels=max_image_pixels
+        )
+        self._captions: dict[int, str] = {}
+
+    def image(self, sample_id: int) -> bytes:
+        """The bytes of the image; OSError where its shard cannot be read, and ``_Unread``."""
+        (raw,) = self._dataset.read_many([sample_id])
+        if isinstance(raw, BadSample):
+            raise _Unread(raw.reason)
+        return raw.image
+
+    def caption(self, sample_id: int) -> str:
+        """The first caption; empty where there is none, or it cannot be read any more."""
+        if sample_id not in self._captions:
+            try:
+                found = self._dataset.captions(sample_id)
+            except (OSError, RuntimeError):
+                found = []
+            self._captions[sample_id] = found[0] if found else ""
+        return self._captions[sample_id]

@@ -1,0 +1,164 @@
+"""A made-up run without any training: shards with strangers' captions, clusters, results, records.
+
+Everything lies on disk as the verbs write it; embeddings are written by hand, so that no encoder is
+needed and all of it takes a second.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mclclip import cluster, config, index
+from mclclip.config import Config
+from mclclip.data.embeddings import rows_path, write_shard
+from mclclip.data.sample_index import SampleIndex
+from mclclip.eval import results
+from mclclip.eval.outcomes import Outcomes
+from mclclip.files import record_of
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
+
+SCRIPT = "<script>alert(1)</script>"
+CONTROL = "\x1b[2J\u202e"
+LONG = 20_000  # characters at the end of every caption
+NUM_SAMPLES, BROKEN = 48, (7, 8)
+STEPS = (10, 20, 30)
+KINDS = ("colour", f"shape {SCRIPT}")
+
+
+def picture(red: bool, size: tuple[int, int] = (90, 70)) -> bytes:
+    """A JPEG of one colour."""
+    sink = io.BytesIO()
+    Image.new("RGB", size, (200, 30, 30) if red else (30, 30, 200)).save(sink, "JPEG")
+    return sink.getvalue()
+
+
+def is_red(sample: int) -> bool:
+    """Whether a sample shows red; of the others a third are red."""
+    return sample % 3 == 0
+
+
+def write_shards(folder: Path) -> None:
+    """Two shards of red and blue pictures, two of them broken, with captions of strangers."""
+    folder.mkdir(parents=True)
+    for number in range(2):
+        with tarfile.open(folder / f"{number:05d}.tar", "w") as archive:
+            for sample in range(number * NUM_SAMPLES // 2, (number + 1) * NUM_SAMPLES // 2):
+                colour = "scarlet" if is_red(sample) else "azure"
+                text = f"a {colour} thing {SCRIPT} {CONTROL}{'x' * LONG}".encode()
+                image = picture(is_red(sample))[: 400 if sample in BROKEN else None]
+                about = json.dumps({"colour": colour}).encode()
+                for suffix, data in ((".jpg", image), (".txt", text), (".json", about)):
+                    member = tarfile.TarInfo(f"{sample:05d}{suffix}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
+
+
+def write_pairs(folder: Path) -> None:
+    """Eight minimal pairs of two Types in MMVP-VLM's layout; one picture of pair 1-2 is broken."""
+    lines = ["Question ID,Type,Statement"]
+    for pair in range(8):
+        kind = "colour" if pair < 4 else "shape"
+        for number in (2 * pair + 1, 2 * pair + 2):
+            path = folder / "MLLM_VLM Images" / kind / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"no picture" if number == 1 else picture(number % 2 == 0))
+            lines.append(f"{number},{kind},statement {number} {SCRIPT}")
+    (folder / "Questions.csv").write_text("\n".join(lines) + "\n")
+
+
+def settings(root: Path) -> Config:
+    """The options of the run below ``root``."""
+    return config.from_tree(
+        {
+            "run_dir": str(root / "run"),
+            "num_stages": 2,
+            "device": "cpu",
+            "data": {
+                "sources": {"made": {"shards": f"{root}/shards/*.tar", "attributes": ["colour"]}},
+                "index_workers": 1,
+            },
+            "cluster": {"num_clusters": 2, "restarts": 1},
+            "controls": ["ungrouped"],
+            "eval": {"suite": {"pairs": {"kind": "mmvp", "path": f"{root}/pairs"}}},
+        }
+    )
+
+
+def make(root: Path) -> Path:
+    """Writes everything below ``root``; returns the run directory."""
+    write_shards(root / "shards")
+    write_pairs(root / "pairs")
+    options = settings(root)
+    index.run(options, SINGLE)
+    layout = Layout.of(options)
+    (layout.run_dir / "config.yaml").write_text(config.dump(options))
+    samples = SampleIndex.open(layout.index)
+    for stage in range(2):
+        embed(layout.embeddings(stage), samples, stage)
+        cluster.run(options, SINGLE, stage=stage)
+    for variant, stage in (("mcl", 1), ("mcl", 2), ("ungrouped", 1)):
+        train(Layout.of(options, variant).train(stage), slower=variant != "mcl")
+    evaluate(layout.results)
+    return layout.run_dir
+
+
+def embed(directory: Path, samples: SampleIndex, stage: int) -> None:
+    """Embeddings that part red from blue in stage 0, and halves of the data in stage 1; the broken
+    samples have none."""
+    made_of = {"index": samples.digest, "encoder": str(stage)}
+    artifact = Artifact.open(directory, kind="embeddings", config={}, inputs=made_of)
+    random, records = np.random.default_rng(stage), {}
+    for number, shard in enumerate(samples.shards):
+        ids = np.arange(shard.start, shard.stop)
+        side = np.array([is_red(int(i)) if stage == 0 else i >= NUM_SAMPLES // 2 for i in ids])
+        rows = np.stack([side, ~side], axis=1) + 0.1 * random.random((len(ids), 2))
+        bad = {i: "truncated" for i in BROKEN if shard.start <= i < shard.stop}
+        rows[[i - shard.start for i in bad]] = 0.0
+        write_shard(directory, number, rows.astype(np.float32), bad, samples)
+        path = rows_path(directory, number)
+        records[path.name] = record_of(path)
+    artifact.finish({"samples": len(samples)}, dtype="float32", records=records)
+
+
+def train(directory: Path, slower: bool) -> None:
+    """The records of a finished training, the last row of which is only half written."""
+    options = {"global_batch": 8, "objective": {"kind": "info_nce"}, "start": "base"}
+    artifact = Artifact.open(directory, kind="train", config={"train": options}, inputs={})
+    rows = [
+        {"step": step, "samples_seen": 8 * step, "loss": 5.0 / step, "lr": 1e-3, "seconds": 5.0}
+        | {"samples_per_s": 32.0, "samples_per_s_per_rank": 16.0, "memory_gib": 1.5}
+        for step in STEPS
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (directory / "metrics.jsonl").write_text(text + '{"step": 40, "lo')
+    epoch = rows[-1] | {"seconds": 120.0 if slower else 60.0}
+    (directory / "epochs.jsonl").write_text(json.dumps(epoch) + "\n")
+    artifact.finish({"steps": STEPS[-1]})
+
+
+def evaluate(path: Path) -> None:
+    """Results of four encoders on the pairs, and of one whose name is a stranger's."""
+    names = [f"{n}-{n + 1}" for n in range(1, 17, 2)]
+    kinds = [KINDS[n >= 4] for n in range(8)]
+    rights = {"stage_0": 0b1, "stage_1": 0b1111, "concat_stage_norm": 0b11111110}
+    rights |= {"control_ungrouped_concat_stage_norm": 0b11, f"{SCRIPT}{CONTROL}": 0}
+    for model, bits in rights.items():
+        right = np.array([bool(bits >> n & 1) for n in range(8)])
+        protocol = {"name": "mmvp_vlm", "trials": "pairs"}
+        figures = [
+            results.figure(
+                kind, Outcomes(names[at : at + 4], right[at : at + 4]), protocol, level="table"
+            )
+            for kind, at in zip(KINDS, (0, 4), strict=True)
+        ]
+        by_type = Outcomes(names, right, strata=kinds)
+        figures.append(results.figure("average", by_type, protocol, level="headline"))
+        results.record(path, figures, model, "pairs")

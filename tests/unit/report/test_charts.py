@@ -1,0 +1,86 @@
+"""Charts: coordinates that can be read off, and names that are escaped."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from mclclip.report import charts
+from mclclip.report.charts import Line
+
+
+def polyline(svg: str) -> list[tuple[float, float]]:
+    """The points of the only line."""
+    (points,) = re.findall(r'points="([^"]*)"', svg)
+    return [tuple(map(float, point.split(","))) for point in points.split()]  # type: ignore[misc]
+
+
+def test_a_line_goes_through_its_points() -> None:
+    svg = charts.lines("t", "step", [Line("mcl", [(0, 1), (50, 3), (100, 2)], "stage")])
+    (x0, y0), (x1, y1), (x2, y2) = polyline(svg)
+    assert x0 < x1 < x2 and x1 - x0 == pytest.approx(x2 - x1, abs=0.11)
+    assert y1 < y2 < y0  # y grows downwards
+    assert (y0 - y2) == pytest.approx((y0 - y1) / 2, abs=0.11)
+    assert 0 <= x0 and x2 <= charts.WIDTH and 0 <= y1 and y0 <= charts.HEIGHT
+    assert "stroke:var(--stage)" in svg
+
+
+def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios() -> None:
+    points = [(1, 1.0), (2, 10.0), (3, 100.0), (4, 0.0), (5, math.nan)]
+    svg = charts.lines("t", "x", [Line("a", points, "stage")], log=True)
+    found = polyline(svg)
+    assert len(found) == 3
+    assert found[0][1] - found[1][1] == pytest.approx(found[1][1] - found[2][1], abs=0.11)
+
+
+def test_nothing_to_draw_is_nothing() -> None:
+    assert charts.lines("t", "x", [Line("a", [(1, math.inf)], "stage")]) == ""
+    assert charts.steps("t", "x", [], "stage") == ""
+
+
+def test_one_point_is_a_dot() -> None:
+    first, second = polyline(charts.lines("t", "x", [Line("a", [(3, 0.0)], "stage")]))
+    assert first == second
+
+
+def test_names_are_escaped() -> None:
+    hostile = "<b>\x1b\"'"
+    svgs = [
+        charts.lines(hostile, hostile, [Line(hostile, [(0, 1), (1, 2)], "stage")]),
+        charts.steps(hostile, hostile, [3, 2], "stage"),
+    ]
+    for svg in svgs:
+        assert "<b>" not in svg and "\x1b" not in svg and "&lt;b&gt;\\x1b" in svg
+
+
+def test_strips_and_balances_are_in_percent() -> None:
+    assert 'cx="40.0%"' in charts.strip(40.0, 30.0, 50.0, "base")
+    bars = charts.balance(3, 1, 4)
+    assert 'x="37.5%" width="12.5%"' in bars and 'x="50%" width="37.5%"' in bars
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.25, "0.25"), (5e-05, "5e-05"), (12_000, "12k"), (2e6, "2M")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert charts.number(value) == text
+
+
+def test_of_many_sizes_some_are_drawn_largest_first() -> None:
+    assert charts.largest_first([1, 3, 2]) == [3.0, 2.0, 1.0]
+    many = charts.largest_first(range(10_000))
+    assert len(many) == 200 and many[0] == 9_999.0 and many[-1] == 0.0
+    assert many == sorted(many, reverse=True)
+
+
+def test_a_few_bars_are_counted_in_whole_numbers() -> None:
+    assert charts._Scale(0.0, 2.0, 0, 100, whole=True).ticks() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.137, 0.139), (3.0, 41_000.0), (-2, 5)])
+def test_ticks_are_few_and_within(low: float, high: float) -> None:
+    ticks = charts._Scale(low, high, 0, 100).ticks()
+    assert 2 <= len(ticks) <= 6 and low - 1e-9 <= ticks[0] and ticks[-1] <= high + 1e-9

@@ -1,0 +1,345 @@
+"""The page of a made-up run: what it says, how it shows strangers' text, what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import report
+from mclclip.eval.results import Reference
+from mclclip.report import material, scores, thumbnails, training
+from mclclip.report.pairs import one_of_each
+from mclclip.report.thumbnails import Thumbnails
+from mclclip.run.artifacts import read_manifest
+from tests import made_run
+from tests.tiny import digests
+
+SECTIONS = "story results better pairs clusters groups nearest curves cost".split()
+VOID = {"meta", "link", "img", "br", "wbr"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A made-up run with its page; read only."""
+    run_dir = made_run.make(tmp_path_factory.mktemp("made"))
+    report.run(str(run_dir))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def page(made: Path) -> str:
+    return (made / report.NAME).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy that a test may damage; its data are the original's."""
+    yield Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def text_of(page: str, section: str | None = None) -> str:
+    """The words of a page, or of one of its sections, with one blank between."""
+    if section is not None:
+        page = page.partition(f'<section id="{section}">')[2].partition("</section>")[0]
+    return " ".join(re.sub(r"<[^>]*>", " ", page.replace("<wbr>", "")).split())
+
+
+def words_of_run(run_dir: Path, section: str | None = None) -> str:
+    return text_of(report.run(str(run_dir)).read_text(encoding="utf-8"), section)
+
+
+class Reader(HTMLParser):
+    """Reads a page as a browser does, and refuses tags that do not close each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.addresses += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "data")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+
+def test_it_is_whole_html_that_asks_for_nothing(page: str) -> None:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    assert all(re.match(r"data:|#", address) for address in reader.addresses)
+    assert not reader.tags & {"script", "iframe", "object", "form", "base"}
+    assert not re.search(r"https?:|url\(|@import", page)
+    assert "default-src 'none'" in page
+    anchors = set(re.findall(r'href="#(\w+)"', page))
+    assert anchors == set(re.findall(r'<section id="(\w+)"', page)) == set(SECTIONS)
+
+
+def test_a_run_that_has_all_lacks_nothing(page: str) -> None:
+    assert "Left out" not in page and "left out" not in page
+    assert len(page) < 500_000  # though every caption has 20,000 characters
+    assert "x" * 300 in page and "x" * 500 not in page
+
+
+def test_what_strangers_wrote_is_shown_escaped(page: str) -> None:
+    """Captions, statements, Types and a model's name hold a script and control characters."""
+    assert made_run.SCRIPT not in page and "<script" not in page
+    assert page.count("&lt;script&gt;") > 20
+    assert all(c.isprintable() or c == "\n" for c in page)
+    for section in ("results", "pairs", "nearest"):
+        assert "&lt;script&gt;" in text_of(page, section)
+
+
+def test_the_same_run_gives_the_same_bytes_and_is_not_changed(made: Path, page: str) -> None:
+    before = digests(made, "**/*")
+    assert report.run(str(made)).read_text(encoding="utf-8") == page
+    assert digests(made, "**/*") == before
+
+
+def test_the_story_says_what_was_done(page: str) -> None:
+    words = text_of(page, "story")
+    assert (
+        "Its embeddings of 48 samples were clustered into 2 clusters (spherical k-means)" in words
+    )
+    assert "2 samples could not be used." in words
+    assert "Words that tell their captions apart: azure, scarlet." in words
+    assert "It started again from the base&#39;s weights and was trained by info_nce" in words
+    assert "30 steps of 8 samples" in words and "loss went from 0.500 to 0.167" in words
+    assert "which is +75.0 points against stage 0" in words and "“ungrouped” repeated" in words
+
+
+def test_the_clusters_show_their_words_and_members(page: str) -> None:
+    words = text_of(page, "clusters")
+    stage_0 = words.partition("Stage 0")[2].partition("Stage 1")[0]
+    azure, scarlet = re.findall(r"Cluster \d ([\d.]+) % of samples (\w+) 100 % / 0 %", stage_0)
+    assert azure[1] == "azure" and scarlet[1] == "scarlet"
+    assert float(azure[0]) == pytest.approx(100 * 30 / 46, abs=0.05)  # 16 of 46 are red
+    assert page.count("data:image/") > 40
+
+
+def test_figures_verdicts_pairs_and_costs(page: str) -> None:
+    assert "8 pairs" in text_of(page, "results")
+    better = text_of(page, "better")
+    assert "concat_stage_norm has 87.5, stage_0 12.5, which is +75.0 points" in better
+    assert "+5 of 8 pairs" in better  # against the control: 7 and 2 right
+    pairs = text_of(page, "pairs")
+    assert "colour +3 -1 of 4" in pairs and "+4 -0 of 4" in pairs
+    cost = text_of(page, "cost")
+    assert "stage_1 30 240 60 s 2 1.50 GiB 0.03" in cost
+    assert "all 90 720 4 min" in cost and "0.13" in cost  # 240 s on two ranks
+    assert "Pictures that are not shown: 1 (unidentified)." in text_of(page)
+
+
+def test_agreement_is_computed_or_read(made: Path, copied: Path, page: str) -> None:
+    words = text_of(page, "groups")
+    assert (
+        "of all samples, as &#39;mclclip cluster&#39; recorded it. Of attributes: computed of 48"
+        in words
+    )
+    recorded = read_manifest(made / "stage_1" / "clusters", "clusters").counts["ami"]["stage_0"]
+    assert f"stage_0 1.00 {recorded:.2f} 1.00" in words  # and red is what stage 0 clustered by
+    assert f"stage_1 {recorded:.2f} 1.00" in words
+    (copied / "analysis").mkdir()
+    table = {"rows": ["stage_0"], "columns": ["stage_0", "kind"], "ami": [[1.0, 0.123]]}
+    (copied / "analysis" / "agreement.json").write_text(json.dumps(table))
+    words = words_of_run(copied, "groups")
+    assert "From &#39;mclclip analyse&#39;" in words and "stage_0 1.00 0.12" in words
+    (copied / "analysis" / "agreement.json").write_text(json.dumps(table | {"ami": [[1.0]]}))
+    assert "agreement.json is damaged" in words_of_run(copied, "groups")
+
+
+# --- runs that lack something --------------------------------------------------------------------
+
+
+def test_there_is_no_run_or_nothing_to_show(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no run at"):
+        report.run(str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="nothing to show yet"):
+        report.run(str(tmp_path))
+    with pytest.raises(ValueError, match="wanted a run directory"):
+        report.run()
+
+
+def test_evaluations_alone_have_a_page(made: Path, tmp_path: Path) -> None:
+    shutil.copy(made / "results.jsonl", tmp_path)
+    shutil.copytree(made / "outcomes", tmp_path / "outcomes")
+    page = report.run(str(tmp_path), out=tmp_path / "out" / "page.html").read_text()
+    assert "+75.0 points" in text_of(page, "better")
+    assert "The configuration does not say where the pictures" in text_of(page, "pairs")
+    assert "run &#39;mclclip index&#39; first" in text_of(page, "clusters")
+    assert "no training has records" in text_of(page, "cost")
+    assert not (tmp_path / report.NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("gone", "section", "reason"),
+    [
+        ("results.jsonl", "results", "Nothing was evaluated yet"),
+        ("results.jsonl", "better", "was evaluated"),
+        ("outcomes", "better", "no outcomes of items"),
+        ("outcomes", "pairs", "no outcomes of items"),
+        ("index", "clusters", "no finished index"),
+        ("index", "nearest", "no finished index"),
+        ("stage_0/clusters/manifest.json", "clusters", "Stage 1: 2 clusters"),
+        ("stage_1", "curves", "No training has records"),
+        ("controls", "curves", "MCL A loss"),
+    ],
+)
+def test_what_is_gone_is_left_out_with_a_reason(
+    copied: Path, gone: str, section: str, reason: str
+) -> None:
+    path = copied / gone
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert reason in words_of_run(copied, section)
+
+
+def test_damaged_clusters_are_named(copied: Path) -> None:
+    path = copied / "stage_0" / "clusters" / "cluster_labels.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    assert "cluster_labels.npy is damaged" in words_of_run(copied, "clusters")
+
+
+def test_pictures_of_shards_that_are_gone_are_counted(tmp_path: Path) -> None:
+    run_dir = made_run.make(tmp_path)
+    shutil.rmtree(tmp_path / "shards")
+    shutil.rmtree(tmp_path / "pairs")
+    page = report.run(str(run_dir)).read_text()
+    assert re.search(r"not shown: \d+ \(missing file\)", text_of(page))
+    assert "Their pictures are not there any more" in text_of(page, "pairs")
+    assert "colour +3 -1 of 4" in text_of(page, "pairs") and "data:image" not in page
+
+
+def test_a_training_that_runs_is_shown(copied: Path) -> None:
+    (copied / "stage_1" / "train" / "manifest.json").unlink()
+    assert "so far (it is not finished)" in words_of_run(copied, "story")
+    assert "not finished" in words_of_run(copied, "cost")
+
+
+def test_a_wrong_row_of_results_stops_it(copied: Path) -> None:
+    (copied / "results.jsonl").write_text('{"model": "stage_0"}\n')
+    with pytest.raises(ValueError, match=r"results.jsonl line 1 is not a result row"):
+        report.run(str(copied))
+
+
+# --- large runs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 199_999, 200_001, 12_000_000])
+def test_rows_are_spread_evenly_and_bounded(count: int) -> None:
+    cuts = material.spread(count, 200_000)
+    rows = material.numbers_in(cuts)
+    assert len(rows) == min(count, 200_000) and len(np.unique(rows)) == len(rows)
+    if count > 200_000:
+        assert len(cuts) == material.PIECES and rows[0] == 0 and rows[-1] == count - 1
+        assert np.diff([cut.start for cut in cuts]).max() <= count / (material.PIECES - 2)
+
+
+def test_of_many_samples_some_are_read_and_the_page_says_so(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(material, "LABEL_ROWS", 32)
+    monkeypatch.setattr(material, "FEATURE_ROWS", 16)
+    monkeypatch.setattr(material, "PIECES", 4)
+    monkeypatch.setattr(material.spread, "__defaults__", (4,))
+    found = report.read(str(copied))
+    assert [len(rows) for rows in found.clusters.values()] == [32, 32]
+    whole = np.load(copied / "stage_0" / "clusters" / "cluster_labels.npy")[:, 0]
+    np.testing.assert_array_equal(found.clusters[0], whole[found.label_ids])
+    rows = np.concatenate(
+        [np.load(copied / "stage_1" / "embeddings" / f"{n:05d}.npy") for n in (0, 1)]
+    )
+    np.testing.assert_array_equal(found.features[1], rows[found.feature_ids])
+    assert "32 of 48 samples, spread evenly" in words_of_run(copied, "clusters")
+    assert "among 16 of 48 samples" in words_of_run(copied, "nearest")
+
+
+def test_of_a_long_file_of_metrics_some_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "pad": "x" * 90}) + "\n" for n in range(9000)))
+    whole, is_whole = material.read_lines(path)
+    assert is_whole and [row["step"] for row in whole] == [*range(9000)]
+    rows, is_whole = material.read_lines(path, max_bytes=100_000)
+    steps = [row["step"] for row in rows]
+    assert not is_whole and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 8999
+    assert material.POINTS / 2 < len(steps) <= material.POINTS + 2
+    assert [row["step"] for row in material.thinned(whole, 3)] == [0, 4499, 8999]
+
+
+def test_pictures_stay_within_their_budget(tmp_path: Path) -> None:
+    path = tmp_path / "0.jpg"
+    path.write_bytes(made_run.picture(True, (80, 80)))
+    size = len(Thumbnails(10_000).of_file(path, "").uri)
+    made = Thumbnails(10_000, budget_bytes=2 * size + 1)
+    # Every use counts, also of the same picture: each stands in the page again.
+    shown = [bool(made.of_file(path, "text").uri) for _ in range(4)]
+    assert shown == [True, True, False, False] and made.left_bytes == 1
+    assert made.lost() == {"beyond the size of the page": 2}
+    assert Thumbnails(100).of_file(path, "").reason == "bomb"
+    assert Thumbnails(100).of_file(tmp_path / "none", "").reason == "missing file"
+
+
+def test_arrays_are_pictures_too(tmp_path: Path) -> None:
+    path = tmp_path / "array.npy"
+    np.save(path, np.zeros((20, 30, 4), np.uint8))
+    found = Thumbnails(10_000).of_file(path, "")
+    assert found.small and found.uri.startswith("data:image/png")
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def test_published_figures_stand_in_the_table_of_their_benchmark(made: Path) -> None:
+    rows = report.read(str(made)).rows
+    references = [Reference("theirs", "pairs", "average", 45.0, "a paper")]
+    references += [Reference("theirs", "pairs", "unknown", 1.0, "a paper")]
+    references += [Reference("theirs", "other", "average", 1.0, "a paper")]
+    (table,) = scores.tables(rows, references)
+    published = table.rows[-1]
+    assert (published.model, published.source) == ("theirs", "a paper")
+    assert {metric: cell.value for metric, cell in published.cells.items()} == {"average": 45.0}
+    assert "theirs" not in table.strips and table.headline == "average" and table.is_pairs
+    assert len(scores.references()) > 10
+
+
+def test_pairs_of_all_types_come_first() -> None:
+    assert one_of_each([0, 1, 2, 5], ["a", "a", "b", "b", "b", "c"]) == [0, 2, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(None, "not recorded"), (90.0, "90 s"), (600.0, "10 min"), (11_520.0, "3 h 12 min")],
+)
+def test_durations_in_words(seconds: float | None, words: str) -> None:
+    assert training.duration(seconds) == words
+
+
+def test_a_sum_that_lacks_a_part_is_unknown() -> None:
+    one: Any = training.Training("mcl", 0, True, 1, 1, 60.0, None, None, None, None, {})
+    assert training.total([one], lambda t: t.seconds) == 60.0
+    assert training.total([one, one], lambda t: t.rank_hours) is None
+    assert training.total([], lambda t: t.seconds) is None
+
+
+def test_thumbnails_of_samples_carry_their_captions(made: Path) -> None:
+    samples = thumbnails.Samples(report.read(str(made)).index, 10_000)
+    found = Thumbnails(10_000)
+    assert found.of_sample(samples, 0).text.startswith("a scarlet thing")
+    for _ in range(2):
+        assert found.of_sample(samples, made_run.BROKEN[0]).reason == "truncated"
+    assert found.lost() == {"truncated": 1}
