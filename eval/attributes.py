@@ -8,7 +8,6 @@ papers name no optimizer; here it is L-BFGS with an L2 penalty, as in `linear_pr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,37 +18,19 @@ from pydantic import AfterValidator, Field
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.data import attributes as fields
-from mclclip.data.sample_index import join_rows
-from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.eval import knn, linear_probe
 from mclclip.eval.features import Extractor, Features
 from mclclip.eval.labelled_features import LabelledFeatures
 from mclclip.eval.metrics import IntArray
-from mclclip.eval.results import Figure, proportion
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.results import Figure, figure
+from mclclip.eval.stored import StoredImage, read_shards
 from mclclip.ranks.collectives import on_main, together
 
 READS_TEXT = False  # whether images are compared with texts
 
 Probe = Literal["linear", "knn"]
 Names = Annotated[list[str], Field(min_length=1), AfterValidator(fields.check_names)]
-
-
-@dataclass(frozen=True)
-class StoredImage:
-    """An image's place in a shard."""
-
-    path: Path
-    key: str
-    offset: int
-    size: int
-
-    def read_bytes(self) -> bytes:
-        """The image member's bytes; OSError where the shard cannot be read."""
-        with open(self.path, "rb") as file:
-            return os.pread(file.fileno(), self.size, self.offset)
-
-    def __str__(self) -> str:
-        return f"{self.key} in {self.path}"
 
 
 @dataclass(frozen=True)
@@ -68,26 +49,7 @@ class Split:
 def read_split(directory: Path, names: Sequence[str]) -> Split:
     """Reads ``directory/*.tar``. FileNotFoundError where there is none; ValueError for samples
     without a value of one of the attributes, or for shards with damage."""
-    shards = sorted(Path(directory).glob("*.tar"))
-    if not shards:
-        raise FileNotFoundError(f"there is no shard in {directory}: wanted *.tar files")
-    findings, scans = Findings(), []
-    for path in shards:
-        scan = scan_shard(str(path), "", "txt", names)
-        findings.merge(scan.findings)
-        scans.append(scan.rows)
-    table = join_rows(None, 0, scans, findings)
-    wrong = {r: f for r, f in findings.to_json().items() if r != "no_caption"}
-    if wrong or not len(table):
-        found = ", ".join(f"{f['count']} {r}" for r, f in wrong.items()) or "no sample"
-        raise ValueError(
-            f"{directory} holds {found}: an evaluation wants whole shards in which every sample "
-            f"has {', '.join(names)}"
-        )
-    places = zip(
-        *(table[c].to_pylist() for c in ("key", "shard", "image_offset", "image_size")), strict=True
-    )
-    images = [StoredImage(shards[n], key.strip("/"), start, size) for key, n, start, size in places]
+    images, table = read_shards(directory, attributes=names)
     return Split(images, {name: table[fields.COLUMN + name].to_pylist() for name in names})
 
 
@@ -142,10 +104,12 @@ def evaluate(
     )
     known = known.first(max_train)
     train, test = extractor.images(known.images), extractor.images(asked.images)
+    items = [image.key for image in asked.images]
     figures = []
     for name in attributes:
         labels, truth, number = coded(known.values[name], asked.values[name], name)
         protocol: dict[str, Any] = {
+            "trials": "images",
             "num_classes": number,
             "num_train": len(train),
             "precision": extractor.precision,
@@ -159,7 +123,9 @@ def evaluate(
                 extractor, data, strength, validation_share, seed, max_iterations
             )
             protocol |= {"name": "attributes_linear", **chosen}
-        figures.append(proportion(name, int((predicted == truth).sum()), len(truth), protocol))
+        figures.append(
+            figure(name, Outcomes(items, predicted == truth), protocol, level="headline")
+        )
     if len(figures) > 1:
         figures.append(_mean(figures))
     return figures
@@ -199,11 +165,19 @@ def _by_neighbours(
 
 
 def _mean(figures: Sequence[Figure]) -> Figure:
-    """Mean over attributes; its interval is the mean of theirs, which is never too narrow."""
-    middle, low, high = (
-        float(np.mean([getattr(f, name) for f in figures]))
-        for name in ("value", "ci_low", "ci_high")
-    )
-    protocol = figures[0].protocol | {"of": [figure.metric for figure in figures]}
+    """The mean over attributes; all answers to an image are one unit."""
+    of = [found.metric for found in figures]
+    protocol = figures[0].protocol | {"of": of, "trials": "answers"}
     protocol.pop("num_classes")
-    return Figure("mean", middle, figures[0].count, low, high, protocol)
+    every = [found.outcomes for found in figures if found.outcomes is not None]
+    joined = Outcomes(
+        items=[
+            f"{f.metric}:{item}"
+            for f, one in zip(figures, every, strict=True)
+            for item in one.items
+        ],
+        values=np.concatenate([one.values for one in every]),
+        strata=[f.metric for f in figures for _ in range(f.count)],
+        units=[item for one in every for item in one.items],
+    )
+    return figure("mean", joined, protocol)

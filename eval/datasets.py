@@ -1,8 +1,8 @@
 """Loaders of the data sets that protocols use; they import no torch.
 
-MMVP-VLM's minimal pairs, images with captions (tables, COCO's and Karpathy's JSON, Flickr30k's
-tokens), and images with classes (a folder per class, a table, ``train/`` and ``test/`` of folders).
-They raise FileNotFoundError for missing files and ValueError for wrong content, in one line.
+MMVP-VLM's minimal pairs, and images with captions (tables, COCO's and Karpathy's JSON, Flickr30k's
+tokens). They raise FileNotFoundError for missing files and ValueError for wrong content, in one
+line.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
+from mclclip.eval.caption_layouts import NamedTexts, caption_files, caption_lines, conversations
 from mclclip.eval.metrics import IntArray
 from mclclip.files import Roots, below, read_json
 
@@ -55,6 +56,40 @@ def _cells(path: Path, file: TextIO, columns: Sequence[str]) -> list[tuple[int, 
     return [(reader.line_num, [row[name] or "" for name in columns]) for row in reader]
 
 
+def roots_of(folder: Path, *others: Path) -> Roots:
+    """Where the files of a benchmark's folder may lie: in it, in ``others``, and, where it is a
+    snapshot in the Hub's cache, which consists of links, among the blobs beside all snapshots."""
+    above = next((path for path in folder.resolve().parents if path.name == "snapshots"), None)
+    return Roots(folder, *others, *([above.with_name("blobs")] if above else []))
+
+
+def check_inside(paths: Iterable[Path], roots: Roots, folder: Path) -> None:
+    """Raises ValueError for a path that leads out of ``roots``, those of ``folder``, by a link."""
+    if outside := next((path for path in paths if roots.real_path(path) is None), None):
+        raise ValueError(
+            f"{outside} leads to {outside.resolve()}, which is not below {folder}: benchmarks "
+            "are read from their own folder only, copy the images there"
+        )
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of an image file, which is encoded like an image of its own.
+
+    box: left, top, right and bottom edge in pixels; what lies outside of the picture is black.
+    """
+
+    path: Path
+    box: tuple[int, int, int, int]
+
+    def read_bytes(self) -> bytes:
+        """The bytes of the whole image; OSError where they cannot be read."""
+        return self.path.read_bytes()
+
+    def __str__(self) -> str:
+        return f"{self.path} cut to {self.box}"
+
+
 # --- minimal pairs -----------------------------------------------------------------------------
 
 
@@ -88,8 +123,8 @@ def read_pairs(root: Path) -> list[Pair]:
     folder = next((f for name in MMVP_FOLDERS if (f := Path(root) / name).is_dir()), None)
     if folder is None:
         raise FileNotFoundError(f"no folder {MMVP_FOLDERS[0]!r} (or with _) in {root}")
-    types = sorted({question.type for question in questions})
-    files = {kind: _images_of_type(Path(root), folder, kind) for kind in types}
+    types, roots = sorted({question.type for question in questions}), roots_of(Path(root))
+    files = {kind: _images_of_type(roots, folder, kind) for kind in types}
     pairs = []
     for a, b in zip(questions[::2], questions[1::2], strict=True):
         where = f"Questions.csv lines {a.line} and {b.line} form a pair, but their"
@@ -132,21 +167,14 @@ def _read_questions(path: Path) -> list[_Question]:
     return questions
 
 
-def _images_of_type(root: Path, folder: Path, kind: str) -> dict[str, Path]:
+def _images_of_type(roots: Roots, folder: Path, kind: str) -> dict[str, Path]:
     """Question ID -> image; where one has several files, the first of the suffixes wins."""
     places = [below(folder, name, "Questions.csv") for name in (kind, kind.replace(" ", "_"))]
     own = next((place for place in places if place.is_dir()), None)
     if own is None:
         raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
     files = [path for path in own.iterdir() if path.suffix.lower() in MMVP_SUFFIXES]
-    # A snapshot in the Hub's cache consists of links to the blobs beside all snapshots.
-    above = next((path for path in root.resolve().parents if path.name == "snapshots"), None)
-    roots = Roots(root, *([above.with_name("blobs")] if above else []))
-    if outside := [path for path in files if roots.real_path(path) is None]:
-        raise ValueError(
-            f"{outside[0]} leads to {outside[0].resolve()}, which is not below {root}: benchmarks "
-            "are read from their own folder only, copy the images there"
-        )
+    check_inside(files, roots, folder.parent)
     files.sort(key=lambda path: MMVP_SUFFIXES.index(path.suffix.lower()), reverse=True)
     return {path.stem: path for path in files}
 
@@ -179,9 +207,10 @@ CAPTION_RULES = {
 
 @dataclass(frozen=True)
 class ImageTexts:
-    """Images and captions; ``caption_image`` [C] is the row of each caption's image."""
+    """Images (files, or places in shards) and captions; ``caption_image`` [C] is the row of each
+    caption's image."""
 
-    images: list[Path]
+    images: Sequence[Any]
     captions: list[str]
     caption_image: IntArray
 
@@ -191,9 +220,10 @@ def read_captions(
 ) -> ImageTexts:
     """The images and captions of a named protocol, after a check of their numbers.
 
-    ``path``: .csv or .tsv with the columns filepath, title and perhaps split; .json, COCO's or
-    Karpathy's; or .token, Flickr30k's. Files are named from the folder ``images``. ``split``
-    overrides the protocol's. COCO's images without a caption are kept as candidates.
+    ``path``: .csv or .tsv with the columns filepath, title and perhaps split; .json, COCO's,
+    Karpathy's or ShareGPT4V's; .jsonl or .jsonlines, DOCCI's; .token, Flickr30k's; or a folder with
+    a .txt per image, Urban1k's. Files are named from the folder ``images``. ``split`` overrides the
+    protocol's. COCO's images without a caption are kept as candidates.
     """
     if protocol not in CAPTION_RULES:
         raise ValueError(f"unknown protocol {protocol!r}: use one of {', '.join(CAPTION_RULES)}")
@@ -201,10 +231,15 @@ def read_captions(
     for needed in (path, Path(images)):
         if not needed.exists():
             raise FileNotFoundError(f"no {needed}: retrieval needs captions and an image folder")
-    if path.suffix not in _CAPTION_READERS:
-        raise ValueError(f"{path}: captions come as .csv, .tsv, .json or .token")
     split = split or rule.split
-    names, pairs = _CAPTION_READERS[path.suffix](path, split)
+    if path.is_dir():
+        names, pairs = caption_files(path, Path(images))
+    elif path.suffix in _CAPTION_READERS:
+        names, pairs = _CAPTION_READERS[path.suffix](path, split)
+    else:
+        raise ValueError(
+            f"{path}: captions come as {', '.join(_CAPTION_READERS)}, or as a folder of .txt files"
+        )
     data = _joined(Path(images), names, pairs, rule.captions_per_image or math.inf, str(path))
     got, wanted = (len(data.images), len(data.captions)), (rule.num_images, rule.num_captions)
     if 0 in got:
@@ -237,25 +272,21 @@ def _joined(
     return ImageTexts(images, captions, np.array(owners, dtype=np.int64))
 
 
-_NamedTexts = tuple[Iterable[str], Iterable[tuple[str, str]]]
-"""Files that are candidates with or without a caption, and (file, caption) pairs."""
-
-
-def _caption_table(path: Path, split: str | None) -> _NamedTexts:
+def _caption_table(path: Path, split: str | None) -> NamedTexts:
     rows = read_rows(
         path, ["filepath", "title", *(["split"] if split else [])], "table of captions"
     )
     return (), [(file, title) for _, (file, title, *where) in rows if where in ([], [split])]
 
 
-def _caption_json(path: Path, split: str | None) -> _NamedTexts:
+def _caption_json(path: Path, split: str | None) -> NamedTexts:
     content = read_json(path)
     try:
         names, pairs = _named_texts(content, path, split)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} lacks a field of COCO's or Karpathy's layout, or has another type there: "
-            f"{error!r}"
+            f"{path} lacks a field of COCO's, Karpathy's or ShareGPT4V's layout, or has another "
+            f"type there: {error!r}"
         ) from None
     texts = [*names, *(item for pair in pairs for item in pair)]
     if strange := [text for text in texts if not isinstance(text, str)]:
@@ -263,7 +294,9 @@ def _caption_json(path: Path, split: str | None) -> _NamedTexts:
     return names, pairs
 
 
-def _named_texts(content: Any, path: Path, split: str | None) -> _NamedTexts:
+def _named_texts(content: Any, path: Path, split: str | None) -> NamedTexts:
+    if isinstance(content, list):
+        return conversations(content)
     keys = content.keys() if isinstance(content, dict) else set()
     if {"images", "annotations"} <= keys:
         names = {image["id"]: image["file_name"] for image in content["images"]}
@@ -286,7 +319,7 @@ def _named_texts(content: Any, path: Path, split: str | None) -> _NamedTexts:
     ]
 
 
-def _caption_tokens(path: Path, split: str | None) -> _NamedTexts:
+def _caption_tokens(path: Path, split: str | None) -> NamedTexts:
     """``results_20130124.token``: lines of ``FILE#NUMBER<TAB>caption``; it has no splits."""
     pairs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -301,109 +334,7 @@ _CAPTION_READERS = {
     ".csv": _caption_table,
     ".tsv": _caption_table,
     ".json": _caption_json,
+    ".jsonl": caption_lines,
+    ".jsonlines": caption_lines,
     ".token": _caption_tokens,
 }
-
-
-# --- images with classes -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """Images with their classes; ``labels`` [N] are rows of ``class_names`` [K]."""
-
-    images: list[Path]
-    labels: IntArray
-    class_names: list[str]
-
-
-def readable(label: str) -> str:
-    """A label as words: underscores as spaces."""
-    return label.replace("_", " ")
-
-
-def labels_of(root: Path, table: str | None = None) -> list[str]:
-    """The labels of a benchmark, sorted: its folders, with or without images, or those of the
-    table ``root/table``.
-
-    FileNotFoundError for a missing folder or table, ValueError where there is no class.
-    """
-    if not root.is_dir():
-        raise FileNotFoundError(f"no folder {root}: zero-shot evaluation needs images")
-    labels = {label for _, label in _table_rows(root, table)} if table else _class_folders(root)
-    if not labels:
-        wanted = (
-            "a row per image, such as 1.jpg,cat" if table else "a folder per class, such as cat/"
-        )
-        raise ValueError(f"{root / (table or '')} has no images: wanted {wanted}")
-    return sorted(labels)
-
-
-def read_labelled(root: Path, names: Mapping[str, str], table: str | None = None) -> LabelledImages:
-    """A folder per class under ``root``, or the images of the table ``root/table``: a CSV (or .tsv)
-    with the columns filepath, from ``root`` on, and label.
-
-    ``names``: label -> class name, of every label at least; the classes are those of ``names``, in
-    its order. ValueError where there is no image.
-    """
-    pairs = _table_rows(root, table) if table else _images_in(root)
-    return _labelled(pairs, names, root / (table or ""))
-
-
-def read_split(root: Path) -> tuple[LabelledImages, LabelledImages]:
-    """``root/train`` and ``root/test``, each with a folder per class, under the same classes.
-
-    The classes are those that have images to learn from. FileNotFoundError where a folder is
-    missing; ValueError for fewer than two classes, or a class that only ``test`` has.
-    """
-    train, test = Path(root) / "train", Path(root) / "test"
-    for folder in (train, test):
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"no folder {folder}: wanted train/ and test/ with a folder per class, "
-                "such as train/cat/1.jpg"
-            )
-    known, asked = _images_in(train), _images_in(test)
-    names = {label: readable(label) for label in sorted({label for _, label in known})}
-    if len(names) < 2:
-        raise ValueError(f"{train} has images of {len(names)} classes: wanted at least 2 folders")
-    if strangers := sorted({label for _, label in asked} - names.keys()):
-        raise ValueError(
-            f"{test} has {len(strangers)} classes that {train} lacks, such as {strangers[0]!r}"
-        )
-    return _labelled(known, names, train), _labelled(asked, names, test)
-
-
-def _class_folders(root: Path) -> dict[str, Path]:
-    folders = [path for path in Path(root).iterdir() if path.is_dir()]
-    return {path.name: path for path in sorted(folders) if not path.name.startswith(".")}
-
-
-def _images_in(root: Path) -> list[tuple[Path, str]]:
-    return [
-        (path, label)
-        for label, folder in _class_folders(root).items()
-        for path in sorted(folder.iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
-
-
-def _table_rows(root: Path, table: str) -> list[tuple[Path, str]]:
-    found = []
-    for line, (file, label) in read_rows(root / table, ("filepath", "label"), "table of labels"):
-        if not file or not label.strip():
-            raise ValueError(
-                f"line {line} of {root / table} has no filepath or no label: complete it"
-            )
-        found.append((below(root, file, f"{root / table} line {line}"), label.strip()))
-    return found
-
-
-def _labelled(
-    pairs: Sequence[tuple[Path, str]], names: Mapping[str, str], where: Path
-) -> LabelledImages:
-    if not pairs:
-        raise ValueError(f"{where} has no images")
-    row = {label: number for number, label in enumerate(names)}
-    labels = np.array([row[label] for _, label in pairs], dtype=np.int64)
-    return LabelledImages([path for path, _ in pairs], labels, list(names.values()))

@@ -11,12 +11,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.loader import Loader
+from mclclip.eval.datasets import Region
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import gather_objects, together
 from mclclip.ranks.process_group import SINGLE, Context
@@ -162,7 +164,8 @@ def _read_images(
     images, arrays = [], bool(getattr(transform, "reads_arrays", False))
     for path in paths:
         try:
-            images.append(transform(decode(path.read_bytes(), max_image_pixels, arrays)))
+            image = decode(path.read_bytes(), max_image_pixels, arrays)
+            images.append(transform(_cut(image, path, max_image_pixels)))
         except DecodeError as error:
             return f"image {path} cannot be decoded ({error}): replace the file"
         except OSError as error:
@@ -172,23 +175,43 @@ def _read_images(
     return torch.stack(images)
 
 
+def _cut(image: Any, path: Readable, max_image_pixels: int) -> Any:
+    """The part of a picture that ``path`` stands for: all of it unless it is a ``Region``."""
+    if not isinstance(path, Region):
+        return image
+    left, top, right, bottom = path.box
+    if (right - left) * (bottom - top) > max_image_pixels:
+        raise ValueError(f"the part has more than {max_image_pixels} pixels: correct its box")
+    if not isinstance(image, Image.Image):
+        raise ValueError("a part is cut out of a picture, and this is an array")
+    return image.crop(path.box)
+
+
 @contextlib.contextmanager
 def _inference(encoder: object, precision: str, device: torch.device) -> Iterator[None]:
     """Runs the block without gradients, in eval mode and in the given precision, whatever autocast,
     TF32 and mode the caller has set; restores these afterwards."""
     trained = encoder if isinstance(encoder, nn.Module) and encoder.training else None
     dtype = AUTOCAST.get(precision)
-    convolutions, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = (convolutions.allow_tf32, matmul.allow_tf32)
-    if dtype is None:
-        convolutions.allow_tf32 = matmul.allow_tf32 = False
     if trained:
         trained.eval()
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+    arithmetic = exact_float32() if dtype is None else contextlib.nullcontext()
     try:
-        with torch.inference_mode(), autocast:
+        with torch.inference_mode(), autocast, arithmetic:
             yield
     finally:
-        convolutions.allow_tf32, matmul.allow_tf32 = before
         if trained:
             trained.train()
+
+
+@contextlib.contextmanager
+def exact_float32() -> Iterator[None]:
+    """Runs the block with TF32 switched off; restores what the caller has set."""
+    convolutions, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = (convolutions.allow_tf32, matmul.allow_tf32)
+    convolutions.allow_tf32 = matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        convolutions.allow_tf32, matmul.allow_tf32 = before

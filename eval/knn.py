@@ -131,4 +131,4 @@ def evaluate(
         "ties": "larger sum of similarities, then smaller label",
         **data.protocol,
     }
-    return accuracy_figures(predicted, data.test_labels, protocol)
+    return accuracy_figures(predicted, data, protocol)

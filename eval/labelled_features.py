@@ -11,10 +11,11 @@ from typing import Any, Literal, cast
 
 from PIL import Image
 
-from mclclip.eval.datasets import read_split
 from mclclip.eval.features import Extractor, Features, over_ranks
+from mclclip.eval.labelled_images import read_split
 from mclclip.eval.metrics import IntArray
-from mclclip.eval.results import Figure, class_mean, proportion
+from mclclip.eval.outcomes import Outcomes, image_items
+from mclclip.eval.results import Figure, figure
 from mclclip.files import digest_file
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import together
@@ -28,13 +29,15 @@ Feature = Literal["projected", "pooled"]
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """Unit features [N, E] and labels [N] of both parts; ``protocol`` says how they were made."""
+    """Unit features [N, E] and labels [N] of both parts; ``protocol`` says how they were made,
+    and ``test_items`` [Q] names the test images."""
 
     train: Features
     train_labels: IntArray
     test: Features
     test_labels: IntArray
     protocol: dict[str, Any]
+    test_items: Sequence[str] = ()
 
 
 def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatures:
@@ -49,6 +52,7 @@ def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatu
         share = f"{copies} of {len(test.images)}"
         log.warning("%s: %s test images are copies of a train image, byte for byte", root, share)
     protocol = {
+        "trials": "images",
         "feature": feature,
         "num_classes": len(train.class_names),
         "num_train": len(train.images),
@@ -56,7 +60,8 @@ def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatu
         "precision": extractor.precision,
     }
     known, asked = images.images(train.images), images.images(test.images)
-    return LabelledFeatures(known, train.labels, asked, test.labels, protocol)
+    items = image_items(test.images, Path(root))
+    return LabelledFeatures(known, train.labels, asked, test.labels, protocol, items)
 
 
 def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
@@ -97,11 +102,13 @@ def count_copies(train: Sequence[Path], test: Sequence[Path], context: Context) 
 
 
 def accuracy_figures(
-    predicted: IntArray, labels: IntArray, protocol: dict[str, Any]
+    predicted: IntArray, data: LabelledFeatures, protocol: dict[str, Any]
 ) -> list[Figure]:
-    """``accuracy`` and ``mean_per_class`` of predicted and true labels [N], in percent."""
-    correct = predicted == labels
+    """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``."""
+    correct = predicted == data.test_labels
+    pooled = Outcomes(data.test_items, correct)
+    per_class = Outcomes(data.test_items, correct, strata=[*map(str, data.test_labels)])
     return [
-        proportion("accuracy", int(correct.sum()), len(labels), protocol),
-        class_mean("mean_per_class", correct, labels, protocol),
+        figure("accuracy", pooled, protocol, level="headline"),
+        figure("mean_per_class", per_class, protocol),
     ]

@@ -231,4 +231,4 @@ def evaluate(
         "standardised": "rows to equal length",
         **data.protocol,
     }
-    return accuracy_figures(answers.predicted, data.test_labels, protocol)
+    return accuracy_figures(answers.predicted, data, protocol)

@@ -6,6 +6,7 @@ Fractions are in [0, 1] here; rows of results.jsonl are in percent.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +39,33 @@ def wilson_interval(successes: float, count: float, z: float = Z_95) -> tuple[fl
     return low, high
 
 
-def stratified_interval(shares: FloatArray, counts: IntArray) -> tuple[float, float]:
+def stratified_interval(
+    shares: FloatArray, counts: IntArray, effect: float = 1.0
+) -> tuple[float, float]:
     """Wilson interval of the unweighted mean of the strata's shares [C], with counts [C] > 0.
 
     With p the mean, its variance is at most p(1-p) / n for n = C^2 / sum(1 / counts), which is used
-    as the number of trials; with equal counts this is the pooled interval.
+    as the number of trials; with equal counts this is the pooled interval. ``effect``: the design
+    effect by which the number is divided where items are not independent (``design_effect``).
     """
-    effective = len(counts) ** 2 / float(np.sum(1.0 / counts))
+    effective = len(counts) ** 2 / float(np.sum(1.0 / counts)) / effect
     mean = float(np.mean(shares))
     return wilson_interval(min(mean * effective, effective), effective)
+
+
+def design_effect(residuals: FloatArray, unit: IntArray) -> float:
+    """How many times the variance of a sum of ``residuals`` [N] is what it were if items were
+    independent, when those of a unit [N] belong together (Kish, Survey Sampling, 1965).
+
+    It is kept between 1 and the mean number of items per unit, which is taken where all residuals
+    are 0.
+    """
+    largest = len(unit) / len(np.unique(unit))
+    alone = float(np.sum(residuals**2))
+    if alone == 0:
+        return largest
+    together = float(np.sum(np.bincount(unit, residuals) ** 2))
+    return min(max(together / alone, 1.0), largest)
 
 
 def ranks_with_ties(similarity: FloatArray, positive: BoolArray) -> tuple[IntArray, IntArray]:
@@ -69,17 +88,21 @@ def ranks_with_ties(similarity: FloatArray, positive: BoolArray) -> tuple[IntArr
     return (1 + greater + equal).astype(np.int64), (1 + greater).astype(np.int64)
 
 
-def hits_at(ranks: IntArray, k: int) -> int:
-    """Number of queries whose rank is at most ``k`` (ValueError unless k >= 1)."""
+def hits_at(ranks: IntArray, k: int) -> BoolArray:
+    """Whether each query's rank is at most ``k``, [Q] (ValueError unless k >= 1)."""
     if k < 1:
         raise ValueError(f"recall at {k} is not defined: k counts from 1")
-    return int(np.count_nonzero(ranks <= k))
+    hits: BoolArray = ranks <= k
+    return hits
 
 
-def mean_per_class(correct: BoolArray, labels: IntArray) -> tuple[float, FloatArray, IntArray]:
+def mean_per_class(
+    correct: BoolArray | FloatArray, labels: IntArray
+) -> tuple[float, FloatArray, IntArray]:
     """Unweighted mean over the classes present of the share of correct samples.
 
-    correct, labels: [N]. Returns (mean, shares [C], counts [C]) in ascending order of label.
+    correct (or a share of one), labels: [N]. Returns (mean, shares [C], counts [C]) in ascending
+    order of label.
     """
     if len(labels) == 0:
         raise ValueError("the mean per class of no samples is not defined")
@@ -88,19 +111,130 @@ def mean_per_class(correct: BoolArray, labels: IntArray) -> tuple[float, FloatAr
     return float(shares.mean()), shares, counts.astype(np.int64)
 
 
-def pair_margins(similarity: FloatArray) -> dict[str, FloatArray]:
-    """Margins of minimal pairs by direction, from similarity [P, 2, 2] = (pair, statement, image).
+@dataclass(frozen=True)
+class Ranking:
+    """Items [N] from the highest score to the lowest, sorted once for many weights.
 
-    Statement i is true of image i. A margin is the right similarity minus the wrong one, and a
-    decision is right where it is above 0: a softmax over two candidates is a comparison, and a tie
-    counts against the model. A pair is right in a direction where all its margins there are.
-    Returns [P, 2] for ``statement_to_image`` (statement i picks an image) and ``image_to_text``
-    (image i picks a statement), and [P, 4] for ``group`` (both). ValueError on NaN.
+    order     [N] rows of the items
+    starts    [S] places in ``order`` at which a new score begins
+    positive  [N] which items are positive, in this order
+    """
+
+    order: IntArray
+    starts: IntArray
+    positive: BoolArray
+
+    @classmethod
+    def of(cls, scores: FloatArray, positive: BoolArray) -> Ranking:
+        """Sorts items by their scores [N]; ValueError on NaN."""
+        if np.isnan(scores).any():
+            raise ValueError("scores hold NaN: the encoder's features are not finite")
+        order = np.argsort(-scores, kind="stable")
+        ranked = scores[order]
+        starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
+        return cls(order, starts, positive[order])
+
+    def sums(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Weights of positives and of negatives at every distinct score [S], the highest first."""
+        weight = np.asarray(weights, dtype=np.float64)[self.order]
+        right = np.add.reduceat(weight * self.positive, self.starts)
+        return right, np.add.reduceat(weight, self.starts) - right
+
+    def area(self, weights: FloatArray, ties: float = 0.0) -> float:
+        """``area_under_roc`` of the items, which count ``weights`` [N] times; NaN where a kind of
+        item has no weight."""
+        right, wrong = self.sums(weights)
+        pairs = float(right.sum() * wrong.sum())
+        below = wrong.sum() - np.cumsum(wrong)
+        return float(np.sum(right * (below + ties * wrong))) / pairs if pairs else math.nan
+
+    def precision(self, weights: FloatArray) -> float:
+        """``precision_11_point`` of the items, likewise."""
+        right, wrong = self.sums(weights)
+        if not (right.sum() > 0 and wrong.sum() > 0):
+            return math.nan
+        found, shown = np.cumsum(right), np.cumsum(right + wrong)
+        precision = np.divide(found, shown, out=np.zeros_like(found), where=shown > 0)
+        later = np.maximum.accumulate(precision[::-1])[::-1]
+        # Recalls are sums of weights: rounding must not put one below the level it stands for.
+        return float(np.mean(later[np.searchsorted(found / found[-1], _RECALLS - 1e-9)]))
+
+
+_RECALLS = np.arange(11) / 10
+_NO_RANKING = "a ranking needs a positive and a negative item: one of them is missing"
+
+
+def area_under_roc(
+    scores: FloatArray, positive: BoolArray, weights: FloatArray | None = None, ties: float = 0.0
+) -> float:
+    """Share of the pairs of a positive and a negative item [N] in which the positive scores higher.
+
+    A tied pair counts ``ties``: 0 is against the model, 0.5 the usual area under the ROC curve.
+    ``weights`` [N]: how many times each item counts. ValueError on NaN or where a kind is missing.
+    """
+    weight = np.ones(len(scores)) if weights is None else weights
+    area = Ranking.of(scores, positive).area(weight, ties)
+    if math.isnan(area):
+        raise ValueError(_NO_RANKING)
+    return area
+
+
+def precision_11_point(
+    scores: FloatArray, positive: BoolArray, weights: FloatArray | None = None
+) -> float:
+    """Average precision of a ranking of items [N], interpolated at recalls 0, 0.1, ..., 1.
+
+    At each recall it takes the highest precision at that recall or a higher one. Of items that tie,
+    negatives come first. ``weights`` [N]: how many times each item counts. ValueError as for
+    ``area_under_roc``. Source: Everingham et al., PASCAL VOC 2007, section 4.1 of its guide.
+    """
+    weight = np.ones(len(scores)) if weights is None else weights
+    precision = Ranking.of(scores, positive).precision(weight)
+    if math.isnan(precision):
+        raise ValueError(_NO_RANKING)
+    return precision
+
+
+def item_similarities(queries: FloatArray, candidates: FloatArray) -> FloatArray:
+    """Cosines float32 [N, Q, C] of every item's queries [N, Q, E] and candidates [N, C, E].
+
+    They are summed in float64 and rounded to float32, so that equal features tie exactly, in any
+    order of sums.
+    """
+    left, right = queries.astype(np.float64), candidates.astype(np.float64)
+    similarity: FloatArray = np.einsum("nqe,nce->nqc", left, right).astype(np.float32)
+    return similarity
+
+
+def match_margins(
+    similarity: FloatArray, right: BoolArray, wrong: BoolArray | None = None
+) -> FloatArray:
+    """Margins [N, Q] of the decisions of items whose queries pick candidates, from [N, Q, C].
+
+    ``right`` [Q, C]: which candidates are true of a query; ``wrong`` [Q, C]: which are false of it;
+    None: all others. A margin is the lowest similarity of a true candidate minus the highest of a
+    false one; it is infinite where there is no true or no false one. A decision is right where its
+    margin is above 0 (a tie counts against the model), and tied where it is 0. ValueError on NaN.
     """
     if np.isnan(similarity).any():
         raise ValueError("similarities hold NaN: the encoder's features are not finite")
-    right = similarity[:, [0, 1], [0, 1]]
-    by_statement = right - similarity[:, [0, 1], [1, 0]]
-    by_image = right - similarity[:, [1, 0], [0, 1]]
+    wrong = ~right if wrong is None else wrong
+    lowest = np.where(right, similarity, np.inf).min(axis=2)
+    highest = np.where(wrong, similarity, -np.inf).max(axis=2)
+    margins: FloatArray = lowest - highest
+    return margins
+
+
+def pair_margins(similarity: FloatArray) -> dict[str, FloatArray]:
+    """Margins of minimal pairs by direction, from similarity [P, 2, 2] = (pair, statement, image).
+
+    Statement i is true of image i (see ``match_margins``: a softmax over two candidates is a
+    comparison). A pair is right in a direction where all its margins there are above 0.
+    Returns [P, 2] for ``statement_to_image`` (statement i picks an image) and ``image_to_text``
+    (image i picks a statement), and [P, 4] for ``group`` (both). ValueError on NaN.
+    """
+    truth = np.eye(2, dtype=bool)
+    by_statement = match_margins(similarity, truth)
+    by_image = match_margins(similarity.swapaxes(1, 2), truth)
     both = np.concatenate([by_statement, by_image], axis=1)
     return {"statement_to_image": by_statement, "image_to_text": by_image, "group": both}

@@ -16,8 +16,9 @@ import numpy as np
 
 from mclclip.eval.datasets import Pair, read_pairs
 from mclclip.eval.features import Extractor
-from mclclip.eval.metrics import BoolArray, FloatArray, pair_margins
-from mclclip.eval.results import Figure, class_mean, proportion
+from mclclip.eval.metrics import BoolArray, FloatArray, item_similarities, pair_margins
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.results import Figure, Level, figure
 from mclclip.ranks.collectives import together
 
 READS_TEXT = True  # whether images are compared with texts
@@ -35,9 +36,8 @@ def score_pairs(
     """Margins of all pairs by direction (``pair_margins``); ``prompt`` is put before statements."""
     images = extractor.images([image for pair in pairs for image in pair.images])
     texts = extractor.texts([prompt + text for pair in pairs for text in pair.statements])
-    # Summed in float64 and rounded to float32: equal features tie exactly, in any order of sums.
-    left, right = (rows.reshape(len(pairs), 2, -1).astype(np.float64) for rows in (texts, images))
-    return pair_margins(np.einsum("pse,pie->psi", left, right).astype(np.float32))
+    left, right = (rows.reshape(len(pairs), 2, -1) for rows in (texts, images))
+    return pair_margins(item_similarities(left, right))
 
 
 def evaluate(
@@ -59,13 +59,14 @@ def evaluate(
         raise ValueError(f"unknown directions {unknown}: use some of {', '.join(DIRECTIONS)}")
     pairs = together(lambda: read_pairs(root))
     margins_by_direction = score_pairs(extractor, pairs, prompt)
-    types = list(dict.fromkeys(pair.type for pair in pairs))
-    labels = np.array([types.index(pair.type) for pair in pairs], dtype=np.int64)
+    names = ["-".join(map(str, pair.question_ids)) for pair in pairs]
+    types = [pair.type for pair in pairs]
     figures = []
     for direction in directions:
         margins = margins_by_direction[direction]
         protocol: dict[str, Any] = {
             "name": "mmvp_vlm",
+            "trials": "pairs",
             "prompt": prompt,
             "precision": extractor.precision,
             "direction": direction,
@@ -76,11 +77,17 @@ def evaluate(
             "right_decisions": int(np.count_nonzero(margins > 0)),
             "decisions": int(margins.size),
         }
-        prefix = "" if direction == DIRECTIONS[0] else f"{direction}/"
+        official = direction == DIRECTIONS[0]
+        prefix = "" if official else f"{direction}/"
+        of_type: Level = "table" if official else "detail"
+        level: Level = "headline" if official else "table"
         right: BoolArray = np.asarray((margins > 0).all(axis=1))
-        for label, name in enumerate(types):
-            own = right[labels == label]
-            figures.append(proportion(prefix + name, int(own.sum()), len(own), protocol))
-        figures.append(class_mean(f"{prefix}average", right, labels, protocol))
-        figures.append(proportion(f"{prefix}pooled", int(right.sum()), len(right), protocol))
+        for kind in dict.fromkeys(types):
+            rows = [row for row, own in enumerate(types) if own == kind]
+            found = Outcomes([names[row] for row in rows], right[rows])
+            figures.append(figure(prefix + kind, found, protocol, level=of_type))
+        by_type = Outcomes(names, right, strata=types)
+        figures.append(figure(f"{prefix}average", by_type, protocol, level=level))
+        pooled = Outcomes(names, right)
+        figures.append(figure(f"{prefix}pooled", pooled, protocol, level=of_type))
     return figures

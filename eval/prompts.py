@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from mclclip.eval.datasets import labels_of, readable
+from mclclip.eval.labelled_images import labels_of, readable
 from mclclip.files import parse_json, read_json
 
 IMAGENET = "imagenet1k"
@@ -30,7 +30,10 @@ _NAMES, _PROMPTS = "en_classnames.json", "en_zeroshot_classification_templates.j
 # --- names of classes --------------------------------------------------------------------------
 
 
-def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[str, str]:
+Classes = str | Mapping[str, str] | None
+
+
+def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str, str]:
     """Label -> name of every class that an image can be given, in a fixed order.
 
     ``classes``:
@@ -39,6 +42,7 @@ def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[s
       - ``clip_benchmark:DATASET``: the English names in clip-benchmark (needs the extra ``eval``).
       - a file below ``root``: JSON (``.json``) with an object label -> name or a list of names;
         else text with a line per class, ``LABEL<TAB>name`` or ``LABEL`` alone.
+      - a mapping from labels to names, for suites.
 
     With a mapping from labels to names the candidates are all its classes, also those without
     images. With a list of names they are ``labels``, which get their names in one of three ways. If
@@ -51,12 +55,15 @@ def find_names(labels: Sequence[str], classes: str | None, root: Path) -> dict[s
     """
     if classes is None:
         names = {label: readable(label) for label in labels}
+    elif not isinstance(classes, str):
+        names = dict(classes)
     else:
         given = _given_names(classes, root)
         names = given if isinstance(given, dict) else _joined(labels, given, classes)
     if strangers := [label for label in labels if label not in names]:
+        source = classes if isinstance(classes, str) else "the mapping 'classes'"
         raise ValueError(
-            f"{classes} has no name for {len(strangers)} of {len(labels)} classes, such as "
+            f"{source} has no name for {len(strangers)} of {len(labels)} classes, such as "
             f"{strangers[0]!r}: set classes=FILE with a line '{strangers[0]}<TAB>name' for each"
         )
     nameless = [label for label, name in names.items() if not name or _WORDNET_ID.search(name)]
@@ -195,7 +202,7 @@ def check(
     root: Path,
     *,
     labels: str | None = None,
-    classes: str | None = None,
+    classes: Classes = None,
     templates: str | Sequence[str] = "simple",
 ) -> None:
     """Raises the errors of ``zeroshot.evaluate`` about names and templates; reads no image."""
@@ -223,7 +230,7 @@ def check_suite(benchmarks: Mapping[str, Benchmark]) -> None:
     for name, benchmark in benchmarks.items():
         if benchmark.kind != "zeroshot" or not Path(benchmark.path).is_dir():
             continue
-        types: dict[str, Any] = {"labels": str, "classes": str, "templates": str | list}
+        types: dict[str, Any] = {"labels": str, "classes": str | dict, "templates": str | list}
         given = benchmark.options.items()
         options = {o: value for o, value in given if isinstance(value, types.get(o, ()))}
         try:

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+from tabulate import tabulate
+
+from mclclip.eval import outcomes
 from mclclip.eval.metrics import (
-    BoolArray,
-    IntArray,
+    design_effect,
     mean_per_class,
     stratified_interval,
-    wilson_interval,
 )
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.paired import ranking_interval
 from mclclip.files import parse_json, shown, write_bytes
+
+WIDTH = 100
+"""Columns of a terminal that a table fits into."""
+
+Level = Literal["headline", "table", "detail"]
+"""How much a metric matters: encoders are compared by headlines; tables show details on request."""
 
 
 @dataclass(frozen=True)
 class Figure:
     """One figure of one benchmark, without the model's name.
 
-    value, ci_low, ci_high: percent; count: number of trials; protocol: how it was measured.
+    value, ci_low, ci_high: percent; count: number of trials; protocol: how it was measured, and its
+    ``level``; outcomes: of every item.
     """
 
     metric: str
@@ -32,6 +44,7 @@ class Figure:
     ci_low: float
     ci_high: float
     protocol: dict[str, Any] = field(default_factory=dict)
+    outcomes: Outcomes | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -59,24 +72,78 @@ class Reference:
     source: str
 
 
-def proportion(metric: str, hits: int, count: int, protocol: Mapping[str, Any]) -> Figure:
-    """The figure of ``hits`` right trials out of ``count``, with its Wilson interval."""
-    low, high = wilson_interval(hits, count)
-    return Figure(metric, 100.0 * hits / count, count, 100.0 * low, 100.0 * high, dict(protocol))
+def published(suite: Mapping[str, Any]) -> list[Reference]:
+    """The published figures that a suite's file names under ``references``."""
+    return [
+        Reference(item["model"], item["benchmark"], metric, float(value), item["source"])
+        for item in suite.get("references", [])
+        for metric, value in item["values"].items()
+    ]
 
 
-def class_mean(
-    metric: str, correct: BoolArray, labels: IntArray, protocol: Mapping[str, Any]
+def figure(
+    metric: str,
+    found: Outcomes,
+    protocol: Mapping[str, Any],
+    *,
+    level: Level = "table",
 ) -> Figure:
-    """The mean over the classes present of the share of right answers [N], with its interval."""
-    mean, shares, counts = mean_per_class(correct, labels)
-    low, high = stratified_interval(shares, counts)
-    return Figure(metric, 100 * mean, len(labels), 100 * low, 100 * high, dict(protocol))
+    """The figure of a metric, from the outcomes of its items.
+
+    Its interval is Wilson's, of the mean over strata and with the items of a unit together where
+    there are any, and a bootstrap for rankings.
+    """
+    low, high = _interval(found)
+    settings = dict(protocol) | ({} if level == "table" else {"level": level})
+    value = 100.0 * found.value()
+    return Figure(metric, value, len(found), 100.0 * low, 100.0 * high, settings, found)
+
+
+def _interval(found: Outcomes) -> tuple[float, float]:
+    if found.statistic != "mean":
+        return ranking_interval(found)
+    values = found.values.astype(np.float64)
+    _, shares, counts = mean_per_class(values, found.stratum)
+    if found.units is None:
+        return stratified_interval(shares, counts)
+    residuals = (values - shares[found.stratum]) / counts[found.stratum]
+    return stratified_interval(shares, counts, design_effect(residuals, found.unit))
 
 
 def of_model(figures: Iterable[Figure], model: str, benchmark: str) -> list[Result]:
-    """The rows of one model on one benchmark."""
-    return [Result(model=model, benchmark=benchmark, **asdict(figure)) for figure in figures]
+    """The rows of one model on one benchmark, without the outcomes of items."""
+    names = [f.name for f in fields(Figure) if f.name != "outcomes"]
+    return [
+        Result(model, benchmark, **{name: getattr(figure, name) for name in names})
+        for figure in figures
+    ]
+
+
+def record(path: Path, figures: Sequence[Figure], model: str, benchmark: str) -> list[Result]:
+    """Writes the figures of one model on one benchmark into results.jsonl, and the outcomes of
+    their items beside it; returns the rows. Outcomes that no row names any more are removed."""
+    known = {found.metric: found.outcomes for found in figures if found.outcomes is not None}
+    rows = of_model(figures, model, benchmark)
+    if known:
+        name, data = outcomes.encode(known)
+        write_bytes(path.parent / outcomes.FOLDER / name, data)
+        rows = [replace(row, protocol=row.protocol | {"outcomes": name}) for row in rows]
+    write(path, rows)
+    kept = {str(row.protocol.get("outcomes")) for row in read(path)}
+    outcomes.remove_others(path.parent / outcomes.FOLDER, kept)
+    return rows
+
+
+def copy(rows: Sequence[Result], source: Path, target: Path) -> None:
+    """Adds ``rows`` of the results.jsonl ``source``, with the outcomes of their items, to another;
+    nothing is written where it has them."""
+    known = read(target)
+    if all(row in known for row in rows):
+        return
+    for name in {str(row.protocol["outcomes"]) for row in rows if "outcomes" in row.protocol}:
+        data = (source.parent / outcomes.FOLDER / name).read_bytes()
+        write_bytes(target.parent / outcomes.FOLDER / name, data)
+    write(target, rows)
 
 
 def read(path: Path) -> list[Result]:
@@ -134,47 +201,107 @@ def table(
     references: Sequence[Reference] = (),
     *,
     intervals: bool = True,
+    details: bool = False,
+    width: int = WIDTH,
 ) -> str:
     """The results as text: a block per benchmark, rows are models, columns are metrics.
 
     Models and metrics stand in the order of their first appearance; published references come
     last, marked. Cells are percent, with the 95 % interval below them unless ``intervals`` is off.
+    Metrics of the level ``detail`` are counted, and shown with ``details``. Where the columns of a
+    benchmark are wider than ``width`` together, they follow in a further block.
     """
     blocks = []
     for benchmark in dict.fromkeys(row.benchmark for row in results):
         rows = [row for row in results if row.benchmark == benchmark]
+        main = [row for row in rows if details or row.protocol.get("level") != "detail"]
         published = [row for row in references if row.benchmark == benchmark]
-        blocks.append(_aligned([*_block(benchmark, rows, published, intervals)]))
+        block = _block(benchmark, main, published, intervals, width)
+        if hidden := len({row.metric for row in rows}) - len({row.metric for row in main}):
+            block += f"\n({hidden} further metrics: 'mclclip eval' shows them with --details)"
+        blocks.append(block)
     return "\n\n".join(blocks)
 
 
 def _block(
-    benchmark: str, rows: Sequence[Result], published: Sequence[Reference], intervals: bool
-) -> Iterator[list[str]]:
-    counts: dict[str, set[int]] = {}
+    benchmark: str,
+    rows: Sequence[Result],
+    published: Sequence[Reference],
+    intervals: bool,
+    width: int,
+) -> str:
     models: dict[str, dict[str, Result | Reference]] = {}
     for row in rows:
-        counts.setdefault(row.metric, set()).add(row.count)
         models.setdefault(row.model, {})[row.metric] = row
     for reference in published:
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric] = reference
-    yield [benchmark, *counts]
-    yield ["trials", *("/".join(map(str, sorted(trials))) for trials in counts.values())]
-    for model, values in models.items():
-        cells = [values.get(metric) for metric in counts]
-        yield [model, *(f"{cell.value:.1f}" if cell else "-" for cell in cells)]
-        own = [f"{c.ci_low:.1f}-{c.ci_high:.1f}" if isinstance(c, Result) else "" for c in cells]
-        if intervals and any(own):
-            yield ["", *own]
+    names = [wrapped(shown(name), 44) for name in (benchmark, "trials", *models)]
+    columns = [
+        [
+            wrapped(shown(metric), 11),
+            trials,
+            *(_cell(v.get(metric), intervals) for v in models.values()),
+        ]
+        for metric, trials in _trials(rows).items()
+    ]
+    return "\n\n".join(
+        tabulate(
+            [
+                row
+                for row in zip(names[1:], *(column[1:] for column in part), strict=True)
+                if set(row[1:]) != {"-"}  # a model without any of these metrics
+            ],
+            headers=[names[0], *(column[0] for column in part)],
+            disable_numparse=True,
+            colalign=("left", *["right"] * len(part)),
+        )
+        for part in _fitting(columns, width - _width(names))
+    )
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    lines = [[*map(shown, line)] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []
-    for name, *cells in lines:
-        rest = map(str.rjust, cells, widths[1:])
-        text.append("  ".join([name.ljust(widths[0]), *rest]).rstrip())
-    text.insert(1, "-" * max(map(len, text)))
-    return "\n".join(text)
+def _trials(rows: Sequence[Result]) -> dict[str, str]:
+    """The number of trials of each metric, in the order of their first appearance."""
+    counts: dict[str, set[int]] = {}
+    for row in rows:
+        counts.setdefault(row.metric, set()).add(row.count)
+    return {metric: "/".join(map(str, sorted(found))) for metric, found in counts.items()}
+
+
+def _cell(cell: Result | Reference | None, intervals: bool) -> str:
+    if cell is None:
+        return "-"
+    bounds = f"\n{cell.ci_low:.1f}-{cell.ci_high:.1f}" if isinstance(cell, Result) else ""
+    return f"{cell.value:.1f}{bounds if intervals else ''}"
+
+
+def _fitting(columns: Sequence[list[str]], width: int) -> Iterator[list[list[str]]]:
+    """Columns in parts that fit into ``width`` characters, two between columns."""
+    part: list[list[str]] = []
+    taken = 0
+    for column in columns:
+        wanted = 2 + _width(column)
+        if part and taken + wanted > width:
+            yield part
+            part, taken = [], 0
+        part.append(column)
+        taken += wanted
+    if part:
+        yield part
+
+
+def _width(cells: Sequence[str]) -> int:
+    """Characters that tabulate gives a column of a header and cells; a header has two to spare."""
+    head, *rest = (max(map(len, cell.split("\n"))) for cell in cells)
+    return max(head + 2, *rest)
+
+
+def wrapped(name: str, width: int) -> str:
+    """A name in lines of at most ``width`` characters, broken behind ``/``, ``_`` and spaces; a
+    longer word stays whole."""
+    lines = [""]
+    for word in re.findall(r"[^/_ ]*[/_ ]?", name):
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(map(str.rstrip, lines))

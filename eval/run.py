@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from mclclip.config import BenchmarkConfig, Config
 from mclclip.config.plain_yaml import read_yaml
-from mclclip.eval import (
-    attributes,
-    knn,
-    linear_probe,
-    mmvp,
-    prompts,
-    results,
-    retrieval,
-    zeroshot,
-)
+from mclclip.eval import prompts, results
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
@@ -43,10 +35,8 @@ from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
-_MODULES = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (attributes, knn, linear_probe, mmvp, retrieval, zeroshot)
-}
+_KINDS: tuple[str, ...] = typing.get_args(typing.get_type_hints(BenchmarkConfig)["kind"])
+_MODULES = {kind: import_module(f"mclclip.eval.{kind}") for kind in _KINDS}
 EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
     kind: module.evaluate for kind, module in _MODULES.items()
 }
@@ -84,11 +74,7 @@ def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
     try:
         tree = _substitute(read_yaml(path), variables or {})
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
-        references = [
-            Reference(item["model"], item["benchmark"], metric, float(value), item["source"])
-            for item in tree.get("references", [])
-            for metric, value in item["values"].items()
-        ]
+        references = results.published(tree)
     except ValidationError as error:
         raise ValueError(f"{path}: benchmark {': '.join(first_problem(error))}") from None
     except (KeyError, TypeError, AttributeError) as error:
@@ -137,8 +123,22 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
                 f"benchmark {name!r}: option {': '.join(first_problem(error))}; options of "
                 f"{benchmark.kind}: {valid}"
             ) from None
-        if not Path(benchmark.path).is_dir():
-            raise FileNotFoundError(f"benchmark {name!r}: no folder {benchmark.path}")
+    if absent := [name for name, one in benchmarks.items() if not Path(one.path).is_dir()]:
+        first = benchmarks[absent[0]]
+        others = f"; {', '.join(absent[1:])} have none either" if absent[1:] else ""
+        present = [name for name in benchmarks if name not in absent]
+        instead = f"; for the others: {' '.join(f'--only {n}' for n in present)}" if present else ""
+        raise FileNotFoundError(
+            f"benchmark {absent[0]!r}: no folder {first.path}{_needs(first)}{others}{instead}"
+        )
+
+
+def _needs(benchmark: BenchmarkConfig) -> str:
+    """Says which data a benchmark wants and where to get them: the suite's words, or else those of
+    its evaluator; empty where neither has any."""
+    needs = getattr(_MODULES[benchmark.kind], "needs", None)
+    source = benchmark.source or (needs(**benchmark.options) if needs else "")
+    return f": it wants {source}; nothing is downloaded" if source else ""
 
 
 def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
@@ -148,7 +148,9 @@ def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
         for option in sorted(_FILE_OPTIONS & benchmark.options.keys()):
             file = Path(benchmark.path) / str(benchmark.options[option])
             if not file.exists():
-                raise FileNotFoundError(f"benchmark {name!r}: {option}: there is no {file}")
+                raise FileNotFoundError(
+                    f"benchmark {name!r}: {option}: there is no {file}{_needs(benchmark)}"
+                )
     prompts.check_suite(benchmarks)
 
 
@@ -179,9 +181,7 @@ def run_suite(
         if identity:
             digest = evaluation_digest(benchmark, identity, extractor.precision)
             figures = [replace(f, protocol=f.protocol | {"evaluation": digest}) for f in figures]
-        new = results.of_model(figures, model_name, name)
-        on_main(partial(results.write, results_path, new))
-        rows += new
+        rows += on_main(partial(results.record, results_path, figures, model_name, name))
     return rows
 
 
@@ -209,17 +209,19 @@ def evaluate(
     models: Mapping[str, str | Path],
     *,
     benchmarks: Mapping[str, BenchmarkConfig] | None = None,
+    path: Path | None = None,
     force: bool = False,
 ) -> list[Result]:
     """Evaluates models (name -> directory, or open_clip name, or NAME@PRETRAINED).
 
-    Benchmarks are those of ``eval.suite`` unless given. Those that results.jsonl already has for
-    the same model files, options and precision are skipped, unless ``force``. Returns the new rows.
+    Benchmarks are those of ``eval.suite`` unless given. Those that ``path`` (default: the run's
+    results.jsonl) already has for the same model files, options and precision are skipped, unless
+    ``force``. Returns the new rows.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     together(partial(check, benchmarks))
     together(partial(check_files, benchmarks))
-    path, precision = Layout.of(config).results, config.eval.precision
+    path, precision = path or Layout.of(config).results, config.eval.precision
     rows: list[Result] = []
     for name, where in models.items():
         location, pretrained = _split(str(where))
@@ -280,12 +282,14 @@ def run(
     suite: str | None = None,
     variables: Mapping[str, str] | None = None,
     only: Sequence[str] = (),
+    details: bool = False,
     force: bool = False,
 ) -> list[Result]:
     """Evaluates models given as ``[NAME=]PATH`` (default: all exports of the run).
 
     ``suite``: a shipped suite or a YAML file instead of ``eval.suite``, with ``variables`` for its
-    data folders; ``only``: some of its benchmarks. Logs the table and returns the new rows.
+    data folders; ``only``: some of its benchmarks. Logs the table, with details on request
+    (``details``), and returns the new rows.
     """
     chosen = load_suite(suite, variables) if suite else Suite(config.eval.suite)
     if unknown := [name for name in only if name not in chosen.benchmarks]:
@@ -306,7 +310,8 @@ def run(
     if context.is_main:
         shown = [row for row in results.read(Layout.of(config).results) if row.model in named]
         log.info("results")
-        for line in results.table(shown, chosen.references).split("\n"):
+        table = results.table(shown, chosen.references, details=details)
+        for line in table.split("\n"):
             log.info("%s", line)
     return rows
 

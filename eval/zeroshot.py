@@ -1,7 +1,8 @@
 """Zero-shot classification by class names, with prompt ensembling.
 
 Source: Radford et al., CLIP (2021), section 3.1: a class is the mean of the unit text vectors of
-its prompts, normalised again. Ties count against the model.
+its prompts, normalised again. Ties count against the model. The metric of each data set is that of
+CLIP's table 9.
 """
 
 from __future__ import annotations
@@ -9,25 +10,31 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
+from typing import Any, Literal
 
 import numpy as np
 
-from mclclip.eval.datasets import labels_of, read_labelled
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.metrics import hits_at
-from mclclip.eval.prompts import find_names, find_templates
-from mclclip.eval.ranking import rank_queries
-from mclclip.eval.results import Figure, class_mean, proportion
+from mclclip.eval.labelled_images import labels_of, read_labelled, read_several_labels
+from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
+from mclclip.eval.outcomes import Outcomes, image_items
+from mclclip.eval.prompts import Classes, find_names, find_templates
+from mclclip.eval.ranking import rank_queries, similarity
+from mclclip.eval.results import Figure, figure
 from mclclip.ranks.collectives import together
 
 READS_TEXT = True  # whether images are compared with texts
 
+Metric = Literal["accuracy", "mean_per_class", "mean_of_top1_and_top5", "map_11_point", "roc_auc"]
+"""The figure by which a data set is reported."""
+
 log = logging.getLogger("mclclip")
 
 
-def _warn(names: Mapping[str, str], classes: str | None) -> None:
+def _warn(names: Mapping[str, str], classes: Classes) -> None:
     """Warns of class names that can be used but make the figures worse."""
     if shared := [name for name, count in Counter(names.values()).items() if count > 1]:
         log.warning(
@@ -56,52 +63,147 @@ def classifier(
     return unit
 
 
+def check_metric(metric: Metric, num_classes: int, labels: str | None) -> None:
+    """Raises ValueError where a benchmark cannot have this metric."""
+    if metric == "roc_auc" and num_classes != 2:
+        raise ValueError(f"metric roc_auc wants 2 classes, got {num_classes}: use accuracy")
+    if metric == "mean_of_top1_and_top5" and num_classes <= 5:
+        raise ValueError(f"metric {metric} wants more than 5 classes, got {num_classes}")
+    if metric == "map_11_point" and labels is None:
+        raise ValueError(
+            "metric map_11_point wants labels=FILE, a CSV with a row for each label of an image, "
+            "or PASCAL VOC's folder ImageSets/Main: folders give an image one label"
+        )
+
+
 def evaluate(
     extractor: Extractor,
     root: Path,
     *,
     labels: str | None = None,
-    classes: str | None = None,
+    classes: Classes = None,
     templates: str | Sequence[str] = "simple",
+    metric: Metric = "accuracy",
 ) -> list[Figure]:
-    """Zero-shot accuracy in percent: top1, top5 (where there are more than 5 classes), and
-    ``mean_per_class`` (of top1, over the classes that have images).
+    """Zero-shot classification in percent, with the headline that ``metric`` names.
+
+    Figures are ``top1``, ``top5`` (where there are more than 5 classes) and ``mean_per_class`` (of
+    top1, over the classes that have images), and by ``metric``:
+      - ``accuracy``: the headline is top1; ``mean_per_class``: the headline is that.
+      - ``mean_of_top1_and_top5``: the mean of both (Kinetics700).
+      - ``map_11_point``: instead of them the mean over classes of the 11-point average precision,
+        for images with several labels (PASCAL VOC 2007); see ``read_several_labels``.
+      - ``roc_auc``: the area under the ROC curve too, of two classes (Hateful Memes).
 
     Images: a folder per class under ``root``, or ``labels``, a CSV filepath,label below it.
     ``classes`` names the classes (``prompts.find_names``: ``imagenet1k`` for folders called by
-    WordNet ids, ``clip_benchmark:DATASET``, a file, or nothing where the labels are names), and
-    ``templates`` the prompts (``prompts.find_templates``: ``clip_80`` are CLIP's for ImageNet).
-    CLIP's names of ImageNet hold "missile" and "sunglasses" twice each. The images of those four
-    classes tie, so top1 is 99.6 at most; published code gives half of the ties to the model.
+    WordNet ids, ``clip_benchmark:DATASET``, a file, names by label, or nothing where the labels are
+    names), and ``templates`` the prompts (``prompts.find_templates``: ``clip_80`` are CLIP's for
+    ImageNet). CLIP's names of ImageNet hold "missile" and "sunglasses" twice each. The images of
+    those four classes tie, so top1 is at most 99.6; published code gives the model half of them.
 
-    Raises ValueError and FileNotFoundError for names, templates and tables that do not fit
-    (``prompts.check`` says so beforehand) and for images that cannot be read.
+    Raises ValueError and FileNotFoundError for names, templates, tables and metrics that do not fit
+    (``prompts.check`` says so beforehand, but for the metric) and for images that cannot be read.
     """
     root = Path(root)
     names = together(lambda: find_names(labels_of(root, labels), classes, root))
+    together(lambda: check_metric(metric, len(names), labels))
     if extractor.context.is_main:
         _warn(names, classes)
-    data = together(lambda: read_labelled(root, names, labels))
     prompts = together(lambda: find_templates(templates, root))
+    protocol: dict[str, Any] = {
+        "name": "zero_shot",
+        "trials": "images",
+        "classes": classes if isinstance(classes, str) else "own" if classes else "labels",
+        "templates": templates if isinstance(templates, str) else "own",
+        "num_templates": len(prompts),
+        "num_classes": len(names),
+        "precision": extractor.precision,
+        "ties": "against the model",
+    }
+    if metric == "map_11_point":
+        return _precisions(extractor, root, names, str(labels), prompts, protocol)
+    data = together(lambda: read_labelled(root, names, labels))
     vectors = classifier(extractor, data.class_names, prompts)
     features = extractor.images(data.images)
     rows = np.arange(len(vectors), dtype=np.int64)
-    ranks, optimistic = rank_queries(
-        features, data.labels, vectors, rows, context=extractor.context
-    )
-    protocol = {
-        "name": "zero_shot",
-        "classes": classes or "labels",
-        "templates": templates if isinstance(templates, str) else "own",
-        "num_templates": len(prompts),
-        "num_classes": len(vectors),
-        "precision": extractor.precision,
-        "ties": "against the model",
-        "tied_images": int(np.count_nonzero(ranks != optimistic)),
-    }
-    figures = [
-        proportion(f"top{k}", hits_at(ranks, k), len(ranks), protocol)
-        for k in (1, 5)
-        if k == 1 or len(vectors) > k
+    ranked = rank_queries(features, data.labels, vectors, rows, context=extractor.context)
+    items = image_items(data.images, root)
+    protocol |= {"tied_images": int(np.count_nonzero(ranked[0] != ranked[1]))}
+    strata = [[*names][label] for label in data.labels]
+    figures = _of_ranks(ranked[0], items, strata, len(vectors), metric, protocol)
+    if metric == "roc_auc":
+        near = similarity(features, vectors, extractor.context.device).astype(np.float64)
+        figures = [*_areas(near[:, 1] - near[:, 0], data.labels == 1, items, protocol), *figures]
+    return figures
+
+
+def _of_ranks(
+    ranks: IntArray,
+    items: Sequence[str],
+    strata: Sequence[str],
+    num_classes: int,
+    metric: Metric,
+    protocol: Mapping[str, Any],
+) -> list[Figure]:
+    """The figures of images with one label, from the ranks [N] of their classes, ``strata`` [N]."""
+    first = hits_at(ranks, 1)
+    found = {"top1": Outcomes(items, first)}
+    if num_classes > 5:
+        fifth = hits_at(ranks, 5)
+        found["top5"] = Outcomes(items, fifth)
+        if metric == "mean_of_top1_and_top5":
+            found = {metric: Outcomes(items, (first + fifth.astype(np.float64)) / 2)} | found
+    found["mean_per_class"] = Outcomes(items, first, strata=strata)
+    main = "top1" if metric == "accuracy" else metric
+    return [
+        figure(name, outcomes, protocol, level="headline" if name == main else "table")
+        for name, outcomes in found.items()
     ]
-    return [*figures, class_mean("mean_per_class", ranks == 1, data.labels, protocol)]
+
+
+def _areas(
+    scores: FloatArray, positive: BoolArray, items: Sequence[str], protocol: Mapping[str, Any]
+) -> list[Figure]:
+    """The area under the ROC curve of ``scores`` [N], the similarity of each image with the second
+    class minus that with the first. A tied pair counts as wrong; where there are any,
+    ``roc_auc_half_ties`` is scikit-learn's figure, which counts them half."""
+    if positive.all() or not positive.any():
+        raise ValueError("roc_auc wants images of both classes: one of them has none")
+    strict = Outcomes(items, scores, truth=positive, statistic="roc_auc")
+    half = replace(strict, statistic="roc_auc_half_ties")
+    figures = [figure("roc_auc", strict, protocol, level="headline")]
+    if half.value() != strict.value():
+        figures.append(figure("roc_auc_half_ties", half, protocol, level="detail"))
+    return figures
+
+
+def _precisions(
+    extractor: Extractor,
+    root: Path,
+    names: Mapping[str, str],
+    labels: str,
+    templates: Sequence[str],
+    protocol: Mapping[str, Any],
+) -> list[Figure]:
+    """The mean over classes of the 11-point average precision. Images that the data set does not
+    judge for a class are left out there, and classes without a positive or a negative image."""
+    data = together(lambda: read_several_labels(root, names, labels))
+    ranked = (data.truth == 1).any(axis=0) & (data.truth == -1).any(axis=0)
+    if not ranked.any():
+        raise ValueError(f"{root / labels}: no class has images with it and images without it")
+    vectors = classifier(extractor, data.class_names, templates)
+    features = extractor.images(data.images)
+    near = similarity(features, vectors, extractor.context.device)
+    image, column = np.nonzero((data.truth != 0) & ranked)
+    files, known = image_items(data.images, root), [*names]
+    found = Outcomes(
+        items=[f"{files[i]}:{known[k]}" for i, k in zip(image, column, strict=True)],
+        values=near[image, column],
+        strata=[known[k] for k in column],
+        units=[files[i] for i in image],
+        truth=data.truth[image, column] == 1,
+        statistic="precision_11_point",
+    )
+    settings = {**protocol, "num_images": len(files), "num_ranked_classes": int(ranked.sum())}
+    return [figure("map_11_point", found, settings, level="headline")]

@@ -15,9 +15,11 @@ from PIL import Image
 from mclclip.config import BenchmarkConfig
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
+from mclclip.eval.contrastive_loss import row_losses
 from mclclip.eval.features import Extractor
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from tests import compositional_folders
 
 NUM_IMAGES = 14
 
@@ -75,7 +77,15 @@ def folder(tmp_path: Path) -> Path:
         noise = rng.integers(0, 256, (8, 8, 3)) // 2 + 30 * (number % 4)
         Image.fromarray(noise.astype(np.uint8)).save(path)
     shutil.copy(path, tmp_path / "split" / "train" / path.parent.name)  # the last is in test
+    for layout in ("sugarcrepe_pp", "winoground"):
+        compositional_folders.write(layout, tmp_path / layout, lambda path, _: draw(path, rng), 3)
     return tmp_path
+
+
+def draw(path: Path, rng: np.random.Generator) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path, format="PNG")
 
 
 def suite_of(folder: Path) -> dict[str, BenchmarkConfig]:
@@ -84,7 +94,14 @@ def suite_of(folder: Path) -> dict[str, BenchmarkConfig]:
         "mmvp": BenchmarkConfig("mmvp", str(folder), {"directions": directions}),
         "pairs": BenchmarkConfig("retrieval", str(folder), {"captions": "captions.csv"}),
         "classes": BenchmarkConfig("zeroshot", str(folder), {"labels": "labels.csv"}),
+        "several": BenchmarkConfig(
+            "zeroshot", str(folder), {"labels": "labels.csv", "metric": "map_11_point"}
+        ),
         "probe": BenchmarkConfig("linear_probe", f"{folder}/split", {"validation_share": 0.4}),
+        **{
+            layout: BenchmarkConfig("compositional", f"{folder}/{layout}", {"layout": layout})
+            for layout in ("sugarcrepe_pp", "winoground")
+        },
         "neighbours": BenchmarkConfig("knn", f"{folder}/split", {"k": 5, "weights": "similarity"}),
     }
 
@@ -115,7 +132,7 @@ def fail_together(folder: Path) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_rows_are_those_of_one_process(ranks: Any, folder: Path, world_size: int) -> None:
     alone = evaluate(folder, folder / "one.jsonl")
     path = folder / "many.jsonl"
@@ -126,6 +143,7 @@ def test_rows_are_those_of_one_process(ranks: Any, folder: Path, world_size: int
     assert any("optimistic" in row["metric"] for row in alone)
     split = [row for row in alone if row["benchmark"] in ("probe", "neighbours")]
     assert len(split) == 4 and all(row["protocol"]["copies_in_train"] == 1 for row in split)
+    assert {row["metric"] for row in alone} >= {"ITT/average", "TOT/average", "group"}
 
 
 @pytest.mark.parametrize("world_size, batch_size", [(2, 3), (3, 64), (4, 5)])
@@ -143,3 +161,17 @@ def test_a_bad_image_stops_every_rank_with_one_line(ranks: Any, folder: Path) ->
     bad.write_bytes(b"broken")
     for line in ranks(2, fail_together, folder):
         assert f"image {bad} cannot be decoded" in line and "\n" not in line
+
+
+def held_out_losses(seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    sides = [rng.standard_normal((37, 24)).astype(np.float32) for _ in range(2)]
+    unit = [side / np.linalg.norm(side, axis=1, keepdims=True) for side in sides]
+    return row_losses(*unit, scale=50.0, context=here(), chunk_bytes=8 * 37 * 5)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_validation_loss_is_equal_bit_for_bit(ranks: Any, world_size: int) -> None:
+    alone = held_out_losses(0)
+    for losses in ranks(world_size, held_out_losses, 0):
+        np.testing.assert_array_equal(losses, alone)

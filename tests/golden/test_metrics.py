@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score, label_ranking_loss, top_k_accuracy_score
+from sklearn.metrics import (
+    balanced_accuracy_score,
+    label_ranking_loss,
+    precision_recall_curve,
+    roc_auc_score,
+    top_k_accuracy_score,
+)
 
 from mclclip.eval import metrics
 
@@ -32,7 +38,7 @@ def test_recall_equals_scikit_learn_top_k(k: int) -> None:
     scores, labels = rng.normal(size=(200, 8)), rng.integers(0, 8, 200)
     ranks, _ = metrics.ranks_with_ties(scores, labels[:, None] == np.arange(8))
     wanted = top_k_accuracy_score(labels, scores, k=k, labels=np.arange(8))
-    assert metrics.hits_at(ranks, k) / len(ranks) == pytest.approx(wanted)
+    assert metrics.hits_at(ranks, k).mean() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("k", [1, 5, 10])
@@ -45,7 +51,7 @@ def test_recall_equals_topk_with_several_positives(k: int) -> None:
     top = scores.topk(k, dim=1).indices
     wanted = positive.gather(1, top).any(dim=1).float().mean().item()
     strict, optimistic = metrics.ranks_with_ties(scores.numpy(), positive.numpy())
-    assert metrics.hits_at(strict, k) / len(strict) == pytest.approx(wanted)
+    assert metrics.hits_at(strict, k).mean() == pytest.approx(wanted)
     assert np.array_equal(strict, optimistic)
 
 
@@ -81,3 +87,39 @@ def test_pair_margins_equal_a_softmax_over_two() -> None:
     right = (metrics.pair_margins(cosines.numpy())["statement_to_image"] > 0).all(axis=1)
     assert np.array_equal(right, wanted.numpy())
     assert 0.15 < right.mean() < 0.35
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_area_under_roc_equals_scikit_learns(ties: bool) -> None:
+    rng = np.random.default_rng(6)
+    truth, scores = rng.random(300) < 0.4, rng.normal(size=300).round(1 if ties else 9)
+    weights = rng.integers(0, 3, 300)
+    wanted = roc_auc_score(truth, scores, sample_weight=weights)
+    found = metrics.area_under_roc(scores, truth, weights, ties=0.5)
+    assert found == pytest.approx(wanted)
+    strict = metrics.area_under_roc(scores, truth, weights)
+    assert strict < found if ties else strict == pytest.approx(wanted)
+
+
+def test_precision_at_11_recalls_from_scikit_learns_curve() -> None:
+    rng = np.random.default_rng(7)
+    truth, scores = rng.random(400) < 0.2, rng.normal(size=400).round(1)
+    precision, recall, _ = precision_recall_curve(truth, scores)
+    levels = [precision[recall >= level / 10 - 1e-9].max() for level in range(11)]
+    # The curve ends with the point (precision 1, recall 0), which no item stands for.
+    levels[0] = precision[:-1].max()
+    assert metrics.precision_11_point(scores, truth) == pytest.approx(np.mean(levels))
+
+
+def test_precision_is_near_clip_benchmarks() -> None:
+    """clip-benchmark averages over positives instead of interpolating at 11 recalls."""
+    theirs = pytest.importorskip(
+        "clip_benchmark.metrics.zeroshot_classification", reason="needs the extra 'eval'"
+    )
+    generator = torch.Generator().manual_seed(8)
+    truth = torch.rand(2000, 6, generator=generator) < 0.3
+    scores = truth + torch.randn(2000, 6, generator=generator)
+    wanted = theirs.average_precision_per_class(scores, truth)
+    for column in range(6):
+        found = metrics.precision_11_point(scores[:, column].numpy(), truth[:, column].numpy())
+        assert found == pytest.approx(float(wanted[column]), abs=0.05)

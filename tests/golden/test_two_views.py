@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mclclip.torchvision_fix  # noqa: F401  lightly imports torchvision
 from mclclip.objectives.base import Objective
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.supcon import SupervisedContrast

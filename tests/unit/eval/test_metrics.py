@@ -58,6 +58,18 @@ def test_stratified_interval_is_wider_where_one_stratum_is_small() -> None:
     assert uneven[1] - uneven[0] > even[1] - even[0]
 
 
+def test_items_of_a_unit_count_together_in_strata_too() -> None:
+    residuals = np.array([0.1, -0.1, 0.1, -0.1, 0.2, -0.2])
+    assert metrics.design_effect(residuals, np.arange(6)) == 1.0
+    assert metrics.design_effect(residuals, np.array([0, 0, 1, 1, 2, 2])) == 1.0  # they cancel out
+    together = np.array([0.1, 0.1, -0.1, -0.1, 0.2, -0.2])
+    unit = np.array([0, 0, 1, 1, 2, 3])
+    assert metrics.design_effect(together, unit) == pytest.approx((0.04 + 0.04 + 0.08) / 0.12)
+    assert metrics.design_effect(np.zeros(6), unit) == 1.5
+    even = metrics.stratified_interval(np.array([0.5, 0.5]), np.array([50, 50]), 2.0)
+    assert even == pytest.approx(metrics.wilson_interval(25, 50))
+
+
 def test_ranks_with_ties_by_hand() -> None:
     similarity = np.array([[0.9, 0.5, 0.5, 0.1], [0.9, 0.5, 0.5, 0.1], [0.3, 0.3, 0.3, 0.3]])
     positive = np.zeros((3, 4), dtype=bool)
@@ -94,7 +106,7 @@ def test_ranks_refuse_nan_and_queries_without_a_positive() -> None:
 
 def test_hits_at() -> None:
     ranks = np.array([1, 2, 5, 11])
-    assert [metrics.hits_at(ranks, k) for k in (1, 5, 10, 100)] == [1, 3, 3, 4]
+    assert [metrics.hits_at(ranks, k).sum() for k in (1, 5, 10, 100)] == [1, 3, 3, 4]
     with pytest.raises(ValueError, match="k counts from 1"):
         metrics.hits_at(ranks, 0)
 
@@ -146,6 +158,28 @@ def test_a_margin_above_zero_is_a_larger_similarity(values: list[float]) -> None
     margins = metrics.pair_margins(similarity)
     assert (margins["statement_to_image"] > 0).tolist() == [[a > b, d > c]]
     assert (margins["image_to_text"] > 0).tolist() == [[a > c, d > b]]
+
+
+def test_margins_of_several_right_and_several_wrong_candidates() -> None:
+    similarity = np.array([[[0.9, 0.8, 0.5, 0.1], [0.9, 0.8, 0.5, 0.1], [0.7, 0.7, 0.7, 0.7]]])
+    right = np.array([[True, True, False, False], [True, False, True, False], [True] * 4])
+    margins = metrics.match_margins(similarity, right)
+    assert margins[0] == pytest.approx([0.3, -0.3, np.inf])  # lowest right minus highest wrong one
+    wrong = np.array([[False, False, False, True]] * 3)
+    assert metrics.match_margins(similarity, right & ~wrong, wrong)[0] == pytest.approx(
+        [0.7, 0.4, 0.0]
+    )
+
+
+def test_equal_features_tie_exactly_wherever_they_are() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(64, 3, 515)).astype(np.float32)
+    rows[:, 2] = rows[:, 0]
+    similarity = metrics.item_similarities(rows[:, :1], rows)
+    assert similarity.dtype == np.float32
+    assert np.array_equal(similarity[:, :, 0], similarity[:, :, 2])
+    slow = np.array([[np.dot(a[0].astype(float), c.astype(float)) for c in a] for a in rows])
+    assert similarity[:, 0] == pytest.approx(slow, rel=1e-6)
 
 
 def test_pair_margins_refuse_nan() -> None:

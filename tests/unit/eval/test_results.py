@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mclclip.eval import results
-from mclclip.eval.results import Figure, Reference, Result
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.results import Reference, Result
 
 
 def row(
@@ -62,14 +66,24 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> Non
         results.read(path)
 
 
-def test_proportion_carries_count_and_interval() -> None:
-    figure = results.proportion("R@1", 27, 135, {"name": "x"})
-    assert figure.value == 20.0 and figure.count == 135
+def test_a_figure_carries_count_interval_and_outcomes() -> None:
+    right = np.arange(135) < 27
+    found = Outcomes([*map(str, range(135))], right)
+    figure = results.figure("R@1", found, {"name": "x"}, level="headline")
+    assert figure.value == 20.0 and figure.count == 135 and figure.outcomes is found
     assert (figure.ci_low, figure.ci_high) == pytest.approx((14.125, 27.535), abs=1e-3)
-    assert results.of_model([figure], "stage_0", "coco") == [
-        Result("stage_0", "coco", **vars(figure))
-    ]
-    assert isinstance(figure, Figure)
+    assert figure.protocol == {"name": "x", "level": "headline"}
+    (row,) = results.of_model([figure], "stage_0", "coco")
+    assert row.value == 20.0 and not hasattr(row, "outcomes")
+    by_class = Outcomes(found.items, right, strata=["a"] * 27 + ["b"] * 108)
+    assert results.figure("mean", by_class, {}).value == 50.0
+    units, halves = [str(number // 5) for number in range(135)], ["a", "b"] * 67 + ["a"]
+    wider = results.figure("R@1", Outcomes(found.items, right, units=units), {})
+    assert wider.ci_high - wider.ci_low > 1.5 * (figure.ci_high - figure.ci_low)
+    in_both = results.figure("R@1", Outcomes(found.items, right, strata=halves, units=units), {})
+    assert (in_both.ci_low, in_both.ci_high) == pytest.approx(
+        (wider.ci_low, wider.ci_high), abs=0.5
+    )
 
 
 def test_table_has_a_block_per_benchmark_and_a_row_per_model() -> None:
@@ -82,7 +96,7 @@ def test_table_has_a_block_per_benchmark_and_a_row_per_model() -> None:
     text = results.table(rows, references)
     assert text.splitlines() == [
         "mmvp                            average",
-        "---------------------------------------",
+        "----------------------------  ---------",
         "trials                              135",
         "stage_0                            20.0",
         "                              14.1-27.5",
@@ -90,12 +104,32 @@ def test_table_has_a_block_per_benchmark_and_a_row_per_model() -> None:
         "                              14.1-27.5",
         "ViT-L-14 openai [MMVP paper]       19.3",
         "",
-        "coco     image_to_text/R@1",
-        "--------------------------",
-        "trials                 135",
-        "stage_0               56.1",
-        "                 14.1-27.5",
+        "coco       image_to_",
+        "            text/R@1",
+        "-------  -----------",
+        "trials           135",
+        "stage_0         56.1",
+        "           14.1-27.5",
     ]
+
+
+def test_table_fits_a_terminal_and_counts_what_it_leaves_out() -> None:
+    """As many columns, and as long names, as a data set of captions with ties has."""
+    directions, cut = ("image_to_text", "text_to_image"), ("R@1", "R@5", "R@10")
+    names = [f"{d}/{k}{s}" for d, k, s in product(directions, cut, ("", "_optimistic"))]
+    model = "control_random_groups_concat_stage_norm_of_a_run_with_a_long_name"
+    rows = [
+        replace(row(model, "uc_merced_retrieval", name), protocol={"level": "detail"})
+        if name.endswith("optimistic")
+        else row(model, "uc_merced_retrieval", name)
+        for name in names
+    ]
+    short, whole = results.table(rows), results.table(rows, details=True)
+    for text in (short, whole):
+        assert max(map(len, text.splitlines())) <= results.WIDTH
+    assert short.count("20.0") == 6 and whole.count("20.0") == 12
+    assert short.splitlines()[-1] == "(6 further metrics: 'mclclip eval' shows them with --details)"
+    assert "optimistic" not in short and "further" not in whole
 
 
 def test_table_without_intervals_marks_what_is_missing() -> None:

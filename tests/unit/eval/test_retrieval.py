@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
 import csv
+import io
 import json
+import tarfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +21,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.eval import datasets, ranking, retrieval
-from mclclip.eval.datasets import CaptionRule, read_captions, read_labelled
+from mclclip.eval import datasets, metrics, ranking, retrieval
+from mclclip.eval.datasets import CaptionRule, read_captions
 from mclclip.eval.features import Extractor
+from mclclip.eval.labelled_images import read_labelled
 from mclclip.eval.ranking import rank_queries
+from mclclip.models.clip import load_clip
+from mclclip.models.encoder import SingleEncoder
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny_vit.json"
 
 
 def brute_force(
@@ -88,6 +100,52 @@ def test_collapsed_features_rank_last_however_they_are_cut(dim: int, chunk_bytes
         features, np.arange(37), features, np.arange(37), chunk_bytes=chunk_bytes
     )
     assert (strict == 37).all() and (optimistic == 1).all()
+
+
+@pytest.mark.parametrize("counting", ["by_row", "whole"])
+@pytest.mark.parametrize("noise", [0.0, 1e-6, 1.0])
+def test_ranks_are_those_of_products_in_float64(counting: Any, noise: float) -> None:
+    """Near ties, which a product in float32 orders wrongly, and exact ones beside them."""
+    rng = np.random.default_rng(11)
+    owners = rng.permutation(np.repeat(np.arange(100), 5))
+    texts = np.ones((500, 96)) + noise * rng.normal(size=(500, 96))
+    texts[rng.random(500) < 0.3] = texts[0]  # some are equal
+    texts = (texts / np.linalg.norm(texts, axis=1, keepdims=True)).astype(np.float32)
+    images = rng.normal(size=(100, 96))
+    images = (images / np.linalg.norm(images, axis=1, keepdims=True)).astype(np.float32)
+    for queries, asked, candidates, own in (
+        (images, np.arange(100), texts, owners),
+        (texts, owners, images, np.arange(100)),
+    ):
+        near = ranking.similarity(queries, candidates)
+        wanted = metrics.ranks_with_ties(near, asked[:, None] == own[None, :])
+        for chunk_bytes in (30_000, 2**24):
+            found = rank_queries(
+                queries, asked, candidates, own, chunk_bytes=chunk_bytes, counting=counting
+            )
+            assert np.array_equal(found, wanted)
+    if noise == 1e-6:  # the case is hard: float32 alone orders some candidates otherwise
+        plain = metrics.ranks_with_ties(images @ texts.T, np.arange(100)[:, None] == owners)
+        right = rank_queries(images, np.arange(100), texts, owners)
+        assert not np.array_equal(plain[0], right[0])
+
+
+@pytest.mark.parametrize("counting", ["by_row", "whole"])
+def test_collapsed_features_of_many_candidates_rank_last(counting: Any) -> None:
+    """So many ties that they are not compared one by one."""
+    features = np.tile(unit(np.random.default_rng(0), 1, 30, 31), (900, 1))
+    every = np.arange(900)
+    strict, optimistic = rank_queries(features, every, features, every, counting=counting)
+    assert (strict == 900).all() and (optimistic == 1).all()
+
+
+def test_what_cannot_be_ranked_is_refused() -> None:
+    features, every = unit(np.random.default_rng(0), 4, 30), np.arange(4)
+    with pytest.raises(ValueError, match="query 2 has no positive candidate"):
+        rank_queries(features, every, features[[0, 1, 3]], every[[0, 1, 3]])
+    features[1, 0] = np.nan
+    with pytest.raises(ValueError, match="hold NaN"):
+        rank_queries(features, every, features, every)
 
 
 # --- whole evaluations ------------------------------------------------------------------
@@ -278,7 +336,7 @@ def test_wrong_files_get_one_clear_line(tmp_path: Path) -> None:
         read_captions(other, tmp_path)
     for content in ('{"images": [{"sentences": 3}]}', '{"images": 3, "annotations": 4}'):
         other.write_text(content)
-        with pytest.raises(ValueError, match="lacks a field of COCO's or Karpathy's layout"):
+        with pytest.raises(ValueError, match="lacks a field of COCO's, Karpathy's or"):
             read_captions(other, tmp_path)
     other.write_text('{"images": [{"id": 1, "file_name": 2}], "annotations": []}')
     with pytest.raises(ValueError, match="captions.json has 2 where a file name"):
@@ -287,7 +345,7 @@ def test_wrong_files_get_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="captions.csv does not parse"):
         read_captions(table, tmp_path)
     (tmp_path / "captions.txt").write_text("")
-    with pytest.raises(ValueError, match=r"\.csv, \.tsv, \.json or \.token"):
+    with pytest.raises(ValueError, match=r"\.csv, \.tsv, \.json, .* a folder of \.txt"):
         read_captions(tmp_path / "captions.txt", tmp_path)
 
 
@@ -344,3 +402,129 @@ def test_coco_mini(shared_data: Path) -> None:
     for direction in ("image_to_text", "text_to_image"):
         values = [figures[f"{direction}/R@{k}"].value for k in (1, 5, 10)]
         assert values == sorted(values) and values[-1] < 60
+
+
+# --- other layouts ------------------------------------------------------------------------
+
+
+def write_urban(root: Path) -> dict[str, Any]:
+    (root / "caption").mkdir()
+    for number in range(6):
+        (root / "caption" / f"{number}.txt").write_text(f"A long one.\nIt is of {number}\n")
+    return {"captions": "caption"}
+
+
+def write_docci(root: Path) -> dict[str, Any]:
+    rows = [
+        {"image_file": f"{number}.png", "description": f"of {number}", "split": part}
+        for part, numbers in {"test": range(6), "train": range(2)}.items()
+        for number in numbers
+    ]
+    (root / "docci.jsonlines").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    return {"captions": "docci.jsonlines", "split": "test"}
+
+
+def write_sharegpt(root: Path) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "What is it?"}]
+    entries = [
+        {
+            "image": f"{number}.png",
+            "conversations": [*turns, {"from": "gpt", "value": f"a long one of {number}"}],
+        }
+        for number in range(6)
+    ]
+    (root / "share.json").write_text(json.dumps(entries))
+    return {"captions": "share.json"}
+
+
+def write_shards(root: Path, captions: str = "txt") -> dict[str, Any]:
+    (root / "shards").mkdir()
+    for shard in range(2):
+        with tarfile.open(root / "shards" / f"{shard}.tar", "w") as tar:
+            for number in range(3 * shard, 3 * shard + 3):
+                texts = [f"of {number}", f"another of {number}"]
+                members = {"png": (root / "images" / f"{number}.png").read_bytes()}
+                members |= {"txt": texts[0].encode(), "json": json.dumps({"long": texts}).encode()}
+                for suffix, data in members.items():
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return {"captions": "shards", "shard_captions": captions}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_urban,
+        write_docci,
+        write_sharegpt,
+        write_shards,
+        partial(write_shards, captions="json:long"),
+    ],
+)
+def test_layouts_of_long_captions_and_shards(
+    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any, write: Any
+) -> None:
+    for number in range(6):
+        draw(tmp_path / "images" / f"{number}.png", number)
+    options = write(tmp_path)
+    figures = run(planted("perfect", 6), tmp_path, **options)
+    assert {f.value for f in figures.values()} == {100.0}
+    two = options.get("shard_captions") == "json:long"
+    assert figures["text_to_image/R@1"].count == (12 if two else 6)
+    found = figures["text_to_image/R@1"].outcomes
+    assert found.items[:2] == (
+        ["0#0", "0#1"] if two else ["0#0", "1#1"] if "shards" in options.values()
+        else ["0.png#0", "1.png#1"]
+    )  # fmt: skip
+
+
+def test_layouts_with_mistakes_get_one_line(
+    tmp_path: Path, draw: Callable[[Path, int], None]
+) -> None:
+    draw(tmp_path / "images" / "0.png", 0)
+    write_urban(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match="5 of 6 captions have no image in .* such as 1.txt"
+    ):
+        read_captions(tmp_path / "caption", tmp_path / "images")
+    with pytest.raises(ValueError, match="neither .txt files, one per image, nor .tar shards"):
+        read_captions(tmp_path / "images", tmp_path / "images")
+    for name, text, message in (
+        ("a.jsonl", '{"image_file": "0.png"}', "line 1 wants the texts image_file, description"),
+        ("b.jsonl", "[1]", "line 1 wants the texts"),
+        ("c.json", '[{"image": "0.png", "conversations": []}]', "a turn from 'gpt'"),
+        ("d.json", '[{"id": 1}]', "lacks a field of COCO's, Karpathy's or ShareGPT4V's layout"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message) as raised:
+            read_captions(tmp_path / name, tmp_path / "images")
+        assert "\n" not in str(raised.value)
+
+
+def test_captions_that_the_tokenizer_cuts_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    extractor = Extractor(SingleEncoder(load_clip(TINY)))
+    length = int(extractor.encoder.tokenizer.context_length)  # type: ignore[attr-defined]
+    texts = [" ".join(["dog"] * count) for count in (1, length - 3, length - 2, length - 1, 500)]
+    with caplog.at_level("WARNING", logger="mclclip"):
+        found = retrieval._cut(extractor, texts)
+    # With the two marks around it, a caption of length - 2 words just fits.
+    assert found == {"context_length": length, "captions_cut": 2}
+    assert f"2 of 5 captions are longer than the {length} tokens" in caplog.text
+    caplog.clear()
+    assert retrieval._cut(extractor, texts[:3])["captions_cut"] == 0 and not caplog.records
+
+
+def test_tokenizers_that_pad_with_the_end_of_text_are_counted_too() -> None:
+    """As SigLIP's: 1 ends a text and fills the rest."""
+
+    class Padded:
+        context_length = 8
+
+        def __call__(self, texts: list[str]) -> torch.Tensor:
+            rows = [[5] * min(len(text.split()), 7) + [1] * 8 for text in texts]
+            return torch.tensor([row[:8] for row in rows])
+
+    padded: Any = SimpleNamespace(tokenizer=Padded())
+    texts = ["a " * 3, "a b c d e f g", "a b c d e f g h", "a " * 30]
+    assert retrieval._cut(Extractor(padded), texts)["captions_cut"] == 2

@@ -223,3 +223,142 @@ def test_missing_or_empty_folders_get_one_clear_line(tmp_path: Path, planted: An
         run(encoder, tmp_path, labels="labels.csv")
     with pytest.raises(FileNotFoundError, match="no table of labels"):
         run(encoder, tmp_path, labels="nowhere.csv")
+
+
+# --- metrics of other data sets -----------------------------------------------------------------
+
+
+def test_the_metric_says_which_figure_is_the_headline(folders: Path, planted: Any) -> None:
+    encoder = planted("perfect", 7)
+    encoder.image_table[6] = encoder.image_table[0]
+    for metric, headline in {"accuracy": "top1", "mean_per_class": "mean_per_class"}.items():
+        figures = run(encoder, folders, metric=metric)
+        main = [name for name, f in figures.items() if f.protocol.get("level") == "headline"]
+        assert main == [headline]
+    found = run(planted("random", 7, seed=3), folders, metric="mean_of_top1_and_top5")
+    middle = found["mean_of_top1_and_top5"]
+    assert middle.value == pytest.approx((found["top1"].value + found["top5"].value) / 2)
+    assert found["top1"].value < middle.value < found["top5"].value
+    assert middle.protocol["level"] == "headline" and middle.ci_low < middle.value < middle.ci_high
+
+
+def test_classes_of_one_name_are_still_two_in_the_mean(
+    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
+) -> None:
+    """Two missiles, which tie, and a class that is right: a third of the classes, not a half."""
+    for number in range(3):
+        draw(tmp_path / f"class_{number}" / "x.png", number)
+    names = {"class_0": "no 0", "class_1": "no 1", "class_2": "no 1"}
+    figures = run(planted("perfect", 3), tmp_path, classes=names)
+    assert figures["mean_per_class"].value == pytest.approx(100 / 3)
+
+
+@pytest.fixture
+def voc(tmp_path: Path, draw: Callable[[Path, int], None]) -> Path:
+    """PASCAL VOC's layout, and the same in a table: image n shows the classes of its binary digits.
+    The first image is too difficult to judge for class 1."""
+    rows = ["filepath,label"]
+    for number in range(1, 8):
+        draw(tmp_path / "JPEGImages" / f"{number:06d}.jpg", number)
+    main = tmp_path / "ImageSets" / "Main"
+    main.mkdir(parents=True)
+    for label in range(3):
+        shown = {number: 1 if number >> label & 1 else -1 for number in range(1, 8)}
+        rows += [f"JPEGImages/{n:06d}.jpg,no {label}" for n, sign in shown.items() if sign == 1]
+        if label == 1:
+            shown[1] = 0
+        lines = [f"{number:06d} {sign:2d}" for number, sign in shown.items()]
+        (main / f"no {label}_test.txt").write_text("\n".join(lines) + "\n")
+        (main / f"no {label}_train.txt").write_text("000001  1\n")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    return tmp_path
+
+
+def digits(encoder: Any) -> Any:
+    """The encoder, whose images have their number's binary digits as features."""
+    encoder.image_table = torch.tensor(
+        [[number >> bit & 1 for bit in range(3)] for number in range(8)], dtype=torch.float32
+    )
+    encoder.text_table = torch.eye(3)
+    return encoder
+
+
+@pytest.mark.parametrize("labels", ["ImageSets/Main", "labels.csv"])
+def test_several_labels_by_hand(voc: Path, planted: Any, labels: str) -> None:
+    encoder = digits(planted("perfect", 3))
+    (found,) = run(encoder, voc, labels=labels, metric="map_11_point", templates="bare").values()
+    assert found.metric == "map_11_point" and found.value == 100.0
+    assert found.ci_low < 100.0 == found.ci_high and found.protocol["level"] == "headline"
+    assert found.count == (20 if labels == "ImageSets/Main" else 21)  # one is not judged
+    encoder.text_table = -torch.eye(3)  # all negatives first: precision n / (all up to the n-th)
+    worst = run(encoder, voc, labels=labels, metric="map_11_point", templates="bare")
+    judged = 6 if labels == "ImageSets/Main" else 7  # of class 1
+    share = 100 * float(np.mean([4 / 7, 4 / judged, 4 / 7]))
+    assert worst["map_11_point"].value <= share + 1e-9
+    constant = run(planted("constant", 9), voc, labels=labels, metric="map_11_point")
+    assert constant["map_11_point"].value == pytest.approx(
+        share
+    )  # its floor: how frequent they are
+
+
+@pytest.fixture
+def memes(tmp_path: Path, draw: Callable[[Path, int], None]) -> Path:
+    rows = ["filepath,label"]
+    for number in range(20):
+        draw(tmp_path / f"{number}.png", number)
+        rows.append(f"{number}.png,{number % 2}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    return tmp_path
+
+
+def test_area_under_roc_equals_scikit_learns(memes: Path, planted: Any) -> None:
+    from sklearn.metrics import roc_auc_score
+
+    encoder, truth = planted("random", 20, seed=2), np.arange(20) % 2
+    options: dict[str, Any] = {"labels": "labels.csv", "templates": "bare", "metric": "roc_auc"}
+    chance = (100 * encoder.image_table @ encoder.text_table[:2].T).softmax(dim=1)[:, 1]
+    classes = {"0": "no 0", "1": "no 1"}
+    found = run(encoder, memes, classes=classes, **options)
+    assert found["roc_auc"].value == pytest.approx(100 * roc_auc_score(truth, chance))
+    assert found["roc_auc"].ci_low < found["roc_auc"].value < found["roc_auc"].ci_high
+    assert list(found) == ["roc_auc", "top1", "mean_per_class"]  # nothing ties
+    encoder.image_table[1::2] = encoder.image_table[1]
+    encoder.image_table[::2] = encoder.image_table[0]
+    encoder.image_table[2] = encoder.image_table[1]
+    chance = (100 * encoder.image_table @ encoder.text_table[:2].T).softmax(dim=1)[:, 1]
+    tied = run(encoder, memes, classes=classes, **options)
+    half, strict = tied["roc_auc_half_ties"], tied["roc_auc"]
+    assert half.value == pytest.approx(100 * roc_auc_score(truth, chance))
+    assert strict.value < half.value
+    assert half.protocol["level"] == "detail" and strict.protocol["level"] == "headline"
+    constant = run(planted("constant", 20), memes, **options)
+    assert constant["roc_auc"].value == 0.0 and constant["roc_auc_half_ties"].value == 50.0
+    assert constant["roc_auc"].ci_low == 0.0 < constant["roc_auc"].ci_high
+
+
+def test_metrics_that_do_not_fit_get_one_line(
+    folders: Path, voc: Path, memes: Path, planted: Any
+) -> None:
+    encoder = planted("perfect", 20)
+    with pytest.raises(ValueError, match="roc_auc wants 2 classes, got 7"):
+        run(encoder, folders, metric="roc_auc")
+    with pytest.raises(ValueError, match="wants more than 5 classes, got 2"):
+        run(encoder, memes, labels="labels.csv", metric="mean_of_top1_and_top5")
+    with pytest.raises(ValueError, match="map_11_point wants labels=FILE, a CSV with a row"):
+        run(encoder, folders, metric="map_11_point")
+    with pytest.raises(ValueError, match="want metric=map_11_point"):
+        run(encoder, voc, labels="ImageSets/Main")
+    main = voc / "ImageSets" / "Main"
+    options: dict[str, Any] = {"labels": "ImageSets/Main", "metric": "map_11_point"}
+    (main / "no 1_test.txt").write_text("000001 1\n")
+    with pytest.raises(ValueError, match="list different images: 'no 1'"):
+        run(encoder, voc, **options)
+    (main / "no 1_test.txt").write_text("000001 yes\n")
+    with pytest.raises(ValueError, match="line 1 is not an image and 1, 0 or -1: '000001 yes'"):
+        run(encoder, voc, **options)
+    (memes / "labels.csv").write_text("filepath,label\n0.png,0\n0.png,1\n")
+    with pytest.raises(ValueError, match="0.png more than once: several labels"):
+        run(encoder, memes, labels="labels.csv")
+    (memes / "labels.csv").write_text("filepath,label\n0.png,0\n1.png,0\n")
+    with pytest.raises(ValueError, match="images of both classes"):
+        run(encoder, memes, labels="labels.csv", metric="roc_auc", classes={"0": "a 0", "1": "a 1"})

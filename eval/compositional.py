@@ -1,0 +1,403 @@
+"""Compositional benchmarks: which of several near texts are true of which of several near images.
+
+Sources, with the rule of the published code:
+
+- SugarCrepe (Hsieh et al., NeurIPS 2023): the image prefers its caption to a false one. Strict.
+- SugarCrepe++ (Dumpala et al., NeurIPS 2024): the image prefers both of two captions to a false
+  one (ITT); among the three texts alone, the two captions are nearer to each other than each is to
+  the false one (TOT). Strict.
+- Winoground (Thrush et al., CVPR 2022) and NaturalBench-Retrieval (Li et al., NeurIPS 2024): of two
+  images and two captions, each image picks its caption (text), each caption picks its image
+  (image), or both (group). Strict.
+- ARO (Yuksekgonul et al., ICLR 2023): of the crop around two things, a caption against the same
+  with relation or attributes exchanged, as the mean over relations that are not symmetric, or over
+  pairs of attributes with at least 25 items. An argmax with the false caption first, so strict.
+  COCO-Order and Flickr30k-Order: a caption against four of its words in other orders. An argmax
+  with the true caption first, so that ties are right.
+- What'sUp (Kamath et al., EMNLP 2023): a caption against those with other prepositions; photographs
+  of two things also as pairs (left and right) and sets (all four), which are right where every
+  photograph is. An argmax with the true caption first, so that ties are right. Two of its
+  photographs are exchanged (pillow and chair, left and right).
+
+Here a tie between a right and a wrong answer counts as wrong everywhere, so that an encoder which
+returns a constant scores 0. Where the published rule gives ties to the model, that figure stands
+beside it as ``NAME_official``. clip-benchmark takes an argmax with the true caption first for
+SugarCrepe, so that its figures count ties as right too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import comb
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mclclip.eval.compositional_sets import LAYOUTS, Item, LayoutName, read_items
+from mclclip.eval.features import Extractor, Features
+from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, item_similarities, match_margins
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.results import Figure, Level, figure
+from mclclip.ranks.collectives import together
+
+READS_TEXT = True  # whether images are compared with texts
+
+log = logging.getLogger("mclclip")
+
+Side = Literal["text", "image", "group", "texts"]
+"""Which decisions of an item count: images pick texts, texts pick images, both, or texts pick
+texts."""
+
+CHUNK_NUMBERS = 1 << 23
+"""Numbers of features that are compared at a time."""
+
+SMALLEST_KIND = 25
+"""Items that a pair of attributes must have to be a part of ARO's mean."""
+
+PAIRS = (("left", "right"), ("on", "under"), ("in-front", "behind"))
+"""Relations of What'sUp's photographs that are a pair."""
+
+SYMMETRIC = """
+adjusting; attached to; between; bigger than; biting; boarding; brushing; chewing; cleaning;
+climbing; close to; coming from; coming out of; contain; crossing; dragging; draped over;
+drinking; drinking from; driving; driving down; driving on; eating from; eating in; enclosing;
+exiting; facing; filled with; floating in; floating on; flying; flying above; flying in; flying
+over; flying through; full of; going down; going into; going through; grazing in; growing in;
+growing on; guiding; hanging from; hanging in; hanging off; hanging over; higher than; holding
+onto; hugging; in between; jumping off; jumping on; jumping over; kept in; larger than; leading;
+leaning over; leaving; licking; longer than; looking in; looking into; looking out; looking
+over; looking through; lying next to; lying on top of; making; mixed with; mounted on; moving;
+on the back of; on the edge of; on the front of; on the other side of; opening; painted on;
+parked at; parked beside; parked by; parked in; parked in front of; parked near; parked next to;
+perched on; petting; piled on; playing; playing in; playing on; playing with; pouring; reaching
+for; reading; reflected on; riding on; running in; running on; running through; seen through;
+sitting behind; sitting beside; sitting by; sitting in front of; sitting near; sitting next to;
+sitting under; skiing down; skiing on; sleeping in; sleeping on; smiling at; sniffing;
+splashing; sprinkled on; stacked on; standing against; standing around; standing behind;
+standing beside; standing in front of; standing near; standing next to; staring at; stuck in;
+surrounding; swimming in; swinging; talking to; topped with; touching; traveling down; traveling
+on; tying; typing on; underneath; wading in; waiting for; walking across; walking by; walking
+down; walking next to; walking through; working in; working on; worn on; wrapped around; wrapped
+in; by; of; near; next to; with; beside; on the side of; around
+"""
+"""Relations of Visual Genome that ARO's authors leave out of their mean (their notebook): most are
+symmetric, or have few items."""
+
+
+# --- decisions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Margins and ties of the decisions of every item.
+
+    margins: the lowest margin of its decisions, [N]; tied: whether any of them is a tie, [N];
+    chance: how probable it is that independent random features decide all of them rightly, [N].
+    """
+
+    margins: FloatArray
+    tied: BoolArray
+    chance: FloatArray
+
+    @classmethod
+    def empty(cls, count: int) -> Answers:
+        """For ``count`` items, to be filled."""
+        return cls(np.zeros(count, np.float32), np.zeros(count, np.bool_), np.zeros(count))
+
+
+def score_items(
+    extractor: Extractor, items: Sequence[Item], sides: Sequence[Side], prompt: str = ""
+) -> dict[Side, Answers]:
+    """The answers to all items on each side; ``prompt`` is put before every text.
+
+    Images and texts that occur several times are encoded once, over all ranks; the answers do not
+    depend on the number of ranks.
+    """
+    images = list(dict.fromkeys(image for item in items for image in item.images))
+    texts = list(dict.fromkeys(text for item in items for text in item.texts))
+    image_row = {image: row for row, image in enumerate(images)}
+    text_row = {text: row for row, text in enumerate(texts)}
+    image_features = extractor.images(images)
+    text_features = extractor.texts([prompt + text for text in texts])
+    alike: dict[tuple[tuple[bool, ...], ...], list[int]] = {}
+    for number, item in enumerate(items):
+        alike.setdefault(item.truth, []).append(number)
+    found = {side: Answers.empty(len(items)) for side in sides}
+    for truth, numbers in alike.items():
+        shown = np.array([[image_row[image] for image in items[n].images] for n in numbers])
+        said = np.array([[text_row[text] for text in items[n].texts] for n in numbers])
+        for side, answers in found.items():
+            margins = _margins(side, np.array(truth), image_features, shown, text_features, said)
+            answers.margins[numbers] = margins.min(axis=1)
+            answers.tied[numbers] = (margins == 0).any(axis=1)
+            answers.chance[numbers] = _chance(side, np.array(truth))
+    return found
+
+
+def _margins(
+    side: Side,
+    truth: BoolArray,
+    image_features: Features,
+    images: IntArray,
+    text_features: Features,
+    texts: IntArray,
+) -> FloatArray:
+    """Margins [N, decisions] of items of the same ``truth`` [I, T], from rows [N, I] and [N, T]."""
+    size = max(1, CHUNK_NUMBERS // ((images.shape[1] + texts.shape[1]) * text_features.shape[1]))
+    parts = []
+    for start in range(0, len(texts), size):
+        said = text_features[texts[start : start + size]]
+        if side == "texts":
+            (right,) = truth
+            others = ~np.eye(len(right), dtype=bool)[right]
+            similarity = item_similarities(said[:, right], said)
+            parts.append(match_margins(similarity, others & right, others & ~right))
+            continue
+        similarity = item_similarities(image_features[images[start : start + size]], said)
+        by_image = match_margins(similarity, truth)
+        by_text = match_margins(similarity.swapaxes(1, 2), truth.T)
+        parts.append({"text": by_image, "image": by_text}.get(side, np.hstack([by_image, by_text])))
+    return np.concatenate(parts)
+
+
+def _chance(side: Side, truth: BoolArray) -> float:
+    """How probable it is that all decisions are right where similarities have a random order.
+
+    Each query that has c candidates, of which r are true of it, is right in one of comb(c, r)
+    cases, and queries of one side are independent. Of three texts, one of three similarities must
+    be the highest; in a group of two images and two texts, two of four.
+    """
+    if side == "texts":
+        return 1 / 3
+    if side == "group":
+        return 1 / comb(truth.size, int(truth.sum()))
+    rows = truth if side == "text" else truth.T
+    return float(np.prod([1 / comb(len(row), int(row.sum())) for row in rows]))
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Makes the figures of a benchmark from the answers to its items.
+
+    official: whether the published rule gives ties to the model, so that each figure has a second
+    one by that rule.
+    """
+
+    items: Sequence[Item]
+    answers: Mapping[Side, Answers]
+    protocol: Mapping[str, Any]
+    official: bool = False
+
+    def of(
+        self,
+        metric: str,
+        side: Side,
+        rows: Sequence[int],
+        level: Level = "table",
+        strata: Callable[[Item], str] | None = None,
+    ) -> list[Figure]:
+        """The share of right items among ``rows``, or the mean of the shares of ``strata``."""
+        return self.joined(metric, side, [[row] for row in rows], level, strata)
+
+    def joined(
+        self,
+        metric: str,
+        side: Side,
+        groups: Sequence[Sequence[int]],
+        level: Level = "table",
+        strata: Callable[[Item], str] | None = None,
+        trials: str = "items",
+    ) -> list[Figure]:
+        """The same for groups of rows that are right where each of their rows is."""
+        answers, firsts = self.answers[side], [self.items[group[0]] for group in groups]
+        margins = np.array([answers.margins[group].min() for group in groups])
+        chance = np.array([answers.chance[group].prod() for group in groups])
+        names = ["+".join(self.items[row].name for row in group) for group in groups]
+        units = [item.unit for item in firsts]
+        outcomes = partial(
+            Outcomes,
+            names,
+            strata=[*map(strata, firsts)] if strata else None,
+            units=units if len(set(units)) < len(units) else None,
+        )
+        settings = dict(self.protocol) | {
+            "trials": trials,
+            "chance": round(100 * outcomes(chance).value(), 2),
+            "tied_items": sum(bool(answers.tied[group].any()) for group in groups),
+            "items_with_equal_texts": sum(
+                any(_has_equal_texts(self.items[row]) for row in group) for group in groups
+            ),
+        }
+        strict = settings | {"ties": "against the model"}
+        figures = [figure(metric, outcomes(margins > 0), strict, level=level)]
+        if self.official:
+            published, name = settings | {"ties": "for the model"}, f"{metric}_official"
+            figures.append(figure(name, outcomes(margins >= 0), published, level="detail"))
+        return figures
+
+    def rows(self, keep: Callable[[Item], bool] = lambda item: True) -> list[int]:
+        """Rows of the items to ``keep``."""
+        return [row for row, item in enumerate(self.items) if keep(item)]
+
+    def by_part(
+        self, prefix: str, side: Side, of_part: Level = "table", average: Level = "headline"
+    ) -> list[Figure]:
+        """A figure per part, and their mean."""
+        figures = []
+        for part in dict.fromkeys(item.part for item in self.items):
+            rows = self.rows(lambda item, part=part: item.part == part)  # type: ignore[misc]
+            figures += self.of(f"{prefix}{part}", side, rows, of_part)
+        every = self.rows()
+        return figures + self.of(f"{prefix}average", side, every, average, lambda item: item.part)
+
+    def by_kind(self, keep: Callable[[Item], bool]) -> list[Figure]:
+        """The mean over the kinds to ``keep``, and the share of all items."""
+        if not (rows := self.rows(keep)):
+            raise ValueError(
+                f"{self.protocol['name']} has no item whose kind counts in its mean: no relation "
+                f"that is not symmetric, or no pair of attributes with {SMALLEST_KIND} items"
+            )
+        mean = self.of("average", "text", rows, "headline", lambda item: item.kind)
+        return mean + self.of("pooled", "text", self.rows())
+
+
+def _has_equal_texts(item: Item) -> bool:
+    """Whether a text that is true of an image equals one that is not, which no encoder can tell
+    apart."""
+    return any(
+        {t for t, right in zip(item.texts, row, strict=True) if right}
+        & {t for t, right in zip(item.texts, row, strict=True) if not right}
+        for row in item.truth
+    )
+
+
+def _of_quadruples(figures: _Figures) -> list[Figure]:
+    every = figures.rows()
+    return [
+        *figures.of("text", "text", every),
+        *figures.of("image", "image", every),
+        *figures.of("group", "group", every, "headline"),
+    ]
+
+
+def _of_sugarcrepe_pp(figures: _Figures) -> list[Figure]:
+    image_text = figures.by_part("ITT/", "text")
+    return image_text + figures.by_part("TOT/", "texts", "detail", "table")
+
+
+@cache
+def _symmetric() -> frozenset[str]:
+    return frozenset(" ".join(SYMMETRIC.split()).split("; "))
+
+
+def _of_attributes(figures: _Figures) -> list[Figure]:
+    counts = Counter(item.kind for item in figures.items)
+    return figures.by_kind(lambda item: counts[item.kind] >= SMALLEST_KIND)
+
+
+def _of_whatsup(figures: _Figures) -> list[Figure]:
+    found = figures.by_part("", "text")
+    for part in dict.fromkeys(item.part for item in figures.items if item.kind):
+        sets: dict[str, dict[str, int]] = {}
+        for row, item in enumerate(figures.items):
+            if item.part == part:
+                sets.setdefault(item.unit, {})[item.kind] = row
+        pairs = [
+            [own[name] for name in pair]
+            for own in sets.values()
+            for pair in PAIRS
+            if own.keys() >= set(pair)
+        ]
+        whole = [[*own.values()] for own in sets.values() if len(own) == 4]
+        for metric, groups in (("pair", pairs), ("set", whole)):
+            if groups:
+                found += figures.joined(f"{part}/{metric}", "text", groups, trials=f"{metric}s")
+            else:
+                log.warning("no %s of %s is whole, so that it has no figure", metric, part)
+    return found
+
+
+_SIDES: Mapping[str, tuple[Side, ...]] = {
+    "sugarcrepe_pp": ("text", "texts"),
+    "winoground": ("text", "image", "group"),
+    "naturalbench": ("text", "image", "group"),
+}
+"""Layout -> sides that are scored; ``text`` alone for the others."""
+
+_FIGURES: Mapping[str, Callable[[_Figures], list[Figure]]] = {
+    "sugarcrepe": lambda figures: figures.by_part("", "text"),
+    "sugarcrepe_pp": _of_sugarcrepe_pp,
+    "winoground": _of_quadruples,
+    "naturalbench": _of_quadruples,
+    "aro_relation": lambda figures: figures.by_kind(lambda item: item.kind not in _symmetric()),
+    "aro_attribute": _of_attributes,
+    "aro_order": lambda figures: figures.of("accuracy", "text", figures.rows(), "headline"),
+    "whatsup": _of_whatsup,
+}
+
+_TIES_FOR_THE_MODEL = {"aro_order", "whatsup"}
+
+
+def needs(*, layout: LayoutName, **_: Any) -> str:
+    """Names the files of the data set of ``layout``, its publisher and its terms, for messages."""
+    return LAYOUTS[layout].source
+
+
+def evaluate(
+    extractor: Extractor,
+    root: Path,
+    *,
+    layout: LayoutName,
+    captions: str | None = None,
+    images: str | None = None,
+    parts: Sequence[str] | None = None,
+    prompt: str = "",
+    missing: Literal["refuse", "leave_out"] = "refuse",
+) -> list[Figure]:
+    """The figures of a compositional benchmark in a published ``layout``, in percent.
+
+    sugarcrepe: a metric per part and their mean ``average`` (chance 50). sugarcrepe_pp: the same as
+    ``ITT/`` and ``TOT/`` (33.3 each). winoground, naturalbench: ``text``, ``image`` (25 each) and
+    ``group`` (16.7). aro_relation, aro_attribute: ``average`` over kinds and ``pooled`` over items
+    (50). aro_order: ``accuracy`` (20). whatsup: a metric per part and ``average`` (photographs 25,
+    others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of photographs.
+    ``captions``, ``images``, ``parts``: see ``read_items``, whose errors are raised. ``missing``:
+    whether items without their images are refused, or left out and counted in the protocol.
+    """
+    places = {"captions": captions, "images": images}
+    leave_out = missing == "leave_out"
+    data = together(lambda: read_items(root, layout, parts=parts, leave_out=leave_out, **places))
+    published = {part: LAYOUTS[layout].sizes.get(part) for part in data.read}
+    other = {part: n for part, n in data.read.items() if published[part] not in (n, None)}
+    if extractor.context.is_main:
+        for part, count in other.items():
+            log.warning(
+                "%s: %s has %s items, the published file has %s: published figures are of others",
+                *(root, part, count, published[part]),
+            )
+        if data.left_out:
+            log.warning(
+                "%s: %s images are missing, and %s of %s items are left out",
+                *(root, data.missing_images, data.left_out, sum(data.read.values())),
+            )
+    protocol = {
+        "name": layout,
+        "prompt": prompt,
+        "precision": extractor.precision,
+        "num_items": len(data.items),
+        "left_out_items": data.left_out,
+        "missing_images": data.missing_images,
+        "as_published": published == dict(data.read) == dict(LAYOUTS[layout].sizes)
+        and not data.left_out,
+    }
+    answers = score_items(extractor, data.items, _SIDES.get(layout, ("text",)), prompt)
+    figures = _Figures(data.items, answers, protocol, layout in _TIES_FOR_THE_MODEL)
+    return _FIGURES[layout](figures)

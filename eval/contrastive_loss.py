@@ -1,0 +1,111 @@
+"""CLIP's loss on held-out samples in shards: how well images pick their captions, and the reverse.
+
+Source: Radford et al., Learning Transferable Visual Models (2021), Figure 3, with all samples as
+one batch and the model's own logit scale, whatever objective it was trained with. Rows are computed
+in chunks, so that the matrix of similarities is never held whole. The loss depends on the number of
+samples: compare encoders on the same shards. Equal captions count as wrong answers of each other,
+as in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from pydantic.types import PositiveInt
+
+from mclclip.eval.features import Extractor, Features, Readable, over_ranks
+from mclclip.eval.metrics import Z_95, FloatArray
+from mclclip.eval.ranking import CHUNK_BYTES, similarity
+from mclclip.eval.results import Figure
+from mclclip.eval.stored import read_captions_of_shards
+from mclclip.ranks.collectives import together
+from mclclip.ranks.process_group import SINGLE, Context
+
+READS_TEXT = True  # whether images are compared with texts
+
+
+def evaluate(
+    extractor: Extractor,
+    root: Path,
+    *,
+    captions: str = "txt",
+    max_samples: PositiveInt | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> list[Figure]:
+    """The loss in nats, and its two directions, over the samples of ``root/*.tar``; smaller is
+    better, and log(samples) is chance. The interval is that of a mean over samples.
+
+    ``captions``: ``txt`` or ``json:FIELD``, of which the first caption counts; ``max_samples``:
+    only the first so many. Figures do not depend on the number of ranks. Raises FileNotFoundError
+    where there is no shard and ValueError for damaged ones and samples without a caption.
+    """
+    images, texts = together(lambda: read_captioned(Path(root), captions, max_samples))
+    sides = extractor.images(images), extractor.texts(texts)
+    scale = float(extractor.encoder.logit_scale)
+    to_text, to_image = (
+        row_losses(a, b, scale=scale, context=extractor.context, chunk_bytes=chunk_bytes)
+        for a, b in (sides, sides[::-1])
+    )
+    found = {
+        "loss": (to_text + to_image) / 2,
+        "image_to_text": to_text,
+        "text_to_image": to_image,
+    }
+    protocol = {
+        "name": "contrastive_loss",
+        "unit": "nats",
+        "trials": "samples",
+        "precision": extractor.precision,
+        "logit_scale": scale,
+        "chance": math.log(len(images)),
+    }
+    return [_figure(name, values, protocol) for name, values in found.items()]
+
+
+def read_captioned(
+    directory: Path, captions: str, max_samples: int | None
+) -> tuple[Sequence[Readable], list[str]]:
+    """The images of ``directory/*.tar`` and the first caption of each, at most ``max_samples``; see
+    ``evaluate`` for the errors."""
+    data = read_captions_of_shards(directory, captions)
+    first = np.unique(data.caption_image, return_index=True)[1][:max_samples]
+    return data.images[:max_samples], [data.captions[row] for row in first]
+
+
+def row_losses(
+    queries: Features,
+    candidates: Features,
+    *,
+    scale: float,
+    context: Context = SINGLE,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> FloatArray:
+    """The cross-entropy float64 [N] of each query's candidate of the same row among all.
+
+    The ranks of ``context`` divide the queries; each holds at most about ``chunk_bytes`` of
+    similarities.
+    """
+    step = max(1, chunk_bytes // (8 * len(candidates)))
+
+    def of_share(own: slice) -> FloatArray:
+        losses = np.empty(own.stop - own.start)
+        for start in range(own.start, own.stop, step):
+            rows = np.arange(start, min(start + step, own.stop))
+            near = similarity(queries[rows], candidates, context.device)
+            logits = scale * near.astype(np.float64)
+            most = logits.max(axis=1)
+            total = np.log(np.exp(logits - most[:, None]).sum(axis=1)) + most
+            losses[rows - own.start] = total - logits[np.arange(len(rows)), rows]
+        return losses
+
+    return np.concatenate(over_ranks(context, len(queries), of_share))
+
+
+def _figure(name: str, values: FloatArray, protocol: dict[str, object]) -> Figure:
+    mean, count = float(values.mean()), len(values)
+    half = Z_95 * float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    level = {} if name == "loss" else {"level": "detail"}
+    return Figure(name, mean, count, mean - half, mean + half, protocol | level)

@@ -1,0 +1,212 @@
+"""How every item of a benchmark came out, from which figures are computed and encoders compared.
+
+An Arrow file per encoder and benchmark holds the outcomes of all its metrics. It lies in
+``outcomes/`` beside results.jsonl. Its name is the digest of its bytes, and the rows of
+results.jsonl carry it, so that a file that does not belong to its rows is noticed.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mclclip.eval.metrics import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Ranking,
+)
+
+FOLDER = "outcomes"
+
+Statistic = Literal["mean", "roc_auc", "roc_auc_half_ties", "precision_11_point"]
+"""What is computed of the items of a stratum; all but the mean rank values by ``truth``. A tied
+pair is wrong for ``roc_auc``, and half right for ``roc_auc_half_ties``, as in scikit-learn."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """The outcomes of all items of one metric. The metric is the statistic of the values of every
+    stratum, and the unweighted mean over strata.
+
+    items      [n] names of the items, the same for every encoder on the same data
+    values     float32 [n] (others are converted): a share in [0, 1], such as 1 for a right answer;
+               or a score that ranks items
+    strata     [n] names, such as classes; None: all items are one stratum
+    units      [n] names of what was drawn independently, where several items are of one thing, such
+               as the captions of an image; None: items are independent
+    truth      [n] whether an item is a positive; None for ``mean``
+    statistic  of the values of a stratum
+    """
+
+    items: Sequence[str]
+    values: NDArray[Any]
+    strata: Sequence[str] | None = None
+    units: Sequence[str] | None = None
+    truth: BoolArray | None = None
+    statistic: Statistic = "mean"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", np.asarray(self.values, dtype=np.float32))
+        columns = (self.items, self.values, self.strata, self.units, self.truth)
+        assert len({len(column) for column in columns if column is not None}) == 1
+        assert (self.truth is None) == (self.statistic == "mean")
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @cached_property
+    def stratum(self) -> IntArray:
+        """[n] numbers of the strata, from 0 on."""
+        return _numbers(self.strata, len(self), each=False)
+
+    @cached_property
+    def unit(self) -> IntArray:
+        """[n] numbers of the units, from 0 on."""
+        return _numbers(self.units, len(self), each=True)
+
+    def value(self, weights: FloatArray | None = None) -> float:
+        """The metric as a fraction. ``weights`` [n]: how often each item counts (default: once).
+
+        A stratum without weight is left out, and one of rankings without a positive or without a
+        negative too: its statistic is not defined. NaN where no stratum is left.
+        """
+        weight = np.ones(len(self)) if weights is None else np.asarray(weights, dtype=np.float64)
+        if self.statistic == "mean":
+            count = np.bincount(self.stratum, weight)
+            total = np.bincount(self.stratum, weight * self.values)
+            return float(np.mean(total[count > 0] / count[count > 0]))
+        areas = {"roc_auc": 0.0, "roc_auc_half_ties": 0.5}
+        found = [
+            ranking.area(weight[rows], areas[self.statistic])
+            if self.statistic in areas
+            else ranking.precision(weight[rows])
+            for rows, ranking in self._rankings
+        ]
+        known = [value for value in found if not math.isnan(value)]
+        return float(np.mean(known)) if known else math.nan
+
+    @property
+    def rarer(self) -> int:
+        """Units that have a positive item, or those that have a negative one if these are fewer."""
+        assert self.truth is not None
+        return min(len(np.unique(self.unit[kind])) for kind in (self.truth, ~self.truth))
+
+    def of_each_stratum(self) -> dict[str, Outcomes]:
+        """The outcomes of each stratum by its name, in order; none where there are no strata."""
+        if self.strata is None:
+            return {}
+        names = list(dict.fromkeys(self.strata))
+        return {
+            name: self._of(rows) for name, rows in zip(names, self._rows_of_strata, strict=True)
+        }
+
+    def _of(self, rows: IntArray) -> Outcomes:
+        units = None if self.units is None else [self.units[row] for row in rows]
+        truth = None if self.truth is None else self.truth[rows]
+        items = [self.items[row] for row in rows]
+        return Outcomes(items, self.values[rows], None, units, truth, self.statistic)
+
+    @cached_property
+    def _rankings(self) -> list[tuple[IntArray, Ranking]]:
+        """The rows of every stratum, and their ranking."""
+        assert self.truth is not None
+        parts = self._rows_of_strata
+        return [(rows, Ranking.of(self.values[rows], self.truth[rows])) for rows in parts]
+
+    @cached_property
+    def _rows_of_strata(self) -> list[IntArray]:
+        order = np.argsort(self.stratum, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(self.stratum[order])) + 1)
+
+
+def image_items(images: Sequence[Any], root: Path) -> list[str]:
+    """Names of images as items: files by their path below ``root``, images in shards by their key,
+    others by their text."""
+    return [
+        path.relative_to(root).as_posix()
+        if isinstance(path, Path) and path.is_relative_to(root)
+        else getattr(path, "key", str(path))
+        for path in images
+    ]
+
+
+def _numbers(names: Sequence[str] | None, count: int, *, each: bool) -> IntArray:
+    if names is None:
+        return np.arange(count) if each else np.zeros(count, dtype=np.int64)
+    known = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.fromiter((known[name] for name in names), dtype=np.int64, count=count)
+
+
+# --- on disk -----------------------------------------------------------------------------------
+
+_COLUMNS = ("items", "strata", "units")
+
+
+def encode(outcomes: Mapping[str, Outcomes]) -> tuple[str, bytes]:
+    """The name and the bytes of the file that holds the outcomes of every metric."""
+    tables = []
+    for metric, found in outcomes.items():
+        texts = {
+            name: pa.array(getattr(found, name) or [None] * len(found), pa.string())
+            for name in _COLUMNS
+        }
+        columns = {"metric": pa.array([metric] * len(found), pa.string()), **texts}
+        encoded = {name: column.dictionary_encode() for name, column in columns.items()}
+        encoded["value"] = pa.array(found.values, pa.float32())
+        truth = [None] * len(found) if found.truth is None else found.truth
+        encoded["truth"] = pa.array(truth, pa.bool_())
+        encoded["statistic"] = pa.array([found.statistic] * len(found)).dictionary_encode()
+        tables.append(pa.table(encoded))
+    sink = io.BytesIO()
+    table = pa.concat_tables(tables).unify_dictionaries()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    data = sink.getvalue()
+    return f"{blake2b(data, digest_size=8).hexdigest()}.arrow", data
+
+
+def remove_others(directory: Path, kept: Iterable[str]) -> None:
+    """Removes the files of ``encode`` that no row of results.jsonl names any more."""
+    names = set(kept)
+    for path in directory.glob("*.arrow"):
+        if path.name not in names:
+            path.unlink()
+
+
+def read(path: Path) -> dict[str, Outcomes]:
+    """The outcomes of every metric in a file.
+
+    Raises FileNotFoundError where it is missing and ValueError where its bytes are not those that
+    its name stands for.
+    """
+    advice = "evaluate again with 'mclclip eval --force'"
+    if not path.is_file():
+        raise FileNotFoundError(f"no outcomes of items at {path}: {advice}")
+    data = path.read_bytes()
+    if f"{blake2b(data, digest_size=8).hexdigest()}.arrow" != path.name:
+        raise ValueError(f"{path} is damaged, its bytes have changed: {advice}")
+    table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    metrics = table["metric"].to_pylist()
+    starts = [row for row in range(len(metrics)) if not row or metrics[row] != metrics[row - 1]]
+    parts = zip(starts, [*starts[1:], len(metrics)], strict=True)
+    return {metrics[start]: _decoded(table.slice(start, stop - start)) for start, stop in parts}
+
+
+def _decoded(table: Any) -> Outcomes:
+    texts: dict[str, Any] = {name: table[name].to_pylist() for name in _COLUMNS}
+    texts = {name: found if found[0] is not None else None for name, found in texts.items()}
+    statistic = table["statistic"][0].as_py()
+    truth = None if statistic == "mean" else table["truth"].to_numpy()
+    return Outcomes(values=table["value"].to_numpy(), truth=truth, statistic=statistic, **texts)

@@ -1,0 +1,577 @@
+"""Compositional benchmarks on planted encoders, and on folders that are not as they should be."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mclclip.config import BenchmarkConfig
+from mclclip.eval import compositional, paired
+from mclclip.eval import run as evaluation
+from mclclip.eval.compositional_sets import LAYOUTS, read_items
+from mclclip.eval.datasets import Region
+from mclclip.eval.features import Extractor
+from mclclip.eval.results import Figure
+from tests import fuzzing
+from tests.compositional_folders import SUGARCREPE, write
+from tests.matrix import fuller_in_soak
+
+Draw = Callable[[Path, int], None]
+KINDS = {"aro_attribute": 50}  # each pair of attributes needs 25 items
+OFFICIAL = {"aro_order", "whatsup"}  # their rule gives ties to the model
+
+
+def evaluate(encoder: Any, root: Path, layout: Any, **options: Any) -> dict[str, Figure]:
+    """Figures by metric."""
+    figures = compositional.evaluate(
+        Extractor(encoder, batch_size=256), root, layout=layout, **options
+    )
+    assert len({figure.metric for figure in figures}) == len(figures)
+    return {figure.metric: figure for figure in figures}
+
+
+def values(figures: dict[str, Figure]) -> dict[str, float]:
+    return {name: figure.value for name, figure in figures.items()}
+
+
+def change(path: Path, edit: Callable[[Any], Any]) -> None:
+    """Rewrites a JSON file after ``edit`` has changed its content in place."""
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+# --- planted encoders --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_perfect_100_and_constant_0(layout: str, tmp_path: Path, draw: Draw, planted: Any) -> None:
+    size = write(layout, tmp_path, draw, KINDS.get(layout, 4))
+    perfect = evaluate(planted("perfect", size), tmp_path, layout)
+    assert set(values(perfect).values()) == {100.0}
+    constant = evaluate(planted("constant", size, dim=512), tmp_path, layout)
+    assert constant.keys() == perfect.keys()
+    headlines = [name for name, f in perfect.items() if f.protocol.get("level") == "headline"]
+    assert len(headlines) == 1
+    assert any(name.endswith("_official") for name in perfect) == (layout in OFFICIAL)
+    for name, figure in constant.items():
+        assert figure.value == (100.0 if name.endswith("_official") else 0.0)
+        assert figure.protocol["tied_items"] == figure.count
+        assert perfect[name].protocol["tied_items"] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_features_score_at_the_chance_that_is_stated(
+    layout: str, tmp_path: Path, draw: Draw, planted: Any
+) -> None:
+    size = write(layout, tmp_path, draw, {"winoground": 150}.get(layout, 50), apart=True)
+    figures = evaluate(planted("random", size, dim=64), tmp_path, layout)
+    for name, figure in figures.items():
+        chance = figure.protocol["chance"] / 100
+        error = 100 * np.sqrt(chance * (1 - chance) / figure.count)
+        assert abs(figure.value - 100 * chance) < 4 * error + 0.1, name
+        assert figure.ci_low <= figure.value <= figure.ci_high
+
+
+def test_chances(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    wanted = {
+        "sugarcrepe": {"swap_obj": 50, "average": 50},
+        "sugarcrepe_pp": {"ITT/average": 33.33, "TOT/average": 33.33},
+        "winoground": {"text": 25, "image": 25, "group": 16.67},
+        "aro_order": {"accuracy": 20},
+        "whatsup": {"controlled_a": 25, "controlled_a/pair": 6.25, "controlled_b/set": 0.39,
+                    "coco_one": 50, "average": 41.67},
+    }  # fmt: skip
+    for layout, chances in wanted.items():
+        size = write(layout, tmp_path / layout, draw, 2)
+        figures = evaluate(planted("perfect", size), tmp_path / layout, layout)
+        assert {name: figures[name].protocol["chance"] for name in chances} == chances
+
+
+def test_images_and_texts_that_occur_several_times_are_encoded_once(
+    tmp_path: Path, draw: Draw, planted: Any
+) -> None:
+    size = write("sugarcrepe_pp", tmp_path, draw, 3)
+    for part in SUGARCREPE[1:5]:
+        (tmp_path / "data" / f"{part}.json").write_bytes(
+            (tmp_path / "data" / "replace_obj.json").read_bytes()
+        )
+    encoder = planted("perfect", size)
+    figures = evaluate(encoder, tmp_path, "sugarcrepe_pp", prompt="see: ")
+    assert sum(encoder.seen_batches) == 3
+    assert len(encoder.seen_texts) == len(set(encoder.seen_texts)) == 9
+    assert all(text.startswith("see: ") for text in encoder.seen_texts)
+    assert figures["ITT/average"].count == 15 and figures["ITT/average"].value == 100.0
+
+
+# --- rules -------------------------------------------------------------------------------------
+
+
+def spoil(encoder: Any, text: int, image: int) -> None:
+    """The text with a number says what the image with another number shows."""
+    encoder.text_table[text] = encoder.image_table[image]
+
+
+def test_both_captions_must_beat_the_false_one(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    size = write("sugarcrepe_pp", tmp_path, draw, 2, apart=True)  # numbers 1, 2, 3 are an item
+    encoder = planted("perfect", size)
+    for first in range(1, size, 3):
+        spoil(encoder, first + 2, first)  # the second caption is like the first
+    encoder.text_table[3] = encoder.image_table[2]  # but that of the first item like the false one
+    figures = values(evaluate(encoder, tmp_path, "sugarcrepe_pp"))
+    assert figures["ITT/replace_obj"] == figures["TOT/replace_obj"] == 50.0
+    assert figures["ITT/average"] == figures["TOT/average"] == 90.0
+
+
+def test_text_image_and_group_of_a_quadruple(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    write("winoground", tmp_path, draw, 2)
+    encoder = planted("perfect", 5)
+    # Similarities of images 1, 2 to texts 1, 2: each image picks its text, each text image 1.
+    encoder.image_table[1, :3] = torch.tensor([0, 0.9, 0.8])
+    encoder.image_table[2, :3] = torch.tensor([1, 0.1, 0.3])
+    figures = values(evaluate(encoder, tmp_path, "winoground"))
+    assert figures == {"text": 100.0, "image": 50.0, "group": 50.0}
+
+
+def test_pairs_and_sets_of_photographs(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    size = write("whatsup", tmp_path, draw, 2)
+    encoder = planted("perfect", size)
+    encoder.image_table[2] = encoder.image_table[1]  # right of is taken for left of, in one set
+    figures = evaluate(encoder, tmp_path, "whatsup", parts=["controlled_a", "coco_one"])
+    assert values(figures) == {
+        "controlled_a": 87.5, "controlled_a_official": 87.5,
+        "coco_one": 100.0, "coco_one_official": 100.0,
+        "average": 93.75, "average_official": 93.75,
+        "controlled_a/pair": 75.0, "controlled_a/pair_official": 75.0,
+        "controlled_a/set": 50.0, "controlled_a/set_official": 50.0,
+    }  # fmt: skip
+    assert [figures[f"controlled_a{end}"].count for end in ("", "/pair", "/set")] == [8, 4, 2]
+    assert figures["controlled_a/set"].protocol["trials"] == "sets"
+
+
+def test_ties_count_for_the_model_in_official_figures_alone(
+    tmp_path: Path, draw: Draw, planted: Any
+) -> None:
+    write("aro_order", tmp_path, draw, 4)
+    encoder = planted("perfect", 21)
+    spoil(encoder, 3, 1)  # item 0: an order that is as near as the caption
+    spoil(encoder, 9, 6)
+    encoder.text_table[6] += encoder.image_table[0]  # item 1: another order is nearer
+    figures = evaluate(encoder, tmp_path, "aro_order")
+    assert values(figures) == {"accuracy": 50.0, "accuracy_official": 75.0}
+    assert figures["accuracy"].protocol["tied_items"] == 1
+    assert figures["accuracy_official"].protocol["level"] == "detail"
+    assert figures["accuracy"].protocol["ties"] == "against the model"
+
+
+def test_items_that_nobody_can_answer_are_counted(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    write("aro_order", tmp_path, draw, 4)
+    change(tmp_path / "order.json", lambda rows: rows[2].update(caption_options=["an 11"] * 5))
+    figures = evaluate(planted("perfect", 21), tmp_path, "aro_order")
+    assert figures["accuracy"].value == 75.0
+    assert figures["accuracy"].protocol["items_with_equal_texts"] == 1
+
+
+def test_relations_that_are_symmetric_are_outside_of_the_mean(
+    tmp_path: Path, draw: Draw, planted: Any
+) -> None:
+    write("aro_relation", tmp_path, draw, 10)  # every second one is "next to"
+    change(
+        tmp_path / "visual_genome_relation.json",
+        lambda rows: [row.update(relation_name="on") for row in rows[:2]],
+    )
+    encoder = planted("perfect", 21)
+    for item in (0, 3, 4):  # one of two "on", one of four "behind", one of four "next to"
+        spoil(encoder, 2 * item + 2, 2 * item + 1)
+    figures = evaluate(encoder, tmp_path, "aro_relation")
+    assert values(figures) == {"average": 62.5, "pooled": 70.0}
+    assert [figures[name].count for name in ("average", "pooled")] == [6, 10]
+
+
+def test_pairs_of_attributes_need_25_items(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    size = write("aro_attribute", tmp_path, draw, 51)  # 26 and 25
+    change(
+        tmp_path / "visual_genome_attribution.json",
+        lambda rows: [row.update(attributes=["few", "of"]) for row in rows[:4]],
+    )
+    with pytest.raises(ValueError, match="no item whose kind counts .*with 25 items"):
+        evaluate(planted("perfect", size), tmp_path, "aro_attribute")
+    change(
+        tmp_path / "visual_genome_attribution.json",
+        lambda rows: [row.update(attributes=["red", "small"]) for row in rows[:7]],
+    )
+    figures = evaluate(planted("perfect", size), tmp_path, "aro_attribute")
+    assert [figures[name].count for name in ("average", "pooled")] == [29, 51]
+
+
+def test_a_mean_is_over_parts(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    write("sugarcrepe", tmp_path, draw, 4)
+    data = tmp_path / "data"
+    change(data / "swap_obj.json", lambda rows: [rows.pop(n) for n in "123"])
+    encoder = planted("perfect", 57)
+    (only,) = json.loads((data / "swap_obj.json").read_text()).values()
+    spoil(encoder, *(int(only[key].split()[-1]) for key in ("negative_caption", "caption")))
+    figures = evaluate(encoder, tmp_path, "sugarcrepe", parts=["swap_obj", "add_att"])
+    assert values(figures) == {"swap_obj": 0.0, "add_att": 100.0, "average": 50.0}
+    assert figures["average"].count == 5
+
+
+# --- crops -------------------------------------------------------------------------------------
+
+
+def test_a_crop_is_what_is_encoded(tmp_path: Path, planted: Any) -> None:
+    (tmp_path / "images").mkdir()
+    pixels = np.zeros((6, 8, 3), np.uint8)
+    pixels[:, :4, 1], pixels[:, 4:, 1] = 1, 2  # number 1 on the left, number 2 on the right
+    Image.fromarray(pixels).save(tmp_path / "images" / "a.png", format="PNG")
+    boxes = [(0, 1), (4, 2), (4, 2)]
+    rows = [
+        {"image_path": "a.png", "true_caption": f"a {right}", "false_caption": f"no {3 - right}",
+         "relation_name": "on", "bbox_x": x, "bbox_y": 1, "bbox_w": 4, "bbox_h": 4}
+        for x, right in boxes
+    ]  # fmt: skip
+    (tmp_path / "visual_genome_relation.json").write_text(json.dumps(rows))
+    encoder = planted("perfect", 3)
+    assert evaluate(encoder, tmp_path, "aro_relation")["average"].value == 100.0
+    assert sum(encoder.seen_batches) == 2  # of one file two parts, of which one occurs twice
+
+
+def test_parts_of_pictures_are_those_of_pil(tmp_path: Path, planted: Any) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(np.full((4, 4, 3), 1, np.uint8)).save(path)
+    seen: list[np.ndarray] = []
+    encoder = planted("constant", 300)
+
+    def preprocess(image: Any) -> torch.Tensor:
+        seen.append(np.asarray(image))
+        return torch.zeros(3, 4, 4)
+
+    encoder.preprocess_val = preprocess
+    Extractor(encoder).images([Region(path, (2, 2, 6, 5))])
+    assert seen[0].shape == (3, 4, 3) and seen[0][:2, :2].all() and seen[0].sum() == 12
+    with pytest.raises(ValueError, match="more than 100 pixels: correct its box"):
+        Extractor(encoder, max_image_pixels=100).images([Region(path, (0, 0, 11, 10))])
+
+
+# --- outcomes ----------------------------------------------------------------------------------
+
+
+def test_encoders_are_compared_by_units(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    size = write("sugarcrepe", tmp_path, draw, 6)
+    for part in SUGARCREPE:  # two items share each image, one in each half of a part
+        path = tmp_path / "data" / f"{part}.json"
+        change(path, lambda rows: [rows[str(n + 3)].update(rows[str(n)]) for n in range(3)])
+    encoders = planted("perfect", size), planted("random", size)
+    figures = [evaluate(encoder, tmp_path, "sugarcrepe") for encoder in encoders]
+    a, b = (found["average"].outcomes for found in figures)
+    assert a is not None and b is not None and a.units is not None
+    assert len(set(a.units)) == 21 and a.units[0] == a.units[3]
+    assert not any(str(tmp_path) in name for name in [*a.items, *a.units])
+    found = paired.difference(a, b)
+    assert found.units == 21 and found.value == pytest.approx(a.value() - b.value())
+
+
+def test_items_that_share_an_image_through_others_are_a_unit(tmp_path: Path, draw: Draw) -> None:
+    write("naturalbench", tmp_path, draw, 5)
+    metadata = tmp_path / "metadata.json"
+    change(metadata, lambda rows: rows[4].update(image_1=rows[2]["image_0"]))
+    change(metadata, lambda rows: rows[2].update(image_1=rows[0]["image_1"]))
+    items = read_items(tmp_path, "naturalbench").items
+    assert [item.unit == items[0].unit for item in items] == [True, False, True, False, True]
+    assert len({item.unit for item in items}) == 3
+    sets = read_items(write_whatsup(tmp_path / "w", draw), "whatsup", parts=["controlled_a"]).items
+    assert [item.unit for item in sets[:5]] == ["controlled_a: mug-0 and table"] * 4 + [
+        "controlled_a: mug-1 and table"
+    ]
+
+
+def write_whatsup(root: Path, draw: Draw) -> Path:
+    write("whatsup", root, draw, 2)
+    return root
+
+
+# --- missing images ----------------------------------------------------------------------------
+
+
+def test_missing_images_are_refused_or_left_out_and_counted(
+    tmp_path: Path, draw: Draw, planted: Any, caplog: Any
+) -> None:
+    write("winoground", tmp_path, draw, 4)
+    for name in ("ex_1_img_0.png", "ex_1_img_1.png", "ex_3_img_1.png"):
+        (tmp_path / "images" / name).unlink()
+    with pytest.raises(FileNotFoundError) as caught:
+        evaluate(planted("perfect", 9), tmp_path, "winoground")
+    line = str(caught.value)
+    assert "3 images of winoground are not in" in line and "\n" not in line
+    assert "such as ex_1_img_0.png, ex_1_img_1.png, ex_3_img_1.png" in line
+    assert "missing: leave_out" in line and "facebook/winoground" in line
+    figures = evaluate(planted("perfect", 9), tmp_path, "winoground", missing="leave_out")
+    assert values(figures) == {"text": 100.0, "image": 100.0, "group": 100.0}
+    protocol = figures["group"].protocol
+    assert not protocol["as_published"]
+    assert (protocol["num_items"], protocol["left_out_items"], protocol["missing_images"]) == (
+        2, 2, 3,
+    )  # fmt: skip
+    assert "3 images are missing, and 2 of 4 items are left out" in caplog.text
+    assert "winoground has 4 items, the published file has 400" in caplog.text
+
+
+def test_a_part_without_images_is_refused(tmp_path: Path, draw: Draw) -> None:
+    write("whatsup", tmp_path, draw, 2)
+    for path in (tmp_path / "vg_images").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match="no item of the part 'vg_one' has its images .*parts"):
+        read_items(tmp_path, "whatsup", leave_out=True)
+    chosen = ["controlled_b", "coco_two"]
+    assert read_items(tmp_path, "whatsup", parts=chosen).read == {"controlled_b": 8, "coco_two": 2}
+
+
+def test_pairs_and_sets_that_are_not_whole_are_left_out(
+    tmp_path: Path, draw: Draw, planted: Any, caplog: Any
+) -> None:
+    size = write("whatsup", tmp_path, draw, 2)
+    folder = tmp_path / "controlled_images"
+    (folder / "mug-0_on_table.jpeg").unlink()
+    options = {"parts": ["controlled_a"], "missing": "leave_out"}
+    figures = evaluate(planted("perfect", size), tmp_path, "whatsup", **options)
+    assert [figures[f"controlled_a{end}"].count for end in ("", "/pair", "/set")] == [7, 3, 1]
+    (folder / "mug-1_on_table.jpeg").unlink()
+    figures = evaluate(planted("perfect", size), tmp_path, "whatsup", **options)
+    assert "controlled_a/set" not in figures and figures["controlled_a/pair"].count == 2
+    assert "no set of controlled_a is whole, so that it has no figure" in caplog.text
+
+
+def test_whether_all_is_as_published(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    write("winoground", tmp_path, draw, 1)
+    row = json.loads((tmp_path / "examples.jsonl").read_text())
+    lines = [json.dumps(row | {"id": number}) for number in range(400)]
+    (tmp_path / "examples.jsonl").write_text("\n".join(lines))
+    figures = evaluate(planted("perfect", 3), tmp_path, "winoground")
+    assert figures["group"].protocol["as_published"] and figures["group"].count == 400
+    write("sugarcrepe", tmp_path, draw, 1, apart=True)
+    change(
+        tmp_path / "data" / "swap_obj.json",
+        lambda rows: rows.update({str(number): rows["0"] for number in range(245)}),
+    )
+    figures = evaluate(planted("perfect", 20), tmp_path, "sugarcrepe", parts=["swap_obj"])
+    assert figures["swap_obj"].count == 245
+    assert not figures["swap_obj"].protocol["as_published"]  # the other parts are not there
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_missing_file_says_what_is_needed_and_where_it_is(layout: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        read_items(tmp_path, layout)
+    line = str(caught.value)
+    assert LAYOUTS[layout].source in line and "\n" not in line
+    assert line.startswith(f"no {tmp_path}")
+    assert "(" in line and "images" in line  # terms, images
+
+
+# --- other folders -----------------------------------------------------------------------------
+
+
+def test_files_and_images_may_lie_elsewhere(tmp_path: Path, draw: Draw, planted: Any) -> None:
+    size = write("sugarcrepe", tmp_path / "set", draw, 2)
+    (tmp_path / "set" / "data").rename(tmp_path / "captions")
+    (tmp_path / "set" / "val2017").rename(tmp_path / "coco")
+    options: dict[str, Any] = {"captions": "../captions", "images": str(tmp_path / "coco")}
+    found = evaluate(planted("perfect", size), tmp_path / "set", "sugarcrepe", **options)
+    assert found["average"].value == 100.0
+    one = {"captions": "../captions/swap_obj.json", "parts": ["swap_obj"]}
+    items = read_items(tmp_path / "set", "sugarcrepe", images="../coco", **one).items  # type: ignore[arg-type]
+    assert [item.name for item in items] == ["swap_obj/0", "swap_obj/1"]
+
+
+def test_links_lead_out_only_where_the_user_names_the_folder(tmp_path: Path, draw: Draw) -> None:
+    write("winoground", tmp_path / "set", draw, 2)
+    (tmp_path / "set" / "images").rename(tmp_path / "away")
+    (tmp_path / "set" / "images").symlink_to(tmp_path / "away")
+    with pytest.raises(ValueError, match="which is not below .*: benchmarks are read from their"):
+        read_items(tmp_path / "set", "winoground")
+    assert len(read_items(tmp_path / "set", "winoground", images="../away").items) == 2
+    draw(tmp_path / "private.png", 1)
+    (tmp_path / "away" / "ex_0_img_0.png").unlink()
+    (tmp_path / "away" / "ex_0_img_0.png").symlink_to(tmp_path / "private.png")
+    with pytest.raises(ValueError, match=r"private\.png, which is not below"):
+        read_items(tmp_path / "set", "winoground", images="../away")
+
+
+@pytest.mark.parametrize(
+    "name", ["../private.png", "/etc/passwd", "a/../../private.png", "x\0y.png"]
+)
+def test_a_name_does_not_lead_out_of_the_folder(tmp_path: Path, draw: Draw, name: str) -> None:
+    write("naturalbench", tmp_path, draw, 2)
+    change(tmp_path / "metadata.json", lambda rows: rows[1].update(image_0=name))
+    with pytest.raises(ValueError, match=r"metadata\.json item '1' names .*no file below"):
+        read_items(tmp_path, "naturalbench")
+
+
+# --- wrong content -----------------------------------------------------------------------------
+
+DELETED = object()
+SUGAR = ("sugarcrepe", "data/add_att.json")
+PLUS = ("sugarcrepe_pp", "data/swap_obj.json")
+NATURAL = ("naturalbench", "metadata.json")
+VG = ("aro_relation", "visual_genome_relation.json")
+ORDER = ("aro_order", "order.json")
+PHOTOS = ("whatsup", "controlled_images_dataset.json")
+COCO = ("whatsup", "coco_qa_one_obj.json")
+WRONG: list[tuple[tuple[str, str], tuple[Any, ...], Any, str]] = [
+    (SUGAR, (), [], "list at its top, wanted an object"),
+    (SUGAR, (), {}, r"add_att\.json has no items: SugarCrepe, github"),
+    (SUGAR, ("1",), 5, "item '1' is 5, wanted an object"),
+    (SUGAR, ("1", "caption"), DELETED, "item '1' has no field 'caption'"),
+    (SUGAR, ("1", "caption"), 3, "item '1' has 3 where a file name or a text"),
+    (SUGAR, ("1", "caption"), " ", "item '1' has ' ' where a file name or a text"),
+    (SUGAR, ("1", "filename"), ["a"], r"item '1' has \['a'\] where a file name"),
+    (PLUS, (), {"0": {}}, "dict at its top, wanted a list"),
+    (PLUS, (1, "id"), 0, "has the id '0' twice: correct or remove"),
+    (PLUS, (1, "id"), "x", "id is 'x', wanted a whole number"),
+    (NATURAL, (1, "index"), True, "index is True, wanted a whole number"),
+    (NATURAL, (0, "caption_1"), DELETED, "has no field 'caption_1', it has 'index', 'image_0'"),
+    (VG, (0, "bbox_w"), 0, "its box is 0 x 3 pixels"),
+    (VG, (0, "bbox_x"), 1.5, "bbox_x is 1.5, wanted a whole number"),
+    (VG, (0, "bbox_y"), 10**9, r"box is 2 x 3 pixels at \(1, 1000000000\)"),
+    (VG, (0, "relation_name"), [], r"relation_name is \[\], wanted a name"),
+    (ORDER, (0, "caption_options"), "ab", "has 'ab' to choose from, wanted a list of at least 2"),
+    (ORDER, (0, "caption_options"), ["a"], "has 1 texts to choose from"),
+    (ORDER, (1, "caption_options", 4), DELETED, "has 4 texts to choose from, wanted a list of 5"),
+    (PHOTOS, (0, "caption_options", 3), DELETED, "has 3 texts to choose from, wanted a list of 4"),
+    (PHOTOS, (0, "image_path"), "mug.jpeg", "'mug.jpeg', wanted a name such as mug_left_of_table"),
+    (PHOTOS, (1, "image_path"), "data/mug-0_left_of_table.jpeg", "'mug-0_left_of_table' twice"),
+    (PHOTOS, (0,), [1, "a", "b"], "item '0' has 1 where a file name"),
+    (COCO, (0, 2), DELETED, "wanted an object with image_path .*, or a list of the number"),
+    (COCO, (0, 0), "1", "the number of its image is '1', wanted a whole number"),
+]
+
+
+@pytest.mark.parametrize("file, place, value, message", WRONG)
+def test_wrong_content_gets_one_clear_line(
+    file: tuple[str, str],
+    place: tuple[Any, ...],
+    value: Any,
+    message: str,
+    tmp_path: Path,
+    draw: Draw,
+) -> None:
+    layout, name = file
+    write(layout, tmp_path, draw, 2)
+    content = holder = {"": json.loads((tmp_path / name).read_text())}
+    *above, last = ("", *place)
+    for key in above:
+        holder = holder[key]
+    if value is DELETED:
+        del holder[last]
+    else:
+        holder[last] = value
+    (tmp_path / name).write_text(json.dumps(content[""]))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_items(tmp_path, layout)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_keys_given_twice_and_lines_that_do_not_parse(tmp_path: Path, draw: Draw) -> None:
+    write("sugarcrepe", tmp_path, draw, 2)
+    path = tmp_path / "data" / "replace_obj.json"
+    path.write_text(path.read_text().replace('"1":', '"0":'))
+    with pytest.raises(ValueError, match="has the key '0' twice"):
+        read_items(tmp_path, "sugarcrepe")
+    write("winoground", tmp_path, draw, 2)
+    (tmp_path / "examples.jsonl").write_text('{"id": 0}\n{"id": \n')
+    with pytest.raises(ValueError, match=r"examples\.jsonl line 2 is not valid JSON"):
+        read_items(tmp_path, "winoground")
+
+
+@fuller_in_soak
+def test_damaged_files_end_in_one_line_or_in_items(tmp_path: Path, draw: Draw) -> None:
+    rng = random.Random(0)
+    for layout in LAYOUTS:
+        root = tmp_path / layout
+        write(layout, root, draw, 2)
+        path = next(path for path in root.rglob("*.json*"))
+        lines = path.read_text().split("\n")
+        tree = json.loads(path.read_text()) if path.suffix == ".json" else [*map(json.loads, lines)]
+        for trial in range(fuzzing.count(15, 2000)):
+            damaged = fuzzing.damaged_json(tree, rng)
+            many = path.suffix == ".jsonl" and isinstance(damaged, list)
+            text = "\n".join(map(json.dumps, damaged)) if many else json.dumps(damaged)
+            with fuzzing.replaced(path, text.encode()):
+                fuzzing.ends_well(
+                    lambda: read_items(root, layout, leave_out=True),  # noqa: B023
+                    f"{layout} {trial}: {text[:300]}",
+                )
+
+
+# --- options and the suite ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "option layout: Field required"),
+        ({"layout": "sugar"}, "option layout: .*'sugarcrepe'"),
+        ({"layout": "winoground", "missing": "skip"}, "option missing: .*'leave_out'"),
+        ({"layout": "winoground", "parts": 3}, "option parts"),
+    ],
+)
+def test_wrong_options_get_one_clear_line(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        evaluation.check({"w": BenchmarkConfig("compositional", str(tmp_path), options)})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("parts", [[], ["swap_obj", "swop"]])
+def test_unknown_parts(tmp_path: Path, parts: Sequence[str]) -> None:
+    with pytest.raises(ValueError, match="parts is .*: the parts of sugarcrepe are replace_obj"):
+        read_items(tmp_path, "sugarcrepe", parts=parts)
+
+
+def test_the_shipped_suite_says_what_it_needs_and_names_our_metrics(
+    tmp_path: Path, draw: Draw, planted: Any
+) -> None:
+    suite = evaluation.load_suite("compositional", {"data": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match=r"'sugarcrepe': no folder .*RAIVNLab/sugar-crepe"):
+        evaluation.check(suite.benchmarks)
+    metrics: dict[str, set[str]] = {}
+    for name, benchmark in suite.benchmarks.items():
+        layout, root = benchmark.options["layout"], Path(benchmark.path)
+        size = write(layout, root, draw, KINDS.get(layout, 2))
+        if "images" in benchmark.options:
+            with pytest.raises(
+                FileNotFoundError, match=r"images: there is no .*coco/val2017: it wants Su"
+            ):
+                evaluation.check_files({name: benchmark})
+            (root / "val2017").rename(root / "moved")
+            options = benchmark.options | {"images": "moved"}
+        else:
+            options = dict(benchmark.options)
+            evaluation.check_files({name: benchmark})
+        metrics[name] = {*evaluate(planted("perfect", size), root, **options)}
+    evaluation.check(suite.benchmarks)
+    for reference in suite.references:
+        assert reference.metric in metrics[reference.benchmark], reference
+    assert {reference.benchmark for reference in suite.references} == metrics.keys() - {
+        "sugarcrepe_pp"
+    }
+
+
+@pytest.mark.real_data
+def test_the_items_of_sugarcrepe_whose_images_are_there(shared_data: Path) -> None:
+    root = shared_data / "sugarcrepe"
+    found = read_items(root, "sugarcrepe", leave_out=True)
+    assert dict(found.read) == LAYOUTS["sugarcrepe"].sizes
+    assert (len(found.items), found.left_out) == (204, 7307)
+    assert len({item.unit for item in found.items}) == 43
+    with pytest.raises(FileNotFoundError, match="1517 images of sugarcrepe are not in"):
+        read_items(root, "sugarcrepe")

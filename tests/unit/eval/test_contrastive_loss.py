@@ -1,0 +1,76 @@
+"""CLIP's loss on held-out shards, against its definition and planted encoders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.eval.contrastive_loss import evaluate, row_losses
+from mclclip.eval.features import Extractor
+
+NUM = 13
+
+
+def shards(root: Path, *, caption: str | None = "number {}") -> Path:
+    """Pictures that spell their number, as planted encoders read them, with it as their caption."""
+    samples = []
+    for number in range(NUM):
+        file = BytesIO()
+        Image.new("RGB", (4, 4), (0, number, 0)).save(file, format="PNG")
+        texts = [] if caption is None else [caption.format(number)]
+        samples.append(PackedSample(f"{number:05d}", file.getvalue(), "png", texts))
+    write_shards(samples, root, 5)
+    return root
+
+
+def losses(encoder: Any, root: Path, **options: Any) -> dict[str, float]:
+    figures = evaluate(Extractor(encoder, batch_size=4), root, **options)
+    return {figure.metric: figure.value for figure in figures}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 8 * NUM * 4, 1 << 20])
+def test_it_is_the_loss_of_clip(
+    tmp_path: Path, planted: Callable[..., Any], chunk_bytes: int
+) -> None:
+    encoder = planted("random", NUM)
+    encoder.logit_scale = 7.0
+    logits = 7.0 * (encoder.image_table @ encoder.text_table.T).double()
+    target = torch.arange(NUM)
+    wanted = [float(torch.nn.functional.cross_entropy(m, target)) for m in (logits, logits.T)]
+    found = losses(encoder, shards(tmp_path), chunk_bytes=chunk_bytes)
+    assert found["image_to_text"] == pytest.approx(wanted[0], abs=1e-6)
+    assert found["text_to_image"] == pytest.approx(wanted[1], abs=1e-6)
+    assert found["loss"] == pytest.approx(sum(wanted) / 2, abs=1e-6)
+
+
+def test_planted_encoders(tmp_path: Path, planted: Callable[..., Any]) -> None:
+    root = shards(tmp_path)
+    assert losses(planted("constant", NUM), root)["loss"] == pytest.approx(math.log(NUM))
+    assert losses(planted("perfect", NUM), root)["loss"] < 1e-9
+    few = evaluate(Extractor(planted("constant", NUM)), root, max_samples=6)
+    assert few[0].value == pytest.approx(math.log(6)) and few[0].count == 6
+    assert few[0].protocol["unit"] == "nats"
+
+
+def test_large_logits_do_not_overflow() -> None:
+    rows = np.eye(4, dtype=np.float32)
+    np.testing.assert_array_equal(row_losses(rows, rows, scale=1e6), np.zeros(4))
+    np.testing.assert_allclose(row_losses(rows, rows[::-1].copy(), scale=1e6), np.full(4, 1e6))
+
+
+def test_samples_without_a_caption_are_named(tmp_path: Path, planted: Callable[..., Any]) -> None:
+    with pytest.raises(
+        ValueError, match="holds 13 no_caption: .* every sample has a caption .txt."
+    ):
+        losses(planted("perfect", NUM), shards(tmp_path, caption=None))
+    with pytest.raises(FileNotFoundError, match="there is no shard in"):
+        losses(planted("perfect", NUM), tmp_path / "none")
