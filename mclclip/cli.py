@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
+_VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 # Parsed names that are not arguments of the function that a verb calls.
 _COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone"}
 
@@ -35,6 +36,12 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 def _verb(config: Config, context: Context, args: argparse.Namespace) -> object:
     """Calls ``run`` of the module that has the verb's name."""
     return import_module(f"mclclip.{args.verb}").run(config, context, **_flags(args))
+
+
+def _train(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip import pipeline
+
+    return pipeline.train_stage(config, context, **_flags(args))
 
 
 def _export(config: Config, context: Context, args: argparse.Namespace) -> object:
@@ -53,13 +60,16 @@ def _eval(config: Config, context: Context, args: argparse.Namespace) -> object:
 
 
 def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import pipeline
+    from mclclip import pilot, pipeline
     from mclclip.eval import results
 
     run_dir = pipeline.run(config, context, force=args.force)
     if context.is_main and (rows := results.read(run_dir / "results.jsonl")):
         print(results.table(rows))
-    return run_dir
+    reason = pilot.reason_to_stop(config) if context.is_main else None
+    if reason is not None:
+        print(f"\n{reason}")
+    return run_dir if reason is None else process.Ended(reason)
 
 
 # --- verbs that stand alone --------------------------------------------------------------------
@@ -91,6 +101,13 @@ def _demo(args: argparse.Namespace) -> object:
         overrides=overrides,
         short=args.short,
     )
+
+
+def _report(args: argparse.Namespace) -> object:
+    from mclclip import report
+
+    folder = args.run_dir and args.run_dir.removeprefix("run_dir=")  # as other verbs name it
+    return report.run(folder, config=args.config, out=args.out)
 
 
 def _config(args: argparse.Namespace) -> object:
@@ -159,6 +176,8 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--force", action="store_true", help="make again, and move the old aside")
     verb.set_defaults(standalone=_pack)
     _add_make_dataset(verbs)
+    _add_compare(verbs)
+    _add_report(verbs)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
     verb.add_argument("--out", help="run directory (one below it per seed; default: runs/demo)")
     short = "every verb in seconds, to check an installation (default of --out: runs/demo_short)"
@@ -203,9 +222,38 @@ def _add_make_dataset(verbs: Any) -> None:
     options.add_argument("--texture-period", type=float, help="trifeature: pixels of its canvas")
     options.add_argument("--copies", type=int, help="stl_digits: digits on a picture")
     options.add_argument("--subset", help="imagenet_subset: in1p, or a file of WordNet ids")
+    options.add_argument("--num-train", type=int, help="attributed_patterns")
+    options.add_argument("--num-test", type=int, help="attributed_patterns")
     full = "patterns: name every attribute"
     options.add_argument("--full-captions", action="store_true", default=None, help=full)
     verb.set_defaults(standalone=_alone)
+
+
+def _add_compare(verbs: Any) -> None:
+    verb = _add(verbs, "compare", "results of several encoders -> is one really better")
+    several: dict[str, Any] = {"action": "append", "default": []}
+    verb.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="with results.jsonl")
+    model = "a name in results.jsonl, with several runs as RUN:NAME (default: all)"
+    verb.add_argument("--model", dest="models", metavar="NAME", help=model, **several)
+    verb.add_argument("--against", metavar="NAME", help="default: stage_0, or the first model")
+    verb.add_argument(
+        "--benchmark", dest="benchmarks", metavar="NAME", help="default: all", **several
+    )
+    metric = "default: the main ones of each benchmark"
+    verb.add_argument("--metric", dest="metrics", metavar="NAME", help=metric, **several)
+    formats = ["text", "csv", "markdown", "latex"]
+    verb.add_argument("--format", default="text", choices=formats)
+    verb.add_argument("--out", type=Path, metavar="FILE", help="default: the standard output")
+    verb.set_defaults(standalone=_alone)
+
+
+def _add_report(verbs: Any) -> None:
+    verb = _add(verbs, "report", "what a run left -> one page to look at, run_dir/report.html")
+    verb.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="default: of --config")
+    recorded = "YAML, or a shipped recipe's name (default: what the run recorded)"
+    verb.add_argument("--config", metavar="FILE", help=recorded)
+    verb.add_argument("--out", type=Path, metavar="FILE", help="default: report.html of the run")
+    verb.set_defaults(standalone=_report)
 
 
 def _add_config_options(verb: argparse.ArgumentParser) -> None:
@@ -227,7 +275,7 @@ def _add_configured(verbs: Any) -> None:
     add("index", "tar shards -> sample index")
     embed = add("embed", "index + encoder -> embeddings")
     cluster = add("cluster", "embeddings -> cluster labels and pseudo labels")
-    train = add("train", "index + labels -> checkpoints")
+    train = add("train", "index + labels -> checkpoints", _train)
     joins = "checkpoints -> open_clip models; without --stage: concat and soup"
     export = add("export", joins, _export)
     for verb in (embed, cluster, train, export):
@@ -235,7 +283,7 @@ def _add_configured(verbs: Any) -> None:
     text = "captions too, also where the text tower is trained"
     embed.add_argument("--text", action="store_true", default=None, help=text)
     for verb in (train, export):
-        verb.add_argument("--variant", default="mcl", choices=["mcl", "ungrouped", "random_groups"])
+        verb.add_argument("--variant", default="mcl", choices=_VARIANTS)
     evaluate = add("eval", "encoders -> rows of results.jsonl", _eval)
     model = "export, concat, or open_clip NAME@PRETRAINED; default: the run's exports"
     several: dict[str, Any] = {"action": "append", "default": []}
@@ -244,11 +292,15 @@ def _add_configured(verbs: Any) -> None:
     variable = "variable of the suite, such as data=FOLDER"
     evaluate.add_argument("--set", dest="variables", metavar="NAME=VALUE", help=variable, **several)
     evaluate.add_argument("--only", metavar="BENCHMARK", **several)
+    details = "show further directions and optimistic figures too"
+    evaluate.add_argument("--details", action="store_true", help=details)
     analyse = add("analyse", "what a run left -> figures, as data and as pictures")
     figures = "some figures; default: all for which no encoder runs. With an encoder, only where "
     figures += "they are named: clam, adversarial_sets, subspaces"
     analyse.add_argument("--figures", metavar="NAME,...", help=figures)
-    add("run", "the whole method: every verb, over all stages", _run)
+    run = add("run", "the whole method: every verb, over all stages", _run)
+    share = "first judge the run by stage 1 on this share of the samples, such as 0.1 (the same as "
+    run.add_argument("--pilot", metavar="SHARE", help=f"{share}pilot.share=0.1)")
 
 
 # --- main --------------------------------------------------------------------------------------
@@ -269,6 +321,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {wrong} (see 'mclclip {args.verb} --help')")
     if more:
         args.overrides += more
+    if getattr(args, "pilot", None) is not None:
+        args.overrides.append(f"pilot.share={args.pilot}")
     return args
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from mclclip import config, files, make_dataset, pipeline
+from mclclip import config, files, make_dataset, pipeline, report
 from mclclip.config import Config, recipes
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
@@ -90,8 +90,8 @@ def run(
     overrides: Sequence[str] = (),
     short: bool = False,
 ) -> str:
-    """Runs the demo for each regime and seed, prints a table of all seeds for each regime, and
-    returns what it printed.
+    """Runs the demo for each regime and seed, prints a table of all seeds for each regime and the
+    path of every run's report, and returns what it printed.
 
     ``short`` runs every verb in seconds, to check an installation; its figures say nothing about
     the method. ``overrides`` replace its options and the recipe's.
@@ -117,6 +117,9 @@ def run(
         files.write_bytes(out / "regimes.md", tables[-1].encode())
     if short:
         tables.append("The short form checks an installation: its figures mean nothing.\n")
+    every = [settings(out, seed, overrides, regime) for regime in regimes for seed in seeds]
+    pages = [report.run(settled.run_dir) for settled in every]
+    tables.append("".join(f"Report of the run, to open in a browser: {page}\n" for page in pages))
     text = "\n".join(tables)
     print(text)
     return text

@@ -83,12 +83,30 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
     def write(directory: Path) -> dict[str, Any]:
         model = _base(config, layout, stage)
         if trained:
-            _fill(model, layout.train(stage), options, config.export.ema)
+            averaged = config.export.ema and options.ema_decay is not None
+            state = checkpoint.trained_state(layout.train(stage), averaged=averaged)
+            _fill(model, state, layout.train(stage), options)
         own = stage == 0 or config.trained_model is not None or options.start == "random"
         save_export(model, directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
     return _written(layout.export(stage), "export", fields, inputs, force, write)
+
+
+def write_step(config: Config, stage: int, variant: str, *, step: int, directory: Path) -> None:
+    """Writes the encoder at a saved step of a training that may not have finished, without a
+    manifest, in place of what was in ``directory``. One rank calls it; errors as of ``stage``."""
+    layout = Layout.of(config, variant)
+    options = config.train if stage > 0 or config.base is None else config.base
+    checkpoints = layout.train(stage) / "checkpoints"
+    state = checkpoint.load_model_state(checkpoints, step)
+    if options.ema_decay is not None and config.export.ema:
+        state |= checkpoint.load_model_state(checkpoints, step, part="ema")
+    model = _base(config, layout, stage)
+    _fill(model, state, layout.train(stage), options)
+    if directory.exists():
+        shutil.rmtree(directory)
+    save_export(model, directory)
 
 
 def _given(config: Config) -> dict[str, Any]:
@@ -117,15 +135,11 @@ def _base(config: Config, layout: Layout, stage: int) -> AnyModel:
     return load_any(given.name, given.pretrained, text=given.text, seed=config.seed)
 
 
-def _fill(model: AnyModel, train_directory: Path, options: TrainConfig, ema: bool) -> None:
-    """Loads the last checkpoint of a finished training into ``model``; merges adapters.
-
-    With ``ema`` trained parameters get their moving average, if the training kept one.
-    """
+def _fill(
+    model: AnyModel, state: dict[str, Tensor], train_directory: Path, options: TrainConfig
+) -> None:
+    """Loads the ``state`` of a checkpoint of a training into ``model``; merges adapters."""
     directory = train_directory / "checkpoints"
-    state = checkpoint.trained_state(
-        train_directory, averaged=ema and options.ema_decay is not None
-    )
     state = _model_part(state, model.part, directory)
     if options.lora is not None:
         model.lock(**to_tree(options.lock))

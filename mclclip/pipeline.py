@@ -11,14 +11,17 @@ Finished artifacts are skipped, so the same command resumes a run that was kille
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from mclclip import cluster, embed, export, files, index, train
+from mclclip import cluster, embed, export, files, index, pilot, train
 from mclclip import config as configuration
-from mclclip.config import Config, ModelConfig
+from mclclip.config import BenchmarkConfig, Config, ModelConfig, TrainConfig
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
+from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.models.clip import architecture
 from mclclip.models.loading import has_texts
@@ -26,7 +29,7 @@ from mclclip.models.memory import load_image_shapes
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force
-from mclclip.run.layout import Layout
+from mclclip.run.layout import PILOTS, Layout
 
 log = logging.getLogger("mclclip")
 
@@ -34,6 +37,7 @@ log = logging.getLogger("mclclip")
 def run(config: Config, context: Context, *, force: bool = False) -> Path:
     """Runs the whole method and returns the run directory.
 
+    With ``pilot.stop_without_gain`` it may end after the pilot (see ``pilot.reason_to_stop``).
     Options that would stop the run only at a later stage are checked first: they raise ValueError
     or FileNotFoundError before anything is written. ``force`` makes artifacts again that are of
     other settings or damaged; the others are kept.
@@ -50,6 +54,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
         if context.is_main and before is not None:  # the run did not accept the new options
             files.write_bytes(recorded, before)
         raise
+    log.info("'mclclip report %s' makes one page of all that this run left", run_dir)
     return run_dir
 
 
@@ -60,6 +65,10 @@ def _steps(config: Config, context: Context, force: Force) -> None:
         log.info("--- stage %d of %d", stage, config.num_stages)
         embed.run(config, context, stage=stage - 1, force=force)
         cluster.run(config, context, stage=stage - 1, force=force)
+        if stage == 1 and config.pilot.share is not None:
+            _pilot(config, context, force)
+            if collectives.on_main(lambda: pilot.reason_to_stop(config)) is not None:
+                return
         _stage(config, context, stage, "mcl", force)
     _join(config, context, "mcl", force)
     for control in config.controls:
@@ -69,13 +78,26 @@ def _steps(config: Config, context: Context, force: Force) -> None:
         _join(config, context, control, force)
 
 
+def _pilot(config: Config, context: Context, force: Force) -> None:
+    """Trains stage 1 and its control on a share of the samples, and judges them."""
+    collectives.on_main(lambda: pilot.check_begun(config))
+    small = pilot.settings(config)
+    for variant in PILOTS:
+        log.info("--- %s: a share of %.3g of the samples", variant, config.pilot.share)
+        _stage(small, context, 1, variant, force)
+        _join(small, context, variant, force)
+    collectives.on_main(lambda: pilot.judge(config))
+
+
 def _check(config: Config, context: Context) -> None:
     """Raises, before the first verb, errors of options that would stop the run later."""
     for name, options in config.trainings.items():
         check_ranks(name, options.global_batch, context.world_size)
+        _benchmarks(config, options)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
     _check_objectives(config, context)
+    pilot.check(config)
     evaluation.check(config.eval.suite)
     evaluation.check_files(config.eval.suite)
 
@@ -144,10 +166,11 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
 def _stage(config: Config, context: Context, stage: int, variant: str, force: Force) -> None:
     """Trains, exports and evaluates one stage of MCL or of a control (stage 0 may be given)."""
     if stage or config.base is not None:
-        train.run(config, context, stage=stage, variant=variant, force=force)
+        train_stage(config, context, stage=stage, variant=variant, force=force)
     path = export.stage(config, context, stage=stage, variant=variant, force=force)
-    name = Layout.of(config, variant).model_name(f"stage_{stage}")
-    evaluation.evaluate(config, context, {name: path})
+    layout = Layout.of(config, variant)
+    name = layout.model_name(f"stage_{stage}")
+    evaluation.evaluate(config, context, {name: path}, path=layout.results)
 
 
 def _join(config: Config, context: Context, variant: str, force: Force) -> None:
@@ -160,4 +183,55 @@ def _join(config: Config, context: Context, variant: str, force: Force) -> None:
     joined = export.join(config, context, variant=variant, force=force)
     layout = Layout.of(config, variant)
     named = {layout.model_name(name): path for name, path in joined.items()}
-    evaluation.evaluate(config, context, named)
+    evaluation.evaluate(config, context, named, path=layout.results)
+
+
+# --- within a training --------------------------------------------------------------------------
+
+
+def train_stage(
+    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
+) -> Path:
+    """The verb ``train``, with the evaluations that its options ask for; returns its directory."""
+    evaluate = None
+    options = config.base if stage == 0 else config.train
+    if options is not None and options.evaluate.every is not None:
+        benchmarks = _benchmarks(config, options)
+        evaluate = partial(_figures, config, context, stage, variant, benchmarks)
+    return train.run(config, context, stage=stage, variant=variant, force=force, evaluate=evaluate)
+
+
+def _benchmarks(config: Config, options: TrainConfig) -> dict[str, BenchmarkConfig]:
+    """The benchmarks that a training is evaluated on; ValueError for names that are not there."""
+    suite, how = config.eval.suite, options.evaluate
+    names = how.suite or list(suite)
+    needed = names if how.metric is None else [*names, how.metric.partition("/")[0]]
+    if how.every is not None and not names:
+        raise ValueError("evaluate.every is set, and eval.suite has no benchmark: set eval.suite")
+    if lacking := [name for name in needed if name not in suite or name not in names]:
+        raise ValueError(
+            f"evaluate names the benchmark {lacking[0]!r}: wanted one of "
+            f"{', '.join(names if lacking[0] in suite else suite) or 'eval.suite, which is empty'}"
+        )
+    return {name: suite[name] for name in names}
+
+
+def _figures(
+    config: Config,
+    context: Context,
+    stage: int,
+    variant: str,
+    benchmarks: Mapping[str, BenchmarkConfig],
+    step: int,
+) -> dict[str, float]:
+    """Figures, as BENCHMARK/METRIC, of the checkpoint of a step, the same on all ranks."""
+    folder = Layout.of(config, variant).train(stage) / "evaluations"
+    encoder, name = folder / "encoder", f"step_{step:08d}"
+    collectives.on_main(
+        lambda: export.write_step(config, stage, variant, step=step, directory=encoder)
+    )
+    path = folder / "results.jsonl"
+    evaluation.evaluate(config, context, {name: encoder}, benchmarks=benchmarks, path=path)
+    rows = collectives.on_main(lambda: results.read(path))
+    shown = [r for r in rows if r.model == name and r.protocol.get("level") != "detail"]
+    return {f"{row.benchmark}/{row.metric}": row.value for row in shown}

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from mclclip.ranks.process_group import Context
 
 log = logging.getLogger("mclclip")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Returned by a verb that ends well before all of its work is done; recorded as the reason."""
+
+    reason: str
+
 
 _RECORDED = "_mclclip_recorded"  # attribute of an error that is already in the recorded state
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, signals.EXIT_INTERRUPTED
@@ -183,8 +192,9 @@ def _recorded(
         record("running", EXIT_OK, f"process {os.getpid()}")
         with signals.recording(record_and_tell), data_wait.limited(config.peer_timeout_s), watch:
             with lost.naming():
-                work(context)
+                result = work(context)
         signals.ignore()
+        record("finished", EXIT_OK, result.reason if isinstance(result, Ended) else "")
     except BaseException as error:
         try:
             signals.ignore()  # a request may still be raised here
@@ -193,7 +203,6 @@ def _recorded(
             record_error(error, exit_code(error))
             setattr(error, _RECORDED, True)
         raise
-    record("finished", EXIT_OK, "")
 
 
 def _leave(code: int) -> None:

@@ -21,6 +21,11 @@ def in_soak(test: Test) -> Test:
     return test
 
 
+def fuller_in_soak(test: Test) -> Test:
+    """Lets a test of ``make test`` run in the soak too, which runs slow tests only, and do more."""
+    return pytest.mark.slow(test) if SOAK else test
+
+
 def kept(cases: Sequence[Any], *indices: int) -> list[Any]:
     """The cases of a ``parametrize``, of which all but those at ``indices`` are left to the soak.
 

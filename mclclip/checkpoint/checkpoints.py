@@ -27,7 +27,8 @@ log = logging.getLogger("mclclip")
 class Checkpoints:
     """The saved steps of one training below ``directory``; every method is collective.
 
-    The newest ``keep`` steps are kept, and every step divisible by ``keep_every`` for good.
+    The newest ``keep`` steps are kept, every step divisible by ``keep_every`` for good, and here,
+    though not in the mirror, the one that ``best`` names.
     ``asynchronous``: ``save`` returns when the state is copied, and a thread writes it.
     ``mirror``: fsspec url that gets a copy of every step, in the background.
     ``identity``: of which training the steps are; it is saved with each, and a step of another one
@@ -58,6 +59,7 @@ class Checkpoints:
         self.keep, self.keep_every, self.identity = keep, keep_every, identity
         self.asynchronous, self.on_error = asynchronous, on_error
         self.mirror = Mirror(mirror, self.directory, keep, keep_every) if mirror else None
+        self.best: int | None = None  # a step that is kept, however old
         self.saved: int | None = None  # the last step that this process knows to be on disk
         self._failed: RuntimeError | None = None  # why the last save is not on disk
         self._writing: tuple[int, Future[str | None]] | None = None
@@ -197,7 +199,7 @@ class Checkpoints:
 
     def _prune(self, newest: int) -> None:
         copying = None if self.mirror is None else self.mirror.copying
-        spare = [] if copying is None else [copying]
+        spare = [step for step in (copying, self.best) if step is not None]
         step_files.prune(self.directory, newest, self.keep, self.keep_every, spare)
 
     def _wait_for_mirror(self, limit_s: float) -> None:
@@ -220,6 +222,7 @@ class Checkpoints:
         training.
         """
         step = Resumption(self.directory, self.mirror, self.identity).run(target)
+        self.saved = step or None
         if self.mirror is not None and step and collectives.rank() == 0:
             self.mirror.start_round()  # copies steps that an earlier process did not copy
         return step

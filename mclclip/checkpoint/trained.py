@@ -12,7 +12,8 @@ from mclclip.run import artifacts
 
 
 def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]:
-    """The tensors of the last checkpoint of a finished training, on the CPU, by name.
+    """The tensors of a finished training, on the CPU, by name: of its last checkpoint, or of the
+    one that its manifest names as ``exported_step``.
 
     ``averaged``: of what was trained, the moving average. Raises FileNotFoundError where the
     training has not finished or its checkpoints are gone, and RuntimeError where they are those of
@@ -29,7 +30,13 @@ def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]
             f"{directory} ends at step {saved[-1]}, the training at {trained}: remove "
             f"{train_directory / artifacts.MANIFEST}, then run 'mclclip train' again"
         )
-    state = load_model_state(directory, saved[-1])
+    step = manifest.counts.get("exported_step", trained)
+    if step not in saved:
+        raise RuntimeError(
+            f"{directory} has lost step {step}, the best one of the training: run 'mclclip train "
+            "--force' to train again, or set evaluate.best=false"
+        )
+    state = load_model_state(directory, step)
     told = {name: manifest.config[name] for name in ("stage", "variant") if name in manifest.config}
-    check_identity(path_of(directory, saved[-1]), told | {"digest": manifest.digest})
-    return state | load_model_state(directory, saved[-1], part="ema") if averaged else state
+    check_identity(path_of(directory, step), told | {"digest": manifest.digest})
+    return state | load_model_state(directory, step, part="ema") if averaged else state

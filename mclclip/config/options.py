@@ -11,6 +11,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from mclclip.clustering.rows import Algorithm
 from mclclip.clustering.start import Init
 from mclclip.config.image_blocks import check_image_blocks
+from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.epoch_plan import Order
 from mclclip.data.groups import Policy
 from mclclip.data.labels import LabelMode
@@ -288,6 +289,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16", "float64"] = "fp32"
     """``bf16`` is autocast, ``fp16`` autocast with loss scaling; ``float64`` serves checks."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
     log_every: PositiveInt = 10
     """Steps between rows of metrics.jsonl."""
     profile_steps: list[NonNegativeInt] = field(default_factory=list)
@@ -327,14 +329,17 @@ class TrainConfig:
 class BenchmarkConfig:
     """One benchmark of the suite that runs between stages and at the end."""
 
-    kind: Literal["mmvp", "retrieval", "zeroshot", "linear_probe", "knn", "attributes"]
+    kind: Literal[
+        "mmvp", "retrieval", "zeroshot", "linear_probe", "knn", "attributes", "compositional",
+        "contrastive_loss",
+    ]  # fmt: skip
     """Which evaluator."""
     path: str
-    """Folder of the benchmark (mmvp: in its published layout; zeroshot: a folder per class;
-    linear_probe and knn: ``train/`` and ``test/`` with a folder per class; attributes: the same
-    with shards)."""
+    """Folder of the benchmark, in the layout that eval/README.md gives for its kind."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the evaluator, by its own names."""
+    source: str = ""
+    """What the folder holds and where to get it, for the message where it is missing."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -405,6 +410,8 @@ class Config:
     same locks and learning rates, and with captions and augmentations from the same keys. They
     differ in which samples form a batch, in the order of the samples, and in the mask of Eq. 3.
     A single pair of runs cannot tell a difference from noise: repeat both with other seeds."""
+    pilot: PilotConfig = PilotConfig()
+    """A small form of the run that is judged before the rest of it begins."""
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
     track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,11 @@ def decode(
             "a model whose number of channels can be set, or store the samples as pictures"
         )
     return array
+
+
+def as_picture(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[H, W, C] -> [H, W, 3]: of other channels the first three, or the first one in grey."""
+    return pixels[..., :3] if pixels.shape[2] >= 3 else pixels[..., [0, 0, 0]]
 
 
 def is_array(data: bytes) -> bool:

@@ -81,6 +81,16 @@ def training() -> Iterator[None]:
         _Progress.since = None
 
 
+@contextmanager
+def pausing() -> Iterator[None]:
+    """While the block runs within ``training``, no call of ``note`` is expected."""
+    before, _Progress.since = _Progress.since, None
+    try:
+        yield
+    finally:
+        _Progress.since = None if before is None else time.monotonic()
+
+
 class PeerWatch:
     """Context manager that watches the other ranks; does nothing where there is one process.
 

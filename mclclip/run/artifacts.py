@@ -23,7 +23,9 @@ read with a warning, and ``--force`` makes them again with digests::
       exports/  concat_raw/  concat_stage_norm/  soup_uniform/
       controls/ungrouped/       stage_1/ ... exports/    the same layout again
       controls/random_groups/
-      results.jsonl
+      pilot/                    stage_1/ ... exports/  controls/ungrouped/  results.jsonl
+                                outcomes/  verdict.json
+      results.jsonl             outcomes/  report.html
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
+
+PILOTS = {"pilot": "mcl", "pilot_ungrouped": "ungrouped"}
+"""Variants that are trained on a share of the samples -> the method that they try out."""
 
 
 class HasRunDir(Protocol):
@@ -17,7 +20,11 @@ class HasRunDir(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """Paths of a run (drawn in artifacts.py). ``variant``: ``mcl`` or the name of a control."""
+    """Paths of a run (drawn in artifacts.py).
+
+    ``variant``: ``mcl``, the name of a control, or one of ``PILOTS``, which lie in a folder of
+    their own and share index, stage 0 and pseudo labels with the run.
+    """
 
     run_dir: Path
     variant: str = "mcl"
@@ -33,14 +40,35 @@ class Layout:
         return self.run_dir / "index"
 
     @property
+    def is_pilot(self) -> bool:
+        """Whether the variant is trained on a share of the samples."""
+        return self.variant in PILOTS
+
+    @property
+    def method(self) -> str:
+        """``mcl`` or the name of a control, of a pilot too."""
+        return PILOTS.get(self.variant, self.variant)
+
+    @property
+    def pilot(self) -> Path:
+        """Folder of the pilot: its stages, its controls, its results and its verdict."""
+        return self.run_dir / "pilot"
+
+    @property
     def results(self) -> Path:
-        """results.jsonl, one row per figure."""
-        return self.run_dir / "results.jsonl"
+        """results.jsonl, one row per figure; a pilot has its own."""
+        return (self.pilot if self.is_pilot else self.run_dir) / "results.jsonl"
 
     @property
     def root(self) -> Path:
         """Folder of the stages of this variant."""
-        return self.run_dir if self.variant == "mcl" else self.run_dir / "controls" / self.variant
+        whole = self.pilot if self.is_pilot else self.run_dir
+        return whole if self.method == "mcl" else whole / "controls" / self.method
+
+    @property
+    def controlled(self) -> Layout:
+        """The layout of what this variant is a control of; of MCL, its own."""
+        return replace(self, variant="pilot" if self.is_pilot else "mcl")
 
     def stage(self, stage: int) -> Path:
         """A stage's directory; stage 0 is shared by all variants."""
@@ -77,4 +105,4 @@ class Layout:
 
     def model_name(self, name: str) -> str:
         """The name of a model in results.jsonl: ``stage_1``, ``control_ungrouped_stage_1``."""
-        return name if self.variant == "mcl" else f"control_{self.variant}_{name}"
+        return name if self.method == "mcl" else f"control_{self.method}_{name}"

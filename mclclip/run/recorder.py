@@ -57,6 +57,7 @@ class Recorder:
                      known (data.samples.BadSamples.share); called by all ranks at every row
     track, config    names of the sinks, and the configuration that they store with the run
     peaks            this rank's peak memory, in its phase "start"; rows hold the ranks' maximum
+    evaluates        whether there will be evaluations, whose rows go to evaluations.jsonl
 
     ``watch`` counts the steps that are not finite, and every row judges them. Raises ValueError on
     all ranks where the package of a sink is not installed.
@@ -75,6 +76,7 @@ class Recorder:
     track: list[str]
     config: Mapping[str, Any]
     peaks: PeakMemory
+    evaluates: bool = False
 
     def __post_init__(self) -> None:
         self.row = runlog.Meter(self.global_batch, self.context.world_size)
@@ -90,7 +92,7 @@ class Recorder:
             return None
         where, start = self.directory, self.start
         sinks = runlog.open_sinks(self.track, where, config=self.config, resume_step=start)
-        return runlog.MetricsLog(where, resume_step=start, sinks=sinks)
+        return runlog.MetricsLog(where, resume_step=start, sinks=sinks, evaluates=self.evaluates)
 
     def reading(self, batches: Iterable[R]) -> Iterator[R]:
         """Yields ``batches``, the steps from ``start`` on, and notes what reading them costs."""
@@ -138,6 +140,21 @@ class Recorder:
         """
         if self.epoch.steps and (leaving or done % self.steps_per_epoch == 0 or done == self.total):
             self._write_epoch(done)
+
+    def evaluated(self, done: int, figures: Mapping[str, float], seconds: float) -> None:
+        """Writes the figures of the state after ``done`` steps. The ``seconds`` that it took to
+        find them do not count as training."""
+        self.row.since += seconds
+        self.epoch.since += seconds
+        if self.metrics is None:
+            return
+        progress = {
+            "epoch": round(done / self.steps_per_epoch, 6),
+            "samples_seen": done * self.global_batch,
+        }
+        self.metrics.write_evaluation(done, progress | {"eval_seconds": seconds} | dict(figures))
+        shown = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
+        log.info("%s step %d: %s", self.name, done, shown)
 
     def close(self) -> None:
         """Closes the files and the sinks, each sink within ``runlog.CLOSE_S`` seconds."""

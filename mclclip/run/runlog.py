@@ -245,14 +245,20 @@ class JsonLines:
 
 
 class MetricsLog:
-    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training.
+    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training; where it is evaluated
+    (``evaluates``), ``evaluations.jsonl`` too.
 
     Writing and closing raise no errors: ``lost`` counts the failed writes of each file and sink by
     its name. Opening the files may raise OSError.
     """
 
     def __init__(
-        self, directory: Path, *, resume_step: int, sinks: Mapping[str, MetricSink] | None = None
+        self,
+        directory: Path,
+        *,
+        resume_step: int,
+        sinks: Mapping[str, MetricSink] | None = None,
+        evaluates: bool = False,
     ) -> None:
         self.sinks = dict(sinks or {})
         self.lost: Counter[str] = Counter()
@@ -260,16 +266,27 @@ class MetricsLog:
             name: JsonLines(Path(directory) / name, resume_step=resume_step)
             for name in ("metrics.jsonl", "epochs.jsonl")
         }
+        if evaluates:  # a resumed training evaluates its first step again
+            path = Path(directory) / "evaluations.jsonl"
+            self._files[path.name] = JsonLines(path, resume_step=resume_step - 1)
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Appends one row to metrics.jsonl and passes it to the sinks."""
         self._append("metrics.jsonl", step, row)
-        for name, sink in self.sinks.items():
-            self._try(name, partial(sink.write, step, row))
+        self._pass_on(step, row)
 
     def write_epoch(self, step: int, row: Mapping[str, Any]) -> None:
         """Appends the row of an epoch, which ended after ``step``."""
         self._append("epochs.jsonl", step, row)
+
+    def write_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
+        """Appends the figures after ``step`` to evaluations.jsonl and passes them to the sinks."""
+        self._append("evaluations.jsonl", step, row)
+        self._pass_on(step, row)
+
+    def _pass_on(self, step: int, row: Mapping[str, Any]) -> None:
+        for name, sink in self.sinks.items():
+            self._try(name, partial(sink.write, step, row))
 
     def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
         self._try(name, partial(self._files[name].write, {"step": step, **row}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run import runlog
 from mclclip.run.profiling import StepProfiler
 from mclclip.run.recorder import Recorder
+from mclclip.train.judging import Judging, Together
 
 log = logging.getLogger("mclclip")
 
@@ -92,6 +94,7 @@ class Trainer:
     checkpoint_every   steps between checkpoints
     steps_per_epoch    steps in one pass over the plan
     profiler           records the chosen steps
+    judging            evaluates the checkpoints of some steps; None: none
     """
 
     trainee: Trainee
@@ -105,13 +108,15 @@ class Trainer:
     checkpoint_every: int
     steps_per_epoch: int
     profiler: StepProfiler
+    judging: Judging | None = None
 
     def __post_init__(self) -> None:
         self.engine.phase_ended = self.recorder.peaks.ended
         self.recorder.watch.leaves_out = self.engine.leaves_out
 
-    def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> None:
-        """Trains on ``batches``, those of the steps ``start`` to ``total`` in order.
+    def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> int:
+        """Trains on ``batches``, those of the steps ``start`` to ``total`` in order; returns the
+        number of steps done in all, which are fewer where evaluations have ended the training.
 
         Raises Preempted, with everything saved, where the ranks agreed to leave. Raises
         RuntimeError, one line and on all ranks, where the training has diverged; then the state
@@ -123,18 +128,22 @@ class Trainer:
         with signals.deferred(), contextlib.closing(self.recorder), peer_watch.training():
             try:
                 with data_wait.obeying(self.boundary.standing):
-                    self._steps(progress, start, total)
+                    return self._steps(progress, start, total)
             except NotFinite as error:
                 raise self._diverged(error, description) from error
 
-    def _steps(self, batches: Iterable[Batch], start: int, total: int) -> None:
+    def _steps(self, batches: Iterable[Batch], start: int, total: int) -> int:
         done = start
         try:
-            for batch in batches:
+            ended = self._evaluate(start)
+            for batch in () if ended else batches:
                 if batch.step == start:
                     self.engine.settle(self.prepare(batch))
                 self._step(batch, total)
                 done = batch.step + 1
+                if self._evaluate(done):
+                    self.recorder.end_epoch(done, leaving=True)
+                    break
                 if done < total:
                     self._obey(done)
         except Preempted as request:
@@ -147,6 +156,26 @@ class Trainer:
         self.checkpoints.wait()
         if decision.leave is not None:
             raise decision.preempted()
+        return done
+
+    def _evaluate(self, done: int) -> bool:
+        """Evaluates what ``done`` steps have made, if that is due, after it is saved; returns
+        whether the training ends here."""
+        if self.judging is None or not self.judging.due(done):
+            return False
+        self._save(done)
+        self.checkpoints.wait(mirror_s=0.0)
+        since = time.perf_counter()
+        with peer_watch.pausing():
+            figures = self.judging.judge(done)
+        self.recorder.evaluated(done, figures, time.perf_counter() - since)
+        self.checkpoints.best = self.judging.kept_step
+        if self.judging.patience_is_over:
+            log.info(
+                "step %d is the last: %s was best at step %s",
+                done, self.judging.metric, self.judging.best_step,
+            )  # fmt: skip
+        return self.judging.patience_is_over
 
     def _step(self, batch: Batch, total: int) -> None:
         """One update, then the row, checkpoint and epoch row that are due."""
@@ -188,7 +217,8 @@ class Trainer:
         """Saves what ``done`` steps have made, unless it is saved already."""
         with self.recorder.peaks.phase("checkpoint"):
             try:
-                self.checkpoints.save(done, self.engine)
+                saved = Together(self.engine, self.judging) if self.judging else self.engine
+                self.checkpoints.save(done, saved)
             except NotFinite:
                 self.recorder.judge(done)  # raises the first bad step since the last row, if any
                 raise

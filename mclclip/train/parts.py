@@ -15,7 +15,7 @@ from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
-from mclclip.data.labels import AttributeClasses, ClassLabels
+from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
 from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples, TextFeatures
@@ -31,6 +31,7 @@ from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
+from mclclip.train.judging import Evaluate, Judging
 from mclclip.train.loop import Trainee, Trainer
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
@@ -82,6 +83,14 @@ class Job:
         if name is None:
             return np.zeros(0, dtype=np.int64)
         return self.index.without_attribute(name, self._reader)
+
+    @cached_property
+    def outside_of_share(self) -> np.ndarray:
+        """Ids of the samples left out because the pilot draws only a share of them."""
+        share = self.config.pilot.share if self.layout.is_pilot else None
+        if share is None:
+            return np.zeros(0, dtype=np.int64)
+        return outside_of_share(len(self.index), share, self.seed)
 
     @property
     def _reader(self) -> str:
@@ -167,6 +176,7 @@ def trainer_of(
     plan: EpochPlan,
     start: int,
     total: int,
+    judging: Judging | None,
 ) -> Trainer:
     options, context = job.options, job.context
     recorder = Recorder(
@@ -182,6 +192,7 @@ def trainer_of(
         track=list(job.config.track),
         config=to_tree(job.config),
         peaks=job.peaks,
+        evaluates=judging is not None,
     )
     limit = job.config.wall_time_s
     deadline = None if limit is None else process_start() + limit
@@ -204,6 +215,26 @@ def trainer_of(
         checkpoint_every=options.checkpoint.every,
         steps_per_epoch=plan.steps_per_epoch,
         profiler=StepProfiler(folder, options.profile_steps, total, context.device, context.rank),
+        judging=judging,
+    )
+
+
+def judging_of(
+    options: TrainConfig, evaluate: Evaluate | None, steps_per_epoch: int, total: int
+) -> Judging | None:
+    """The evaluations of a training of ``total`` steps; None where the options ask for none."""
+    how = options.evaluate
+    if how.every is None:
+        return None
+    assert evaluate is not None, "whoever calls train.run with evaluations passes what makes them"
+    return Judging(
+        evaluate=evaluate,
+        every=how.every * (steps_per_epoch if how.unit == "epochs" else 1),
+        total=total,
+        metric=how.metric,
+        mode=how.mode,
+        best=how.best,
+        patience=how.patience,
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mclclip.checkpoint import Checkpoints, path_of
-from mclclip.config import Config, to_tree
+from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.coverage import build_groups, coverage_report
 from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
 from mclclip.data.groups import StageGroups
@@ -29,6 +29,7 @@ from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
+from mclclip.train.judging import Evaluate, Together
 from mclclip.train.loop import Trainee
 from mclclip.train.parts import Job
 
@@ -39,7 +40,13 @@ _RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 
 
 def run(
-    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
+    config: Config,
+    context: Context,
+    *,
+    stage: int,
+    variant: str = "mcl",
+    force: Force = False,
+    evaluate: Evaluate | None = None,
 ) -> Path:
     """Trains stage ``stage`` of ``variant`` and returns its directory (skips if finished).
 
@@ -48,19 +55,14 @@ def run(
     otherwise: on the pseudo labels of ``cluster`` (``mcl``), without groups (``ungrouped``), or on
     the same labels permuted over the samples (``random_groups``). The two controls take as many
     steps as MCL's training of the stage, and draw captions and augmentations from the same keys
-    (seed, stage, epoch, sample).
+    (seed, stage, epoch, sample). ``pilot`` and ``pilot_ungrouped`` are the first and the second on
+    ``pilot.share`` of the samples, for the same share of the steps.
+    ``evaluate`` measures checkpoints where ``evaluate.every`` asks for it.
     Raises ValueError where options and data do not fit, and RuntimeError for a control whose
     number of steps is not known yet, before anything is written.
     """
-    options = config.base if stage == 0 else config.train
-    if options is None:
-        raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if variant != "mcl" and variant not in options.objective.controls:
-        raise ValueError(
-            f"--variant {variant} does not apply to train.objective.kind={options.objective.kind}, "
-            f"which has {', '.join(options.objective.controls) or 'no controls'}: leave it out"
-        )
     layout = Layout.of(config, variant)
+    options = _options(config, layout, stage)
     index = SampleIndex.open(layout.index)
     check_ranks("train" if stage else "base", options.global_batch, context.world_size)
     peaks = PeakMemory(context.device)
@@ -74,9 +76,11 @@ def run(
     objective = parts.objective_of(job, model)
     artifact, groups = collectives.on_main(lambda: _prepare(job, force, write=True))
     trainee = parts.trainee_of(job, model, objective)
-    steps = _train(job, trainee, artifact.identity, groups)
+    steps, exported = _train(job, trainee, artifact.identity, groups, evaluate)
     if context.is_main:
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
+        if exported is not None:
+            counts["exported_step"] = exported
         if options.objective.reads.captions:
             counts["without_caption"] = len(job.without_caption)
         if options.objective.reads.attribute is not None:
@@ -86,6 +90,28 @@ def run(
     return job.directory
 
 
+def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
+    """The options of a training; a pilot has its share of the steps. See ``run`` for errors."""
+    options = config.base if stage == 0 else config.train
+    if options is None:
+        raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
+    if layout.method != "mcl" and layout.method not in options.objective.controls:
+        raise ValueError(
+            f"--variant {layout.variant} does not apply to train.objective.kind="
+            f"{options.objective.kind}, which has "
+            f"{', '.join(options.objective.controls) or 'no controls'}: leave it out"
+        )
+    if not layout.is_pilot:
+        return options
+    if config.pilot.share is None or stage != 1:
+        raise ValueError(
+            f"--variant {layout.variant} trains stage 1 on a share of the samples, got stage "
+            f"{stage} and pilot.share={config.pilot.share}: use --stage 1, and set pilot.share"
+        )
+    steps = options.steps and max(1, round(options.steps * config.pilot.share))
+    return replace(options, steps=steps)
+
+
 def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups]:
     """Opens the artifact and writes the grouped index; writes nothing if the groups do not fit.
 
@@ -93,6 +119,8 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
     """
     labels, radices, inputs = _labels(job)
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
+    if job.options.evaluate.metric is None:  # figures that are only recorded
+        del options["evaluate"]
     config = {
         "stage": job.stage,
         "variant": job.layout.variant,
@@ -100,6 +128,8 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         "model": to_tree(job.model),
         "train": options,
     }
+    if job.layout.is_pilot:
+        config["share"] = job.config.pilot.share
     if (steps := _controlled_steps(job)) is not None:
         config["steps"] = steps
     groups = StageGroups(job.directory / "grouped_index")
@@ -116,10 +146,14 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         move_aside(job.directory)
     artifact = opened(write=True)
     attribute = job.options.objective.reads.attribute
-    for what, ids in (("caption", job.without_caption), (attribute, job.without_attribute)):
+    for what, ids in (
+        ("have no caption", job.without_caption),
+        (f"have no {attribute}", job.without_attribute),
+        ("are outside of the pilot's share", job.outside_of_share),
+    ):
         if len(ids):
             log.info(
-                "stage %d: %d of %d samples have no %s and are left out",
+                "stage %d: %d of %d samples %s and are left out",
                 job.stage, len(ids), len(job.index), what,
             )  # fmt: skip
     if not groups.written:  # with --force the ones found before may have been moved aside
@@ -135,9 +169,9 @@ def _controlled_steps(job: Job) -> int | None:
     number comes from the groups that the controlled training draws from.
     """
     options = job.options
-    if job.layout.variant == "mcl" or options.steps is not None:
+    if job.layout.method == "mcl" or options.steps is not None:
         return None
-    layout = Layout.of(job.config)
+    layout = job.layout.controlled
     # Raises where the controlled training was made with other options or labels than those of now.
     mcl = replace(job, layout=layout, directory=layout.train(job.stage))
     controlled = _prepare(mcl, force=False, write=False)[1]
@@ -153,6 +187,7 @@ def _controlled_steps(job: Job) -> int | None:
 def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """Labels [N] (-1: left out), their radices, and the digests of the artifacts they depend on."""
     left_out = np.union1d(job.without_caption, job.without_attribute)
+    left_out = np.union1d(left_out, job.outside_of_share)
     labels, radices, inputs = _labels_of_all(job)
     if len(left_out):
         labels = labels.copy()
@@ -164,7 +199,7 @@ def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
 
 def _labels_of_all(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
     """``_labels`` before samples are left out and labels permuted."""
-    inputs, variant = {"index": job.index.digest}, job.layout.variant
+    inputs = {"index": job.index.digest}
     if job.options.objective.reads.attribute is not None and job.class_labels is not None:
         inputs["attribute"] = job.class_labels.digest
     labels = np.zeros(len(job.index), dtype=np.int64)
@@ -177,14 +212,17 @@ def _labels_of_all(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str
         inputs["text_embeddings"] = text.digest
     if job.options.objective.reads.clusters and job.class_labels is not None:
         inputs["clusters"] = job.class_labels.digest
-    if job.options.objective.reads.groups and variant != "ungrouped":
+    if job.options.objective.reads.groups and job.layout.method != "ungrouped":
         directory = job.layout.pseudo_labels(job.stage)
         labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, job.index)
     return labels, radices, inputs
 
 
-def _train(job: Job, trainee: Trainee, identity: str, groups: StageGroups) -> int:
-    """Trains model and objective; returns the number of steps of the whole training.
+def _train(
+    job: Job, trainee: Trainee, identity: str, groups: StageGroups, evaluate: Evaluate | None
+) -> tuple[int, int | None]:
+    """Trains model and objective; returns the number of steps of the whole training, and the one
+    that is exported where it may be another than the last.
 
     ``identity`` is the digest of all that the weights depend on.
     """
@@ -202,7 +240,10 @@ def _train(job: Job, trainee: Trainee, identity: str, groups: StageGroups) -> in
         identity={"stage": job.stage, "variant": job.layout.variant, "digest": identity},
         **parts.checkpoint_options(job, identity),
     )
-    start = checkpoints.resume(engine)
+    judging = parts.judging_of(options, evaluate, plan.steps_per_epoch, total)
+    start = checkpoints.resume(Together(engine, judging) if judging else engine)
+    if judging:
+        checkpoints.best = judging.kept_step
     if start:
         log.info("resumed from %s", path_of(checkpoints.directory, start))
     log.info(
@@ -212,8 +253,8 @@ def _train(job: Job, trainee: Trainee, identity: str, groups: StageGroups) -> in
         plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
         context.world_size,
     )  # fmt: skip
-    if start < total:
-        trainer = parts.trainer_of(job, trainee, engine, checkpoints, plan, start, total)
+    if start < total or judging:  # a resumed training evaluates its first step again
+        trainer = parts.trainer_of(job, trainee, engine, checkpoints, plan, start, total, judging)
         loader = parts.loader_of(job, grouped, known_bad, trainee.model, range(start, total))
-        trainer.run(loader, start, total, f"stage {job.stage}")
-    return total
+        total = trainer.run(loader, start, total, f"stage {job.stage}")
+    return total, judging.kept_step if judging else None

@@ -247,6 +247,7 @@ def test_state_goes_from_engine_to_engine(ranks: Ranks, single: Any, stage: int)
     assert state["optimizer.model.clip.visual.proj.step"] == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", kept(STAGES, 2))
 def test_a_resumed_run_repeats_the_undisturbed_one(ranks: Ranks, stage: int) -> None:
     """Bit for bit on the same ranks; and looking at the state of a fresh engine changes nothing."""

@@ -129,6 +129,16 @@ def test_model_that_nobody_knows(shell: Shell, config: Path, tmp_path: Path) -> 
     shell.ok("train", "--stage", "0", "--config", config, f"run_dir={run_dir}")
 
 
+def test_a_batch_of_one_has_no_variance(shell: Shell, config: Path, tmp_path: Path) -> None:
+    """Of one image no batch norm can be trained, as in a ResNet."""
+    tower = "model.name.vision_cfg={image_size: 32, layers: [1, 1, 1, 1], width: 8}"
+    command = ["train", "--stage", "0", "--config", config, f"run_dir={tmp_path}/run", tower]
+    shell.ok("index", *command[3:])
+    finished = shell(*command, "base.global_batch=1")
+    assert_refused(finished, "base.global_batch is 1, and batch norms are trained", "raise it")
+    assert not [*tmp_path.glob("run/stage_0/train/checkpoints/*")]
+
+
 # --- on a run that has come to stage 1 ----------------------------------------------------------
 
 

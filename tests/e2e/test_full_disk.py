@@ -127,7 +127,7 @@ def lines_of(finished: Finished, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("on_error", "ranks"), kept([("stop", 2), ("continue", 2), ("stop", 1), ("continue", 1)], 0, 3)
+    ("on_error", "ranks"), kept([("stop", 2), ("continue", 2), ("stop", 1), ("continue", 1)], 0)
 )
 def test_a_training_on_a_full_disk(
     shell: Shell, disk: Disk, data: Path, tmp_path: Path, on_error: str, ranks: int

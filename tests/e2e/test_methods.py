@@ -51,6 +51,7 @@ def config(path: Path, run_dir: Path, pictures: Path, objective: str, **changes:
     return str(path)
 
 
+@pytest.mark.slow
 def test_stages_from_scratch_beside_an_ensemble(
     shell: Shell, pictures: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,24 @@ def test_second_run_skips_everything_and_changes_no_byte(shell: Shell, done: Run
     assert "index: up to date" in again.stderr and " loss " not in again.stderr
 
 
+@pytest.mark.slow
+def test_its_report_has_every_part(shell: Shell, done: Run, tmp_path: Path) -> None:
+    before, out = files(done.run_dir), tmp_path / "page.html"
+    shell.ok("report", done.run_dir, "--out", out)
+    page = out.read_text(encoding="utf-8")
+    assert "left out" not in page.lower() and "not shown" not in page
+    assert page.count("<polyline") == 2 * (1 + 2 * len(VARIANTS))  # stage 0, then all variants
+    assert (
+        "control_random_groups_" in page.replace("<wbr>", "") and "data:image/png;base64," in page
+    )
+    assert files(done.run_dir) == before
+    again = shell.ok("report", "--config", done.config, "--out", tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_text(encoding="utf-8") == page
+    assert "wrote" in again.stderr
+    refused = shell("report", tmp_path)
+    assert refused.code == 2 and len(refused.complaints()) == 1
+
+
 @pytest.mark.parametrize("name", ["stage_0/export", "stage_2/export", "exports/soup_uniform"])
 def test_exports_load_in_plain_open_clip(done: Run, name: str) -> None:
     where = done.run_dir / name

@@ -223,6 +223,7 @@ def test_a_cc12m_shard_is_indexed(cc12m: Path, cc12m_run: Path) -> None:
         assert min(decode_image(raw.image, 10**8).size) > 0
 
 
+@pytest.mark.slow
 def test_a_cc12m_shard_is_embedded_with_vit_b_32(cc12m: Path, cc12m_run: Path) -> None:
     options = (f"run_dir={cc12m_run}", f"data.sources.cc12m.shards={cc12m}", *VIT_B32)
     for verb in (["export", "--stage", "0"], ["embed", "--stage", "0", "--text"]):

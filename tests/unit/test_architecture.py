@@ -29,16 +29,22 @@ ROOMS: dict[str, set[str]] = {
     "eval": {"ranks", "run", "data", "models"},
     "analysis": {"ranks", "eval"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
+    "train/judging": {"checkpoint"},
 }
+ROOMS["train/loop"] |= {"train/judging"}
 # A verb reads options and does its work with any room, and imports no other verb.
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "analyse", "doctor"}
-VERBS |= {"plan"}
+VERBS |= {"plan", "compare", "report"}
 VERBS |= {"train/verb", "train/parts", "eval/run"}
 ROOMS |= {verb: {*ROOMS} for verb in VERBS}
 # A part of a verb that is a package.
 ROOMS["train/parts"] = {*ROOMS} - VERBS
 ROOMS["train/verb"] |= {"train/parts"}
 ROOMS["train"] = {"train/verb", "train/parts"}
+# A report says what compare says, and renders it: its functions of rows, which print nothing.
+ROOMS["report"] |= {"compare"}
+# The verdict on a pilot reads what verbs left, with the arithmetic of two of them.
+ROOMS["pilot"] = {"compare", "plan", "config", "eval", "data", "run"}
 # The method calls verbs, and what is above it the method.
 ROOMS["pipeline"] = {*ROOMS}
 ROOMS["demo"] = {*ROOMS}
@@ -46,7 +52,15 @@ ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["cli"] = {*ROOMS}
 ROOMS["__main__"] = {"cli", "ranks"}
 NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives/class_centers", "objectives", "data"}
-NO_CONFIG |= {"models", "clustering", "checkpoint", "train/loop", "eval", "analysis"}
+NO_CONFIG |= {
+    "models",
+    "clustering",
+    "checkpoint",
+    "train/loop",
+    "train/judging",
+    "eval",
+    "analysis",
+}
 MODULES = sorted(
     path.relative_to(PACKAGE)
     for top in (PACKAGE, PACKAGE / "eval")

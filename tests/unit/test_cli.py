@@ -112,6 +112,7 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
         ("make-dataset patterns --out x", "make_dataset.run"),
         ("pack --table a --images b --out c", "pack.pack"),
         ("doctor", "doctor.run"),
+        ("report runs/mine --out page.html", "report.run"),
     ],
 )
 def test_flags_are_the_arguments_of_the_function(words: str, function: str) -> None:

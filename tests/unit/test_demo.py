@@ -64,7 +64,8 @@ def test_a_knowing_text_tower_stays_what_its_teacher_learned(tmp_path: Path) -> 
     steps = ("base.steps=2", "train.steps=2", "data.num_workers=0", "controls=[]")
     less = (*steps, "export.concat=[]", "export.soup=false")
     text = demo.run(tmp_path, seeds=[5], regimes=["knowing"], overrides=less, short=True)
-    assert text.endswith("its figures mean nothing.\n")
+    page = tmp_path / "knowing" / "seed_5" / "report.html"
+    assert text.endswith(f"Report of the run, to open in a browser: {page}\n") and page.is_file()
     rows = [line.split("|")[1].strip() for line in text.splitlines()[2:] if "|" in line]
     assert rows == ["teacher", "stage_0", "stage_1"]
     folder = tmp_path / "knowing"

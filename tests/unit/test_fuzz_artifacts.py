@@ -30,6 +30,7 @@ from mclclip.models.loading import load_any
 from mclclip.models.weights import digest_tensors
 from mclclip.run.layout import Layout
 from tests import damage, fuzzing
+from tests.matrix import fuller_in_soak
 from tests.unit.test_checkpoint import IDENTITY, Source
 
 SEED = 12
@@ -120,6 +121,7 @@ def prepared(prepared_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run_dir
 
 
+@fuller_in_soak
 @pytest.mark.parametrize("kind", READERS)
 def test_damage_is_never_read(prepared: Path, tmp_path: Path, kind: str) -> None:
     folder, read = READERS[kind]

@@ -120,14 +120,8 @@ def start(folder: Path, *words: object, script: str = "local.sh", **variables: o
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=_heed_signals,
         cwd=folder,
     )
-
-
-def _heed_signals() -> None:
-    for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def finish(process: Any) -> tuple[int, str]:

@@ -10,6 +10,7 @@ import pytest
 from mclclip import make_dataset
 from mclclip.data.patterns import ATTRIBUTES, FULL_RATES, MENTION_RATES, caption, patterns
 from mclclip.data.shard_scan import scan_shard
+from mclclip.eval.attributes import read_split
 from mclclip.eval.mmvp import read_pairs
 from tests import tiny
 
@@ -72,3 +73,17 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         make_dataset.run("trifeature", tmp_path / "t", seed=-1)
     with pytest.raises(ValueError, match="no built-in data set 'x'"):
         make_dataset.run("x", tmp_path)
+
+
+def test_attributed_patterns_have_every_attribute_in_two_splits_of_other_pictures(
+    tmp_path: Path,
+) -> None:
+    make_dataset.run("attributed_patterns", tmp_path, seed=3, num_train=40, num_test=20)
+    splits = {part: read_split(tmp_path / part, [*ATTRIBUTES]) for part in ("train", "test")}
+    assert [len(split.images) for split in splits.values()] == [40, 20]
+    for name, values in ATTRIBUTES.items():
+        assert {*splits["train"].values[name]} <= {*values}
+    train, test = ({image.read_bytes() for image in split.images} for split in splits.values())
+    assert len(train) == 40 and len(test) == 20 and not train & test
+    with pytest.raises(ValueError, match="num_train is 0 and num_test 3000: wanted at least 1"):
+        make_dataset.run("attributed_patterns", tmp_path / "none", num_train=0)

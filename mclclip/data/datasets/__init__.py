@@ -6,6 +6,7 @@ from the user's folders; nothing is downloaded unless the user asks for it (`sou
 """
 
 NAMES = (
+    "attributed_patterns",
     "celeba",
     "cifar10",
     "cifar_mnist",

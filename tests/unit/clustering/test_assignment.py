@@ -116,6 +116,7 @@ def growth_mib(context: Any = None) -> float:
     return memory.peak_mib(lambda: go_through(ROWS))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_rows() -> None:
     assert memory.in_fresh_process(growth_mib) < LIMIT_MIB

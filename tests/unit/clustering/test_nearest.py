@@ -13,7 +13,7 @@ from torch import Tensor
 from mclclip.clustering import nearest
 from mclclip.clustering.arithmetic import Arithmetic
 from mclclip.clustering.nearest import NOTHING, Search, pack, unpack
-from tests.matrix import SOAK
+from tests.matrix import SOAK, kept
 from tests.nearest_checks import ROUNDINGS, check_nearest, every_arithmetic
 
 ALGORITHMS: Any = ("spherical", "euclidean")
@@ -164,7 +164,7 @@ def test_every_arithmetic_where_the_search_goes_another_way(algorithm: Any) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("scores", ("pair_products", "blocks"))
+@pytest.mark.parametrize("scores", kept(["pair_products", "blocks"], 0))
 @pytest.mark.parametrize("arithmetic", ROUNDINGS, ids="-".join)
 def test_every_number_of_centroids_in_every_way(
     arithmetic: Any, scores: Any, algorithm: Any

@@ -25,7 +25,7 @@ from mclclip.models.loading import load_any
 from mclclip.models.weights import digest_tensors
 from mclclip.run.artifacts import Artifact
 from tests import fuzzing, tiny
-from tests.matrix import kept
+from tests.matrix import fuller_in_soak, kept
 from tests.unit.models.stages import save_stages
 
 SEED = 21
@@ -48,6 +48,7 @@ BACKBONE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@fuller_in_soak
 @pytest.mark.parametrize("whole", kept([False, True], 0))
 @pytest.mark.parametrize("start", [TINY, NAMED, BACKBONE], ids=["own", "timm", "backbone"])
 def test_a_configuration_is_built_or_refused_in_one_line(
@@ -98,6 +99,7 @@ def _damage(directory: Path, rng: random.Random) -> str:
     return path.name
 
 
+@fuller_in_soak
 @pytest.mark.parametrize("recorded", [False, True], ids=["strange", "recorded"])
 @pytest.mark.parametrize("kind", ["export", "encoder", "concat"])
 def test_a_directory_is_loaded_or_refused_in_one_line(

@@ -25,6 +25,7 @@ from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from tests.matrix import in_soak
 from tests.unit.data.datasets import fakes
 
 
@@ -320,7 +321,7 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
 
 
 @pytest.mark.real_data
-@pytest.mark.slow
+@in_soak
 def test_real_cifar_mnist(tmp_path: Path, shared_data: Path) -> None:
     sources = (f"cifar10={shared_data / 'cifar10'}", f"mnist={shared_data / 'mnist'}")
     found = make("cifar_mnist", tmp_path / "out", *sources)

@@ -1,0 +1,322 @@
+"""Verb: results and the outcomes of items -> whether one encoder is really better than another.
+
+Encoders are compared on the same items, so that what is hard for both does not count. Tests and
+intervals are those of ``eval.paired``; p-values are corrected for the number of comparisons.
+"""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mclclip.eval import outcomes, paired, results
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.paired import Difference
+from mclclip.eval.results import Result
+from mclclip.files import shown, write_bytes
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+log = logging.getLogger("mclclip")
+
+Format = Literal["text", "csv", "markdown", "latex"]
+Row = tuple[Result, Path | None]
+"""A row of results.jsonl, and the file of its items, where it has one."""
+
+LEVEL = 0.05
+"""Corrected p-values below it are taken for a difference."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One encoder against another in one metric of a benchmark; ``corrected``: Holm's p-value."""
+
+    row: Result
+    against: Result
+    difference: Difference
+    corrected: float
+
+    @property
+    def verdict(self) -> Literal["better", "worse", "inside the noise"]:
+        """Whether the difference is larger than chance explains."""
+        if self.corrected >= LEVEL:
+            return "inside the noise"
+        return "better" if self.difference.value > 0 else "worse"
+
+    def sentence(self) -> str:
+        """The comparison in words."""
+        d = self.difference
+        items = (
+            f", {d.items:+g} of {self.row.count:,} {_noun(self.row)}" if d.items is not None else ""
+        )
+        return (
+            f"{self.row.benchmark}, {self.row.metric}: {self.row.model} has {self.row.value:.1f}, "
+            f"{self.against.model} {self.against.value:.1f}, which is {100 * d.value:+.1f} points "
+            f"(95 % interval {100 * d.low:+.1f} to {100 * d.high:+.1f}){items}: {self.verdict} "
+            f"(p {'' if self.corrected < 0.001 else '= '}{_rounded(self.corrected)})"
+        )
+
+
+def run(
+    runs: Sequence[Path],
+    *,
+    models: Sequence[str] = (),
+    against: str | None = None,
+    benchmarks: Sequence[str] = (),
+    metrics: Sequence[str] = (),
+    format: Format = "text",
+    out: Path | None = None,
+) -> list[Comparison]:
+    """Compares ``models`` with ``against`` in the results of some run directories; prints a table.
+
+    ``models``: names in results.jsonl (default: all but ``against``); ``against``: default stage_0,
+    or the first model. With several runs a name has its run's before it, as in ``mine:stage_1``.
+    ``benchmarks`` and ``metrics``: default are all benchmarks, and the metrics of the level
+    ``headline``. ``out``: a file for the table instead of the standard output.
+    Raises FileNotFoundError where there are no results or outcomes, and ValueError for unknown
+    names and where encoders were not measured on the same items.
+    """
+    rows = read_runs(runs)
+    found = compare(rows, models, against, benchmarks, metrics)
+    text = render(found, format)
+    if out is None:
+        print(text)
+    else:
+        write_bytes(out, f"{text}\n".encode())
+        log.info("wrote %s", out)
+    return found
+
+
+def compare(
+    rows: Sequence[Row],
+    models: Sequence[str] = (),
+    against: str | None = None,
+    benchmarks: Sequence[str] = (),
+    metrics: Sequence[str] = (),
+) -> list[Comparison]:
+    """Compares encoders of ``rows``.
+
+    See ``run`` for the arguments and errors.
+    """
+    names = [*dict.fromkeys(row.model for row, _ in rows)]
+    against = against or ("stage_0" if "stage_0" in names else names[0])
+    wanted = [*models] or [name for name in names if name != against]
+    if len(names) < 2:
+        raise ValueError(f"there are results of one model, {names[0]}: evaluate another one too")
+    _known("model", [*wanted, against], names)
+    if against in wanted:
+        raise ValueError(f"{against} cannot be compared with itself: name another --against")
+    _known("benchmark", benchmarks, [*dict.fromkeys(row.benchmark for row, _ in rows)])
+    _known("metric", metrics, [*dict.fromkeys(row.metric for row, _ in rows)])
+    cells = {
+        (row.benchmark, row.metric, row.model): (row, path)
+        for row, path in rows
+        if (not benchmarks or row.benchmark in benchmarks)
+        and (row.metric in metrics if metrics else row.protocol.get("level") == "headline")
+    }
+    pairs = [
+        (found, base)
+        for benchmark, metric in dict.fromkeys(cell[:2] for cell in cells)
+        for model in wanted
+        if (found := cells.get((benchmark, metric, model)))
+        and (base := cells.get((benchmark, metric, against)))
+    ]
+    if not pairs:
+        raise ValueError(
+            f"no metric of {', '.join(wanted)} was measured for {against} too: evaluate them on "
+            "the same benchmarks"
+        )
+    read = Reader()
+    differences = [_difference(read, found, base) for found, base in pairs]
+    corrected = paired.holm([d.p_value for d in differences])
+    return [
+        Comparison(row, base, difference, p_value)
+        for ((row, _), (base, _)), difference, p_value in zip(
+            pairs, differences, corrected, strict=True
+        )
+    ]
+
+
+def _known(what: str, given: Sequence[str], there: Sequence[str]) -> None:
+    if unknown := [name for name in given if name not in there]:
+        raise ValueError(f"no {what} {unknown[0]!r} in the results: there are {', '.join(there)}")
+
+
+def read_runs(runs: Sequence[Path]) -> list[Row]:
+    """The rows of all runs; with several runs, each model's name has its run's before it.
+
+    Raises FileNotFoundError for a run without results.
+    """
+    found: list[Row] = []
+    for number, run_dir in enumerate(runs):
+        path = Path(run_dir) / "results.jsonl"
+        own = results.read(path)
+        if not own:
+            raise FileNotFoundError(f"no results in {path}: run 'mclclip eval' first")
+        prefix = f"{_name(runs, number)}:" if len(runs) > 1 else ""
+        for row in own:
+            name = row.protocol.get("outcomes")
+            known = isinstance(name, str) and Path(name).name == name
+            file = path.parent / outcomes.FOLDER / str(name) if known else None
+            found.append((replace(row, model=prefix + row.model), file))
+    return found
+
+
+def _name(runs: Sequence[Path], number: int) -> str:
+    """A run's last folder, or its whole path where another run's is the same."""
+    last = [Path(run_dir).resolve().name for run_dir in runs]
+    return last[number] if last.count(last[number]) == 1 else str(runs[number])
+
+
+class Reader:
+    """Reads the outcomes of the items of rows, each file once."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, dict[str, Outcomes]] = {}
+
+    def __call__(self, row: Result, path: Path | None) -> Outcomes:
+        """The outcomes of a row, whose file is ``path``.
+
+        Raises FileNotFoundError and ValueError where they are missing or damaged.
+        """
+        if path is None:
+            raise FileNotFoundError(
+                f"{row.model} on {row.benchmark} has no outcomes of items, it was evaluated by an "
+                "older version: evaluate again with 'mclclip eval --force'"
+            )
+        if path not in self._read:
+            self._read[path] = outcomes.read(path)
+        if row.metric not in self._read[path]:
+            raise ValueError(f"{path} has no outcomes of {row.metric}: evaluate again with --force")
+        return self._read[path][row.metric]
+
+
+def _difference(read: Reader, a: Row, b: Row) -> Difference:
+    try:
+        return paired.difference(read(*a), read(*b))
+    except paired.NotTheSame as error:
+        raise ValueError(
+            f"{a[0].model} and {b[0].model} were not measured on the same items of "
+            f"{a[0].benchmark}: "
+            f"{error}; evaluate both on the same data"
+        ) from None
+
+
+# --- table -------------------------------------------------------------------------------------
+
+
+def frame(found: Sequence[Comparison]) -> DataFrame:
+    """A row per comparison, figures in percent."""
+    import pandas
+
+    return pandas.DataFrame(
+        {
+            "benchmark": shown(c.row.benchmark),
+            "metric": shown(c.row.metric),
+            "model": shown(c.row.model),
+            "value": c.row.value,
+            "against": shown(c.against.model),
+            "against_value": c.against.value,
+            "difference": 100 * c.difference.value,
+            "ci_low": 100 * c.difference.low,
+            "ci_high": 100 * c.difference.high,
+            "items": c.difference.items,
+            "count": c.row.count,
+            "better_on": c.difference.wins,
+            "worse_on": c.difference.losses,
+            "units": c.difference.units,
+            "p_value": c.difference.p_value,
+            "p_corrected": c.corrected,
+            "test": c.difference.test,
+            "verdict": c.verdict,
+        }
+        for c in found
+    )
+
+
+def render(found: Sequence[Comparison], format: Format) -> str:
+    """The comparisons as text for a terminal (with a sentence each), CSV, Markdown or LaTeX."""
+    table = frame(found)
+    if format == "csv":
+        text: str = table.to_csv(index=False)
+        return text.rstrip("\n")
+    short = _short(found)
+    if format == "latex":
+        styled = short.style.hide(axis="index").format(escape="latex")
+        return str(styled.format_index(escape="latex", axis=1).to_latex(hrules=True)).rstrip("\n")
+    if format == "markdown":
+        return str(short.to_markdown(index=False, disable_numparse=True))
+    lines = [
+        textwrap.fill(
+            shown(c.sentence()), results.WIDTH, initial_indent="- ", subsequent_indent="  "
+        )
+        for c in found
+    ]
+    return "\n".join([_blocks(found), "", *lines, "", _note(found)])
+
+
+def _short(found: Sequence[Comparison]) -> DataFrame:
+    """The columns that fit a page, as text: a row per comparison, as in ``frame``."""
+    import pandas
+
+    return pandas.DataFrame(
+        {
+            "benchmark": shown(c.row.benchmark),
+            "metric": shown(c.row.metric),
+            "model": shown(c.row.model),
+            **_cells(c),
+        }
+        for c in found
+    )
+
+
+def _cells(c: Comparison) -> dict[str, str]:
+    d = c.difference
+    return {
+        "%": f"{c.row.value:.1f}",
+        "difference": f"{100 * d.value:+.1f}",
+        "95 % interval": f"{100 * d.low:+.1f} to {100 * d.high:+.1f}",
+        "items": "-" if d.items is None else f"{d.items:+g} of {c.row.count}",
+        "p": _rounded(c.corrected),
+        "verdict": c.verdict,
+    }
+
+
+def _blocks(found: Sequence[Comparison]) -> str:
+    """A table per benchmark and metric, with the encoder that is compared against in its head."""
+    from tabulate import tabulate
+
+    blocks = []
+    for benchmark, metric in dict.fromkeys((c.row.benchmark, c.row.metric) for c in found):
+        own = [c for c in found if (c.row.benchmark, c.row.metric) == (benchmark, metric)]
+        base = own[0].against
+        head = (
+            f"{shown(benchmark)}, {shown(metric)}, against {shown(base.model)} ({base.value:.1f})"
+        )
+        rows = [{"model": results.wrapped(shown(c.row.model), 24), **_cells(c)} for c in own]
+        align = ("left", "right", "right", "right", "right", "right", "left")
+        body = tabulate(rows, headers="keys", disable_numparse=True, colalign=align)
+        blocks.append(f"{head}\n{body}")
+    return "\n\n".join(blocks)
+
+
+def _note(found: Sequence[Comparison]) -> str:
+    tests = " and ".join(dict.fromkeys(c.difference.test for c in found))
+    return (
+        f"p: {tests}, corrected for {len(found)} comparison(s) by Holm's method. Below {LEVEL} a\n"
+        "difference is taken for real. Intervals (bootstrap) are of each difference alone.\n"
+        "Neither says how figures change with the seed of a training: train several seeds."
+    )
+
+
+def _noun(row: Result) -> str:
+    return str(row.protocol.get("trials", "items"))
+
+
+def _rounded(p_value: float) -> str:
+    return f"{p_value:.2g}" if p_value >= 0.001 else "< 0.001"

@@ -1,0 +1,352 @@
+"""Whether the full run will pay: a verdict on a pilot, which is stage 1 and its ungrouped control
+on a share of the samples (``pilot.share``), trained for the same share of the steps.
+
+A run delivers its joined stages, and the question is whether they are better than the same compute
+without groups. So the verdict compares stages 0 and 1 joined with stage 0 and the ungrouped stage 1
+joined, on the same items of ``eval.suite``, in every metric of the level ``headline``. It is a gain
+where the first is better beyond chance in one of them, and better than stage 0 there too. All of it
+is read from the run directory, and written to ``pilot/verdict.json``.
+"""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip import compare
+from mclclip.compare import LEVEL, Comparison, Reader, Row
+from mclclip.config import Config, to_tree
+from mclclip.data.coverage import coverage_report
+from mclclip.data.groups import StageGroups
+from mclclip.data.labels import outside_of_share
+from mclclip.data.sample_index import SampleIndex
+from mclclip.eval import paired, results
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.results import Result
+from mclclip.files import digest_json, parse_json, read_json, shown, write_json
+from mclclip.plan import steps
+from mclclip.run.layout import PILOTS, Layout
+
+log = logging.getLogger("mclclip")
+
+VERDICT = "verdict.json"
+_JOINED = ("concat_stage_norm", "concat_raw", "soup_uniform")  # the first that the run makes
+_MIXED = 0.05  # share of steps below the full label that is told, beyond that of the full run
+_PREFIX = 12  # characters of a log line before its text
+_NAMED = 5  # strata that are named in a sentence
+
+
+def check(config: Config) -> None:
+    """Raises ValueError, before a run begins, for a pilot that could not be judged."""
+    if config.pilot.share is None:
+        return
+    objective, named = config.train.objective, f"pilot.share={config.pilot.share}"
+    if not config.has_stages:
+        raise ValueError(f"{named} tries out stage 1, and num_stages is 0: leave one of them out")
+    if "ungrouped" not in objective.controls:
+        raise ValueError(
+            f"{named} compares stage 1 with its ungrouped control, which train.objective.kind="
+            f"{objective.kind} does not have: leave pilot.share out"
+        )
+    if not config.eval.suite:
+        raise ValueError(f"{named} is judged by benchmarks, and eval.suite is empty: set it")
+
+
+def check_begun(config: Config) -> None:
+    """Raises ValueError, before a pilot is trained, where its share fills no batch, or stage 0 has
+    no figure that a verdict could be based on."""
+    layout, batch, share = Layout.of(config), config.train.global_batch, config.pilot.share
+    assert share is not None
+    samples = len(SampleIndex.open(layout.index))
+    drawn = samples - len(outside_of_share(samples, share, config.seed))
+    if drawn < batch:
+        raise ValueError(
+            f"pilot.share={share} draws {drawn:,} of the index's {samples:,} samples, fewer than "
+            f"train.global_batch={batch:,}: raise it to {2 * batch / samples:.2g} or more"
+        )
+    rows = [row for row in results.read(layout.results) if row.benchmark in config.eval.suite]
+    if not any(row.protocol.get("level") == "headline" for row in rows):
+        raise ValueError(
+            f"pilot.share={share} is judged by main metrics, and eval.suite ("
+            f"{', '.join(config.eval.suite)}) has none: add a benchmark, or an official direction"
+        )
+
+
+def settings(config: Config) -> Config:
+    """The configuration of the pilot's trainings: stage 1 alone, and one joined encoder."""
+    name = encoder_of(config)
+    variant: list[Any] = [name.removeprefix("concat_")] if name.startswith("concat_") else []
+    joined = replace(config.export, concat=variant, soup=name.startswith("soup_"))
+    return replace(config, num_stages=1, export=joined)
+
+
+def judge(config: Config) -> dict[str, Any]:
+    """Judges a finished pilot, logs the verdict, and returns what ``pilot/verdict.json`` holds.
+
+    A verdict on the same figures and options is read, not made again. Raises FileNotFoundError
+    where the pilot's trainings or figures are not there.
+    """
+    layout = Layout.of(config, "pilot")
+    whole = Layout.of(config)
+    base = [row for row in results.read(whole.results) if row.model == "stage_0"]
+    results.copy([row for row in base if row.benchmark in config.eval.suite],
+                 whole.results, layout.results)  # fmt: skip
+    rows = compare.read_runs([layout.pilot])
+    basis = _basis(config, [row for row, _ in rows])
+    path = layout.pilot / VERDICT
+    verdict: dict[str, Any] = read_json(path) if path.exists() else {}
+    if verdict.get("basis") != basis:
+        verdict = _verdict(config, rows) | {"basis": basis}
+        write_json(path, verdict)
+    for sentence in verdict["sentences"]:
+        for line in textwrap.wrap(shown(sentence), results.WIDTH - _PREFIX):
+            log.info("%s", line)
+    return verdict
+
+
+def reason_to_stop(config: Config) -> str | None:
+    """Why the run ends after its pilot, in one line; None where it goes on."""
+    path = Layout.of(config).pilot / VERDICT
+    if config.pilot.share is None or not config.pilot.stop_without_gain or not path.exists():
+        return None
+    if read_json(path)["gain"]:
+        return None
+    return (
+        f"the run ends after its pilot, which shows no gain ({path}), as pilot.stop_without_gain "
+        "asks: with pilot.stop_without_gain=false the same command goes on"
+    )
+
+
+def gain(rows: Sequence[Row], joined: str) -> tuple[bool, list[Comparison], list[Comparison]]:
+    """Whether ``joined`` is better than its ungrouped control beyond chance in a headline metric,
+    and above stage 0 there; and its comparisons with the control and with stage 0."""
+    control = compare.compare(rows, [joined], f"control_ungrouped_{joined}")
+    base = compare.compare(rows, [joined], "stage_0")
+    above = {(c.row.benchmark, c.row.metric) for c in base if c.difference.value > 0}
+    better = [c for c in control if c.verdict == "better"]
+    return any((c.row.benchmark, c.row.metric) in above for c in better), control, base
+
+
+def encoder_of(config: Config) -> str:
+    """The name of the encoder that a run is judged by: joined stages, or stage 1 without any."""
+    made = {f"concat_{kind}" for kind in config.export.concat}
+    made |= {"soup_uniform"} if config.export.soup else set()
+    return next((name for name in _JOINED if name in made), "stage_1")
+
+
+def _basis(config: Config, rows: Sequence[Result]) -> str:
+    """Digest of what a verdict depends on."""
+    tree = to_tree(config)
+    used = {name: tree[name] for name in ("train", "cluster", "num_stages", "controls")}
+    return digest_json([asdict(row) for row in rows] + [used, config.pilot.share])
+
+
+def _verdict(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
+    joined = encoder_of(config)
+    gained, control, base = gain(rows, joined)
+    forgotten = _forgotten(rows)
+    trained, cost = _trained(config), _price(config)
+    verdict = {
+        "gain": gained,
+        "encoder": joined,
+        "against": control[0].against.model,
+        **trained,
+        "comparisons": [_plain(c) for c in (*control, *base)],
+        "forgotten": forgotten,
+        "price": cost,
+    }
+    sentences = [_of_training(trained), *(c.sentence() for c in control)]
+    sentences += [_conclusion(verdict), *(c.sentence() for c in base)]
+    sentences += list(dict.fromkeys(t for found in forgotten for t in _of_forgotten(found)))
+    return verdict | {"sentences": [*sentences, *_of_price(cost)]}
+
+
+def _plain(c: Comparison) -> dict[str, Any]:
+    row: dict[str, Any] = compare.frame([c]).to_dict("records")[0]
+    return {k: None if v is None or v != v else v for k, v in row.items()}  # noqa: PLR0124  nan
+
+
+# --- what was trained, and what the rest will cost ------------------------------------------------
+
+
+def _trained(config: Config) -> dict[str, Any]:
+    """Samples and steps of the pilot, and the share of its steps at the full label."""
+    layout, options = Layout.of(config, "pilot"), config.train
+    grouped, _ = StageGroups(layout.train(1) / "grouped_index").read()
+    report = coverage_report(grouped, options.global_batch, options.plan.policy)
+    return {
+        "share": config.pilot.share,
+        "samples": grouped.num_samples,
+        "samples_of_index": len(SampleIndex.open(layout.index)),
+        "full_label_share": report.full_label_share,
+        "full_label_share_of_run": _full_label_share(config),
+    }
+
+
+def _full_label_share(config: Config) -> float | None:
+    """The share of the steps at the full label that stage 1 of the full run will have."""
+    planned = steps.count(config, None)["trainings"]
+    stage = next(t for t in planned if t["stage"] == 1 and t["variant"] == "mcl")
+    return stage["coverage"][0]["full_label_share"] if stage["coverage"] else None
+
+
+def _price(config: Config) -> dict[str, Any]:
+    """Steps and samples that are left to train, and their GPU-hours at the speed of the pilot."""
+    planned = [t for t in steps.count(config, None)["trainings"] if t["stage"] > 0]
+    samples, rank_s, ranks = 0.0, 0.0, 1
+    for variant in PILOTS:
+        for row in _epochs(Layout.of(config, variant).train(1)):
+            seen = row["steps"] * config.train.global_batch
+            samples += seen
+            rank_s += seen / row["samples_per_s_per_rank"]
+            ranks = max(1, round(row["samples_per_s"] / row["samples_per_s_per_rank"]))
+    seen = [sum(t["samples_seen"][end] for t in planned) for end in (0, 1)]
+    speed = samples / rank_s if rank_s else None
+    return {
+        "steps": {_name(t): list(t["steps"]) for t in planned},
+        "samples_seen": seen,
+        "samples_per_s_per_rank": speed,
+        "gpu_hours": None if speed is None else [number / speed / 3600 for number in seen],
+        "gpu_hours_of_pilot": rank_s / 3600,
+        "ranks_of_pilot": ranks,
+    }
+
+
+def _name(training: dict[str, Any]) -> str:
+    return Layout(Path(), training["variant"]).model_name(f"stage_{training['stage']}")
+
+
+def _epochs(directory: Path) -> list[dict[str, Any]]:
+    """The rows of epochs.jsonl that have a speed. There may be none: a training that was killed
+    after its last checkpoint does not repeat a step."""
+    path = directory / "epochs.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    parsed = [parse_json(line, str(path)) for line in lines]
+    return [row for row in parsed if row["samples_per_s_per_rank"] > 0]
+
+
+# --- what stage 1 has forgotten -------------------------------------------------------------------
+
+
+def _forgotten(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Items that stage 0 finds and stage 1 alone does not, in each headline metric of shares: over
+    all items, and in each stratum, where p-values are corrected for the number of strata."""
+    items, read = (
+        {(row.model, row.benchmark, row.metric): (row, path) for row, path in rows},
+        Reader(),
+    )
+    found = []
+    for c in compare.compare(rows, ["stage_1"], "stage_0"):
+        before, after = (
+            read(*items[row.model, row.benchmark, row.metric]) for row in (c.against, c.row)
+        )
+        if before.statistic != "mean":  # one item alone is neither found nor missed
+            continue
+        of_after = after.of_each_stratum()
+        strata = {n: _lost(own, of_after[n]) for n, own in before.of_each_stratum().items()}
+        for lost, p_value in zip(
+            strata.values(), paired.holm([s["p_value"] for s in strata.values()]), strict=True
+        ):
+            lost["p_value"] = p_value
+        what = {"benchmark": c.row.benchmark, "metric": c.row.metric, **_lost(before, after)}
+        found.append(what | {"trials": c.row.protocol.get("trials", "items"), "strata": strata})
+    return found
+
+
+def _lost(before: Outcomes, after: Outcomes) -> dict[str, Any]:
+    """Figures in percent, and items (sums of shares) that ``before`` finds, that ``after`` lost and
+    won; the p-value counts items that are better against those that are worse."""
+    change = after.values.astype(np.float64) - before.values
+    return {
+        "stage_0": 100.0 * before.value(),
+        "stage_1": 100.0 * after.value(),
+        "count": len(before),
+        "found": float(np.sum(before.values, dtype=np.float64)),
+        "lost": float(np.abs(change[change < 0]).sum()),
+        "won": float(change[change > 0].sum()),
+        "p_value": paired.mcnemar(int((change > 0).sum()), int((change < 0).sum())),
+    }
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def _of_training(trained: dict[str, Any]) -> str:
+    of_run, own = trained["full_label_share_of_run"], trained["full_label_share"]
+    text = (
+        f"The pilot trained on {trained['samples']:,} of {trained['samples_of_index']:,} samples, "
+        "with groups and without, from the run's own stage 0 and its clusters."
+    )
+    if of_run is not None and own < of_run - _MIXED:
+        text += (
+            f" Its groups are smaller: {100 * own:.0f} % of its steps compare samples of one full "
+            f"label, of the run's {100 * of_run:.0f} %. A larger share is closer to the run."
+        )
+    return text
+
+
+def _conclusion(verdict: dict[str, Any]) -> str:
+    model, against = verdict["encoder"], verdict["against"]
+    if verdict["gain"]:
+        return f"Verdict: a gain. {model} is better than {against} beyond chance, and than stage_0."
+    return (
+        f"Verdict: no gain. {model} is in no main metric both better than {against} beyond chance "
+        "and better than stage_0."
+    )
+
+
+def _of_forgotten(found: dict[str, Any]) -> list[str]:
+    """Sentences on what stage 1 forgot in one metric, and in which strata beyond chance."""
+    text = (
+        f"{found['benchmark']}: stage_0 finds {found['found']:,g} of {found['count']:,} "
+        f"{found['trials']}; stage_1 alone misses {found['lost']:,g} of them, and finds "
+        f"{found['won']:,g} others."
+    )
+    worse = [
+        (name, s)
+        for name, s in found["strata"].items()
+        if s["p_value"] < LEVEL and s["lost"] > s["won"]
+    ]
+    worse.sort(key=lambda item: item[1]["stage_1"] - item[1]["stage_0"])
+    named = ", ".join(
+        f"{name} ({s['stage_0']:.1f} -> {s['stage_1']:.1f})" for name, s in worse[:_NAMED]
+    )
+    if not worse:
+        return [text]
+    more = f", and {len(worse) - _NAMED} more" if len(worse) > _NAMED else ""
+    return [text, f"{found['benchmark']}: stage_1 alone forgets beyond chance: {named}{more}."]
+
+
+def _of_price(cost: dict[str, Any]) -> list[str]:
+    samples = _between(*(f"{number:,}" for number in cost["samples_seen"]))
+    counted = "; ".join(
+        f"{name} {_between(*(f'{number:,}' for number in numbers))}"
+        for name, numbers in cost["steps"].items()
+    )
+    price = "the pilot's speed is not known, since it was killed and resumed at its end"
+    if cost["gpu_hours"] is not None:
+        hours, wall = (
+            _between(*(f"{number / ranks:,.3g}" for number in cost["gpu_hours"]))
+            for ranks in (1, cost["ranks_of_pilot"])
+        )
+        price = (
+            f"which is {hours} GPU-hours at the {cost['samples_per_s_per_rank']:,.1f} samples/s of "
+            f"a rank (a GPU, or a process on a CPU) in the pilot, or {wall} hours on its "
+            f"{cost['ranks_of_pilot']} rank(s)"
+        )
+    return [
+        f"The trainings of the full run see {samples} samples, {price}. Embedding, clustering and "
+        f"evaluation come on top. Steps: {counted}.",
+        f"The full run goes on from the same index, stage 0, embeddings and clusters; only the "
+        f"pilot's own trainings, {cost['gpu_hours_of_pilot']:.3g} GPU-hours, are not part of it.",
+    ]
+
+
+def _between(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"

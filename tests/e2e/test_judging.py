@@ -1,0 +1,185 @@
+"""A training that evaluates itself: figures, early end, best checkpoint, and kills in between."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mclclip import checkpoint
+from mclclip.checkpoint import step_files
+from tests import tiny
+from tests.e2e.conftest import KillAfter, Shell
+
+TRAINING = "stage_0/train"
+RECORDED = ("base.evaluate.every=2",)
+# The figures of these few steps are all zero: the first one is the best, and the second, which is
+# not better, ends the training at step 4 of 6.
+JUDGED = (
+    *RECORDED,
+    "base.evaluate.metric=pairs/average",
+    "base.evaluate.patience=1",
+    "base.evaluate.best=true",
+    "base.checkpoint.keep=1",
+)
+
+
+@dataclass(frozen=True)
+class KillAround:
+    """The process kills itself with -9 before, in the midst of or after its n-th evaluation."""
+
+    when: str
+    count: int
+
+    def __call__(self) -> None:
+        from mclclip import export
+        from mclclip.eval import run as evaluation
+        from mclclip.run.recorder import Recorder
+
+        owners: dict[str, tuple[Any, str]] = {
+            "before": (export, "write_step"),
+            "during": (evaluation, "run_suite"),
+            "after": (Recorder, "evaluated"),
+        }
+        owner, name = owners[self.when]
+        original, calls = getattr(owner, name), itertools.count(1)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            last = next(calls) == self.count
+            if last and self.when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args, **kwargs)
+            if last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(owner, name, called)
+
+
+@pytest.fixture(scope="module")
+def indexed(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run that has its index, in ``run`` beside it; tests copy it."""
+    folder = tmp_path_factory.mktemp("judged")
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data, "num_stages=0")
+    shell.ok("index", "--config", config)
+    return config
+
+
+def command(indexed: Path, run_dir: Path, *options: str) -> list[object]:
+    shutil.copytree(indexed.parent / "run" / "index", run_dir / "index")
+    return ["train", "--stage", "0", "--config", indexed, f"run_dir={run_dir}", *options]
+
+
+def rows(path: Path, *without: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in without} for row in found]
+
+
+def assert_same_training(one: Path, other: Path) -> None:
+    """The same steps with the same weights, figures and losses, bit for bit."""
+    for name in (one, other):
+        assert (name / TRAINING / "manifest.json").exists()
+    kept = [step_files.steps(name / TRAINING / "checkpoints") for name in (one, other)]
+    assert kept[0] == kept[1]
+    for step in kept[0]:
+        states = [
+            checkpoint.load_model_state(name / TRAINING / "checkpoints", step)
+            for name in (one, other)
+        ]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    for file, times in (("metrics.jsonl", None), ("evaluations.jsonl", "eval_seconds")):
+        if times is None:
+            names = ("step", "loss", "lr", "grad_norm")
+            found = [
+                [{k: row[k] for k in names} for row in rows(d / TRAINING / file)]
+                for d in (one, other)
+            ]
+        else:
+            found = [rows(d / TRAINING / file, times) for d in (one, other)]
+        assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def judged(shell: Shell, indexed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of an undisturbed training that ends early."""
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    shell.ok(*command(indexed, run_dir, *JUDGED))
+    return run_dir
+
+
+def test_it_ends_early_and_keeps_the_best(shell: Shell, judged: Path) -> None:
+    found = rows(judged / TRAINING / "evaluations.jsonl")
+    assert [row["step"] for row in found] == [2, 4]
+    assert all({"pairs/average", "pairs/pooled", "pairs/shape"} <= row.keys() for row in found)
+    counts = json.loads((judged / TRAINING / "manifest.json").read_text())["counts"]
+    assert counts["steps"] == 4 and counts["exported_step"] == 2
+    # One checkpoint is kept, and beside it the best one, which is exported.
+    assert step_files.steps(judged / TRAINING / "checkpoints") == [2, 4]
+    best = checkpoint.load_model_state(judged / TRAINING / "checkpoints", 2)
+    exported = checkpoint.trained_state(judged / TRAINING, averaged=False)
+    assert all(torch.equal(best[name], exported[name]) for name in best)
+
+
+@pytest.mark.parametrize(
+    ("when", "count"),
+    [
+        ("during", 2),
+        *(
+            pytest.param(when, count, marks=pytest.mark.slow)
+            for when, count in [
+                ("before", 1), ("before", 2), ("during", 1), ("after", 1), ("after", 2),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_killed_around_an_evaluation_it_ends_as_an_undisturbed_one(
+    shell: Shell, indexed: Path, judged: Path, tmp_path: Path, when: str, count: int
+) -> None:
+    again = command(indexed, tmp_path / "run", *JUDGED)
+    assert shell(*again, inside=KillAround(when, count)).code == -9
+    shell.ok(*again)
+    assert_same_training(judged, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_at_every_save(shell: Shell, indexed: Path, tmp_path: Path) -> None:
+    options = (*JUDGED, "base.evaluate.patience=2", "base.checkpoint.every=1")
+    whole = command(indexed, tmp_path / "whole", *options)
+    shell.ok(*whole, ranks=2)
+    cut = command(indexed, tmp_path / "cut", *options)
+    for _ in range(6):
+        assert shell(*cut, ranks=2, inside=KillAfter("save", 1)).code == -9
+    shell.ok(*cut, ranks=2)
+    assert_same_training(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_an_evaluation_changes_nothing_of_the_training(
+    shell: Shell, indexed: Path, tmp_path: Path
+) -> None:
+    shell.ok(*command(indexed, tmp_path / "off"))
+    shell.ok(*command(indexed, tmp_path / "on", *RECORDED))
+    on, off = (tmp_path / name / TRAINING for name in ("on", "off"))
+    assert not (off / "evaluations.jsonl").exists() and not (off / "evaluations").exists()
+    assert [row["step"] for row in rows(on / "evaluations.jsonl")] == [2, 4, 6]
+    digests = [json.loads((d / "manifest.json").read_text())["digest"] for d in (on, off)]
+    assert digests[0] == digests[1]
+    states = [checkpoint.load_model_state(d / "checkpoints", 6) for d in (on, off)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_benchmark_that_is_not_there_is_named(
+    shell: Shell, indexed: Path, tmp_path: Path
+) -> None:
+    refused = shell(*command(indexed, tmp_path / "run", *RECORDED, "base.evaluate.suite=[pets]"))
+    assert refused.code == 2
+    (line,) = refused.complaints()
+    assert "evaluate names the benchmark 'pets': wanted one of pairs" in line

@@ -1,0 +1,127 @@
+"""The verb compare: which encoders, the table in every form, and mistakes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import compare
+from mclclip.eval import results
+from mclclip.eval.outcomes import Outcomes
+
+NUM_PAIRS = 135
+ITEMS = [f"{2 * n + 1}-{2 * n + 2}" for n in range(NUM_PAIRS)]
+
+
+def evaluated(run_dir: Path, rights: dict[str, int], benchmark: str = "mmvp") -> Path:
+    """A run with encoders that are right on so many of the first pairs."""
+    run_dir.mkdir(exist_ok=True)
+    for model, right in rights.items():
+        found = Outcomes(ITEMS, np.arange(NUM_PAIRS) < right)
+        protocol = {"name": "mmvp_vlm", "trials": "pairs"}
+        figures = [
+            results.figure("average", found, protocol, level="headline"),
+            results.figure("Color", found, protocol),
+        ]
+        results.record(run_dir / "results.jsonl", figures, model, benchmark)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return evaluated(tmp_path / "mine", {"stage_0": 54, "control": 55, "concat": 60, "soup": 80})
+
+
+def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> None:
+    found = compare.run([run_dir])
+    assert [c.row.model for c in found] == ["control", "concat", "soup"]
+    assert [c.verdict for c in found] == ["inside the noise", "inside the noise", "better"]
+    assert {c.against.model for c in found} == {"stage_0"}
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert "mmvp, average, against stage_0 (40.0)" in text
+    words = " ".join(text.split())
+    assert "concat has 44.4, stage_0 40.0, which is +4.4 points" in words
+    assert "+6 of 135 pairs: inside the noise (p = 0.062)" in words  # 2 * 0.5^6, twice
+    assert "corrected for 3 comparison(s)" in text
+
+
+def test_one_pair_against_another_and_another_metric(run_dir: Path) -> None:
+    (found,) = compare.run([run_dir], models=["control"], against="soup", metrics=["Color"])
+    assert found.verdict == "worse" and found.difference.items == -25
+    assert found.corrected == found.difference.p_value < 1e-6
+
+
+def test_formats(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    compare.run([run_dir], models=["soup"], format="csv", out=tmp_path / "table.csv")
+    with open(tmp_path / "table.csv", encoding="utf-8") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["model"], row["verdict"], row["items"], row["count"]) == (
+        "soup",
+        "better",
+        "26.0",
+        "135",
+    )
+    assert float(row["difference"]) == pytest.approx(100 * 26 / 135)
+    compare.run([run_dir], format="markdown")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and lines[0].startswith("| benchmark") and lines[4].startswith("| mmvp")
+    compare.run([run_dir], format="latex")
+    text = capsys.readouterr().out
+    assert text.startswith(r"\begin{tabular}") and "+19.3" in text and r"95 \% interval" in text
+
+
+def test_several_runs_have_their_names_before(run_dir: Path, tmp_path: Path) -> None:
+    other = evaluated(tmp_path / "theirs", {"stage_0": 70})
+    (found,) = compare.run([run_dir, other], models=["theirs:stage_0"], against="mine:stage_0")
+    assert found.difference.items == 16 and found.verdict == "better"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"models": ["nobody"]}, "no model 'nobody' in the results: there are stage_0, control"),
+        ({"against": "nobody"}, "no model 'nobody'"),
+        ({"models": ["stage_0"]}, "stage_0 cannot be compared with itself"),
+        ({"benchmarks": ["coco"]}, "no benchmark 'coco' in the results: there are mmvp"),
+        ({"metrics": ["R@1"]}, "no metric 'R@1' in the results: there are average, Color"),
+    ],
+)
+def test_unknown_names_are_one_line(run_dir: Path, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare.run([run_dir], **settings)
+
+
+def test_what_cannot_be_compared_says_why(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="run 'mclclip eval' first"):
+        compare.run([tmp_path])
+    with pytest.raises(ValueError, match="there are results of one model, stage_0: evaluate"):
+        compare.run([evaluated(tmp_path / "one", {"stage_0": 3})])
+    evaluated(run_dir, {"alone": 3}, benchmark="coco")
+    with pytest.raises(ValueError, match="no metric of alone was measured for stage_0 too"):
+        compare.run([run_dir], models=["alone"])
+    found = Outcomes(ITEMS[1:], np.zeros(NUM_PAIRS - 1))
+    figures = [results.figure("average", found, {}, level="headline")]
+    results.record(run_dir / "results.jsonl", figures, "fewer", "mmvp")
+    with pytest.raises(ValueError, match="fewer and stage_0 were not measured on the same items"):
+        compare.run([run_dir], models=["fewer"])
+
+
+def test_outcomes_that_are_not_there_or_of_an_older_version(run_dir: Path) -> None:
+    path = run_dir / "results.jsonl"
+    for file in (run_dir / "outcomes").iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="no outcomes of items at .* --force"):
+        compare.run([run_dir])
+    for name in (None, "../../secret.arrow"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["protocol"]["outcomes"] = name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(FileNotFoundError, match="by an older version: evaluate again"):
+            compare.run([run_dir])

@@ -1,0 +1,118 @@
+"""Evaluations of a training: when, which is best, when it ends, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mclclip import config
+from mclclip.train.judging import Judging, Together
+
+
+def judging(values: dict[int, float], **options: Any) -> Judging:
+    """Of a training of 10 steps, evaluated after 3, 6, 9 and 10."""
+    settled: dict[str, Any] = {"every": 3, "total": 10, "metric": "pairs/average"} | options
+    return Judging(evaluate=lambda step: {"pairs/average": values[step]}, **settled)
+
+
+def until_it_ends(judged: Judging, start: int = 0) -> int:
+    """The steps after ``start`` as the loop takes them; returns the last one."""
+    for done in range(start, judged.total + 1):
+        if judged.due(done):
+            judged.judge(done)
+            if judged.patience_is_over:
+                return done
+    return judged.total
+
+
+def test_it_is_due_every_so_many_steps_and_at_the_end() -> None:
+    judged = judging({})
+    assert [done for done in range(11) if judged.due(done)] == [3, 6, 9, 10]
+    assert [done for done in range(11) if judging({}, every=5).due(done)] == [5, 10]
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "ends", "best"),
+    [
+        ([50, 60, 55, 58], {}, 10, 6),
+        ([50, 60, 55, 58], {"mode": "min"}, 10, 3),
+        ([50, 60, 60, 60], {"patience": 2}, 10, 6),  # an equal figure is not better
+        ([50, 60, 60, 60], {"patience": 1}, 9, 6),
+        ([60, 50, 55, 70], {"patience": 2}, 9, 3),
+        ([50, 40, 45, 30], {"patience": 1, "mode": "min"}, 9, 6),
+        ([10, 20, 30, 40], {"patience": 1}, 10, 10),
+    ],
+)
+def test_the_best_and_the_end(
+    values: list[float], options: dict[str, Any], ends: int, best: int
+) -> None:
+    given = dict(zip((3, 6, 9, 10), values, strict=True))
+    judged = judging(given, best=True, **options)
+    assert until_it_ends(judged) == ends
+    assert judged.best_step == judged.kept_step == best
+    assert judging(given, **options).kept_step is None
+    for start in (3, 6, 9):  # resumed from a checkpoint, which is older than its own evaluation
+        before = judging(given, best=True, **options)
+        for done in range(start):
+            if before.due(done):
+                before.judge(done)
+        if not before.patience_is_over:
+            resumed = judging(given, best=True, **options)
+            resumed.load_state_dict(before.state_dict())
+            assert resumed.values == before.values
+            assert until_it_ends(resumed, start) == ends and resumed.best_step == best
+
+
+def test_an_evaluation_that_is_made_again_counts_once() -> None:
+    judged = judging({3: 1.0, 6: 2.0}, patience=1)
+    for done in (3, 6, 6, 6):
+        judged.judge(done)
+    assert judged.values == [1.0, 2.0] and not judged.patience_is_over
+
+
+def test_shapes_of_the_state_do_not_depend_on_the_figures() -> None:
+    empty, full = judging({}), judging(dict.fromkeys((3, 6, 9, 10), 1.0))
+    until_it_ends(full)
+    shapes = [{n: t.shape for n, t in judged.state_dict().items()} for judged in (empty, full)]
+    assert shapes[0] == shapes[1]
+    assert judging({}, metric=None).state_dict() == {}
+
+
+def test_a_checkpoint_holds_both_states() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.state = {"model.w": torch.ones(2)}
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            self.state = state
+
+    engine, judged = Engine(), judging({3: 7.0})
+    judged.judge(3)
+    state = Together(engine, judged).state_dict()
+    other, resumed = Engine(), judging({})
+    Together(other, resumed).load_state_dict(state)
+    assert resumed.values == [7.0] and other.state.keys() == {"model.w"}
+
+
+def test_a_metric_that_is_not_measured_is_named() -> None:
+    with pytest.raises(ValueError, match="'pairs/top1' is not measured: name one of pairs/average"):
+        judging({3: 1.0}, metric="pairs/top1").judge(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "pairs/average"}, "no effect without evaluate.every"),
+        ({"every": 5, "best": True}, "set evaluate.metric"),
+        ({"every": 5, "patience": 2}, "set evaluate.metric"),
+        ({"every": 5, "metric": "average"}, "wanted BENCHMARK/METRIC"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.from_tree({"run_dir": "x", "train": {"evaluate": options}})
