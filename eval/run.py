@@ -193,7 +193,7 @@ def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str)
 
 def identity_of(model: str | Path, pretrained: str | None = None) -> str:
     """Digest of a model's files, or of its name where it is no directory."""
-    directory = Path(str(model).removeprefix("local-dir:"))
+    directory = Path(str(model).removeprefix("local-dir:").removeprefix("hf:"))
     if not directory.is_dir():
         files = [Path(name) for name in (str(model), pretrained) if name]
         return digest_json([digest_file(f) if f.is_file() else str(f) for f in files])

@@ -7,18 +7,14 @@ could bring code.
 
 import difflib
 import functools
-import logging
 import os
 import pickle
-import socket
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +23,6 @@ import mclclip.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip
-from huggingface_hub import constants as hub
 from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.pretrained import download_pretrained_from_hf
@@ -38,6 +33,7 @@ from open_clip.transformer import VisionTransformer
 
 from mclclip.models import backbones, config_check, config_limits, towers, transforms, weights
 from mclclip.models.clip_model import ClipModel
+from mclclip.models.hub import fetched, one_line, quiet
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.image_model import pair
 from mclclip.models.interface import save_export
@@ -45,7 +41,6 @@ from mclclip.models.timm_towers import timm_layout
 from mclclip.models.tokenizer import LazyTokenizer
 
 __all__ = ["ClipModel", "architecture", "load_clip", "load_image_encoder", "save_export"]
-T = TypeVar("T")
 
 IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
 """CLIP's names of ImageNet-1k's classes, in the order of their sorted WordNet ids."""
@@ -263,16 +258,16 @@ def _find(
     if quick_gelu is None:
         _check_activation(label, str(pretrained), tag, model_cfg)
     what = f"the weights {pretrained!r} of {label!r}"
-    file = _fetched(what, lambda: open_clip.download_pretrained(tag))
+    file = fetched(what, lambda: open_clip.download_pretrained(tag))
     return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, Path(file), None
 
 
 def _find_on_hub(label: str) -> tuple[dict[str, Any], Path | None, Path | None]:
     identifier = label.removeprefix("hf-hub:")
-    path = _fetched(
+    path = fetched(
         f"the config of {label!r}", lambda: download_pretrained_from_hf(identifier, weights.CONFIG)
     )
-    file = _fetched(f"the weights of {label!r}", lambda: download_pretrained_from_hf(identifier))
+    file = fetched(f"the weights of {label!r}", lambda: download_pretrained_from_hf(identifier))
     return weights.read_config(Path(path).parent), Path(file), None
 
 
@@ -310,17 +305,6 @@ def _check_activation(
     )
 
 
-def _fetched(what: str, fetch: Callable[[], T]) -> T:
-    try:
-        with _quiet(), _offline_where_unreachable():
-            return fetch()
-    except Exception as error:  # the hub client raises dozens of kinds of errors
-        raise FileNotFoundError(
-            f"{what} are neither cached nor reachable ({_line(error)}): fetch them once on a "
-            "machine with a network, or give the path of a copy"
-        ) from error
-
-
 def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None) -> Any:
     """The tokenizer that open_clip makes of a config, never with code that comes with it.
 
@@ -347,20 +331,20 @@ def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None) -> Any:
 def _hub_tokenizer(name: str, options: Mapping[str, Any]) -> Any:
     config_check.library()
     config_check.check_hub_name(name)
-    return _fetched(f"the tokenizer files of {name!r}", lambda: HFTokenizer(name, **options))
+    return fetched(f"the tokenizer files of {name!r}", lambda: HFTokenizer(name, **options))
 
 
 def _made(make: Callable[[], Any]) -> Any:
     try:
-        with _quiet():
+        with quiet():
             return make()
     except Exception as error:  # of any kind: the config or the files are the cause
-        raise ValueError(f"open_clip cannot make the tokenizer ({_line(error)})") from error
+        raise ValueError(f"open_clip cannot make the tokenizer ({one_line(error)})") from error
 
 
 def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
     config_limits.check_memory(config["model_cfg"])
-    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.random.fork_rng(devices=[]):
+    with tempfile.TemporaryDirectory() as folder, quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
         torch.default_generator.manual_seed(seed)
         weights.write_config(Path(folder), config)
@@ -372,7 +356,7 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
                 nonscalar_logit_scale=True,
             )
         except Exception as error:  # of any kind: the config is the cause
-            raise ValueError(f"open_clip cannot build the model ({_line(error)})") from error
+            raise ValueError(f"open_clip cannot build the model ({one_line(error)})") from error
     _check_image_size(clip.visual)
     return clip
 
@@ -396,13 +380,13 @@ def _check_image_size(visual: Any) -> None:
 
 def _load_weights(clip: Any, file: Path) -> None:
     try:
-        with _quiet():
+        with quiet():
             if file.suffix not in (".safetensors", ".npz", ".npy"):
                 # open_clip would retry without weights_only after a TypeError; here it is refused.
                 torch.load(file, map_location="meta", weights_only=True)
             open_clip.load_checkpoint(clip, str(file), strict=True, weights_only=True)
     except Exception as error:  # damaged file, pickled code, other model: torch raises many kinds
-        cause = _line(error)
+        cause = one_line(error)
         if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the file's code
             cause = "it is neither safetensors nor a plain state dict saved by torch"
         raise ValueError(f"the weights {file} do not load ({cause})") from error
@@ -415,7 +399,7 @@ def _load_image_tower(visual: nn.Module, file: Path) -> None:
     try:
         visual.load_state_dict({n.removeprefix("visual."): t for n, t in tensors.items()})
     except RuntimeError as error:
-        raise ValueError(f"the weights {file} do not load ({_line(error)})") from error
+        raise ValueError(f"the weights {file} do not load ({one_line(error)})") from error
     weights.refuse_not_finite(visual, str(file))
 
 
@@ -455,44 +439,3 @@ def _transforms(visual: Any, augmentation: Mapping[str, Any] | None) -> transfor
             f"the augmentation {options} is not one that open_clip knows ({error})"
         ) from error
     return train, plain
-
-
-@contextmanager
-def _offline_where_unreachable() -> Iterator[None]:
-    """Makes the hub client use its cache only, if the hub's host name does not resolve.
-
-    Otherwise it would retry for most of a minute and print a line for every attempt.
-    """
-    before = hub.HF_HUB_OFFLINE
-    proxies = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # these resolve names
-    if not any(os.environ.get(name) for name in proxies):
-        try:
-            socket.getaddrinfo(urlsplit(hub.ENDPOINT).hostname, 443)
-        except OSError:
-            hub.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        hub.HF_HUB_OFFLINE = before
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drops what open_clip logs through the root logger, which would set up a handler on it."""
-    root, null = logging.getLogger(), logging.NullHandler()
-
-    def drop(record: logging.LogRecord) -> bool:
-        return False
-
-    root.addHandler(null)
-    root.addFilter(drop)
-    try:
-        yield
-    finally:
-        root.removeFilter(drop)
-        root.removeHandler(null)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mclclip import files
-from mclclip.models import weights
+from mclclip.models import transformers_encoder, weights
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.image_model import unit
 from mclclip.models.loading import AnyModel, load_any
@@ -193,10 +193,14 @@ def load_model(
     """Loads any encoder: an exported stage, a soup, a concat, or a public model.
 
     `name` is a directory (`PATH` or `local-dir:PATH`; an image encoder's too), an open_clip name
-    with its `pretrained` tag or file, `hf-hub:ORG/NAME`, or a JSON model config. Raises
-    FileNotFoundError where the directory is missing or is no model, and ValueError where name,
-    configuration or weights do not fit.
+    with its `pretrained` tag or file, `hf-hub:ORG/NAME`, a JSON model config, or a CLIP or SigLIP
+    model of transformers (`hf:FOLDER`, `hf:ORG/NAME`). Raises FileNotFoundError where the directory
+    is missing or is no model, and ValueError where name, configuration or weights do not fit.
     """
+    if str(name).startswith(transformers_encoder.PREFIX):
+        if pretrained:
+            raise ValueError(f"pretrained is {pretrained!r}, but {name} brings its own weights")
+        return transformers_encoder.load(str(name)).to(device)
     path = Path(str(name).removeprefix("local-dir:"))
     if (path / weights.CONCAT).is_file():
         if pretrained:

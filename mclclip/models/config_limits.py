@@ -28,13 +28,14 @@ _LIMITS = {
     "patch_size": 1_024, "image_size": 4_096, "size": 4_096, "attn_pooler_queries": 4_096,
     "attn_pooler_heads": 512, "context_length": 8_192, "vocab_size": 4_000_000,
     "pad_id": 4_000_000, "eos_id": 4_000_000, "fill_color": 255, "std": 1_000, "mean": 1_000,
-    "channels": 64,
+    "channels": 64, "num_hidden_layers": 512, "hidden_size": 16_384, "bos_token_id": 4_000_000,
+    "eos_token_id": 4_000_000, "pad_token_id": 4_000_000,
 }  # fmt: skip
 # Names whose numbers have to be above 0.
 _POSITIVE = (
     "embed_dim", "layers", "width", "head_width", "heads", "mlp_ratio", "patch_size", "image_size",
     "context_length", "vocab_size", "attn_pooler_queries", "attn_pooler_heads", "size", "std",
-    "channels",
+    "channels", "hidden_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
 _TOP = {
     "embed_dim": int, "quick_gelu": bool, "custom_text": bool, "init_logit_bias": float,

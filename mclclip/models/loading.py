@@ -36,6 +36,11 @@ def load_any(
     are those that `load_clip` and `load_image_encoder` share. Raises ValueError for a projector on
     a model with a text tower.
     """
+    if str(name).startswith("hf:"):
+        raise ValueError(
+            f"{name} is a model of transformers, which can be evaluated but not trained or joined: "
+            "use the same model's name in open_clip, or hf-hub:ORG/NAME of its open_clip weights"
+        )
     if text and has_texts(name):
         if projector:
             raise ValueError(

@@ -1,0 +1,211 @@
+"""Models of transformers as encoders, held against transformers' own calls."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mclclip
+import mclclip.torchvision_fix  # noqa: F401
+from mclclip.eval.features import Extractor
+from mclclip.eval.labelled_features import with_feature
+from mclclip.eval.run import identity_of
+from mclclip.models.loading import load_any
+
+transformers = pytest.importorskip("transformers")
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 12,
+}
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TEXTS = ["a cat", "a dog and a cat", "a dog and a cat and a dog and a cat and more", ""]
+
+
+def tokenizer(kind: str) -> Any:
+    """A tokenizer of letters with the special tokens of its kind."""
+    if kind == "clip":
+        vocabulary = [c + end for end in ("", "</w>") for c in LETTERS]
+        vocabulary += ["<|startoftext|>", "<|endoftext|>"]
+        return transformers.CLIPTokenizer(
+            vocab={token: number for number, token in enumerate(vocabulary)}, merges=[]
+        )
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    own = Tokenizer(
+        models.WordLevel({"<unk>": 0, "</s>": 1} | {c: i + 2 for i, c in enumerate(LETTERS)})
+    )
+    own.model.unk_token = "<unk>"
+    own.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, unk_token="<unk>", pad_token="</s>", eos_token="</s>"
+    )
+
+
+@pytest.fixture(scope="module", params=["clip", "siglip"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as transformers saves it."""
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    name = {"clip": "CLIP", "siglip": "Siglip"}[request.param]
+    words = tokenizer(request.param)
+    text = TEXT | {"vocab_size": len(words), "eos_token_id": words.eos_token_id}
+    options = {"projection_dim": 8} if request.param == "clip" else {}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=VISION, text_config=text, **options
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}Model")(config)
+    sides = {"height": 32, "width": 32}
+    if request.param == "clip":
+        processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=sides)
+    else:
+        processor = transformers.SiglipImageProcessor(size=sides)
+    for part in (model, words, processor):
+        part.save_pretrained(folder)
+    return folder
+
+
+def pictures(folder: Path) -> list[Path]:
+    generator = np.random.default_rng(0)
+    paths = []
+    for number, shape in enumerate([(40, 50, 3), (32, 32, 3), (60, 35, 3)]):
+        paths.append(folder / f"{number}.png")
+        Image.fromarray(generator.integers(0, 256, shape, dtype=np.uint8)).save(paths[-1])
+    return paths
+
+
+def test_features_and_probabilities_are_those_of_transformers(saved: Path, tmp_path: Path) -> None:
+    encoder = mclclip.load_model(f"hf:{saved}")
+    paths = pictures(tmp_path)
+    extractor = Extractor(encoder, batch_size=2)
+    images, texts = extractor.images(paths), extractor.texts(TEXTS)
+    assert images.shape == (3, encoder.embed_dim) and texts.shape == (4, encoder.embed_dim)
+    model = transformers.AutoModel.from_pretrained(saved).eval()
+    own = transformers.AutoTokenizer.from_pretrained(saved)(
+        TEXTS, padding="max_length", truncation=True, max_length=12, return_tensors="pt"
+    )
+    processor = transformers.AutoImageProcessor.from_pretrained(saved, use_fast=False)
+    pixels = processor(images=[Image.open(path) for path in paths], return_tensors="pt")
+    with torch.no_grad():
+        output = model(input_ids=own["input_ids"], pixel_values=pixels["pixel_values"])
+    scale = encoder.logit_scale
+    bias = model.logit_bias.item() if hasattr(model, "logit_bias") else 0.0
+    wanted = output.logits_per_image.numpy()
+    # The pixels of two image processors of transformers may differ by a step of 1/255.
+    np.testing.assert_allclose(scale * images @ texts.T + bias, wanted, atol=2e-2 * scale)
+    batch = torch.stack([encoder.preprocess_val(Image.open(path)) for path in paths])
+    with torch.no_grad():
+        exact = model(input_ids=own["input_ids"], pixel_values=batch).logits_per_image.numpy()
+    np.testing.assert_allclose(scale * images @ texts.T + bias, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_pooled_features_have_the_width_of_the_tower(saved: Path, tmp_path: Path) -> None:
+    extractor = with_feature(Extractor(mclclip.load_model(f"hf:{saved}")), "pooled")
+    assert extractor.images(pictures(tmp_path)).shape == (3, 16)
+
+
+def test_texts_of_clip_do_not_depend_on_their_padding(saved: Path) -> None:
+    if "siglip" in str(saved):
+        pytest.skip("SigLIP reads its padding")
+    encoder = mclclip.load_model(f"hf:{saved}")
+    model = transformers.AutoModel.from_pretrained(saved).eval()
+    short = transformers.AutoTokenizer.from_pretrained(saved)(TEXTS[:1], return_tensors="pt")
+    with torch.no_grad():
+        found = model.get_text_features(**short)
+    rows = found if isinstance(found, torch.Tensor) else found.pooler_output
+    rows = torch.nn.functional.normalize(rows)
+    torch.testing.assert_close(encoder.encode_text(encoder.tokenizer(TEXTS[:1])), rows)
+
+
+def test_its_identity_is_that_of_its_files(saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    assert identity_of(f"hf:{copy}") == identity_of(f"hf:{saved}")
+    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes() + b" ")
+    assert identity_of(f"hf:{copy}") != identity_of(f"hf:{saved}")
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _change(folder: Path, what: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    match what:
+        case "type":
+            _edit(folder / "config.json", model_type="llama")
+        case "code":
+            _edit(folder / "config.json", auto_map={"AutoModel": "x.Y"})
+        case "layers":
+            large = config["vision_config"] | {"num_hidden_layers": 20_000}
+            _edit(folder / "config.json", vision_config=large)
+        case "memory":
+            large = config["text_config"] | {"hidden_size": 16_000, "num_hidden_layers": 500}
+            _edit(folder / "config.json", text_config=large)
+        case "one tower":
+            _edit(folder / "config.json", text_config=None)
+        case "pickle":
+            (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        case "other weights":
+            larger = config["vision_config"] | {"num_hidden_layers": 3}
+            _edit(folder / "config.json", vision_config=larger)
+        case "tokenizer":
+            _edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]})
+        case "image size":
+            _edit(folder / "preprocessor_config.json", size={"shortest_edge": 10**9})
+        case "no processor":
+            (folder / "preprocessor_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("type", "model_type in .* is 'llama', wanted one of clip, siglip"),
+        ("code", "has auto_map, which names Python"),
+        ("layers", "num_hidden_layers in vision_config .* is 20000, wanted above 0 and at most"),
+        ("memory", "GiB for its parameters"),
+        ("one tower", "has no text_config"),
+        ("pickle", "has no .*safetensors"),
+        ("other weights", "cannot load the model in .*the weights have no "),
+        ("tokenizer", "has auto_map, which names Python"),
+        ("image size", "size of .* is 1e.09, wanted above 0 and at most 4,096"),
+        ("no processor", "has no preprocessor_config.json"),
+    ],
+)
+def test_what_is_no_such_model_is_one_line(
+    saved: Path, tmp_path: Path, what: str, message: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(saved, folder)
+    _change(folder, what)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        mclclip.load_model(f"hf:{folder}")
+    assert "\n" not in str(caught.value)
+
+
+def test_names_are_checked(saved: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder .*give hf:FOLDER, or hf:ORG/NAME"):
+        mclclip.load_model("hf:/nowhere/at/all")
+    with pytest.raises(FileNotFoundError, match="neither cached nor reachable"):
+        mclclip.load_model("hf:nobody-at-all/nothing")
+    with pytest.raises(ValueError, match="brings its own weights"):
+        mclclip.load_model(f"hf:{saved}", "openai")
+    with pytest.raises(ValueError, match="can be evaluated but not trained"):
+        load_any(f"hf:{saved}")
