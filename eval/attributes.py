@@ -21,11 +21,12 @@ from mclclip.data import attributes as fields
 from mclclip.eval import knn, linear_probe
 from mclclip.eval.features import Extractor, Features
 from mclclip.eval.labelled_features import LabelledFeatures
+from mclclip.eval.logistic import MAX_ITERATIONS, Solver
 from mclclip.eval.metrics import IntArray
-from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.outcomes import Outcomes, joined
 from mclclip.eval.results import Figure, figure
 from mclclip.eval.stored import StoredImage, read_shards
-from mclclip.ranks.collectives import on_main, together
+from mclclip.ranks.collectives import together
 
 READS_TEXT = False  # whether images are compared with texts
 
@@ -83,17 +84,19 @@ def evaluate(
     strength: PositiveFloat | None = 1.0,
     validation_share: linear_probe.OpenShare = 0.2,
     seed: NonNegativeInt = 0,
-    max_iterations: PositiveInt = linear_probe.MAX_ITERATIONS,
+    max_iterations: PositiveInt = MAX_ITERATIONS,
+    solver: Solver = "auto",
     k: PositiveInt = 10,
     max_train: PositiveInt | None = None,
 ) -> list[Figure]:
     """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
     with a classifier trained on ``root/train``; ``mean`` is over attributes.
 
-    ``probe``: ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train),
-    or ``knn``, the majority of the ``k`` nearest. ``max_train``: only the first so many train
-    images are used. Features are extracted once for all attributes. Figures do not depend on the
-    number of ranks. Raises ValueError for options out of range, and the errors of ``read_split``.
+    ``probe``: ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train)
+    and ``solver`` (see ``linear_probe``), or ``knn``, the majority of the ``k`` nearest.
+    ``max_train``: only the first so many train images are used. Features are extracted once for all
+    attributes. Figures do not depend on the number of ranks. Raises ValueError for options out of
+    range, and the errors of ``read_split``.
     """
     if not attributes:
         raise ValueError("attributes is empty: name at least one field of the samples' .json")
@@ -105,6 +108,10 @@ def evaluate(
     known = known.first(max_train)
     train, test = extractor.images(known.images), extractor.images(asked.images)
     items = [image.key for image in asked.images]
+    options: dict[str, Any] = {
+        "strength": strength, "validation_share": validation_share, "seed": seed,
+        "max_iterations": max_iterations, "solver": solver,
+    }  # fmt: skip
     figures = []
     for name in attributes:
         labels, truth, number = coded(known.values[name], asked.values[name], name)
@@ -119,9 +126,7 @@ def evaluate(
             protocol |= {"name": "attributes_knn", "k": k, "weights": "majority"}
         else:
             data = LabelledFeatures(train, labels, test, truth, {})
-            predicted, chosen = _by_probe(
-                extractor, data, strength, validation_share, seed, max_iterations
-            )
+            predicted, chosen = linear_probe.answer(extractor.context, data, **options)
             protocol |= {"name": "attributes_linear", **chosen}
         figures.append(
             figure(name, Outcomes(items, predicted == truth), protocol, level="headline")
@@ -129,32 +134,6 @@ def evaluate(
     if len(figures) > 1:
         figures.append(_mean(figures))
     return figures
-
-
-def _by_probe(
-    extractor: Extractor,
-    data: LabelledFeatures,
-    strength: float | None,
-    validation_share: float,
-    seed: int,
-    max_iterations: int,
-) -> tuple[IntArray, dict[str, Any]]:
-    chosen = strength or linear_probe.choose_strength(
-        extractor, data, validation_share, seed, max_iterations
-    )
-    answers = on_main(
-        lambda: linear_probe.fit_predict(
-            data.train, data.train_labels, data.test, chosen, max_iterations
-        )
-    )
-    protocol = {
-        "strength": chosen,
-        "strength_from": "set" if strength else f"validation on {validation_share:g} of train",
-        "max_iterations": max_iterations,
-        "converged": answers.converged,
-        "standardised": "rows to equal length",
-    }
-    return answers.predicted, protocol
 
 
 def _by_neighbours(
@@ -169,15 +148,5 @@ def _mean(figures: Sequence[Figure]) -> Figure:
     of = [found.metric for found in figures]
     protocol = figures[0].protocol | {"of": of, "trials": "answers"}
     protocol.pop("num_classes")
-    every = [found.outcomes for found in figures if found.outcomes is not None]
-    joined = Outcomes(
-        items=[
-            f"{f.metric}:{item}"
-            for f, one in zip(figures, every, strict=True)
-            for item in one.items
-        ],
-        values=np.concatenate([one.values for one in every]),
-        strata=[f.metric for f in figures for _ in range(f.count)],
-        units=[item for one in every for item in one.items],
-    )
-    return figure("mean", joined, protocol)
+    parts = {found.metric: found.outcomes for found in figures if found.outcomes is not None}
+    return figure("mean", joined(parts), protocol)

@@ -10,119 +10,34 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip.eval.features import Extractor, Features, over_ranks
+from mclclip.eval import logistic
+from mclclip.eval.features import Extractor
 from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_figures, extract
+from mclclip.eval.logistic import MAX_ITERATIONS, Solver
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.results import Figure
-from mclclip.ranks.collectives import on_main
+from mclclip.ranks.process_group import Context
 
 READS_TEXT = False  # whether images are compared with texts
 
 log = logging.getLogger("mclclip")
 
-MAX_ITERATIONS = 1000
 OpenShare = Annotated[float, Field(gt=0.0, lt=1.0)]
 STEPS_PER_DECADE = 8
 LAST_POSITION = 6 * STEPS_PER_DECADE  # positions -48 to 48 of the grid are 1e-6 to 1e6
-# Bound of the gradient of the mean loss, which shrinks with the number of classes K, since a class
-# has 1/K of the images. scikit-learn's default of 1e-4 is too coarse for hundreds of classes.
-TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Predicted labels [Q], and whether the classifier had converged."""
-
-    predicted: IntArray
-    converged: bool
 
 
 def strength_at(position: int) -> float:
     """The L2 strength at a position of the grid."""
     return float(10.0 ** (position / STEPS_PER_DECADE))
-
-
-@dataclass(frozen=True)
-class Classifier:
-    """A trained classifier of unit rows [Q, E].
-
-    model      scikit-learn's, of rows after the shift and the scaling
-    mean       [E], subtracted from rows
-    length     multiplies what is left
-    converged  False where scikit-learn warned of it
-    """
-
-    model: Any
-    mean: NDArray[np.float64]
-    length: float
-    converged: bool
-
-    def predict(self, rows: Features) -> IntArray:
-        """Labels [Q] of unit rows [Q, E]."""
-        labels: IntArray = self.model.predict((rows - self.mean) * self.length).astype(np.int64)
-        return labels
-
-    def linear(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Weight [C, E] and bias [C]: the largest entry of ``rows @ weight.T + bias`` is predicted.
-
-        C are the classes that it was trained on, in order.
-        """
-        weight, bias = self.model.coef_ * self.length, self.model.intercept_
-        if len(weight) == 1:  # of two classes scikit-learn keeps the second one's row alone
-            weight = np.concatenate([-weight, weight]) / 2
-            bias = np.concatenate([-bias, bias]) / 2
-        return weight, bias - weight @ self.mean
-
-
-def fit(
-    train: Features, labels: IntArray, strength: float, max_iterations: int = MAX_ITERATIONS
-) -> Classifier:
-    """Trains on unit rows ``train`` [N, E] with ``labels`` [N].
-
-    Minimises sum of cross-entropies + strength / 2 * |weights|^2, without a penalty on the bias, on
-    features scaled to length sqrt(E). Their entries are about 1, like those of an image tower's
-    last norm, so that a strength has the same effect at any width.
-    """
-    # Imported here, since it takes half a second that other commands need not spend.
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
-
-    # The bias absorbs any shift of the features, so subtracting their mean does not change the
-    # minimum; L-BFGS then needs far fewer steps.
-    length, mean = math.sqrt(train.shape[1]), train.mean(axis=0, dtype=np.float64)
-    model = LogisticRegression(C=1 / strength, max_iter=max_iterations, tol=TOLERANCE)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ConvergenceWarning)
-        model.fit((train - mean) * length, labels)
-    stopped = any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
-    return Classifier(model, mean, length, not stopped)
-
-
-def fit_predict(
-    train: Features,
-    labels: IntArray,
-    test: Features,
-    strength: float,
-    max_iterations: int = MAX_ITERATIONS,
-) -> Answers:
-    """Trains on unit rows ``train`` [N, E] with ``labels`` [N] (``fit``); answers ``test`` [Q, E].
-
-    ``converged`` is False where scikit-learn warns of it.
-    """
-    classifier = fit(train, labels, strength, max_iterations)
-    return Answers(classifier.predict(test), classifier.converged)
 
 
 def held_out(labels: IntArray, share: float, seed: int) -> BoolArray:
@@ -160,28 +75,62 @@ def search(score: Callable[[Sequence[int]], Mapping[int, float]]) -> int:
         scores.update(score([p for p in around if p not in scores]))
 
 
-def choose_strength(
-    extractor: Extractor, data: LabelledFeatures, share: float, seed: int, max_iterations: int
-) -> float:
-    """The strength with the highest accuracy on the held-out part of ``data.train``.
+def answer(
+    context: Context,
+    data: LabelledFeatures,
+    *,
+    strength: float | None,
+    validation_share: float,
+    seed: int,
+    max_iterations: int,
+    solver: Solver,
+) -> tuple[IntArray, dict[str, Any]]:
+    """Labels [Q] predicted for ``data.test``, and what a row's protocol says of the classifier.
 
-    Ranks divide the fits of a round.
+    Without a ``strength`` it is chosen on ``validation_share`` of every class of train; the
+    classifier is then trained on all of it. All ranks must call it, and get the same. Raises
+    ValueError for options out of range.
     """
+    if strength is not None and not (math.isfinite(strength) and strength > 0):
+        raise ValueError(f"strength is {strength}, wanted a number above 0")
+    if not 0 < validation_share < 1:
+        raise ValueError(f"validation_share is {validation_share}, wanted between 0 and 1")
+    if max_iterations < 1:
+        raise ValueError(f"max_iterations is {max_iterations}, wanted at least 1")
+    train, labels = data.train, data.train_labels
+    # Decided once, so that search and final fit are solved alike.
+    solver = logistic.choose(solver, len(train), len(np.unique(labels)))
+    fitting: dict[str, Any] = {"solver": solver, "max_iterations": max_iterations}
+    chosen = strength or _search(context, data, validation_share, seed, fitting)
+    [classifier] = logistic.fit_all(context, train, labels, [chosen], **fitting)
+    _say(chosen, "trained on train and validation", classifier.converged)
+    protocol = {
+        "strength": chosen,
+        "strength_from": "set" if strength else f"validation on {validation_share:g} of train",
+        "seed": seed,
+        **fitting,
+        "converged": classifier.converged,
+        "standardised": "rows to equal length",
+    }
+    return classifier.predict(data.test), protocol
+
+
+def _search(
+    context: Context, data: LabelledFeatures, share: float, seed: int, fitting: dict[str, Any]
+) -> float:
+    """The strength with the highest accuracy on the held-out part of ``data.train``."""
     held = held_out(data.train_labels, share, seed)
     train, labels = data.train[~held], data.train_labels[~held]
     queries, truth = data.train[held], data.train_labels[held]
 
     def score(positions: Sequence[int]) -> dict[int, float]:
-        def fit(own: slice) -> list[Answers]:
-            strengths = map(strength_at, positions[own])
-            return [fit_predict(train, labels, queries, s, max_iterations) for s in strengths]
-
+        strengths = [strength_at(position) for position in positions]
+        found = logistic.fit_all(context, train, labels, strengths, **fitting)
         scores = {}
-        found = chain(*over_ranks(extractor.context, len(positions), fit))
-        for p, answers in zip(positions, found, strict=True):
-            scores[p] = float(np.mean(answers.predicted == truth))
-            accuracy = f"validation accuracy {100 * scores[p]:.2f} %"
-            _say(strength_at(p), accuracy, answers.converged)
+        for position, classifier in zip(positions, found, strict=True):
+            scores[position] = float(np.mean(classifier.predict(queries) == truth))
+            accuracy = f"validation accuracy {100 * scores[position]:.2f} %"
+            _say(strength_at(position), accuracy, classifier.converged)
         return scores
 
     return strength_at(search(score))
@@ -201,34 +150,26 @@ def evaluate(
     validation_share: OpenShare = 0.2,
     seed: NonNegativeInt = 0,
     max_iterations: PositiveInt = MAX_ITERATIONS,
+    solver: Solver = "auto",
 ) -> list[Figure]:
     """Accuracy and ``mean_per_class`` in percent of the images in ``root/test`` under a classifier
     trained on ``root/train``; both hold a folder per class.
 
-    ``strength``: the L2 strength (see ``fit_predict``); None chooses it on ``validation_share`` of
-    every class of train, then trains on all of it. CLIP's protocol is ``feature="pooled"``. Figures
-    do not depend on the number of ranks. Raises ValueError for options out of range.
+    ``strength``: the L2 strength (see ``logistic``); None chooses it on ``validation_share`` of
+    every class of train, then trains on all of it. ``solver``: ``scikit_learn``, ``torch`` (over
+    the ranks, on their devices) or ``auto`` by the size of the training set. CLIP's protocol is
+    ``feature="pooled"``. Figures do not depend on the number of ranks. Raises ValueError for
+    options out of range.
     """
-    if strength is not None and not (math.isfinite(strength) and strength > 0):
-        raise ValueError(f"strength is {strength}, wanted a number above 0")
-    if not 0 < validation_share < 1:
-        raise ValueError(f"validation_share is {validation_share}, wanted between 0 and 1")
-    if max_iterations < 1:
-        raise ValueError(f"max_iterations is {max_iterations}, wanted at least 1")
     data = extract(extractor, root, feature)
-    chosen = strength or choose_strength(extractor, data, validation_share, seed, max_iterations)
-    answers = on_main(
-        lambda: fit_predict(data.train, data.train_labels, data.test, chosen, max_iterations)
+    predicted, protocol = answer(
+        extractor.context,
+        data,
+        strength=strength,
+        validation_share=validation_share,
+        seed=seed,
+        max_iterations=max_iterations,
+        solver=solver,
     )
-    _say(chosen, "trained on train and validation", answers.converged)
-    protocol = {
-        "name": "linear_probe",
-        "strength": chosen,
-        "strength_from": "set" if strength else f"validation on {validation_share:g} of train",
-        "seed": seed,
-        "max_iterations": max_iterations,
-        "converged": answers.converged,
-        "standardised": "rows to equal length",
-        **data.protocol,
-    }
-    return accuracy_figures(answers.predicted, data, protocol)
+    protocol = {"name": "linear_probe", **protocol, **data.protocol}
+    return accuracy_figures(predicted, data, protocol)

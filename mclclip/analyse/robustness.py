@@ -14,7 +14,7 @@ from mclclip.analyse.encoders import PixelEncoder
 from mclclip.analyse.material import Figure, Material
 from mclclip.analysis import adversarial_sets as attacks
 from mclclip.analysis import pictures
-from mclclip.eval import linear_probe
+from mclclip.eval import logistic
 
 ATTACKED, TESTED = 1_000, 500
 _STRENGTH = 1.0  # of the readouts' L2 penalty
@@ -62,8 +62,9 @@ def _readouts(material: Material, encoder: PixelEncoder, attribute: str) -> dict
     batch = material.config.embed.batch_size
     images = encoder.pixels(material.raw_images(material.ids[train].tolist()))
     features = encoder.of_all(images, batch)
-    readout = linear_probe.fit(features, labels, _STRENGTH)
-    weight, bias = (torch.from_numpy(v).float().to(images.device) for v in readout.linear())
+    readout = logistic.fit(features, labels, _STRENGTH)
+    readout_parts = (readout.weight, readout.bias)
+    weight, bias = (torch.from_numpy(v).float().to(images.device) for v in readout_parts)
     own = torch.from_numpy(labels).to(images.device)
     targets = attacks.draw_targets(own, len(classes), material.seed)
     moved = attacks.adversarial_sets(
@@ -97,7 +98,7 @@ def _accuracy(
     """Percent of right answers; None where there are not two classes to train on."""
     if len(np.unique(labels)) < 2:
         return None
-    predicted = linear_probe.fit_predict(features, labels, asked, _STRENGTH).predicted
+    predicted = logistic.fit(features, labels, _STRENGTH).predict(asked)
     return _percent(predicted, truth)
 
 

@@ -98,6 +98,7 @@ def suite_of(folder: Path) -> dict[str, BenchmarkConfig]:
             "zeroshot", str(folder), {"labels": "labels.csv", "metric": "map_11_point"}
         ),
         "probe": BenchmarkConfig("linear_probe", f"{folder}/split", {"validation_share": 0.4}),
+        "large_probe": BenchmarkConfig("linear_probe", f"{folder}/split", {"solver": "torch"}),
         **{
             layout: BenchmarkConfig("compositional", f"{folder}/{layout}", {"layout": layout})
             for layout in ("sugarcrepe_pp", "winoground")
@@ -141,8 +142,9 @@ def test_rows_are_those_of_one_process(ranks: Any, folder: Path, world_size: int
     assert path.read_bytes() == (folder / "one.jsonl").read_bytes()  # written once, by one rank
     assert len(results.read(path)) == len(alone)
     assert any("optimistic" in row["metric"] for row in alone)
-    split = [row for row in alone if row["benchmark"] in ("probe", "neighbours")]
-    assert len(split) == 4 and all(row["protocol"]["copies_in_train"] == 1 for row in split)
+    kinds = ("probe", "large_probe", "neighbours")
+    split = [row for row in alone if row["benchmark"] in kinds]
+    assert len(split) == 6 and all(row["protocol"]["copies_in_train"] == 1 for row in split)
     assert {row["metric"] for row in alone} >= {"ITT/average", "TOT/average", "group"}
 
 

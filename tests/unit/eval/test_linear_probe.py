@@ -27,65 +27,6 @@ from tests.benchmarks import class_folders
 CONFIGS = tiny.ROOT / "tests" / "configs"
 
 
-def noisy_classes(count: int, num_classes: int = 4, seed: int = 0) -> tuple[Any, Any]:
-    """Unit rows [N, 9] around a direction per class, which overlap; labels."""
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, num_classes, count)
-    rows = np.eye(9)[labels] + rng.normal(scale=0.5, size=(count, 9))
-    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32), labels
-
-
-@pytest.mark.parametrize("strength", [1e-2, 1.0, 100.0])
-def test_answers_are_those_of_another_solver(strength: float) -> None:
-    """newton-cg finds the minimum by second derivatives. Unit rows under strength / 9 are the same
-    problem as rows of length 3 under strength."""
-    train, labels = noisy_classes(200)
-    test, truth = noisy_classes(300, seed=1)
-    reference = LogisticRegression(C=9 / strength, solver="newton-cg", tol=1e-10, max_iter=1000)
-    wanted = reference.fit(train.astype(np.float64), labels).predict(test)
-    answers = linear_probe.fit_predict(train, labels, test, strength)
-    assert np.array_equal(answers.predicted, wanted) and answers.converged
-    assert 0.5 < np.mean(wanted == truth) < 0.95  # neither trivial nor hopeless
-
-
-@pytest.mark.parametrize("num_classes", [2, 4])
-def test_a_classifier_is_a_weight_and_a_bias(num_classes: int) -> None:
-    train, labels = noisy_classes(200, num_classes)
-    test, _ = noisy_classes(300, num_classes, seed=1)
-    classifier = linear_probe.fit(train, labels, 1.0)
-    weight, bias = classifier.linear()
-    assert weight.shape == (num_classes, 9) and bias.shape == (num_classes,)
-    logits = test @ weight.T + bias
-    assert np.array_equal(logits.argmax(axis=1), classifier.predict(test))
-    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    wanted = classifier.model.predict_proba((test - classifier.mean) * classifier.length)
-    np.testing.assert_allclose(shares, wanted, atol=1e-6)
-
-
-def test_many_classes_are_learnt_to_the_end() -> None:
-    """With 200 classes scikit-learn's own tolerance stops too early, as do rows of length 1."""
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(200), 4)
-    classes = np.repeat(rng.normal(size=(200, 32)), 4, axis=0)
-    train, test = (classes + rng.normal(scale=0.8, size=(800, 32)) for _ in range(2))
-    train, test = (
-        (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-        for rows in (train, test)
-    )
-    reference = LogisticRegression(C=100 * 32, tol=1e-9, max_iter=10_000).fit(train, labels)
-    answers = linear_probe.fit_predict(train, labels, test, 0.01)
-    assert np.array_equal(answers.predicted, reference.predict(test))
-
-
-def test_a_common_mean_does_not_slow_the_solver_down() -> None:
-    """Features of CLIP lie in a narrow cone; the free bias makes their mean irrelevant. Here the
-    solver takes some 80 steps, and 185 where the mean is left in."""
-    train, labels = noisy_classes(200)
-    narrow = train + np.float32(5)
-    narrow /= np.linalg.norm(narrow, axis=1, keepdims=True)
-    assert linear_probe.fit_predict(narrow, labels, narrow, 1e-2, 130).converged
-
-
 def test_held_out_is_a_seeded_share_of_every_class() -> None:
     labels = np.repeat([5, 1, 3, 2], [100, 10, 2, 1])
     held = linear_probe.held_out(labels, 0.2, 0)

@@ -1,0 +1,207 @@
+"""Multinomial logistic regression on unit features, by scikit-learn or by torch over ranks.
+
+Both minimise the sum of cross-entropies + strength / 2 * |weights|^2, without a penalty on the
+bias, in float64 by L-BFGS, on features scaled to length sqrt(E). Their entries are then about 1,
+like those of an image tower's last norm, so that a strength has the same effect at any width. The
+bias absorbs any shift of the features, so subtracting their mean does not change the minimum;
+L-BFGS then needs far fewer steps.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mclclip.eval.features import Features, over_ranks
+from mclclip.eval.metrics import IntArray
+from mclclip.ranks.collectives import gather
+from mclclip.ranks.process_group import Context
+
+Solver = Literal["auto", "scikit_learn", "torch"]
+"""Who solves; ``auto`` takes torch from ``LARGE`` on, where scikit-learn would take hours."""
+
+LARGE = 20_000_000  # rows x classes: CIFAR-100 has 5 million, ImageNet 1,281 million
+MAX_ITERATIONS = 1000
+# Bound of the gradient of the mean loss, which shrinks with the number of classes K, since a class
+# has 1/K of the images. scikit-learn's default of 1e-4 is too coarse for hundreds of classes.
+TOLERANCE = 1e-6
+HISTORY = 10  # scikit-learn's
+# Sums are made of so many parts of the rows, in order, whatever the number of ranks that compute
+# them, so that the result does not depend on it. More ranks than these do nothing.
+PARTS = 16
+ROWS = 16_384  # rows of a part whose logits are held at a time
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """The largest entry of ``rows @ weight.T + bias`` is predicted.
+
+    classes    [C] the labels that it was trained on, in order
+    weight     [C, E], of unit rows
+    bias       [C]
+    converged  whether the solver reached the minimum
+    """
+
+    classes: IntArray
+    weight: NDArray[np.float64]
+    bias: NDArray[np.float64]
+    converged: bool
+
+    def predict(self, rows: Features) -> IntArray:
+        """Labels [Q] of unit rows [Q, E]."""
+        starts = range(0, len(rows), ROWS)
+        best = [(rows[s : s + ROWS] @ self.weight.T + self.bias).argmax(axis=1) for s in starts]
+        labels: IntArray = self.classes[np.concatenate(best)]
+        return labels
+
+
+def choose(solver: Solver, num_rows: int, num_classes: int) -> Solver:
+    """``auto`` resolved by the size of the problem, so that it is the same on every machine."""
+    if solver != "auto":
+        return solver
+    return "torch" if num_rows * num_classes >= LARGE else "scikit_learn"
+
+
+def fit_all(
+    context: Context,
+    train: Features,
+    labels: IntArray,
+    strengths: Sequence[float],
+    *,
+    solver: Solver = "scikit_learn",
+    max_iterations: int = MAX_ITERATIONS,
+) -> list[Classifier]:
+    """One classifier per strength, the same on every rank.
+
+    With scikit-learn the ranks divide the strengths, with torch the rows of each fit, on their
+    devices. All ranks must pass the same arguments.
+    """
+    if choose(solver, len(train), len(np.unique(labels))) == "torch":
+        problem = _Problem(context, train, labels)
+        return [problem.fit(strength, max_iterations) for strength in strengths]
+
+    def own(part: slice) -> list[Classifier]:
+        return [fit(train, labels, strength, max_iterations) for strength in strengths[part]]
+
+    return [*chain(*over_ranks(context, len(strengths), own))]
+
+
+def fit(
+    train: Features, labels: IntArray, strength: float, max_iterations: int = MAX_ITERATIONS
+) -> Classifier:
+    """Trains scikit-learn's classifier on unit rows ``train`` [N, E] with ``labels`` [N]."""
+    # Imported here, since it takes half a second that other commands need not spend.
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    length, mean = _look(train)
+    model = LogisticRegression(C=1 / strength, max_iter=max_iterations, tol=TOLERANCE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConvergenceWarning)
+        model.fit((train - mean) * length, labels)
+    stopped = any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
+    weight, bias = model.coef_, model.intercept_
+    if len(weight) == 1:  # of two classes scikit-learn keeps the second one's row alone
+        weight, bias = (np.concatenate([-part, part]) / 2 for part in (weight, bias))
+    return _classifier(model.classes_, weight, bias, train, not stopped)
+
+
+def _look(train: Features) -> tuple[float, NDArray[np.float64]]:
+    return math.sqrt(train.shape[1]), train.mean(axis=0, dtype=np.float64)
+
+
+def _classifier(
+    classes: IntArray,
+    weight: NDArray[np.float64],
+    bias: NDArray[np.float64],
+    train: Features,
+    converged: bool,
+) -> Classifier:
+    """A classifier of unit rows, from one of rows after the shift and the scaling."""
+    length, mean = _look(train)
+    weight = weight * length
+    return Classifier(classes.astype(np.int64), weight, bias - weight @ mean, converged)
+
+
+class _Problem:
+    """The training set as parts on the devices of the ranks; each rank holds its own."""
+
+    def __init__(self, context: Context, train: Features, labels: IntArray) -> None:
+        self.train, self.device = train, context.device
+        self.classes, targets = np.unique(labels, return_inverse=True)
+        # Each rank has the same number of places; those beyond its own parts stay 0.
+        world = context.world_size
+        bounds = [PARTS * rank // world for rank in range(world + 1)]
+        self.places = -(-PARTS // world)
+        self.filled = [
+            rank * self.places + place
+            for rank in range(world)
+            for place in range(bounds[rank + 1] - bounds[rank])
+        ]
+        self.length, mean = _look(train)
+        self.mean = torch.from_numpy(mean).to(self.device)
+        self.parts = []
+        for part in range(bounds[context.rank], bounds[context.rank + 1]):
+            rows = slice(len(train) * part // PARTS, len(train) * (part + 1) // PARTS)
+            own = (torch.from_numpy(train[rows]), torch.from_numpy(targets[rows]))
+            self.parts.append(tuple(tensor.to(self.device) for tensor in own))
+
+    def fit(self, strength: float, max_iterations: int) -> Classifier:
+        """Trains with all ranks; every rank gets the same classifier."""
+        if len(self.classes) == 2:
+            # scikit-learn penalises the one row of weights that two classes need, which is the
+            # difference of the two here: half their squares' sum at the minimum.
+            strength *= 2
+        shape = (len(self.classes), self.train.shape[1] + 1)  # the last column is the bias
+        solution = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        optimizer = torch.optim.LBFGS(
+            [solution],
+            max_iter=max_iterations,
+            max_eval=15 * max_iterations,
+            tolerance_grad=TOLERANCE,
+            tolerance_change=0.0,
+            history_size=HISTORY,
+            line_search_fn="strong_wolfe",
+        )
+
+        def closure() -> float:
+            loss, solution.grad = self._loss_and_gradient(solution, strength)
+            return loss
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        _, gradient = self._loss_and_gradient(solution, strength)
+        converged = bool(gradient.abs().max() <= TOLERANCE)
+        found = solution.cpu().numpy()
+        return _classifier(self.classes, found[:, :-1], found[:, -1], self.train, converged)
+
+    def _loss_and_gradient(self, solution: Tensor, strength: float) -> tuple[float, Tensor]:
+        """The mean loss of all rows and its gradient, of ``solution``'s shape."""
+        sums = solution.new_zeros(self.places, solution.numel() + 1)
+        for place, (rows, targets) in enumerate(self.parts):
+            for start in range(0, len(rows), ROWS):
+                self._add(sums[place], solution, rows[start:][:ROWS], targets[start:][:ROWS])
+        total = gather(sums)[self.filled].sum(dim=0) / len(self.train)
+        penalised, share = solution[:, :-1], strength / len(self.train)
+        gradient = total[1:].reshape(solution.shape)
+        gradient[:, :-1] += share * penalised
+        return float(total[0] + share / 2 * penalised.square().sum()), gradient
+
+    def _add(self, sums: Tensor, solution: Tensor, rows: Tensor, targets: Tensor) -> None:
+        scaled = (rows.double() - self.mean) * self.length
+        log_shares = (scaled @ solution[:, :-1].T + solution[:, -1]).log_softmax(dim=1)
+        own = targets[:, None]
+        sums[0] -= log_shares.gather(1, own).sum()
+        errors = log_shares.exp_()
+        errors.scatter_add_(1, own, errors.new_full(own.shape, -1.0))
+        gradient = sums[1:].view_as(solution)
+        gradient[:, :-1] += errors.T @ scaled
+        gradient[:, -1] += errors.sum(dim=0)
