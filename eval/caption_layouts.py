@@ -1,4 +1,5 @@
-"""Layouts of data sets with long captions: a file per caption, lines of JSON, conversations.
+"""Layouts of data sets with long captions (a file per caption, lines of JSON, conversations), and
+of captions in several languages.
 
 They return files that are candidates, and (file, caption) pairs, as the readers of
 ``datasets.read_captions`` do. Wrong content is a ValueError of one line.
@@ -58,3 +59,28 @@ def conversations(entries: list[Any]) -> NamedTexts:
             raise KeyError("a conversation with a turn from 'gpt'")
         pairs.append((entry["image"], said[0]))
     return (), pairs
+
+
+def languages_of_lines(path: Path) -> dict[str, NamedTexts]:
+    """Crossmodal-3600's lines: ``image/key``, the name of a .jpg without its suffix, and, for each
+    language, an object whose ``caption`` is a list of captions.
+
+    All images are candidates in every language. ValueError for a line of another kind.
+    """
+    names: list[str] = []
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        row = parse_json(line, f"{path} line {number}")
+        key = row.get("image/key") if isinstance(row, dict) else None
+        if not isinstance(key, str):
+            raise ValueError(f"{path} line {number} has no image/key, as Crossmodal-3600's have")
+        names.append(f"{key}.jpg")
+        for language, said in row.items():
+            if isinstance(said, dict):
+                captions = said.get("caption")
+                if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
+                    raise ValueError(f"{path} line {number} has no list caption in {language!r}")
+                pairs.setdefault(language, []).extend((names[-1], text) for text in captions)
+    return {language: (names, found) for language, found in sorted(pairs.items())}

@@ -17,7 +17,13 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from mclclip.eval.caption_layouts import NamedTexts, caption_files, caption_lines, conversations
+from mclclip.eval.caption_layouts import (
+    NamedTexts,
+    caption_files,
+    caption_lines,
+    conversations,
+    languages_of_lines,
+)
 from mclclip.eval.metrics import IntArray
 from mclclip.files import Roots, below, read_json
 
@@ -201,6 +207,7 @@ CAPTION_RULES = {
     "karpathy_coco5k": CaptionRule("test", None, 5000, 25_010),
     "karpathy_flickr1k": CaptionRule("test", None, 1000, 5000),
     "flickr30k_all_31k": CaptionRule(None, None, 31_783, 158_915),
+    "xm3600_first": CaptionRule(None, 1, 3600, 3600),
     "table": CaptionRule(),
 }
 
@@ -225,29 +232,66 @@ def read_captions(
     a .txt per image, Urban1k's. Files are named from the folder ``images``. ``split`` overrides the
     protocol's. COCO's images without a caption are kept as candidates.
     """
-    if protocol not in CAPTION_RULES:
-        raise ValueError(f"unknown protocol {protocol!r}: use one of {', '.join(CAPTION_RULES)}")
-    path, rule = Path(path), CAPTION_RULES[protocol]
-    for needed in (path, Path(images)):
-        if not needed.exists():
-            raise FileNotFoundError(f"no {needed}: retrieval needs captions and an image folder")
+    path, rule = _opened(path, images, protocol)
     split = split or rule.split
     if path.is_dir():
-        names, pairs = caption_files(path, Path(images))
+        found = caption_files(path, Path(images))
     elif path.suffix in _CAPTION_READERS:
-        names, pairs = _CAPTION_READERS[path.suffix](path, split)
+        found = _CAPTION_READERS[path.suffix](path, split)
     else:
         raise ValueError(
             f"{path}: captions come as {', '.join(_CAPTION_READERS)}, or as a folder of .txt files"
         )
-    data = _joined(Path(images), names, pairs, rule.captions_per_image or math.inf, str(path))
+    part = f" in the split {split!r}" if split else ""
+    return _of_protocol(Path(images), found, protocol, path, part)
+
+
+def read_languages(
+    path: Path, images: Path, protocol: str = "table", languages: Sequence[str] | None = None
+) -> dict[str, ImageTexts]:
+    """The images and captions of several languages, each as ``read_captions`` returns them.
+
+    ``path``: a .csv or .tsv with the columns filepath, title and language, or Crossmodal-3600's
+    .jsonl. ``languages``: some of those in the file (default: all). The images of a file are
+    candidates in every language. Raises the errors of ``read_captions``.
+    """
+    path, _ = _opened(path, images, protocol)
+    if path.suffix not in _LANGUAGE_READERS:
+        raise ValueError(f"{path}: captions by language come as {', '.join(_LANGUAGE_READERS)}")
+    found = _LANGUAGE_READERS[path.suffix](path)
+    chosen = found if languages is None else languages
+    if unknown := [name for name in chosen if name not in found]:
+        raise ValueError(
+            f"{path} has no captions in {unknown[0]!r}: its languages are {', '.join(found)}"
+        )
+    return {
+        name: _of_protocol(Path(images), found[name], protocol, path, f" in {name!r}")
+        for name in chosen
+    }
+
+
+def _opened(path: Path, images: Path, protocol: str) -> tuple[Path, CaptionRule]:
+    if protocol not in CAPTION_RULES:
+        raise ValueError(f"unknown protocol {protocol!r}: use one of {', '.join(CAPTION_RULES)}")
+    for needed in (Path(path), Path(images)):
+        if not needed.exists():
+            raise FileNotFoundError(f"no {needed}: retrieval needs captions and an image folder")
+    return Path(path), CAPTION_RULES[protocol]
+
+
+def _of_protocol(
+    images: Path, found: NamedTexts, protocol: str, path: Path, part: str
+) -> ImageTexts:
+    """The images and captions of ``part`` of a file, after a check of their numbers."""
+    rule = CAPTION_RULES[protocol]
+    data = _joined(images, *found, rule.captions_per_image or math.inf, str(path))
     got, wanted = (len(data.images), len(data.captions)), (rule.num_images, rule.num_captions)
     if 0 in got:
-        raise ValueError(f"{path} has no captions" + (f" in the split {split!r}" if split else ""))
+        raise ValueError(f"{path} has no captions{part}")
     if wanted not in (got, (None, None)):
         raise ValueError(
-            f"{path} has {got[0]} images and {got[1]} captions, {protocol} has {wanted[0]} and "
-            f"{wanted[1]}: use the protocol 'table' for other data"
+            f"{path} has {got[0]} images and {got[1]} captions{part}, {protocol} has "
+            f"{wanted[0]} and {wanted[1]}: use the protocol 'table' for other data"
         )
     return data
 
@@ -337,4 +381,20 @@ _CAPTION_READERS = {
     ".jsonl": caption_lines,
     ".jsonlines": caption_lines,
     ".token": _caption_tokens,
+}
+
+
+def _languages_of_table(path: Path) -> dict[str, NamedTexts]:
+    rows = read_rows(path, ["filepath", "title", "language"], "table of captions")
+    names = [*dict.fromkeys(file for _, (file, _, _) in rows)]
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for _, (file, title, language) in rows:
+        pairs.setdefault(language, []).append((file, title))
+    return {language: (names, pairs[language]) for language in sorted(pairs)}
+
+
+_LANGUAGE_READERS = {
+    ".csv": _languages_of_table,
+    ".tsv": _languages_of_table,
+    ".jsonl": languages_of_lines,
 }

@@ -130,6 +130,20 @@ class Outcomes:
         return np.split(order, np.flatnonzero(np.diff(self.stratum[order])) + 1)
 
 
+def joined(parts: Mapping[str, Outcomes]) -> Outcomes:
+    """The outcomes whose metric is the mean of the means of ``parts``.
+
+    An item or unit that occurs in several parts, such as an image of which several things are
+    asked, is one unit.
+    """
+    return Outcomes(
+        items=[f"{name}:{item}" for name, part in parts.items() for item in part.items],
+        values=np.concatenate([part.values for part in parts.values()]),
+        strata=[name for name, part in parts.items() for _ in part.items],
+        units=[unit for part in parts.values() for unit in part.units or part.items],
+    )
+
+
 def image_items(images: Sequence[Any], root: Path) -> list[str]:
     """Names of images as items: files by their path below ``root``, images in shards by their key,
     others by their text."""

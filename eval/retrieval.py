@@ -1,7 +1,8 @@
 """Image-text retrieval, R@k in both directions, under named protocols.
 
 Source of the protocols: Karpathy and Fei-Fei (CVPR 2015) for the test splits; Long-CLIP (ECCV 2024)
-for COCO val2017 with the first five captions and for the whole of Flickr30k, which MCL reports.
+for COCO val2017 with the first five captions and for the whole of Flickr30k, which MCL reports;
+Thapliyal et al. (EMNLP 2022) for Crossmodal-3600.
 Ties count against the model; where there are any, the optimistic figure is reported too.
 """
 
@@ -9,16 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from mclclip.eval.datasets import CAPTION_RULES, ImageTexts, read_captions
-from mclclip.eval.features import Extractor, over_ranks
+from mclclip.eval.datasets import CAPTION_RULES, ImageTexts, read_captions, read_languages
+from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.metrics import IntArray, hits_at
-from mclclip.eval.outcomes import Outcomes, image_items
+from mclclip.eval.outcomes import Outcomes, image_items, joined
 from mclclip.eval.ranking import CHUNK_BYTES, rank_queries
 from mclclip.eval.results import Figure, Level, figure
 from mclclip.eval.stored import read_captions_of_shards
@@ -39,6 +41,7 @@ def evaluate(
     images: str = ".",
     protocol: str = "table",
     split: str | None = None,
+    languages: Sequence[str] | Literal["all"] | None = None,
     prompt: str = "",
     shard_captions: str = "txt",
     ks: Sequence[int] = KS,
@@ -50,33 +53,57 @@ def evaluate(
     that its file names start from; both below ``root``. ``captions`` may also be a folder of
     ``.tar`` shards, with ``shard_captions`` (``txt`` or ``json:FIELD``) in each sample. ``prompt``
     is put before every caption. Captions that the tokenizer cuts are counted and told.
+    ``languages``: some or ``all`` of those of the captions' file (see ``read_languages``); each is
+    a retrieval of its own, ``fr/image_to_text/R@1``, and the figures without a language are means
+    over languages.
+
     An image is right at k where any of its captions is among the first k, a caption where its
     image is. Images without a caption are candidates but no queries. ``R@k_optimistic`` (ties for
     the model) appears in a direction that has ties. Ranks divide the queries; figures do not depend
     on their number. Raises the errors of ``read_captions``.
     """
     root = Path(root)
-    data = together(lambda: _read(root / captions, root / images, protocol, split, shard_captions))
-    texts = [prompt + caption for caption in data.captions]
-    settings = {
-        "name": protocol,
-        "prompt": prompt,
-        "precision": extractor.precision,
-        "ties": "against the model",
-        "num_images": len(data.images),
-        "num_captions": len(data.captions),
-        "captions_per_image": CAPTION_RULES[protocol].captions_per_image or "all",
-        **_cut(extractor, texts),
-    }
-    image_features = extractor.images(data.images)
-    text_features = extractor.texts(texts)
+    where, folder = root / captions, root / images
+    sets = together(lambda: _read(where, folder, protocol, split, languages, shard_captions))
+    [first, *_] = sets.values()
+    image_features = extractor.images(first.images)
+    found = []
+    for language, data in sets.items():
+        texts = [prompt + caption for caption in data.captions]
+        settings = {
+            "name": protocol,
+            **({"language": language} if language else {}),
+            "prompt": prompt,
+            "precision": extractor.precision,
+            "ties": "against the model",
+            "num_images": len(data.images),
+            "num_captions": len(data.captions),
+            "captions_per_image": CAPTION_RULES[protocol].captions_per_image or "all",
+            **_cut(extractor, texts),
+        }
+        features = (image_features, extractor.texts(texts))
+        found.append(_figures(extractor, data, folder, features, ks, chunk_bytes, settings))
+    return found[0] if languages is None else _of_languages([*sets], found)
+
+
+def _figures(
+    extractor: Extractor,
+    data: ImageTexts,
+    folder: Path,
+    features: tuple[Features, Features],
+    ks: Sequence[int],
+    chunk_bytes: int,
+    settings: dict[str, Any],
+) -> list[Figure]:
+    """The recalls of both directions, from features of images and captions."""
+    image_features, text_features = features
     asked = np.unique(data.caption_image)  # images that have a caption
     every = np.arange(len(data.images))
     sides = {
         "image_to_text": (image_features[asked], asked, text_features, data.caption_image),
         "text_to_image": (text_features, data.caption_image, image_features, every),
     }
-    names = image_items(data.images, root / images)
+    names = image_items(data.images, folder)
     owners = [names[row] for row in data.caption_image]
     numbered = [f"{owner}#{row}" for row, owner in enumerate(owners)]
     items = {
@@ -91,15 +118,52 @@ def evaluate(
     return figures
 
 
+def _of_languages(languages: Sequence[str], found: Sequence[list[Figure]]) -> list[Figure]:
+    """The means over languages, and each language's own figures as details.
+
+    An image is one draw, in however many languages it is asked for.
+    """
+    figures = []
+    by_metric = [{figure.metric: figure for figure in own} for own in found]
+    for metric in dict.fromkeys(name for own in by_metric for name in own):
+        # Optimistic figures are there only for ties; without them they are the others.
+        own = [of.get(metric) or of[metric.removesuffix("_optimistic")] for of in by_metric]
+        protocol = {k: v for k, v in own[0].protocol.items() if k not in ("language", "level")}
+        for count in ("num_captions", "num_candidates", "tied_queries", "captions_cut"):
+            if count in protocol:
+                protocol[count] = [f.protocol[count] for f in own]
+        level: Level = (
+            "detail" if metric.endswith("_optimistic") else own[0].protocol.get("level", "table")
+        )
+        parts = {n: f.outcomes for n, f in zip(languages, own, strict=True) if f.outcomes}
+        figures.append(figure(metric, joined(parts), protocol | {"of": [*languages]}, level=level))
+    for language, own in zip(languages, found, strict=True):
+        for f in own:
+            protocol = f.protocol | {"level": "detail"}
+            figures.append(replace(f, metric=f"{language}/{f.metric}", protocol=protocol))
+    return figures
+
+
 def _read(
-    captions: Path, images: Path, protocol: str, split: str | None, shard_captions: str
-) -> ImageTexts:
-    """The images and captions, in shards or outside."""
-    if not (captions.is_dir() and any(captions.glob("*.tar"))):
-        return read_captions(captions, images, protocol, split=split)
+    captions: Path,
+    images: Path,
+    protocol: str,
+    split: str | None,
+    languages: Sequence[str] | Literal["all"] | None,
+    shard_captions: str,
+) -> dict[str, ImageTexts]:
+    """The images and captions, in shards or outside, by language ("" where none is asked for)."""
+    in_shards = captions.is_dir() and any(captions.glob("*.tar"))
+    if languages is not None:
+        if split or in_shards:
+            raise ValueError(f"languages of {captions} are read from one file: leave out split")
+        chosen = None if languages == "all" else languages
+        return read_languages(captions, images, protocol, chosen)
+    if not in_shards:
+        return {"": read_captions(captions, images, protocol, split=split)}
     if protocol != "table" or split:
         raise ValueError(f"{captions} holds shards, which have no split: leave out protocol, split")
-    return read_captions_of_shards(captions, shard_captions)
+    return {"": read_captions_of_shards(captions, shard_captions)}
 
 
 def _cut(extractor: Extractor, texts: Sequence[str]) -> dict[str, Any]:
