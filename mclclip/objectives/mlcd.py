@@ -31,6 +31,7 @@ from mclclip.randomness import mix, permute
 from mclclip.ranks.outside import OutsideParameters
 
 Kind = Literal["mlcd", "mlc", "single_label"]
+_ASSUMED_CLASSES = 1000  # values of an attribute in a plan: ImageNet's
 _SATURATED = 0.01  # of the largest pull
 _LARGE = 65_536  # classes from which on four rounds mix a permutation well
 _LARGEST_SCALE = 256.0  # exp(scale * (1 + pi / 2)), with the widest margin, is a float64
@@ -46,6 +47,9 @@ class Options(ObjectiveOptions):
     coupled (Eq. 4); ``single_label``: softmax over the nearest class (UNICOM, PartialFC)."""
     labels_per_sample: PositiveInt = 8
     """l: nearest clusters that are a sample's positives."""
+    attribute: str | None = None
+    """Attribute of the samples that is their class, which fine-tunes on labels (then with
+    ``centers: normal``); null: their clusters at the stage before."""
     threshold: Cosine | None = None
     """Only clusters of at least this similarity are positives, and the nearest in any case."""
     scale: Annotated[float, Field(gt=0.0, le=256.0)] = 64.0
@@ -77,19 +81,26 @@ class Options(ObjectiveOptions):
     def __post_init__(self) -> None:
         if self.kind != "mlcd" and self.sample_rate == 0.0:
             raise ValueError(f"{self.kind} without negatives has no gradient: raise sample_rate")
+        if self.attribute is not None and self.centers == "centroids":
+            raise ValueError(
+                f"the values of attribute={self.attribute} have no centroids for class centers to "
+                "start from: set centers=normal"
+            )
 
     starts_anew: ClassVar[bool] = True
 
     @property
     def reads(self) -> Reads:
-        """The nearest clusters of each sample."""
+        """The nearest clusters of each sample, or the attribute."""
+        if self.attribute is not None:
+            return Reads(attribute=self.attribute)
         return Reads(clusters=self.labels_per_sample, threshold=self.threshold)
 
     def check(self, facts: Facts) -> None:
         """Raises ValueError for a draw of no class, and where kernel or centers do not fit."""
         super().check(facts)
         classes, rate = facts.num_clusters, self.sample_rate
-        if rate > 0.0 and round(rate * classes) == 0:
+        if self.attribute is None and rate > 0.0 and round(rate * classes) == 0:
             raise ValueError(
                 f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
                 f"least {1 / classes:.2g}"
@@ -108,12 +119,12 @@ class Options(ObjectiveOptions):
     def build(self, setting: Setting) -> Objective:
         """The loss with new class centers, this rank's share of them."""
         assert setting.classes is not None
-        centroids, dim = setting.classes.centroids(), setting.model.feature_dim
+        classes, dim = setting.classes, setting.model.feature_dim
         kernels = kernels_of(self.kernel, setting.context.device, setting.precision)
         rate, seed = self.sample_rate, setting.seed
 
         def centroid_rows(start: int, stop: int) -> Tensor:
-            rows = torch.from_numpy(np.array(centroids[start:stop]))  # of the file, only these
+            rows = torch.from_numpy(np.array(classes.centroids()[start:stop]))  # of the file
             lengths = torch.linalg.vector_norm(rows, dim=1)
             if not bool((lengths > 0.0).all() & torch.isfinite(lengths).all()):
                 raise ValueError(
@@ -123,11 +134,11 @@ class Options(ObjectiveOptions):
             return rows
 
         centers = ShardedClassCenters(
-            len(centroids),
+            classes.num_classes,
             dim,
             centroid_rows if self.centers == "centroids" else normal_rows(dim, seed),
             context=setting.context,
-            draw=None if rate == 1.0 else NegativeDraw(len(centroids), rate, seed),
+            draw=None if rate == 1.0 else NegativeDraw(classes.num_classes, rate, seed),
             rule=self.negatives,
             optimizer=HeadOptimizer(
                 self.lr_scale, self.weight_decay, setting.betas, setting.eps, self.lazy
@@ -137,14 +148,24 @@ class Options(ObjectiveOptions):
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
         return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin, kernels=kernels)
 
+    @property
+    def _num_positives(self) -> int:
+        one = self.kind == "single_label" or self.attribute is not None
+        return 1 if one else self.labels_per_sample
+
     def cost(self, sizes: Sizes) -> Cost:
-        """Class centers, their moments and gradient, and what a step moves between ranks."""
+        """Class centers, their moments and gradient, and what a step moves between ranks.
+
+        Of an attribute 1,000 values are assumed.
+        """
+        # The values of an attribute are counted by the index, which may not be there yet.
+        classes = sizes.num_classes if self.attribute is None else _ASSUMED_CLASSES
         found = cost.measure(
             sizes.local_batch * sizes.num_ranks,
             sizes.dim,
-            sizes.num_classes,
+            classes,
             sizes.num_ranks,
-            labels_per_sample=1 if self.kind == "single_label" else self.labels_per_sample,
+            labels_per_sample=self._num_positives,
             sample_rate=self.sample_rate,
             rule=self.negatives,
         )

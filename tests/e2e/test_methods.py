@@ -34,6 +34,8 @@ OBJECTIVES = {
     "{objective: {kind: nt_xent}}]}",
     "supcon": "{kind: supcon, attribute: shape}",
     "simlap": "{kind: simlap, attribute: shape, label_dim: 8, hidden_dim: 8}",
+    "classes": "{kind: single_label, attribute: shape, centers: normal, sample_rate: 1.0, "
+    "margin: none, scale: 32}",
     "feature_dropout": "{kind: feature_dropout, width: 4, residual_blocks: 1}",
 }
 
@@ -103,7 +105,7 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", kept([*OBJECTIVES], 2, 3, 9, 11))
+@pytest.mark.parametrize("method", kept([*OBJECTIVES], 2, 3, 11, 12))
 def test_killed_and_resumed(shell: Shell, pictures: Path, tmp_path: Path, method: str) -> None:
     where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES[method])
     shell.ok("run", "--config", where)

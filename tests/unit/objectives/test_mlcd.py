@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Setting
+from mclclip.objectives.base import Reads, Setting
 from mclclip.objectives.class_centers.kernels import Kernels
 from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import ShardedClassCenters
@@ -426,7 +426,7 @@ def test_centroids_that_are_no_start(bad: float) -> None:
     with pytest.raises(ValueError, match="a centroid is zero or not finite.*centers=normal"):
         options = Options(scale=16.0, margin="none", sample_rate=1.0)
         model = SimpleNamespace(feature_dim=D)
-        classes = SimpleNamespace(centroids=lambda: centroids)
+        classes = SimpleNamespace(centroids=lambda: centroids, num_classes=K)
         options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
 
 
@@ -434,3 +434,10 @@ def test_a_rate_that_draws_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="draws none of 4 classes as negatives: wanted at least"):
         NegativeDraw(4, 0.1, seed=0)
     assert len(NegativeDraw(4, 0.0, seed=0)(0)) == 0  # none are wanted
+
+
+def test_an_attribute_is_its_classes() -> None:
+    options = Options(kind="single_label", attribute="class", centers="normal")
+    assert options.reads == Reads(attribute="class") and options.reads.num_classes_per_sample == 1
+    with pytest.raises(ValueError, match="attribute=class have no centroids.*set centers=normal"):
+        Options(kind="single_label", attribute="class")
