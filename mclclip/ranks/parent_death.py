@@ -55,9 +55,20 @@ def start_pool_worker() -> None:
     """
     die_with_parent()
     signals.ignore_in_child()
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
+    if _owner_is_gone():
         os._exit(1)
+
+
+def _owner_is_gone() -> bool:
+    """Whether the process that started this one through multiprocessing has ended."""
+    owner = multiprocessing.parent_process()
+    if owner is None:
+        return False
+    # A forked worker may hold the pipe by which its older sibling would notice that the owner has
+    # ended. Under forkserver the parent is the server, which has the pipe to itself.
+    adopted = os.getppid() != owner.pid
+    by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+    return not owner.is_alive() or (adopted and not by_server)
 
 
 def map_in_pool(

@@ -41,7 +41,11 @@ from tests.matrix import IN_SOAK, SOAK, fuller_in_soak, in_soak
 LIMIT_S = 20.0  # of which mclclip itself takes 5 where the main thread does not answer
 FIRST = "cli.py:_parse"  # the first moment at which mclclip answers signals
 LAST = "process.py:_leave"  # from here on nobody is left to answer an error
-FINALIZER = "ranks/parent_death.py:_end_workers"  # whose errors multiprocessing prints
+# Errors in these are answered by libraries, which print them and go on: multiprocessing, logging.
+ANSWERED_ELSEWHERE = (
+    "ranks/parent_death.py:_end_workers",
+    "run/runlog.py:_Formatter.formatMessage",
+)
 PACKAGE = str(Path(mclclip.__file__).parent)
 EVAL = str(Path(mclclip.__file__).resolve().parents[1] / "eval")
 OPTIONS = (
@@ -327,7 +331,7 @@ def cells(moments: list[str], few: int) -> list[tuple[str, Kind]]:
             (moment, kind)
             for place, moment in enumerate(moments)
             if (kind := KINDS[(place + SEED) % len(KINDS)]).numbers
-            or (place < answered and moment != FINALIZER)
+            or (place < answered and moment not in ANSWERED_ELSEWHERE)
         ]
     places = [len(moments) * (2 * number + 1) // (2 * few) for number in range(few)]
     return [

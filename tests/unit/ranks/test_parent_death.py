@@ -252,3 +252,33 @@ def test_workers_that_never_end_are_not_waited_for(tmp_path: Path, how: str) -> 
         "ran out: use fewer of them\n",
     }
     assert said == expected[how]
+
+
+SIBLINGS = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from mclclip.ranks.parent_death import start_pool_worker
+
+def work(folder, number):
+    time.sleep(0.3 + number)  # the owner is gone by then
+    start_pool_worker()
+    (folder / f"{number}.began").touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    folder, context = Path(sys.argv[1]), multiprocessing.get_context("fork")
+    for number in range(2):
+        child = context.Process(target=work, args=(folder, number))
+        child.start()
+        (folder / f"{number}.pid").write_text(str(child.pid))
+    os._exit(0)
+"""
+
+
+def test_forked_siblings_do_not_hide_that_their_owner_is_gone(tmp_path: Path) -> None:
+    """The younger one, still starting, holds the older one's pipe to the owner open."""
+    (tmp_path / "program.py").write_text(SIBLINGS)
+    subprocess.run([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], check=True)
+    for number in range(2):
+        assert ended(int((tmp_path / f"{number}.pid").read_text()), within_s=10.0)
+    assert not list(tmp_path.glob("*.began"))
