@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from mclclip.config import BenchmarkConfig
+from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.contrastive_loss import row_losses
@@ -20,6 +22,7 @@ from mclclip.eval.features import Extractor
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests import compositional_folders
+from tests.matrix import kept
 
 NUM_IMAGES = 14
 
@@ -77,9 +80,31 @@ def folder(tmp_path: Path) -> Path:
         noise = rng.integers(0, 256, (8, 8, 3)) // 2 + 30 * (number % 4)
         Image.fromarray(noise.astype(np.uint8)).save(path)
     shutil.copy(path, tmp_path / "split" / "train" / path.parent.name)  # the last is in test
+    for part, seed in (("train", 1), ("test", 2)):
+        write_shards(samples(seed), tmp_path / "shards" / part, 5)
+    rows = [
+        [*captions[0], "language"],
+        *([*row, "en fr".split()[n % 2]] for n, row in enumerate(captions[1:])),
+    ]
+    with open(tmp_path / "languages.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
     for layout in ("sugarcrepe_pp", "winoground"):
         compositional_folders.write(layout, tmp_path / layout, lambda path, _: draw(path, rng), 3)
     return tmp_path
+
+
+def samples(seed: int) -> list[PackedSample]:
+    """Noise with captions and attributes."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(13):
+        file = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(file, format="PNG")
+        attributes = {"colour": f"c{number % 3}", "shape": f"s{number % 2}"}
+        made.append(
+            PackedSample(f"{number:05d}", file.getvalue(), "png", [f"it {number}"], attributes)
+        )
+    return made
 
 
 def draw(path: Path, rng: np.random.Generator) -> None:
@@ -98,11 +123,21 @@ def suite_of(folder: Path) -> dict[str, BenchmarkConfig]:
             "zeroshot", str(folder), {"labels": "labels.csv", "metric": "map_11_point"}
         ),
         "probe": BenchmarkConfig("linear_probe", f"{folder}/split", {"validation_share": 0.4}),
-        "large_probe": BenchmarkConfig("linear_probe", f"{folder}/split", {"solver": "torch"}),
+        "large_probe": BenchmarkConfig(
+            "linear_probe", f"{folder}/split", {"solver": "torch", "strength": 0.5}
+        ),
         **{
             layout: BenchmarkConfig("compositional", f"{folder}/{layout}", {"layout": layout})
             for layout in ("sugarcrepe_pp", "winoground")
         },
+        "languages": BenchmarkConfig(
+            "retrieval", str(folder), {"captions": "languages.csv", "languages": "all"}
+        ),
+        "attributes": BenchmarkConfig(
+            "attributes", f"{folder}/shards", {"attributes": ["colour", "shape"]}
+        ),
+        "loss": BenchmarkConfig("contrastive_loss", f"{folder}/shards/test", {}),
+        "shards": BenchmarkConfig("retrieval", f"{folder}/shards", {"captions": "test"}),
         "neighbours": BenchmarkConfig("knn", f"{folder}/split", {"k": 5, "weights": "similarity"}),
     }
 
@@ -133,7 +168,7 @@ def fail_together(folder: Path) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", kept([2, 4], 0))
 def test_rows_are_those_of_one_process(ranks: Any, folder: Path, world_size: int) -> None:
     alone = evaluate(folder, folder / "one.jsonl")
     path = folder / "many.jsonl"
@@ -142,6 +177,7 @@ def test_rows_are_those_of_one_process(ranks: Any, folder: Path, world_size: int
     assert path.read_bytes() == (folder / "one.jsonl").read_bytes()  # written once, by one rank
     assert len(results.read(path)) == len(alone)
     assert any("optimistic" in row["metric"] for row in alone)
+    assert {one.kind for one in suite_of(folder).values()} == {*evaluation.EVALUATORS}
     kinds = ("probe", "large_probe", "neighbours")
     split = [row for row in alone if row["benchmark"] in kinds]
     assert len(split) == 6 and all(row["protocol"]["copies_in_train"] == 1 for row in split)
