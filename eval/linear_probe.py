@@ -24,6 +24,7 @@ from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_f
 from mclclip.eval.logistic import MAX_ITERATIONS, Solver
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.results import Figure
+from mclclip.ranks.collectives import on_main
 from mclclip.ranks.process_group import Context
 
 READS_TEXT = False  # whether images are compared with texts
@@ -98,6 +99,8 @@ def answer(
     if max_iterations < 1:
         raise ValueError(f"max_iterations is {max_iterations}, wanted at least 1")
     train, labels = data.train, data.train_labels
+    if len(np.unique(labels)) < 2:
+        raise ValueError("all train images are of one class: a classifier needs two at least")
     # Decided once, so that search and final fit are solved alike.
     solver = logistic.choose(solver, len(train), len(np.unique(labels)))
     fitting: dict[str, Any] = {"solver": solver, "max_iterations": max_iterations}
@@ -112,7 +115,7 @@ def answer(
         "converged": classifier.converged,
         "standardised": "rows to equal length",
     }
-    return classifier.predict(data.test), protocol
+    return on_main(lambda: classifier.predict(data.test)), protocol
 
 
 def _search(
@@ -127,8 +130,10 @@ def _search(
         strengths = [strength_at(position) for position in positions]
         found = logistic.fit_all(context, train, labels, strengths, **fitting)
         scores = {}
-        for position, classifier in zip(positions, found, strict=True):
-            scores[position] = float(np.mean(classifier.predict(queries) == truth))
+        # The first rank's, since products of other machines may differ in their last bits.
+        right = on_main(lambda: [np.mean(one.predict(queries) == truth) for one in found])
+        for position, classifier, score in zip(positions, found, right, strict=True):
+            scores[position] = float(score)
             accuracy = f"validation accuracy {100 * scores[position]:.2f} %"
             _say(strength_at(position), accuracy, classifier.converged)
         return scores

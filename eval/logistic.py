@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mclclip.eval.features import Features, over_ranks
 from mclclip.eval.metrics import IntArray
-from mclclip.ranks.collectives import gather
+from mclclip.ranks.collectives import broadcast, broadcast_object, gather, together
 from mclclip.ranks.process_group import Context
 
 Solver = Literal["auto", "scikit_learn", "torch"]
@@ -136,7 +136,7 @@ class _Problem:
     """The training set as parts on the devices of the ranks; each rank holds its own."""
 
     def __init__(self, context: Context, train: Features, labels: IntArray) -> None:
-        self.train, self.device = train, context.device
+        self.train, self.device, self.is_main = train, context.device, context.is_main
         self.classes, targets = np.unique(labels, return_inverse=True)
         # Each rank has the same number of places; those beyond its own parts stay 0.
         world = context.world_size
@@ -156,13 +156,32 @@ class _Problem:
             self.parts.append(tuple(tensor.to(self.device) for tensor in own))
 
     def fit(self, strength: float, max_iterations: int) -> Classifier:
-        """Trains with all ranks; every rank gets the same classifier."""
+        """Trains with all ranks; every rank gets the first one's classifier.
+
+        The first rank takes the steps and decides when to stop; the others add their parts to each
+        sum that it asks for. So ranks of unequal machines cannot come to unequal decisions.
+        """
+        shape = (len(self.classes), self.train.shape[1] + 1)  # the last column is the bias
+        solution = torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+        def work() -> Classifier | None:
+            if not self.is_main:
+                while self._asked(solution):
+                    self._sums(solution)
+                return None
+            try:
+                return self._solve(solution, strength, max_iterations)
+            finally:
+                self._ask(solution, more=False)
+
+        found: Classifier = broadcast_object(together(work))  # type: ignore[assignment]
+        return found
+
+    def _solve(self, solution: Tensor, strength: float, max_iterations: int) -> Classifier:
         if len(self.classes) == 2:
             # scikit-learn penalises the one row of weights that two classes need, which is the
             # difference of the two here: half their squares' sum at the minimum.
             strength *= 2
-        shape = (len(self.classes), self.train.shape[1] + 1)  # the last column is the bias
-        solution = torch.zeros(shape, dtype=torch.float64, device=self.device)
         optimizer = torch.optim.LBFGS(
             [solution],
             max_iter=max_iterations,
@@ -184,16 +203,31 @@ class _Problem:
         return _classifier(self.classes, found[:, :-1], found[:, -1], self.train, converged)
 
     def _loss_and_gradient(self, solution: Tensor, strength: float) -> tuple[float, Tensor]:
-        """The mean loss of all rows and its gradient, of ``solution``'s shape."""
-        sums = solution.new_zeros(self.places, solution.numel() + 1)
-        for place, (rows, targets) in enumerate(self.parts):
-            for start in range(0, len(rows), ROWS):
-                self._add(sums[place], solution, rows[start:][:ROWS], targets[start:][:ROWS])
-        total = gather(sums)[self.filled].sum(dim=0) / len(self.train)
+        """The mean loss of all rows and its gradient, of ``solution``'s shape; first rank only."""
+        self._ask(solution, more=True)
+        total = self._sums(solution) / len(self.train)
         penalised, share = solution[:, :-1], strength / len(self.train)
         gradient = total[1:].reshape(solution.shape)
         gradient[:, :-1] += share * penalised
         return float(total[0] + share / 2 * penalised.square().sum()), gradient
+
+    def _ask(self, solution: Tensor, *, more: bool) -> None:
+        """Sends the first rank's solution, and whether sums of it are wanted, to the others."""
+        broadcast(torch.cat([solution.new_tensor([more]), solution.detach().flatten()]))
+
+    def _asked(self, solution: Tensor) -> bool:
+        """Takes what ``_ask`` sends into ``solution``; returns whether sums of it are wanted."""
+        sent = broadcast(solution.new_empty(solution.numel() + 1))
+        solution.copy_(sent[1:].view_as(solution))
+        return bool(sent[0])
+
+    def _sums(self, solution: Tensor) -> Tensor:
+        """The sums of losses and gradients over the rows of all ranks, on every rank."""
+        sums = solution.new_zeros(self.places, solution.numel() + 1)
+        for place, (rows, targets) in enumerate(self.parts):
+            for start in range(0, len(rows), ROWS):
+                self._add(sums[place], solution, rows[start:][:ROWS], targets[start:][:ROWS])
+        return gather(sums)[self.filled].sum(dim=0)
 
     def _add(self, sums: Tensor, solution: Tensor, rows: Tensor, targets: Tensor) -> None:
         scaled = (rows.double() - self.mean) * self.length

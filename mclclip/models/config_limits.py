@@ -142,9 +142,11 @@ def check_numbers(value: object, name: str, where: str) -> None:
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | float):
             continue
-        if not math.isfinite(item) or abs(item) > most or (name in _POSITIVE and item <= 0):
+        # In this order: a long whole number is no float.
+        if abs(item) > most or not math.isfinite(item) or (name in _POSITIVE and item <= 0):
             least = "above 0 and " if name in _POSITIVE else ""
-            raise ValueError(f"{name} in {where} is {item:.6g}, wanted {least}at most {most:,}")
+            got = f"{item:.6g}" if abs(item) < 1e300 else "a number of hundreds of digits"
+            raise ValueError(f"{name} in {where} is {got}, wanted {least}at most {most:,}")
 
 
 def _items(value: object) -> list[Any]:

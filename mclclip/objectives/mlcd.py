@@ -81,6 +81,11 @@ class Options(ObjectiveOptions):
     def __post_init__(self) -> None:
         if self.kind != "mlcd" and self.sample_rate == 0.0:
             raise ValueError(f"{self.kind} without negatives has no gradient: raise sample_rate")
+        if self.attribute is not None and self.threshold is not None:
+            raise ValueError(
+                f"threshold={self.threshold} is of clusters, and attribute={self.attribute} takes "
+                "none: leave one of them out"
+            )
         if self.attribute is not None and self.centers == "centroids":
             raise ValueError(
                 f"the values of attribute={self.attribute} have no centroids for class centers to "

@@ -163,6 +163,13 @@ def broadcast_object(item: T) -> T:
     return result
 
 
+def broadcast(x: Tensor) -> Tensor:
+    """The first rank's ``x`` on every rank, in place; all must pass the same shape and dtype."""
+    if world_size() > 1:
+        dist.broadcast(x, 0)
+    return x
+
+
 def barrier() -> None:
     """Waits for all ranks."""
     if world_size() > 1:
