@@ -260,6 +260,9 @@ def read_languages(
         raise ValueError(f"{path}: captions by language come as {', '.join(_LANGUAGE_READERS)}")
     found = _LANGUAGE_READERS[path.suffix](path)
     chosen = found if languages is None else languages
+    if not chosen:
+        what = "has no captions in any language" if languages is None else "was asked for none"
+        raise ValueError(f"{path} {what}: languages are {', '.join(found) or 'not there'}")
     if unknown := [name for name in chosen if name not in found]:
         raise ValueError(
             f"{path} has no captions in {unknown[0]!r}: its languages are {', '.join(found)}"

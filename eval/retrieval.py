@@ -79,7 +79,7 @@ def evaluate(
             "num_images": len(data.images),
             "num_captions": len(data.captions),
             "captions_per_image": CAPTION_RULES[protocol].captions_per_image or "all",
-            **_cut(extractor, texts),
+            **_cut(extractor, texts, language),
         }
         features = (image_features, extractor.texts(texts))
         found.append(_figures(extractor, data, folder, features, ks, chunk_bytes, settings))
@@ -155,8 +155,10 @@ def _read(
     """The images and captions, in shards or outside, by language ("" where none is asked for)."""
     in_shards = captions.is_dir() and any(captions.glob("*.tar"))
     if languages is not None:
-        if split or in_shards:
-            raise ValueError(f"languages of {captions} are read from one file: leave out split")
+        if split:
+            raise ValueError(f"languages of {captions} have no split: leave out split")
+        if in_shards:
+            raise ValueError(f"{captions} holds shards: languages are read from a table or .jsonl")
         chosen = None if languages == "all" else languages
         return read_languages(captions, images, protocol, chosen)
     if not in_shards:
@@ -166,7 +168,7 @@ def _read(
     return {"": read_captions_of_shards(captions, shard_captions)}
 
 
-def _cut(extractor: Extractor, texts: Sequence[str]) -> dict[str, Any]:
+def _cut(extractor: Extractor, texts: Sequence[str], language: str = "") -> dict[str, Any]:
     """The context length of the tokenizer, where it has one, and how many texts it cuts.
 
     A text is cut where it fills the context even without its last word. This misses one that only
@@ -180,17 +182,17 @@ def _cut(extractor: Extractor, texts: Sequence[str]) -> dict[str, Any]:
     def count(own: slice) -> int:
         kept = [text.rpartition(" ")[0] for text in texts[own]]
         parts = (kept[start : start + 4096] for start in range(0, len(kept), 4096))
-        nothing = tokenizer([""])[0]
-        # SigLIP's tokenizers end every text with the token that they pad with.
-        last = -2 if (nothing == nothing[-1]).all() else -1
+        nothing, full = tokenizer(["", "a " * 4 * length])
+        # Tokenizers of SigLIP and of transformers pad with the token that ends a text, cut or not.
+        last = -2 if full[-1] == nothing[-1] else -1
         return sum(int((tokenizer(part)[:, last] != nothing[-1]).sum()) for part in parts)
 
     cut = sum(over_ranks(extractor.context, len(texts), count, "counting tokens"))
     if cut and extractor.context.is_main:
         log.warning(
-            "%d of %d captions are longer than the %d tokens that the encoder reads: what follows "
-            "is cut off",
-            *(cut, len(texts), length),
+            "%d of %d captions%s are longer than the %d tokens that the encoder reads: what "
+            "follows is cut off",
+            *(cut, len(texts), f" in {language!r}" if language else "", length),
         )
     return {"context_length": int(length), "captions_cut": cut}
 

@@ -25,7 +25,7 @@ from mclclip.eval import prompts, results
 from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
-from mclclip.models import weights
+from mclclip.models import transformers_encoder, weights
 from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder
 from mclclip.options import STRICT, first_problem
@@ -192,8 +192,15 @@ def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str)
 
 
 def identity_of(model: str | Path, pretrained: str | None = None) -> str:
-    """Digest of a model's files, or of its name where it is no directory."""
-    directory = Path(str(model).removeprefix("local-dir:").removeprefix("hf:"))
+    """Digest of a model's files, or of its name where it is no directory.
+
+    A model of transformers on the hub is downloaded for that."""
+    if str(model).startswith(transformers_encoder.PREFIX):
+        directory = transformers_encoder.find(str(model))
+        return digest_json(
+            [(path.name, digest_file(path)) for path in transformers_encoder.files_of(directory)]
+        )
+    directory = Path(str(model).removeprefix("local-dir:"))
     if not directory.is_dir():
         files = [Path(name) for name in (str(model), pretrained) if name]
         return digest_json([digest_file(f) if f.is_file() else str(f) for f in files])
@@ -256,7 +263,7 @@ def evaluate(
 
 def _split(where: str) -> tuple[str, str | None]:
     """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it."""
-    if Path(where).exists() or "@" not in where:
+    if "@" not in where or Path(where.removeprefix(transformers_encoder.PREFIX)).exists():
         return where, None
     name, _, tag = where.rpartition("@")
     return name, tag

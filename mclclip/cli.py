@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 # Parsed names that are not arguments of the function that a verb calls.
 _COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone"}
+# Those of export to another library's layout.
+_CONVERSION = ("to", "model", "out", "images", "texts")
 
 
 def _flags(args: argparse.Namespace) -> dict[str, Any]:
     """The flags of a verb by name, which are the arguments of its function."""
-    return {name: value for name, value in vars(args).items() if name not in _COMMON}
+    others = _COMMON | ({*_CONVERSION} if args.verb == "export" else set())
+    return {name: value for name, value in vars(args).items() if name not in others}
 
 
 # --- verbs that read a configuration -----------------------------------------------------------
@@ -79,6 +82,13 @@ def _pack(args: argparse.Namespace) -> object:
     from mclclip import pack
 
     return pack.pack(**_flags(args))
+
+
+def _convert(args: argparse.Namespace) -> object:
+    from mclclip.export import convert
+
+    given = {name: getattr(args, name) for name in _CONVERSION}
+    return convert.run(**given, force=args.force)
 
 
 def _alone(args: argparse.Namespace) -> object:
@@ -276,8 +286,9 @@ def _add_configured(verbs: Any) -> None:
     embed = add("embed", "index + encoder -> embeddings")
     cluster = add("cluster", "embeddings -> cluster labels and pseudo labels")
     train = add("train", "index + labels -> checkpoints", _train)
-    joins = "checkpoints -> open_clip models; without --stage: concat and soup"
-    export = add("export", joins, _export)
+    joins = "checkpoints -> open_clip models; without --stage: concat and soup; with --to: an "
+    export = add("export", f"{joins}exported model -> another library's layout", _export)
+    _add_conversion(export)
     for verb in (embed, cluster, train, export):
         verb.add_argument("--stage", type=int, required=verb is not export)
     text = "captions too, also where the text tower is trained"
@@ -285,7 +296,8 @@ def _add_configured(verbs: Any) -> None:
     for verb in (train, export):
         verb.add_argument("--variant", default="mcl", choices=_VARIANTS)
     evaluate = add("eval", "encoders -> rows of results.jsonl", _eval)
-    model = "export, concat, or open_clip NAME@PRETRAINED; default: the run's exports"
+    model = "export, concat, open_clip NAME@PRETRAINED, or hf:FOLDER (or hf:ORG/NAME) of "
+    model += "transformers; default: the run's exports"
     several: dict[str, Any] = {"action": "append", "default": []}
     evaluate.add_argument("--model", dest="models", metavar="[NAME=]PATH", help=model, **several)
     evaluate.add_argument("--suite", help="a shipped suite (mcl) or a YAML file")
@@ -301,6 +313,17 @@ def _add_configured(verbs: Any) -> None:
     run = add("run", "the whole method: every verb, over all stages", _run)
     share = "first judge the run by stage 1 on this share of the samples, such as 0.1 (the same as "
     run.add_argument("--pilot", metavar="SHARE", help=f"{share}pilot.share=0.1)")
+
+
+def _add_conversion(export: argparse.ArgumentParser) -> None:
+    group = export.add_argument_group("another library's layout; needs no configuration")
+    group.add_argument("--to", choices=["hf"], help="hf: transformers' CLIPModel")
+    group.add_argument("--model", type=Path, metavar="FOLDER", help="an exported stage or soup")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write")
+    pictures = "folder of pictures for the certificate (default: drawn ones)"
+    group.add_argument("--images", type=Path, metavar="FOLDER", help=pictures)
+    texts = "a text per line for the certificate (default: some that are hard to tokenise)"
+    group.add_argument("--texts", type=Path, metavar="FILE", help=texts)
 
 
 # --- main --------------------------------------------------------------------------------------
@@ -321,6 +344,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {wrong} (see 'mclclip {args.verb} --help')")
     if more:
         args.overrides += more
+    if args.verb == "export":
+        given = [name for name in _CONVERSION if getattr(args, name) is not None]
+        if given and not {"to", "model", "out"} <= {*given}:
+            parser.error(
+                f"export got --{' --'.join(given)}: wanted --to, --model and --out together"
+            )
+        if given:
+            args.standalone = _convert
     if getattr(args, "pilot", None) is not None:
         args.overrides.append(f"pilot.share={args.pilot}")
     return args

@@ -11,6 +11,7 @@ from mclclip.models.clip import load_clip, load_image_encoder
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.lora import add_lora
+from mclclip.models.transformers_encoder import PREFIX
 
 AnyModel = ClipModel | ImageEncoder
 
@@ -36,7 +37,7 @@ def load_any(
     are those that `load_clip` and `load_image_encoder` share. Raises ValueError for a projector on
     a model with a text tower.
     """
-    if str(name).startswith("hf:"):
+    if str(name).startswith(PREFIX):
         raise ValueError(
             f"{name} is a model of transformers, which can be evaluated but not trained or joined: "
             "use the same model's name in open_clip, or hf-hub:ORG/NAME of its open_clip weights"

@@ -6,17 +6,20 @@ only tokenizers that are data, and no code that comes with a model is run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from mclclip import files
-from mclclip.models import config_check, config_limits
+from mclclip.models import config_check, config_limits, weights
 from mclclip.models.hub import fetched, one_line, quiet
 from mclclip.models.image_model import unit
 from mclclip.options import shown
@@ -25,6 +28,11 @@ PREFIX = "hf:"
 """Begins the name of such a model: ``hf:FOLDER`` or ``hf:ORG/NAME`` on the hub."""
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
+# Keys by which transformers takes kernels, quantizers or Python from elsewhere.
+_BRINGS_CODE = {
+    "auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+    "quantization_config", "per_layer_config", "kernel_config",
+}  # fmt: skip
 _FILES = ("*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json")
 
 
@@ -63,9 +71,11 @@ class _Tokens:
 
     tokenizer: Any
     context_length: int
+    lower: bool = False
 
     def __call__(self, texts: str | list[str]) -> Tensor:
         texts = [texts] if isinstance(texts, str) else list(texts)
+        texts = [text.lower() for text in texts] if self.lower else texts
         found = self.tokenizer(
             texts,
             padding="max_length",
@@ -84,7 +94,7 @@ class TransformersEncoder(nn.Module):
     of the text; SigLIP was trained without one.
     """
 
-    def __init__(self, model: Any, processor: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, processor: Any, tokenizer: Any, lower: bool = False) -> None:
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         text = model.config.text_config
@@ -94,7 +104,7 @@ class TransformersEncoder(nn.Module):
             or text.hidden_size
         )
         self.logit_scale = model.logit_scale.exp().item()
-        self.tokenizer = _Tokens(tokenizer, int(text.max_position_embeddings))
+        self.tokenizer = _Tokens(tokenizer, int(text.max_position_embeddings), lower)
         self.preprocess_val = _Pixels(processor)
         self.eval()
 
@@ -132,19 +142,54 @@ def load(name: str) -> TransformersEncoder:
     configuration, weights or tokenizer are not of a CLIP or SigLIP model, or not data alone.
     """
     directory = find(name)
-    config = files.read_model_json(directory / CONFIG)
-    kind = _check_config(config, directory)
-    if not any(directory.glob("*.safetensors")):
-        raise ValueError(
-            f"{directory} has no *.safetensors: save the model with transformers' save_pretrained, "
-            "since files of other kinds could run code"
-        )
-    transformers = config_check.library()
-    model = _read(f"the model in {directory}", lambda: _model(transformers, kind, directory))
+    kind = _check_config(files.read_model_json(directory / CONFIG), directory)
+    _check_weights(directory)
     _check_preprocessor(directory / PREPROCESSOR)
-    images = _class(transformers, kind.images)
-    processor = _read(f"{directory / PREPROCESSOR}", lambda: images.from_pretrained(str(directory)))
-    return TransformersEncoder(model, processor, _tokenizer(transformers, kind, directory))
+    transformers = config_check.library()
+    with _silent(transformers):
+        model = _read(f"the model in {directory}", lambda: _model(transformers, kind, directory))
+        images = _class(transformers, kind.images)
+        what = f"{directory / PREPROCESSOR}"
+        processor = _read(what, lambda: images.from_pretrained(str(directory)))
+        tokenizer, lower = _tokenizer(transformers, kind, directory)
+    weights.refuse_not_finite(model, str(directory))
+    encoder = TransformersEncoder(model, processor, tokenizer, lower)
+    _check_fit(encoder, directory)
+    return encoder
+
+
+def _check_fit(encoder: TransformersEncoder, directory: Path) -> None:
+    """Raises ValueError where pixels or tokens are not what the model takes."""
+    side = int(encoder.model.config.vision_config.image_size)
+    wanted = (3, side, side)
+    for size in ((40, 60), (90, 50)):
+        pixels = tuple(encoder.preprocess_val(Image.new("RGB", size)).shape)
+        if pixels != wanted:
+            raise ValueError(
+                f"{directory / PREPROCESSOR} makes pixels of shape {pixels}, the model takes "
+                f"{wanted}: correct its size and crop_size"
+            )
+    words, known = len(encoder.tokenizer.tokenizer), encoder.model.config.text_config.vocab_size
+    if words > known:
+        raise ValueError(
+            f"the tokenizer in {directory} has {words:,} tokens, the model {known:,}: it is of "
+            "another model"
+        )
+
+
+@contextmanager
+def _silent(transformers: Any) -> Iterator[None]:
+    """Keeps the library's reports and progress bars from the terminal."""
+    library = transformers.utils.logging
+    verbosity, with_bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity(library.CRITICAL)
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(verbosity)
+        if with_bars:
+            library.enable_progress_bar()
 
 
 def find(name: str) -> Path:
@@ -169,6 +214,11 @@ def find(name: str) -> Path:
     return directory
 
 
+def files_of(directory: Path) -> list[Path]:
+    """The files that decide what a model in ``directory`` answers, by name."""
+    return sorted({path for pattern in _FILES for path in directory.glob(pattern)})
+
+
 def _check_config(config: object, directory: Path) -> _Kind:
     where = str(directory / CONFIG)
     if not isinstance(config, Mapping):
@@ -178,19 +228,40 @@ def _check_config(config: object, directory: Path) -> _Kind:
             f"model_type in {where} is {shown(config.get('model_type'))}, wanted one of "
             f"{', '.join(KINDS)}: other models need an export of their own"
         )
-    parts = {}
     for name in ("vision_config", "text_config"):
-        part = config.get(name)
-        if not isinstance(part, Mapping):
+        if not isinstance(config.get(name), Mapping):
             raise ValueError(f"{where} has no {name}: save the model of both towers")
+    for name, part in (("", config), *((n, config[n]) for n in ("vision_config", "text_config"))):
+        what = f"{name} of {where}" if name else where
+        if brought := sorted(_BRINGS_CODE & {*map(str, part)}):
+            raise ValueError(
+                f"{what} has {brought[0]}, which can bring code of others: take it out if the "
+                "model works without"
+            )
         for key, value in part.items():
-            config_limits.check_numbers(value, str(key), f"{name} of {where}")
-        parts[name] = part
-    if "auto_map" in config:
-        raise ValueError(f"{where} has auto_map, which names Python that mclclip never runs")
-    vision, text = parts["vision_config"], parts["text_config"]
+            if not isinstance(value, Mapping):
+                config_limits.check_numbers(value, str(key), what)
+    vision, text = config["vision_config"], config["text_config"]
     config_limits.check_memory({"vision_cfg": _sizes(vision), "text_cfg": _sizes(text)})
     return KINDS[str(config["model_type"])]
+
+
+def _check_weights(directory: Path) -> None:
+    """Raises ValueError for weights that are no safetensors in this folder, or an adapter's."""
+    if not any(directory.glob("*.safetensors")):
+        raise ValueError(
+            f"{directory} has no *.safetensors: save the model with transformers' save_pretrained, "
+            "since files of other kinds could run code"
+        )
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(f"{directory} holds an adapter: merge it into its model, and save that")
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        record = files.read_model_json(index)
+        names = record.get("weight_map") if isinstance(record, Mapping) else None
+        inside = {path.name for path in directory.glob("*.safetensors")}
+        if not isinstance(names, Mapping) or not {*map(str, names.values())} <= inside:
+            raise ValueError(f"{index} names files outside of its folder: save the model again")
 
 
 def _check_preprocessor(path: Path) -> None:
@@ -211,12 +282,22 @@ def _sizes(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model(transformers: Any, kind: _Kind, directory: Path) -> Any:
-    model, found = getattr(transformers, kind.model).from_pretrained(
+    cls = getattr(transformers, kind.model)
+    with torch.device("meta"):  # its size, before memory is taken for what files do not hold
+        described = cls(cls.config_class.from_pretrained(str(directory), local_files_only=True))
+    wanted = sum(parameter.numel() for parameter in described.parameters())
+    held = sum(_held(path) for path in directory.glob("*.safetensors"))
+    if wanted > held:
+        raise ValueError(
+            f"the configuration describes {wanted:,} parameters, and the weights hold {held:,}"
+        )
+    model, found = cls.from_pretrained(
         str(directory),
         use_safetensors=True,
         output_loading_info=True,
         torch_dtype=torch.float32,
         local_files_only=True,
+        attn_implementation="eager",
     )
     # transformers only warns of these, and fills them at random.
     missing = sorted(name for name in found["missing_keys"] if "position_ids" not in name)
@@ -225,18 +306,28 @@ def _model(transformers: Any, kind: _Kind, directory: Path) -> Any:
     return model
 
 
-def _tokenizer(transformers: Any, kind: _Kind, directory: Path) -> Any:
+def _held(path: Path) -> int:
+    """How many numbers a file of safetensors holds, by its header."""
+    with safe_open(path, framework="pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+
+
+def _tokenizer(transformers: Any, kind: _Kind, directory: Path) -> tuple[Any, bool]:
+    """The tokenizer, and whether it wants texts in lower case: SigLIP 2's, which is Gemma's, was
+    trained so, as transformers documents, and does not change them itself."""
     path = directory / config_check.TOKENIZER_CONFIG
     record = files.read_model_json(path) if path.is_file() else {}
     name = record.get("tokenizer_class") if isinstance(record, Mapping) else None
-    if name in kind.tokenizers and "auto_map" not in record:
+    own = name in kind.tokenizers and "auto_map" not in record
+    if own:
         load = _class(transformers, str(name)).from_pretrained
     else:
         config_check.check_tokenizer_files(directory)
         load = transformers.AutoTokenizer.from_pretrained
     # With an empty configuration, transformers does not look in config.json for other classes.
-    options = {} if name in kind.tokenizers else {"config": transformers.PretrainedConfig()}
-    return _read(f"the tokenizer in {directory}", lambda: load(str(directory), **options))
+    options = {} if own else {"config": transformers.PretrainedConfig()}
+    found = _read(f"the tokenizer in {directory}", lambda: load(str(directory), **options))
+    return found, str(name).startswith("Gemma")
 
 
 def _class(transformers: Any, name: str) -> Any:

@@ -41,9 +41,12 @@ from tests.matrix import IN_SOAK, SOAK, fuller_in_soak, in_soak
 LIMIT_S = 20.0  # of which mclclip itself takes 5 where the main thread does not answer
 FIRST = "cli.py:_parse"  # the first moment at which mclclip answers signals
 LAST = "process.py:_leave"  # from here on nobody is left to answer an error
-# Errors in these are answered by libraries, which print them and go on: multiprocessing, logging.
+# Errors in these are answered by libraries, which print them and go on: multiprocessing at exit,
+# logging, and Python itself after a fork.
 ANSWERED_ELSEWHERE = (
     "ranks/parent_death.py:_end_workers",
+    "ranks/parent_death.py:_end_patiently",
+    "ranks/signals.py:_forget",
     "run/runlog.py:_Formatter.formatMessage",
 )
 PACKAGE = str(Path(mclclip.__file__).parent)

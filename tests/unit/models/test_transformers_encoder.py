@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import mclclip
 import mclclip.torchvision_fix  # noqa: F401
+from mclclip.eval import retrieval
 from mclclip.eval.features import Extractor
 from mclclip.eval.labelled_features import with_feature
-from mclclip.eval.run import identity_of
+from mclclip.eval.run import _split, identity_of
 from mclclip.models.loading import load_any
 
 transformers = pytest.importorskip("transformers")
@@ -138,7 +140,7 @@ def test_its_identity_is_that_of_its_files(saved: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(saved, copy)
     assert identity_of(f"hf:{copy}") == identity_of(f"hf:{saved}")
-    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes() + b" ")
+    (copy / "merges.txt").write_text("#version: 0.2\n")
     assert identity_of(f"hf:{copy}") != identity_of(f"hf:{saved}")
 
 
@@ -172,25 +174,68 @@ def _change(folder: Path, what: str) -> None:
             _edit(folder / "preprocessor_config.json", size={"shortest_edge": 10**9})
         case "no processor":
             (folder / "preprocessor_config.json").unlink()
+        case "kernel":
+            _edit(folder / "config.json", attn_implementation="stranger/kernel")
+        case "quantizer":
+            text = config["text_config"] | {"quantization_config": {"load_in_8bit": True}}
+            _edit(folder / "config.json", text_config=text)
+        case "long number":
+            _edit(folder / "config.json", projection_dim=10**400)
+        case "positions":
+            small = config["vision_config"] | {"image_size": 4096, "patch_size": 1}
+            _edit(folder / "config.json", vision_config=small)
+        case "adapter":
+            (folder / "adapter_config.json").write_text("{}")
+        case "outside":
+            shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
+            index = {"metadata": {}, "weight_map": {"logit_scale": "../outside.safetensors"}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "another name" | "not finite":
+            tensors = load_file(folder / "model.safetensors")
+            if what == "not finite":
+                tensors["logit_scale"] = torch.full_like(tensors["logit_scale"], float("nan"))
+            else:
+                tensors["logit_scales"] = tensors.pop("logit_scale")
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        case "no crop":
+            _edit(folder / "preprocessor_config.json", do_center_crop=False, do_resize=False)
+        case "words":
+            text = config["text_config"] | {"vocab_size": 20, "eos_token_id": 3}
+            path = folder / "model.safetensors"
+            tensors = load_file(path)
+            name = "text_model.embeddings.token_embedding.weight"
+            tensors[name] = tensors[name][:20].clone()
+            save_file(tensors, path, {"format": "pt"})
+            _edit(folder / "config.json", text_config=text)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("type", "model_type in .* is 'llama', wanted one of clip, siglip"),
-        ("code", "has auto_map, which names Python"),
+        ("code", "has auto_map, which can bring code of others"),
+        ("kernel", "has attn_implementation, which can bring code of others"),
+        ("quantizer", "text_config of .* has quantization_config, which can bring code"),
+        ("long number", "projection_dim in .* is a number of hundreds of digits"),
+        ("positions", "the configuration describes .* parameters, and the weights hold"),
+        ("adapter", "holds an adapter: merge it into its model"),
+        ("outside", "names files outside of its folder"),
+        ("another name", "the weights have no logit_scale"),
+        ("not finite", "not finite"),
+        ("no crop", r"makes pixels of shape \(3, 60, 40\), the model takes \(3, 32, 32\)"),
+        ("words", "the tokenizer in .* has .* tokens, the model 20"),
         ("layers", "num_hidden_layers in vision_config .* is 20000, wanted above 0 and at most"),
         ("memory", "GiB for its parameters"),
         ("one tower", "has no text_config"),
         ("pickle", "has no .*safetensors"),
-        ("other weights", "cannot load the model in .*the weights have no "),
+        ("other weights", "cannot load the model in .*describes .* the weights hold "),
         ("tokenizer", "has auto_map, which names Python"),
         ("image size", "size of .* is 1e.09, wanted above 0 and at most 4,096"),
         ("no processor", "has no preprocessor_config.json"),
     ],
 )
 def test_what_is_no_such_model_is_one_line(
-    saved: Path, tmp_path: Path, what: str, message: str
+    saved: Path, tmp_path: Path, what: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(saved, folder)
@@ -198,9 +243,24 @@ def test_what_is_no_such_model_is_one_line(
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         mclclip.load_model(f"hf:{folder}")
     assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")  # transformers would print a report of weights
 
 
-def test_names_are_checked(saved: Path) -> None:
+def test_loading_says_nothing(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mclclip.load_model(f"hf:{saved}")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_captions_that_are_cut_are_counted(saved: Path) -> None:
+    """Both kinds pad with the token that ends a text."""
+    extractor = Extractor(mclclip.load_model(f"hf:{saved}"))
+    texts = ["a cat", "a dog " * 20, "a", ""]
+    assert retrieval._cut(extractor, texts) == {"context_length": 12, "captions_cut": 1}
+
+
+def test_names_are_checked(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "data@1").mkdir()
+    assert _split(f"hf:{tmp_path}/data@1") == (f"hf:{tmp_path}/data@1", None)
     with pytest.raises(FileNotFoundError, match="no folder .*give hf:FOLDER, or hf:ORG/NAME"):
         mclclip.load_model("hf:/nowhere/at/all")
     with pytest.raises(FileNotFoundError, match="neither cached nor reachable"):
