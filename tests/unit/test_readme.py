@@ -211,7 +211,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         if args.verb == "demo":
             words = [word for word in [*args.seeds, *args.overrides] if "=" in word]
             demo.settings(Path(args.out), 3, words)
-        elif hasattr(args, "overrides"):
+        elif hasattr(args, "overrides") and getattr(args, "to", None) is None:
             options = config.load(args.config, args.overrides)
             if args.verb == "run":
                 out = f"{options.run_dir}/config.yaml"
