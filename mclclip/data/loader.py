@@ -78,10 +78,7 @@ class Loader(Generic[T]):
         try:
             return data_wait.wait_for(lambda: next(source), partial(self._what, source, number))
         except (RuntimeError, OSError, EOFError) as error:
-            lost_worker = _lost_worker(source, error)
-            # A signal to all processes of a job may reach a worker that is not deaf to it yet.
-            asked = data_wait.asked_within(_ENDS_S) if lost_worker is not None else None
-            raise asked or lost_worker or error from error
+            raise _lost_worker(source, error) or error from error
 
     def _what(self, source: object, number: int) -> str:
         """Which process was to read item ``number``, and where it is."""

@@ -92,16 +92,6 @@ def obeying(request: Request) -> Iterator[None]:
         _Wait.request = before
 
 
-def asked_within(seconds: float) -> Preempted | None:
-    """The request to leave that stands, or comes within ``seconds``; None where there is none."""
-    if _Wait.request is None:
-        return None
-    deadline = time.monotonic() + seconds
-    while (request := _Wait.request()) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return request
-
-
 @contextmanager
 def limited(timeout_s: float) -> Iterator[None]:
     """While the block runs in the main thread, waiting for data has a limit (``wait_for``)."""

@@ -10,12 +10,15 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mclclip.ranks import signals
+
 # torch's words for a loader worker that ended without an error of its own.
 _ENDED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
     r"(?:is killed by signal: ([A-Za-z ]+)|exited unexpectedly(?: with exit code (\d+))?)"
 )
 _WORDS = {signal.SIGKILL: "Killed", signal.SIGBUS: "Bus", signal.SIGSEGV: "Segmentation"}
+_REQUEST_S = 0.5  # between the processes of a job that a signal is sent to
 GOES_ON = "the same command goes on from what is saved"
 
 
@@ -29,11 +32,19 @@ class LostWorker(Lost):
 
 @contextmanager
 def naming() -> Iterator[None]:
-    """Raises errors of the block as ``named`` gives them."""
+    """Raises errors of the block as ``named`` gives them.
+
+    Where a worker was ended and this process was asked to leave, it leaves as it was asked: a
+    signal to a whole job may reach a worker that is not deaf to it yet.
+    """
     try:
         yield
     except RuntimeError as error:
-        if (better := named(error)) is error:
+        better = named(error)
+        asked = signals.asked_within(_REQUEST_S) if isinstance(better, LostWorker) else None
+        if asked is not None:
+            raise asked from error
+        if better is error:
             raise
         raise better from error
 

@@ -86,9 +86,12 @@ def install_handlers() -> None:
 def ignore() -> None:
     """Answers no request from now on, for a process that is about to end anyway.
 
-    A second interrupt still ends it at once.
+    A second interrupt still ends it at once. The death of a loader worker, for which torch raises
+    an error wherever the main thread is, does not matter any more.
     """
     _Requests.ending = True
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def restore() -> None:
@@ -113,6 +116,16 @@ def _set_all(action: signal.Handlers) -> None:
 def received() -> str | None:
     """Name of the signal that asked this process to leave, or None."""
     return _Requests.name
+
+
+def asked_within(seconds: float) -> BaseException | None:
+    """The error of a signal that has come or comes within ``seconds``; None where there is none."""
+    deadline = time.monotonic() + seconds
+    while not (_Requests.interrupted or _Requests.name) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if _Requests.interrupted:
+        return KeyboardInterrupt()
+    return Preempted(_Requests.name) if _Requests.name is not None else None
 
 
 @contextmanager

@@ -150,17 +150,24 @@ class End:
         if rank != "0" or name != self.moment:
             return
         sys.setprofile(None)
-        while len(pids := list(self.folder.glob("*.pid"))) < self.ranks:
+        # The first rank comes last, since a worker of it, in which this may run, ends with it.
+        while len(pids := noted(self.folder)) < self.ranks:
             time.sleep(0.01)
         (self.folder / "struck").write_text(str(time.time()))
         if not self.kind.numbers:
             raise ValueError("planted")
         own = os.getpid()
-        others = [pid for path in pids if (pid := int(path.read_text())) != own]
+        others = [pid for pid in pids if pid != own]
         for number in self.kind.numbers:
             for pid in [*others, own]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
+
+
+def noted(folder: Path) -> list[int]:
+    """The processes of the ranks that have noted theirs, the last rank's first."""
+    texts = [path.read_text() for path in sorted(folder.glob("*.pid"), reverse=True)]
+    return [int(text) for text in texts if text]
 
 
 # --- judging ------------------------------------------------------------------------------------
@@ -199,6 +206,8 @@ def faults(folder: Path, finished: Finished, kind: Kind, run_dir: Path, ended: f
     # Asked too late, or an error that the code itself answers.
     wanted = {kind.code, 0} if done else {kind.code}
     first, *others = finished.codes if kind.numbers else finished.codes[:1]  # it strikes one rank
+    if kind.code in others:
+        wanted |= {0}  # the first had done its part; the launcher goes by the others
     # The others may have done their part: the launcher goes by the first code that is not 0.
     if first not in wanted or not set(others) <= wanted | {0}:
         found.append(f"exit codes {finished.codes}, wanted {sorted(wanted)}")

@@ -160,3 +160,47 @@ def test_nothing_is_raised_out_of_an_import(tmp_path: Path) -> None:
     )
     done = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import half")
     assert (done.returncode, done.stdout) == (85, "")
+
+
+LOST = """
+from mclclip.ranks import lost
+def ends(sent, later=False):
+    try:
+        with lost.naming():
+            try:
+                if sent and later:
+                    import threading
+                    threading.Timer(0.1, os.kill, (os.getpid(), sent)).start()
+                elif sent:
+                    os.kill(os.getpid(), sent)
+            finally:  # torch's handler raises this wherever the main thread is
+                raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Terminated. ")
+    except BaseException as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        ("signal.SIGTERM", "Preempted"),
+        ("signal.SIGHUP", "Preempted"),
+        ("signal.SIGINT", "KeyboardInterrupt"),
+        ("signal.SIGTERM, True", "Preempted"),
+        ("signal.SIGINT, True", "KeyboardInterrupt"),
+        ("None", "LostWorker"),
+    ],
+)
+def test_a_worker_that_was_ended_with_the_job_is_no_failure(sent: str, name: str) -> None:
+    assert run(f"{LOST}\nends({sent})").stdout.split() == [name]
+
+
+def test_the_death_of_a_worker_does_not_disturb_an_end() -> None:
+    done = run(
+        "def handler(*_):\n    raise RuntimeError('a worker died')\n"
+        "signal.signal(signal.SIGCHLD, handler)\n"
+        "signals.ignore()\n"
+        "os.kill(os.getpid(), signal.SIGCHLD)\n"
+        "print('still here')\n"
+    )
+    assert done.stdout.split() == ["still", "here"], done.stderr
