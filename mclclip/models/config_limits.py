@@ -145,7 +145,8 @@ def check_numbers(value: object, name: str, where: str) -> None:
         # In this order: a long whole number is no float.
         if abs(item) > most or not math.isfinite(item) or (name in _POSITIVE and item <= 0):
             least = "above 0 and " if name in _POSITIVE else ""
-            got = f"{item:.6g}" if abs(item) < 1e300 else "a number of hundreds of digits"
+            long = isinstance(item, int) and abs(item) > 10**300
+            got = "a number of hundreds of digits" if long else f"{item:.6g}"
             raise ValueError(f"{name} in {where} is {got}, wanted {least}at most {most:,}")
 
 

@@ -128,13 +128,14 @@ def _end_patiently(workers: list[multiprocessing.process.BaseProcess]) -> None:
     while alive := [worker for worker in workers if worker.is_alive()]:
         for worker in alive:
             # Checked in every round: a worker that is just starting may begin to ignore it.
-            if _ignores_sigterm(worker.pid or 0, time.monotonic() - asked):
+            if _is_deaf(worker.pid or 0, time.monotonic() - asked):
                 worker.kill()
         time.sleep(0.01)
 
 
-def _ignores_sigterm(pid: int, asked_s: float) -> bool:
-    """Whether process ``pid`` ignores SIGTERM, which was sent to it ``asked_s`` seconds ago.
+def _is_deaf(pid: int, asked_s: float) -> bool:
+    """Whether process ``pid`` ignores SIGTERM, which was sent to it ``asked_s`` seconds ago, or has
+    been stopped and hears nothing.
 
     Without /proc, a process that still runs after ``_UNKNOWN_S`` seconds counts as ignoring it.
     """
@@ -142,6 +143,8 @@ def _ignores_sigterm(pid: int, asked_s: float) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return asked_s > _UNKNOWN_S
+    if status.split("State:")[1].split()[0] in ("T", "t"):
+        return True
     ignored = int(status.split("SigIgn:")[1].split()[0], 16)
     return bool(ignored >> (signal.SIGTERM - 1) & 1)
 
