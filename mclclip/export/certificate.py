@@ -44,7 +44,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Certificate:
-    """What differs between an encoder and its export.
+    """Differences between an encoder and its export, as ``compare`` measures them.
 
     pixels           largest difference of the two image transforms in shades of 255
     pixels_of        images that differ by two shades and more, at most ten of them

@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def fetched(what: str, fetch: Callable[[], T]) -> T:
-    """What ``fetch`` returns; FileNotFoundError of one line about ``what`` where it cannot."""
+    """Calls ``fetch`` quietly and returns its result.
+
+    Raises FileNotFoundError, one line about ``what``, where it fails.
+    """
     try:
         with quiet(), _offline_where_unreachable():
             return fetch()

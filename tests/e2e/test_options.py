@@ -76,7 +76,8 @@ def test_how_a_step_runs_changes_no_weights(
         if "in_proj_bias" not in name:  # the key bias: see tests/distributed/test_train.py
             # Generated kernels round by the processor, and AdamW divides by small moments: one of
             # 4,096 weights was 1.03e-5 away on one processor, none beyond 1e-5 on others.
-            torch.testing.assert_close(got[name], tensor, atol=2e-5, rtol=0)
+            away = (got[name] - tensor).abs()
+            assert away.max() <= 2e-5 and (away > 1e-5).float().mean() <= 1e-3, name
 
 
 def test_adapters_are_merged_into_a_plain_export(shell: Shell, based: Any, tmp_path: Path) -> None:
