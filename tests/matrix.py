@@ -1,4 +1,8 @@
-"""Matrices of engines, ranks and options: `make test` runs one cell, `make soak` all of them."""
+"""Matrices of engines, ranks and options: `make test` runs one cell, `make soak` all of them.
+
+Beside those two, `make slow` has a mark of its own (`slow` alone): one short instance of each check
+that takes minutes, for the continuous integration.
+"""
 
 from __future__ import annotations
 

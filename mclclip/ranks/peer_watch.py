@@ -41,6 +41,7 @@ _MOST_TOLD = 1000  # characters of an error
 _QUIET = 4  # a living rank reports within so many periods, even on a busy machine
 _GOES_ON = "the job ends; the same command goes on from the last checkpoint"
 _LAST_WORD = "last word "  # what begins a rank's last report
+_TELL_S = 5.0  # for a busy machine to take this rank's last word; nobody learns it afterwards
 _FOLLOW_S = 3.0  # for the main thread to find out by itself that another rank has left
 _MISSED = 3  # this many periods without a report: the rank's last report is out of date
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
@@ -146,7 +147,7 @@ class PeerWatch:
             word = {"failed": " ".join(str(error).split())[:_MOST_TOLD]}
         self._last_word = _LAST_WORD + json.dumps(word)
         self._wake.set()
-        self._told.wait(self.period_s)
+        self._told.wait(_TELL_S)
 
     def _heard_last(self) -> LostPeer | Preempted | None:
         """The error that another rank's last word stands for, if there is one."""
@@ -193,7 +194,6 @@ class PeerWatch:
                 own = self._last_word or f"{beat} {_Progress.count} {_place()}"
                 store.set(str(self.context.rank), own)
                 if self._last_word is not None:
-                    self._told.set()
                     return
                 present = [rank for rank in self._reports if everybody or store.check([str(rank)])]
                 everybody = len(present) == len(self._reports)
@@ -205,6 +205,8 @@ class PeerWatch:
         except (RuntimeError, OSError) as error:
             # The other thread ends the process if nothing else ends it before.
             log.debug("the store does not answer: %s", error)
+        finally:
+            self._told.set()  # nothing more will be told
 
     def _open_store(self) -> Store:
         """A second connection to the store: when it blocks, the training's is still free."""

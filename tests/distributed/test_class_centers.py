@@ -252,7 +252,7 @@ def curve(directory: Path, how: dict[str, Any], stop: int) -> dict[str, Any]:
     return {"start": start, "losses": losses, "state": state}
 
 
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("lazy", kept([False, True], 1))
 def test_saved_on_four_ranks_resumed_on_others(ranks: Ranks, tmp_path: Path, lazy: bool) -> None:
     how = {"lazy": lazy}
     undisturbed = ranks(1, curve, tmp_path / "whole", how, 8)[0]

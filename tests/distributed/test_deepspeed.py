@@ -89,7 +89,7 @@ def single(ranks: Ranks) -> Callable[..., tuple[list[float], dict[str, Any]]]:
 # --- as the single process ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", kept(STAGES, 1, 2))
+@pytest.mark.parametrize("stage", kept(STAGES, 2))
 @pytest.mark.parametrize(
     "options", kept([{}, {"clip_grad_norm": 0.5, "ema_decay": 0.9}], 1), ids=str
 )
@@ -102,6 +102,7 @@ def test_two_ranks_equal_one(ranks: Ranks, single: Any, stage: int, options: Any
 
 
 @pytest.mark.parametrize("stage", kept(STAGES, 2))
+@in_soak
 def test_gradient_caching_equals_the_whole_batch(ranks: Ranks, single: Any, stage: int) -> None:
     """In micro-batches of unequal size (12 = 5 + 5 + 2)."""
     losses, state = single(steps=short)
@@ -154,7 +155,7 @@ def test_gradient_norm_is_that_before_clipping(ranks: Ranks, stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", kept(STAGES, 1))
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", kept(["bf16", "fp16"], 0))
 def test_half_precision_agrees(ranks: Ranks, single: Any, precision: str, stage: int) -> None:
     exact, _ = single(steps=short)
     losses, state = single(precision, steps=short)
@@ -173,7 +174,7 @@ def overflow(stage: int) -> Any:
         return zero(test_engines.overflow, "deepspeed")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", kept(STAGES, 2))
 def test_a_step_that_overflows_anywhere_is_left_out_everywhere(ranks: Ranks, stage: int) -> None:
     for result in ranks(2, overflow, stage):
         test_engines.assert_left_out(result)
@@ -196,6 +197,7 @@ def bounded(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", kept(STAGES, 2))
+@in_soak
 def test_the_logit_scale_stays_below_its_bound(ranks: Ranks, stage: int) -> None:
     bound = float(np.float32(math.log(100.0)))
     for values in ranks(2, zero, bounded, stage):
@@ -230,6 +232,7 @@ def some_steps(
 
 
 @pytest.mark.parametrize("stage", kept(STAGES, 1))
+@in_soak
 def test_state_goes_from_engine_to_engine(ranks: Ranks, single: Any, stage: int) -> None:
     expected, end = single(ema_decay=0.9)
     losses, _, state = ranks(1, some_steps, "ddp", {}, range(5), None)[0]
@@ -247,8 +250,8 @@ def test_state_goes_from_engine_to_engine(ranks: Ranks, single: Any, stage: int)
     assert state["optimizer.model.clip.visual.proj.step"] == 20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", kept(STAGES, 2))
+@in_soak
 def test_a_resumed_run_repeats_the_undisturbed_one(ranks: Ranks, stage: int) -> None:
     """Bit for bit on the same ranks; and looking at the state of a fresh engine changes nothing."""
     options = {"zero_stage": stage}
@@ -312,7 +315,7 @@ def left_over(stage: int) -> list[Any]:
     return [reference() is None for reference in references]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", kept(STAGES, 2))
 def test_an_engine_that_is_gone_holds_no_memory(ranks: Ranks, stage: int) -> None:
     for result in ranks(2, zero, left_over, stage):
         assert result == [True, True]

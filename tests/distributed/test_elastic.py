@@ -26,7 +26,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.ranks.signals import Preempted
 from tests import tiny
 from tests.distributed.test_deepspeed import zero
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 Ranks = Callable[..., list[Any]]
 STEPS = 24  # saved after at most 4, so at least 20 follow
@@ -164,6 +164,7 @@ def test_the_same_training_goes_on(
 
 
 @pytest.mark.parametrize("engine", kept(["ddp", "fsdp"], 0))
+@in_soak
 def test_the_same_ranks_end_bit_for_bit(
     ranks: Ranks, data: Path, left: Any, tmp_path: Path, engine: str
 ) -> None:

@@ -22,7 +22,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed.test_engines import assert_close, whole
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS, NUM_CLASSES = 24, 20, 30
@@ -106,7 +106,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), kept(CASES, 2, 4), ids=str)
+@pytest.mark.parametrize(("name", "options"), kept(CASES, 4), ids=str)
 @pytest.mark.parametrize("world_size", kept([2, 3], 1))
 def test_float64(ranks: Ranks, world_size: int, name: str, options: dict[str, Any]) -> None:
     alone = {n: v for n, v in options.items() if n != "micro_batch"}
@@ -121,6 +121,7 @@ def test_float64(ranks: Ranks, world_size: int, name: str, options: dict[str, An
 
 @pytest.mark.parametrize("micro_batch", kept([None, 4], 1))
 @pytest.mark.parametrize("name", kept(["ddp", "fsdp"], 1))
+@in_soak
 def test_fp16_leaves_the_head_unscaled(ranks: Ranks, name: str, micro_batch: int | None) -> None:
     """Rounded to fp16 the trunk differs; the head moves as far as under fp32."""
     options = {"micro_batch": micro_batch, "clip_grad_norm": 1.0}
@@ -177,6 +178,7 @@ def test_a_step_that_is_left_out_leaves_the_head(
     (1, {"clip_grad_norm": 1.0}), (2, {}), (2, {"clip_grad_norm": 1.0, "micro_batch": 4}),
     (3, {"clip_grad_norm": 1.0}),
 ], 2, 3))  # fmt: skip
+@in_soak
 def test_zero(ranks: Ranks, stage: int, options: dict[str, Any]) -> None:
     """In fp32, which DeepSpeed trains in; its clipping counts the class centers too."""
     pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")

@@ -21,7 +21,7 @@ from mclclip.data import arrays
 from mclclip.data.arrays import NpyBlocks
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from tests.matrix import SOAK, fuller_in_soak, in_soak
+from tests.matrix import SOAK, fuller_in_soak, in_soak, kept
 from tests.unit.clustering.test_assignment import LIMIT_MIB, growth_mib
 from tests.unit.test_cluster import BAD, contents, make_run
 from tests.unit.test_cluster import SIZES as SAMPLES
@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @fuller_in_soak
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", kept([*OPTIONS], 0, 2))
 def test_equal_bit_for_bit_for_any_number_of_ranks(
     ranks: Ranks, shards: list[Path], case: str
 ) -> None:
@@ -140,7 +140,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize("case", kept([*SHARDED], 1))
 def test_sharded_centroids_give_the_same_bits(ranks: Ranks, shards: list[Path], case: str) -> None:
     common = SHARDED[case] | {"max_iterations": 5}
     wanted = cluster(shards, common | {"sharded": False})
@@ -180,7 +180,7 @@ def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     return everything(found, blocks, {"labels_per_sample": 4, **common})
 
 
-@pytest.mark.parametrize("sharded", (False, True))
+@pytest.mark.parametrize("sharded", kept([False, True], 1))
 def test_two_levels_are_equal_for_any_number_of_ranks(
     ranks: Ranks, shards: list[Path], sharded: bool
 ) -> None:
@@ -249,7 +249,7 @@ def labels_and_similarities(options: dict[str, Any]) -> Path:
         return verb.run(from_tree(options), here(), stage=0)
 
 
-@pytest.mark.parametrize("algorithm", ("spherical", "euclidean"))
+@pytest.mark.parametrize("algorithm", kept(["spherical", "euclidean"], 0))
 @pytest.mark.parametrize("method", ("flat", "two_level"))
 def test_the_files_are_those_of_the_whole_assignment(
     ranks: Ranks, tmp_path: Path, algorithm: Any, method: str
@@ -289,6 +289,7 @@ def grown_mib() -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@in_soak
 def test_no_rank_holds_what_grows_with_the_rows(ranks: Ranks) -> None:
     assert max(ranks(2, grown_mib)) < LIMIT_MIB
 

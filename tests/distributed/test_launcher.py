@@ -141,6 +141,7 @@ def pids_when(folder: Path, count: int) -> list[int]:
         2,
     ),
 )
+@in_soak
 def test_nobody_survives_a_killed_launcher(tmp_path: Path, moment: str, count: int) -> None:
     if moment == "importing" and b"python" in Path("/proc/1/cmdline").read_bytes():
         pytest.skip("orphans go to process 1, which is a Python program here")
@@ -163,6 +164,7 @@ def test_a_killed_worker_takes_all_with_it(tmp_path: Path) -> None:
         assert not survivors(pids, 5.0)
 
 
+@in_soak
 def test_a_worker_killed_before_it_joined_is_not_waited_for(tmp_path: Path) -> None:
     with torchrun(tmp_path, "joining") as launcher:
         pids = pids_when(tmp_path, NUM_RANKS)

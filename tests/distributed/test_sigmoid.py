@@ -151,7 +151,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "between", "options"), kept(ENGINES, 1, 3))
+@pytest.mark.parametrize(("name", "between", "options"), kept(ENGINES, 1))
 def test_engines_train_the_same(
     ranks: Ranks, name: str, between: str, options: dict[str, Any]
 ) -> None:

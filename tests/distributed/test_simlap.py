@@ -21,6 +21,7 @@ from mclclip.objectives.temperature import Learnable, Temperature
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests import tiny
+from tests.matrix import in_soak, kept
 
 Ranks = Callable[..., list[Any]]
 ROWS = 12
@@ -94,7 +95,7 @@ CASES: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("options", "momentum"), CASES)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", kept([2, 4], 1))
 def test_ranks_equal_one_process(
     ranks: Ranks, world_size: int, options: dict[str, Any], momentum: bool
 ) -> None:
@@ -144,8 +145,9 @@ def tree_of(run_dir: Path, data: Path, engine: str, attribute: str | None) -> di
 
 @pytest.mark.parametrize(
     ("engine", "attribute"),
-    [pytest.param("ddp", None, marks=pytest.mark.slow), ("fsdp", "shape")],
+    [("ddp", None), ("fsdp", "shape")],
 )
+@in_soak
 def test_any_number_of_ranks_trains_the_same(
     ranks: Ranks, tmp_path: Path, engine: str, attribute: str | None
 ) -> None:

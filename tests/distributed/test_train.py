@@ -16,7 +16,7 @@ from mclclip.config import Config
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests import tiny
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 Ranks = Callable[..., list[Any]]
 STEPS = 20
@@ -73,6 +73,7 @@ def test_float64_weights_agree_to_1e9(
         np.testing.assert_allclose(many["weights"][name], weights, atol=1e-9, rtol=0, err_msg=name)
 
 
+@in_soak
 def test_fp32_losses_and_weights_agree(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     one = run_on(ranks, 1, options_for(data, tmp_path / "one", "fp32", tiny.MODEL))
     two = run_on(ranks, 2, options_for(data, tmp_path / "two", "fp32", tiny.MODEL))

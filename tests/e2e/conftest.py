@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -28,19 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import tiny
-
-PRELOADED = [
-    "mclclip.cli",
-    "mclclip.config",
-    "mclclip.pipeline",
-    "mclclip.ranks.process_group",
-    "mclclip.run.lock",
-    "torch.distributed.checkpoint",
-    "torch._dynamo",  # what the first optimizer imports
-    "sklearn.metrics",
-    "tests.e2e.conftest",
-]
+from tests import forks, tiny
 
 
 @dataclass(frozen=True)
@@ -175,8 +162,7 @@ class Shell:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.calls = itertools.count()
-        self.context = get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOADED)
+        self.context = forks.context()
 
     def __call__(
         self,

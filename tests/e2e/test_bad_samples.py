@@ -20,7 +20,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Finished, KillAfter, RecordBatches, Shell
-from tests.matrix import kept
+from tests.matrix import in_soak
 
 STEPS = 6
 NUM_SAMPLES = 120
@@ -119,6 +119,7 @@ def test_two_ranks_replace_them_alike(
     np.testing.assert_array_equal(batches.labels(2), done.batches.labels()[:STEPS])
 
 
+@in_soak
 def test_a_resumed_run_replaces_them_alike(
     shell: Shell, config: Path, done: Run, tmp_path: Path
 ) -> None:
@@ -135,7 +136,8 @@ def test_a_resumed_run_replaces_them_alike(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("verb", kept(["train", "embed"], 1))
+@pytest.mark.parametrize("verb", ["train", "embed"])
+@in_soak
 def test_too_many_stop_all_ranks_together(
     shell: Shell, config: Path, done: Run, tmp_path: Path, verb: str
 ) -> None:

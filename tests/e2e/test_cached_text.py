@@ -15,6 +15,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.make_dataset import _jpeg
 from tests import tiny
 from tests.e2e.conftest import Shell
+from tests.matrix import in_soak
 
 STEPS = 20
 NUM_SAMPLES = 96  # four steps an epoch: five epochs draw both captions of most samples
@@ -86,6 +87,7 @@ def test_float32_embeddings_give_the_same_losses(
     print(f"largest relative deviation, float32: {np.abs(found / on_the_fly - 1).max():.1e}")
 
 
+@in_soak
 def test_float16_embeddings_deviate_little(
     shell: Shell, options: list[str], labelled: Path, on_the_fly: np.ndarray, tmp_path: Path
 ) -> None:

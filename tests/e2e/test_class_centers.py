@@ -17,6 +17,7 @@ from mclclip.eval import results
 from mclclip.models.clip import load_clip
 from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
+from tests.matrix import in_soak, kept
 
 STEPS = 6
 OBJECTIVE = (
@@ -101,7 +102,7 @@ def test_the_text_tower_stays_what_it_was(done: tuple[Path, Path]) -> None:
     assert not torch.equal(before["visual.proj"], after["visual.proj"])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", kept([2, 3], 0))
 def test_ranks_see_the_same(
     shell: Shell, done: tuple[Path, Path], tmp_path: Path, ranks: int
 ) -> None:
@@ -114,6 +115,7 @@ def test_ranks_see_the_same(
 
 
 @pytest.mark.parametrize("lazy", ["false", "true"])
+@in_soak
 def test_killed_and_resumed(
     shell: Shell, done: tuple[Path, Path], tmp_path: Path, lazy: str
 ) -> None:
@@ -134,6 +136,7 @@ def test_killed_and_resumed(
     assert alone == pytest.approx(losses, rel=1e-5)
 
 
+@in_soak
 def test_from_scratch_and_then_the_text_tower(
     shell: Shell, done: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
 from mclclip.train.parts import Job
 from tests import tiny
-from tests.matrix import kept
+from tests.matrix import in_soak
 
 CONTROLS = ("ungrouped", "random_groups")
 
@@ -53,7 +53,8 @@ def labelled(labels: Path, run_dir: Path, policy: str) -> Config:
     return make_config(labels, run_dir, f"train.plan.policy={policy}")
 
 
-@pytest.mark.parametrize("policy", kept(["drop", "wrap"], 0))
+@pytest.mark.parametrize("policy", ["drop", "wrap"])
+@in_soak
 def test_controls_take_the_steps_of_what_they_control(
     labels: Path, tmp_path: Path, policy: str
 ) -> None:

@@ -187,7 +187,7 @@ def test_the_others_leave_with_the_rank_that_waits(
     )
     state = state_of(run_dir)
     assert "Traceback" not in "".join(left.stderrs) and took < LIMIT_S
-    assert state["requeue"] is (how != "stop")
+    assert state["requeue"] is (how != "stop"), (state, left.stderrs)
     if how == "limit":
         assert left.code == 1, left.stderrs
         assert state["state"] == "failed" and "loader worker 0 (process " in state["reason"], state

@@ -121,6 +121,7 @@ def test_every_rank_stops_where_one_of_them_has_nan(
 
 @pytest.mark.parametrize("ranks", kept([1, 2], 1))
 @pytest.mark.parametrize("asynchronous", kept([False, True], 1))
+@in_soak
 def test_nan_between_two_rows_is_not_saved(
     shell: Shell, indexed: Path, tmp_path: Path, asynchronous: bool, ranks: int
 ) -> None:
@@ -175,6 +176,7 @@ def test_zero_and_fp16_go_on(shell: Shell, indexed: Path, tmp_path: Path) -> Non
         assert_good(run_dir / "stage_0/train/checkpoints", [6, 8])
 
 
+@in_soak
 def test_leaving_out_all_steps_is_told(shell: Shell, indexed: Path, tmp_path: Path) -> None:
     options = ("base.precision=fp16", "base.steps=24", "base.log_every=12")
     finished = train(shell, indexed, tmp_path / "run", *options, inside=Spoil(first=5))

@@ -94,7 +94,8 @@ def save(directory: Path, steps: list[int], on_error: str, asynchronous: bool) -
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("on_error", kept(["stop", "continue"], 1))
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+@in_soak
 def test_two_ranks_keep_the_checkpoint_before(
     ranks: RankPool, disk: Disk, tmp_path: Path, on_error: str, asynchronous: bool
 ) -> None:
@@ -129,6 +130,7 @@ def lines_of(finished: Finished, text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("on_error", "ranks"), kept([("stop", 2), ("continue", 2), ("stop", 1), ("continue", 1)], 0)
 )
+@in_soak
 def test_a_training_on_a_full_disk(
     shell: Shell, disk: Disk, data: Path, tmp_path: Path, on_error: str, ranks: int
 ) -> None:

@@ -18,6 +18,7 @@ from mclclip import checkpoint
 from mclclip.checkpoint import step_files
 from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
+from tests.matrix import IN_SOAK, in_soak
 
 TRAINING = "stage_0/train"
 RECORDED = ("base.evaluate.every=2",)
@@ -133,7 +134,7 @@ def test_it_ends_early_and_keeps_the_best(shell: Shell, judged: Path) -> None:
     [
         ("during", 2),
         *(
-            pytest.param(when, count, marks=pytest.mark.slow)
+            pytest.param(when, count, marks=IN_SOAK)
             for when, count in [
                 ("before", 1), ("before", 2), ("during", 1), ("after", 1), ("after", 2),
             ]
@@ -149,7 +150,7 @@ def test_killed_around_an_evaluation_it_ends_as_an_undisturbed_one(
     assert_same_training(judged, tmp_path / "run")
 
 
-@pytest.mark.slow
+@in_soak
 def test_two_ranks_killed_at_every_save(shell: Shell, indexed: Path, tmp_path: Path) -> None:
     options = (*JUDGED, "base.evaluate.patience=2", "base.checkpoint.every=1")
     whole = command(indexed, tmp_path / "whole", *options)
@@ -161,7 +162,7 @@ def test_two_ranks_killed_at_every_save(shell: Shell, indexed: Path, tmp_path: P
     assert_same_training(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.slow
+@in_soak
 def test_an_evaluation_changes_nothing_of_the_training(
     shell: Shell, indexed: Path, tmp_path: Path
 ) -> None:

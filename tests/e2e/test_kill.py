@@ -32,7 +32,7 @@ from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Launched
 from tests.e2e.soak import SEED, TARGETS, Record, hit
-from tests.matrix import SOAK
+from tests.matrix import SOAK, in_soak
 
 pytestmark = pytest.mark.slow
 
@@ -302,6 +302,7 @@ def test_killed_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])
+@in_soak
 def test_workers_end_with_a_launcher_that_dies_while_they_start(
     tmp_path: Path, after_s: float
 ) -> None:

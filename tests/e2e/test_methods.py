@@ -15,7 +15,7 @@ from mclclip import checkpoint
 from mclclip.eval import results
 from tests import tiny, views
 from tests.e2e.conftest import KillAfter, Shell
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 STEPS = 4
 VIEWS = "between: views, temperature: 0.5"
@@ -53,7 +53,7 @@ def config(path: Path, run_dir: Path, pictures: Path, objective: str, **changes:
     return str(path)
 
 
-@pytest.mark.slow
+@in_soak
 def test_stages_from_scratch_beside_an_ensemble(
     shell: Shell, pictures: Path, tmp_path: Path
 ) -> None:
@@ -105,7 +105,7 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", kept([*OBJECTIVES], 2, 3, 11, 12))
+@pytest.mark.parametrize("method", kept([*OBJECTIVES], 3))
 def test_killed_and_resumed(shell: Shell, pictures: Path, tmp_path: Path, method: str) -> None:
     where = config(tmp_path / "c.yaml", tmp_path / "run", pictures, OBJECTIVES[method])
     shell.ok("run", "--config", where)

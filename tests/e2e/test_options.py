@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from mclclip import checkpoint
 from tests import tiny
 from tests.e2e.conftest import Shell
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 WEIGHTS = "open_clip_model.safetensors"
 
@@ -60,12 +60,16 @@ def plain(
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["train.engine.micro_batch=5"],
-        ["train.engine.grad_checkpointing=true"],
-        ["train.engine.name=fsdp"],
-        ["train.checkpoint.asynchronous=true", "train.checkpoint.every=1"],
-    ],
+    kept(
+        [
+            ["train.engine.micro_batch=5"],
+            ["train.engine.grad_checkpointing=true"],
+            ["train.engine.name=fsdp"],
+            ["train.checkpoint.asynchronous=true", "train.checkpoint.every=1"],
+        ],
+        0,
+        2,
+    ),
     ids=lambda options: options[0],
 )
 def test_how_a_step_runs_changes_no_weights(
@@ -107,6 +111,7 @@ def test_the_moving_average_is_exported(shell: Shell, based: Any, tmp_path: Path
     assert torch.equal(tensors(stage)[name], trained[key])
 
 
+@in_soak
 def test_a_mirror_serves_the_same_training_only(shell: Shell, based: Any, tmp_path: Path) -> None:
     """On a fresh disk it brings the training back; one with other options starts from its base."""
     mirror = f"train.checkpoint.mirror=file://{tmp_path / 'mirror'}"

@@ -15,6 +15,7 @@ from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import outside_of_share
 from tests import tiny
 from tests.e2e.conftest import KillAfter, RecordBatches, Shell, state_of
+from tests.matrix import in_soak
 
 SAMPLES, SHARE = 192, 0.5
 
@@ -65,7 +66,7 @@ def test_a_pilot_trains_on_its_share_of_samples_and_steps(stopped: Path) -> None
     assert len(seen) == 3 + 3 and set(seen.ravel().tolist()) <= share
 
 
-@pytest.mark.slow
+@in_soak
 def test_the_full_run_goes_on_from_what_the_pilot_used(
     shell: Shell, stopped: Path, tmp_path: Path
 ) -> None:
@@ -104,8 +105,8 @@ def test_a_share_that_fills_no_batch_is_refused(
     assert not (tmp_path / "run" / "pilot").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
+@in_soak
 def test_a_killed_pilot_resumes_bit_for_bit(
     shell: Shell, stopped: Path, tmp_path: Path, ranks: int
 ) -> None:

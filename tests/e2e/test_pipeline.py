@@ -20,6 +20,7 @@ from mclclip import checkpoint
 from mclclip.data.groups import GroupedIndex
 from tests import tiny
 from tests.e2e.conftest import Finished, KillAfter, RecordBatches, Shell
+from tests.matrix import in_soak, kept
 
 STEPS = 6  # of every training of tests/tiny.py
 BATCH = 24
@@ -163,6 +164,7 @@ def grouped_index(run_dir: Path, variant: str, stage: int) -> GroupedIndex:
 # --- changed options ----------------------------------------------------------------------------
 
 
+@in_soak
 def test_changed_option_is_refused_until_forced(shell: Shell, done: Run, tmp_path: Path) -> None:
     command = ["run", *copy_of(done, tmp_path / "run"), "train.lr=0.002"]
     before = files(tmp_path / "run")
@@ -210,7 +212,11 @@ def assert_same_training(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kill", [*(KillAfter("update", k) for k in range(1, STEPS + 1)), KillAfter("save", STEPS)],
+    "kill",
+    kept(
+        [*(KillAfter("update", k) for k in range(1, STEPS + 1)), KillAfter("save", STEPS)],
+        0, 3, STEPS,
+    ),
     ids=lambda kill: f"{kill.what}_{kill.count}",
 )  # fmt: skip
 def test_resumes_at_any_step(shell: Shell, done: Run, tmp_path: Path, kill: KillAfter) -> None:
@@ -233,6 +239,7 @@ def killed_at_every_step(shell: Shell, command: list[str | Path], ranks: int) ->
     shell.ok(*command, ranks=ranks)
 
 
+@in_soak
 def test_resumes_with_loader_workers(shell: Shell, done: Run, tmp_path: Path) -> None:
     """Killed and resumed with two loader processes equals undisturbed with none."""
     command = ["train", *copy_of(done, tmp_path, up_to_labels=True)]
@@ -242,7 +249,7 @@ def test_resumes_with_loader_workers(shell: Shell, done: Run, tmp_path: Path) ->
     assert_same_training(done.run_dir, tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", kept([2, 3], 0))
 def test_ranks_resume_and_see_the_same_batches(
     shell: Shell, done: Run, tmp_path: Path, ranks: int
 ) -> None:
@@ -259,7 +266,7 @@ def test_ranks_resume_and_see_the_same_batches(
     assert_same_training(whole, cut)
 
 
-@pytest.mark.slow
+@in_soak
 def test_torchrun_makes_the_same_pseudo_labels(done: Run, tmp_path: Path) -> None:
     options = ["--config", str(done.config), f"run_dir={tmp_path}", "controls=[]"]
     process = tiny.mclclip("run", *options, ranks=2)

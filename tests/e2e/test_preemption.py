@@ -18,6 +18,7 @@ import pytest
 from mclclip import checkpoint
 from tests import tiny
 from tests.e2e.conftest import Finished, Shell, Touch, state_of
+from tests.matrix import in_soak, kept
 
 STEPS = 8
 TIMEOUT_S = 3.0
@@ -134,7 +135,7 @@ def disturbed(shell: Shell, indexed: tuple[Path, Path], tmp_path: Path, **call: 
 
 @pytest.mark.parametrize(
     ("number", "ranks", "who"),
-    [(signal.SIGUSR1, 1, (0,)), (signal.SIGTERM, 2, (0, 1)), (signal.SIGUSR1, 2, (1,))],
+    kept([(signal.SIGUSR1, 1, (0,)), (signal.SIGTERM, 2, (0, 1)), (signal.SIGUSR1, 2, (1,))], 2),
     ids=["one", "all", "some"],
 )
 def test_a_signal_saves_and_leaves(
@@ -212,6 +213,7 @@ def test_stop_leaves_for_good(shell: Shell, indexed: Any, undisturbed: Any, tmp_
     assert weights(tmp_path / "run") == undisturbed(2)
 
 
+@in_soak
 def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path) -> None:
     left = disturbed(shell, indexed, tmp_path, options=["wall_time_s=0.001"])
     assert left.code == 85
@@ -223,15 +225,14 @@ def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_p
 
 @pytest.mark.parametrize(
     ("act", "words"),
-    [
-        (Signal(signal.SIGKILL), "has ended: the job ends"),
-        (sleep, "is waited for (rank 1 at loop.py:"),
-        pytest.param(
-            Signal(signal.SIGSTOP),
-            "has not been heard of for 3 s (peer_timeout_s)",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    kept(
+        [
+            (Signal(signal.SIGKILL), "has ended: the job ends"),
+            (sleep, "is waited for (rank 1 at loop.py:"),
+            (Signal(signal.SIGSTOP), "has not been heard of for 3 s (peer_timeout_s)"),
+        ],
+        0,
+    ),
     ids=["killed", "hangs", "stopped"],
 )
 def test_a_rank_that_stands_still_is_named(

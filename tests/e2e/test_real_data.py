@@ -96,6 +96,7 @@ def checkout(ucm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_tables_part_the_photographs(ucm: Path, checkout: Path) -> None:
     data = checkout / "runs" / "ucm" / "data"
     train, held_out = (captions_by_file(data / f"{name}.csv") for name in ("train", "held_out"))
@@ -109,6 +110,7 @@ def test_the_tables_part_the_photographs(ucm: Path, checkout: Path) -> None:
     assert not {row["filepath"] for row in unseen} & everything.keys()
 
 
+@pytest.mark.slow
 def test_every_photograph_and_caption_is_packed_and_indexed(ucm: Path, checkout: Path) -> None:
     data = checkout / "runs" / "ucm" / "data"
     parts = ("shards", "held_out")

@@ -12,6 +12,7 @@ import mclclip
 from mclclip import checkpoint
 from tests import tiny, toys
 from tests.e2e.conftest import KillAfter, Shell
+from tests.matrix import kept
 
 STEPS = 6
 METHODS = {
@@ -34,7 +35,7 @@ def state_of(run_dir: Path, stage: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", kept([*METHODS], 3))
 def test_run_killed_and_resumed(
     shell: Shell, data: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

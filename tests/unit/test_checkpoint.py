@@ -317,7 +317,6 @@ checkpoints.wait()
             ("remove", 4, False),
         ],
         1,
-        3,
     ),
 )
 def test_a_killed_save_leaves_a_whole_checkpoint(

@@ -24,6 +24,7 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact
 from mclclip.run.layout import Layout
+from tests.matrix import in_soak, kept
 from tests.unit.models.stages import vary
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny_vit.json"
@@ -127,6 +128,7 @@ def test_finished_exports_are_skipped(options: Config) -> None:
     assert [written(directory) for directory in directories] == before
 
 
+@in_soak
 def test_another_training_needs_force(options: Config) -> None:
     layout = Layout.of(options)
     files.move_aside(layout.train(1))
@@ -139,6 +141,7 @@ def test_another_training_needs_force(options: Config) -> None:
     assert layout.export(1).with_name("export.old-1").exists()
 
 
+@in_soak
 def test_partial_export_is_finished(options: Config) -> None:
     """As after a kill between two files."""
     layout = Layout.of(options)
@@ -207,7 +210,7 @@ def test_weights_that_are_not_finite_are_refused(
     assert artifacts.is_finished(export.stage(options, SINGLE, stage=1))
 
 
-@pytest.mark.parametrize("kind", ["concat_raw", "soup_uniform"])
+@pytest.mark.parametrize("kind", kept(["concat_raw", "soup_uniform"], 0))
 def test_what_is_made_of_such_weights_is_refused(options: Config, kind: str) -> None:
     layout = Layout.of(options)
     path = layout.export(2) / weights.WEIGHTS

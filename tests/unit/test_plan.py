@@ -22,7 +22,7 @@ from mclclip.plan import Machine, disk
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests import tiny
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 
 RECIPES = sorted((tiny.ROOT / "launch" / "recipes").glob("*.yaml"))
 CC12M = 10_968_539
@@ -56,11 +56,12 @@ def refusal(options: Config, machine: Machine, samples: int | None = None) -> st
 # --- known numbers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", kept(RECIPES, *range(0, 99, 4)), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", kept(RECIPES, *range(1, 99, 12)), ids=lambda path: path.stem)
 def test_every_recipe_has_a_plan(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["model.name=ViT-L-14"] if path.stem == "lit" else []  # not yet exported
+    # These start from an export, which is not there yet.
+    options = ["model.name=ViT-L-14"] if path.stem in ("lit", "finetune_imagenet") else []
     plan.run(config.load(path, options), Machine(), samples=CC12M, as_json=False)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
@@ -108,6 +109,7 @@ def test_options_move_the_parts_they_should() -> None:
     assert parts()["context"] == 0 and parts("device=cuda")["context"] > 0
 
 
+@in_soak
 def test_micro_batches_divide_the_activations() -> None:
     def activations(*overrides: str) -> Any:
         found = plan.make(recipe("cc12m_vitb32", *overrides), Machine(1, 8))["memory"]["train"]
@@ -118,6 +120,7 @@ def test_micro_batches_divide_the_activations() -> None:
     assert micro == pytest.approx(whole / 4, rel=0.1)
 
 
+@in_soak
 def test_an_adversary_counts_with_the_graph_of_its_views() -> None:
     """Beside its weights and moments: its activations, and those of blocks that are frozen."""
     made = {"kind": "feature_dropout", "width": 4, "residual_blocks": 1}
@@ -141,6 +144,7 @@ def test_an_adversary_counts_with_the_graph_of_its_views() -> None:
     assert 2 * hidden < whole["activations"] < frozen["activations"]
 
 
+@in_soak
 def test_without_samples_it_says_so() -> None:
     found = plan.make(recipe("cc12m_vitb32"), Machine())
     assert found["trainings"][0]["steps"] is None
@@ -226,6 +230,7 @@ def test_kept_checkpoints() -> None:
     assert disk._number_kept(options.train, (11, 11)) == 4
 
 
+@in_soak
 def test_large_models_answer_in_seconds() -> None:
     start = time.monotonic()
     options = recipe("cc12m_vitl14", "model.name=ViT-H-14", "model.pretrained=null")
@@ -337,6 +342,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused() -> None:
     assert "[1, 2, 3, 4, 6, 8, 12, 24]" in told
 
 
+@in_soak
 def test_too_little_gpu_memory_names_part_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     options = recipe("cc12m_vitl14")
     told = refusal(options, Machine(1, 4, 80.0), CC12M)
@@ -412,6 +418,7 @@ def mclclip(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=tiny.environment())
 
 
+@in_soak
 def test_the_command_prints_json_and_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     tiny.write_config(path, tmp_path / "run", tmp_path / "data")

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.matrix import in_soak
+
 
 def run(code: str) -> str:
     done = subprocess.run(
@@ -20,6 +22,7 @@ def test_torchvision_and_open_clip_import_after_the_fix() -> None:
     assert out.startswith(("applied", "not needed"))
 
 
+@in_soak
 def test_does_nothing_where_the_extension_loads() -> None:
     out = run(
         "import torch; torch.ops.load_library = lambda path: None\n"
@@ -29,6 +32,7 @@ def test_does_nothing_where_the_extension_loads() -> None:
     assert out == "not needed: torchvision's extension loads 0 False"
 
 
+@in_soak
 def test_leaves_operators_that_exist() -> None:
     out = run(
         "import torch; mine = torch.library.Library('torchvision', 'DEF')\n"

@@ -12,7 +12,7 @@ from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.assignment import assign
 from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import num_threads
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 from tests.nearest_checks import ROUNDINGS
 from tests.unit.clustering.test_kmeans import ALGORITHMS, noise
 
@@ -149,8 +149,8 @@ def test_k_means_is_the_same_bit_for_bit(algorithm: Any) -> None:
     compare_k_means(FEW, algorithm, 1300, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@in_soak
 def test_k_means_is_the_same_bit_for_bit_in_every_way(algorithm: Any) -> None:
     compare_k_means(WAYS, algorithm, 5000, 4)
 
@@ -195,8 +195,8 @@ def test_two_levels_with_the_numbers_of_the_table_6_sweep(
     assert torch.equal(float32[0], bfloat16[0]) and torch.equal(float32[1], bfloat16[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_clusters", "num_splits"), kept([(10_000, 100), (20_000, 141)], 0))
+@in_soak
 def test_two_levels_of_k_10k_and_k_20k(num_clusters: int, num_splits: int) -> None:
     """As many groups and clusters as the sweep has, of fewer rows; the groups are uneven."""
     rows = noise(3 * num_clusters, 16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mclclip.clustering import nearest
 from mclclip.clustering.arithmetic import Arithmetic
 from mclclip.clustering.nearest import NOTHING, Search, pack, unpack
-from tests.matrix import SOAK, kept
+from tests.matrix import SOAK, in_soak, kept
 from tests.nearest_checks import ROUNDINGS, check_nearest, every_arithmetic
 
 ALGORITHMS: Any = ("spherical", "euclidean")
@@ -162,10 +162,10 @@ def test_every_arithmetic_where_the_search_goes_another_way(algorithm: Any) -> N
         assert check_nearest("cpu", how, EDGES, [20], [3], algorithm, num_rows=3) == 0, how
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("scores", kept(["pair_products", "blocks"], 0))
 @pytest.mark.parametrize("arithmetic", ROUNDINGS, ids="-".join)
+@in_soak
 def test_every_number_of_centroids_in_every_way(
     arithmetic: Any, scores: Any, algorithm: Any
 ) -> None:

@@ -19,6 +19,7 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_scan import scan_shard
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from tests.matrix import in_soak
 
 ROWS: list[Any] = [
     {"shape": "star", "size": 10},
@@ -200,7 +201,7 @@ def test_many_values(tmp_path: Path) -> None:
     assert codes.tolist() == [n * 7919 % count for n in range(count)]
 
 
-@pytest.mark.slow
+@in_soak
 def test_a_million_values() -> None:
     from mclclip.data import attributes
     from mclclip.data.sample_index import pa

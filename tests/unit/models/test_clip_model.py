@@ -19,7 +19,7 @@ from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.lora import add_lora
 from mclclip.models.memory import load_shapes
 from mclclip.models.optimizer import build_optimizer
-from tests.matrix import kept
+from tests.matrix import in_soak
 from tests.unit.models.conftest import CONFIGS
 
 BLOCK = "clip.visual.transformer.resblocks."
@@ -522,7 +522,8 @@ def test_layers_of_an_unknown_text_tower(vit: ClipModel) -> None:
 
 
 @dynamo.config.patch(recompile_limit=8)
-@pytest.mark.parametrize("adapted", kept([False, True], 1))
+@pytest.mark.parametrize("adapted", [False, True])
+@in_soak
 def test_compiled_blocks_keep_names_and_results(
     vit: ClipModel, images: Tensor, tokens: Tensor, adapted: bool
 ) -> None:

@@ -21,7 +21,7 @@ from mclclip.models.lora import LowRank, add_lora, merge_lora
 from mclclip.models.memory import load_image_shapes, load_shapes
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.soup import save_uniform_soup
-from tests.matrix import SOAK
+from tests.matrix import SOAK, in_soak, kept
 from tests.unit.models.stages import save_stages
 from tests.unit.models.tiny_towers import BLOCKS, TOWERS, config_of, fresh, make
 
@@ -47,7 +47,7 @@ ADAPTED |= {"vitamin": (2, 5), "mean": (2, 4), "convnext": (0, 2), "swin": (2, 4
 ADAPTED |= {"fastvit": (2, 4), "resnet": (0, 3)}
 KINDS = sorted(TOWERS)
 QUICK = ("token", "mean", "attention", "convnext", "eva", "fastvit")
-EVERY = [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS]
+EVERY = kept(KINDS, *(KINDS.index(kind) for kind in QUICK))
 
 
 @pytest.fixture
@@ -339,8 +339,8 @@ def test_a_tower_that_is_no_chain_is_refused_by_name(kind: type[nn.Module]) -> N
 # --- open_clip's own configurations ----------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", open_clip.list_models())
+@in_soak
 def test_every_image_tower_of_open_clip_is_understood(name: str) -> None:
     """Without its text tower, which a few take from the hub."""
     model = load_image_shapes(name)
@@ -357,7 +357,7 @@ def test_every_image_tower_of_open_clip_is_understood(name: str) -> None:
         model.lock(blocks + 1, image_norm=True, image_projection=True)
 
 
-@pytest.mark.slow
+@in_soak
 def test_every_configuration_that_needs_no_hub_is_built_and_locked() -> None:
     """All of them in the soak, every twelfth otherwise."""
     refused = []

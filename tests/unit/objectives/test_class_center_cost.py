@@ -11,6 +11,7 @@ from mclclip import config, plan
 from mclclip.objectives.base import Sizes
 from mclclip.plan.machine import Machine
 from tests import tiny
+from tests.matrix import in_soak
 
 LAION = tiny.ROOT / "launch/recipes/mlcd_laion_vitl14.yaml"
 
@@ -64,6 +65,7 @@ def test_all_classes_drawn_are_all_touched() -> None:
     assert found["parts"]["gradient"] == found["parts"]["rows"]
 
 
+@in_soak
 def test_the_plan_counts_the_head(capsys: pytest.CaptureFixture[str]) -> None:
     options = config.load(LAION)
     made = plan.make(options, Machine(10, 8), 400_000_000)
@@ -84,6 +86,7 @@ def test_more_classes_than_samples() -> None:
         plan.make(config.load(LAION), Machine(10, 8), 500_000)
 
 
+@in_soak
 def test_too_many_classes_for_a_gpu() -> None:
     options = config.load(
         LAION, ["cluster.num_clusters=20000000", "train.global_batch=256", "train.steps=10"]

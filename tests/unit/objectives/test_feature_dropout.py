@@ -23,6 +23,7 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 from tests import viewmaker_loops as loops
 from tests import views
+from tests.matrix import in_soak
 
 SEED, STEP, EPSILON, TEMPERATURE = 7, 3, 0.05, 0.4
 
@@ -304,7 +305,7 @@ def test_in_a_sum_the_adversary_climbs_the_whole_loss() -> None:
     assert not same(bits_of(adversary.network), before)
 
 
-@pytest.mark.slow
+@in_soak
 def test_a_compiled_step_is_the_same_in_every_step() -> None:
     """Traced without a compiler; noise of another step does not trace anew."""
     from torch._dynamo.utils import counters  # seconds to import

@@ -10,6 +10,7 @@ import pytest
 from mclclip.ranks import peer_watch
 from mclclip.ranks.peer_watch import PeerWatch, is_lost_peer
 from mclclip.ranks.process_group import Context
+from mclclip.ranks.signals import Preempted
 
 TIMEOUT_S = 10.0
 NOW = 1000.0
@@ -152,3 +153,45 @@ def test_where_nobody_is_heard_of_the_store_is_lost(watch: PeerWatch) -> None:
     watch.period_s = 0.02
     watch._reports = {rank: ("1 7 x.py:1", time.monotonic()) for rank in range(3)}
     assert "head:29500 cannot be reached" in str(watch._gone())
+
+
+class _SlowStore:
+    """One that answers, on a busy machine."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+
+    def set(self, rank: str, word: str) -> None:
+        time.sleep(0.5)
+        self.held[rank] = word
+
+    def check(self, ranks: list[str]) -> bool:
+        return False
+
+    def multi_get(self, ranks: list[str]) -> list[bytes]:
+        return []
+
+
+def test_a_rank_does_not_end_before_its_last_word_is_told(
+    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the others report a lost peer, and a run that was stopped is started again."""
+    store = _SlowStore()
+    watch.period_s = 0.01
+    monkeypatch.setattr(watch, "_open_store", lambda: store)
+    threading.Thread(target=watch._talk, daemon=True).start()
+    watch.tell(Preempted("the file 'stop'", requeue=False))
+    assert store.held["0"] == 'last word {"reason": "the file \'stop\'", "requeue": false}'
+
+
+def test_a_store_that_is_gone_is_not_waited_for(
+    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Connection refused")
+
+    monkeypatch.setattr(watch, "_open_store", refuse)
+    watch._talk()
+    start = time.monotonic()
+    watch.tell(ValueError("a mistake"))
+    assert time.monotonic() - start < 1.0

@@ -13,6 +13,7 @@ import torch
 
 from mclclip.ranks import collectives, process_group
 from mclclip.ranks.process_group import SINGLE, Context
+from tests.matrix import in_soak, kept
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -104,6 +105,7 @@ print(
     ("deterministic", "settled"),
     [("yes", "False True False :4096:8"), ("no", "False False False None")],
 )
+@in_soak
 def test_the_arithmetic_of_a_gpu(deterministic: str, settled: str) -> None:
     """Not by warnings alone: told to warn only, attention adds in any order all the same."""
     done = subprocess.run(
@@ -155,7 +157,7 @@ process_group.leave(int(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("code", [0, 2])
+@pytest.mark.parametrize("code", kept([0, 2], 1))
 def test_leaving_flushes_and_keeps_the_exit_code(tmp_path: Path, code: int) -> None:
     command = [sys.executable, "-c", LEAVE, str(tmp_path), str(code)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
