@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 # Ground: what every room may import. It imports nothing of ours but other ground.
-GROUND = {"files", "options", "randomness", "pair_products", "torchvision_fix"}
+GROUND = {"files", "options", "randomness", "pair_products", "search", "torchvision_fix"}
 # Room -> the rooms that it may import, beside ground and itself.
 ROOMS: dict[str, set[str]] = {
     "ranks": set(),
