@@ -64,8 +64,8 @@ def _cuts(count: int, size: int) -> Iterator[slice]:
 def _margin(dim: int) -> float:
     """Bound on the error of a product of unit rows in float32, in any order of its sum.
 
-    The sum makes at most dim roundings of the sum of |x_i y_i|, which is at most 1 (Cauchy); bringing
-    rows to unit length in float32 and rounding the result make fewer than 64 more.
+    The sum makes at most dim roundings of the sum of |x_i y_i|, which is at most 1 (Cauchy).
+    Bringing rows to unit length in float32 and rounding the result make fewer than 64 more.
     """
     return (dim + 64) * _EPS
 
@@ -99,9 +99,7 @@ def nearest(
         wide = min(k + SPARE, len(part.different))
         for cut in _cuts(len(queries), query_rows):
             asked = np.asarray(queries[cut], np.float32)
-            found, near = faiss.knn(
-                asked, part.different, wide, metric=faiss.METRIC_INNER_PRODUCT
-            )
+            found, near = faiss.knn(asked, part.different, wide, metric=faiss.METRIC_INNER_PRODUCT)
             for number, query in enumerate(asked):
                 best, own = part.nearest(query, found[number], near[number], k)
                 place = cut.start + number

@@ -120,9 +120,7 @@ def test_a_share_of_the_queries_has_the_neighbours_of_the_whole() -> None:
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("above", [0.5, 0.9, 0.99])
-def test_pairs_are_those_of_all_products_in_float64(
-    blocks: tuple[int, int], above: float
-) -> None:
+def test_pairs_are_those_of_all_products_in_float64(blocks: tuple[int, int], above: float) -> None:
     rows = crowded(100)
     wanted = all_pairs(rows, above)
     pairs = found_pairs(rows, above, query_rows=blocks[0], bank_rows=blocks[1])
@@ -133,9 +131,7 @@ def test_pairs_are_those_of_all_products_in_float64(
 
 def test_blocks_change_no_bit_of_a_cosine() -> None:
     rows = crowded(100)
-    first, *others = (
-        sorted(found_pairs(rows, 0.8, query_rows=q, bank_rows=b)) for q, b in BLOCKS
-    )
+    first, *others = (sorted(found_pairs(rows, 0.8, query_rows=q, bank_rows=b)) for q, b in BLOCKS)
     assert all(other == first for other in others)
 
 
@@ -205,7 +201,7 @@ def test_memory_is_that_of_the_blocks() -> None:
 
 
 def test_many_near_rows_take_no_more_than_their_pairs() -> None:
-    """All rows are copies: 0.5 million pairs of one block; their rows in float64 would be 0.5 GB."""
+    """All rows are copies: half a million pairs, whose rows in float64 would be 0.5 GB."""
     rows = np.ones((1000, 64), np.float16)
     counts = []
 
