@@ -36,7 +36,7 @@ from mclclip.eval.datasets import MMVP_COLUMNS, MMVP_FOLDERS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, Force, Manifest, read_manifest
+from mclclip.run.artifacts import Artifact, Force, Manifest, is_finished, read_manifest
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -158,7 +158,7 @@ def _check(wanted: dict[str, Any]) -> None:
 
 def _of_stage(layout: Layout, stage: int, index: SampleIndex) -> _Encoder:
     directory = layout.embeddings(stage)
-    if not (directory / "manifest.json").exists():
+    if not is_finished(directory):
         raise FileNotFoundError(
             f"no finished embeddings at {directory}: run 'mclclip embed --stage {stage}' first"
         )
@@ -218,11 +218,12 @@ def _search(
 ) -> Found:
     """The blind spots; where there is none, ValueError with one line that says what there is."""
     above, below, rows = wanted["above"], wanted["below"], first.rows()
-    pieces = runlog.progress(
-        search.near_pairs(rows, above, what="blindspots"),
+    blocks = runlog.progress(
+        search.blocks(len(rows)),
         total=search.num_blocks(len(rows)),
         description="blindspots, blocks",
     )
+    pieces = search.near_pairs(rows, above, blocks, what="blindspots")
     found = find(pieces, second.rows(), usable, **wanted)
     if found.spots.found:
         return found

@@ -9,7 +9,7 @@ neither blocks nor the number of queries change a result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -168,65 +168,57 @@ class Pairs:
     cosines: NDArray[np.float64]
 
 
+Block = tuple[slice, slice]
+"""Rows that are searched, and the queries that are compared with them."""
+
+
+def blocks(
+    count: int, *, query_rows: int = QUERY_ROWS, bank_rows: int = BANK_ROWS
+) -> Iterator[Block]:
+    """Blocks of as many rows in which each pair of them is once, the lower row as the query."""
+    for bank in _cuts(count, bank_rows):
+        for queries in _cuts(bank.stop, query_rows):
+            yield bank, queries
+
+
 def num_blocks(count: int, *, query_rows: int = QUERY_ROWS, bank_rows: int = BANK_ROWS) -> int:
-    """Number of pieces that ``near_pairs`` yields for as many rows."""
-    return sum(-(-block.stop // query_rows) for block in _cuts(count, bank_rows))
+    """Number of ``blocks``."""
+    return sum(-(-bank.stop // query_rows) for bank in _cuts(count, bank_rows))
 
 
 def near_pairs(
     rows: Rows,
     above: float,
+    over: Iterable[Block] | None = None,
     *,
-    query_rows: int = QUERY_ROWS,
-    bank_rows: int = BANK_ROWS,
     what: str = "a search of near rows",
 ) -> Iterator[Pairs]:
-    """Yields all pairs of ``rows`` [N, D] whose cosine is above ``above``, each pair once.
+    """Yields pairs of ``rows`` [N, D] whose cosine is above ``above``, some at a time, each once.
 
-    A piece, which may have no pairs, is yielded for each block of ``query_rows`` beside a block of
-    ``bank_rows``; within it pairs are in the order of the lower row, then of the higher. Rows need
-    not have unit length; a row of zeros is near nothing. Memory holds the two blocks, and the pairs
-    that faiss found among them. Every row is compared with every other: time grows with N^2 D.
-    Raises ValueError unless 0 < above < 1, and where faiss is not installed.
+    ``over``: the blocks that are searched (None: all ``blocks``). The order of the pairs says
+    nothing. Rows need not have unit length; a row of zeros is near nothing. Memory holds the two
+    blocks, and what faiss found among them. Every row is compared with every other: time grows with
+    N^2 D. Raises ValueError unless 0 < above < 1, and where faiss is not installed.
     """
     if not 0.0 < above < 1.0:
         raise ValueError(f"the cosine of near rows is {above}, wanted one between 0 and 1")
     faiss = library(what)
-    for block in _cuts(len(rows), bank_rows):
-        bank = np.asarray(rows[block])
-        index = faiss.IndexFlatIP(bank.shape[1])
-        index.add(unit(bank))
-        least = np.float32(above - _margin(bank.shape[1]))
-        for cut in _cuts(block.stop, query_rows):
-            asked = np.asarray(rows[cut])
-            limits, _, near = index.range_search(unit(asked), float(least))
-            yield _exact(asked, cut.start, bank, block.start, (limits, near), above)
-
-
-def _exact(
-    asked: Floats,
-    first: int,
-    bank: Floats,
-    bank_first: int,
-    found: tuple[NDArray[Any], Integers],
-    above: float,
-) -> Pairs:
-    """The pairs of faiss's candidates whose lower row is the query, by their exact cosine."""
-    limits, near = found
-    kept, exact = [np.zeros((0, 2), np.int64)], [np.zeros(0)]
-    for cut in _cuts(len(near), _AT_ONCE):
-        query = np.searchsorted(limits, np.arange(cut.start, cut.stop), side="right") - 1
-        other = near[cut]
-        ahead = first + query < bank_first + other
-        query, other = query[ahead], other[ahead]
-        own = cosines(asked[query], bank[other])
-        close = own > above
-        pairs = np.column_stack([first + query[close], bank_first + other[close]])
-        kept.append(pairs.astype(np.int64))
-        exact.append(own[close])
-    rows, values = np.concatenate(kept), np.concatenate(exact)
-    order = np.lexsort((rows[:, 1], rows[:, 0]))
-    return Pairs(rows[order], values[order])
+    last: slice | None = None
+    for block, cut in blocks(len(rows)) if over is None else over:
+        if block != last:
+            bank, last = np.asarray(rows[block]), block
+            index = faiss.IndexFlatIP(bank.shape[1])
+            index.add(unit(bank))
+        asked = np.asarray(rows[cut])
+        least = float(np.float32(above - _margin(bank.shape[1])))
+        limits, _, near = index.range_search(unit(asked), least)
+        for part in _cuts(len(near), _AT_ONCE):
+            query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
+            pairs = np.column_stack([cut.start + query, block.start + near[part]])
+            pairs = pairs[pairs[:, 0] < pairs[:, 1]].astype(np.int64)
+            own = cosines(asked[pairs[:, 0] - cut.start], bank[pairs[:, 1] - block.start])
+            if (close := own > above).any():
+                yield Pairs(pairs[close], own[close])
 
 
 def cosines(left: Floats, right: Floats) -> NDArray[np.float64]:

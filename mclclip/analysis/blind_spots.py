@@ -26,8 +26,6 @@ ABOVE, BELOW = 0.95, 0.6
 POOL = 1_000_000
 """Pairs that are held at most, those of the largest differences; 40 bytes each, twice."""
 
-_AT_ONCE = 4096  # pairs whose rows are read at once
-
 
 class Chosen(Protocol):
     """Rows [N, D] of which some are read by their numbers."""
@@ -133,7 +131,7 @@ def find(
 ) -> Found:
     """The blind spots among pairs that the first encoder confuses.
 
-    pieces     those pairs, with their cosines (``search.near_pairs``)
+    pieces     those pairs, with their cosines, some at a time (``search.near_pairs``)
     second     embeddings of the second encoder, which need not have unit length
     usable     [N], images that both encoders have embedded; other pairs do not count
     above      two images whose cosine is above this are confused by the second encoder too
@@ -168,12 +166,11 @@ def find(
 def _usable(
     pieces: Iterable[Pairs], usable: NDArray[np.bool_]
 ) -> Iterator[tuple[Integers, Cosines]]:
-    """Pairs of usable images and their cosines, a bounded number at once, never none."""
+    """Pairs of usable images and their cosines, never none."""
     for piece in pieces:
         good = usable[piece.rows].all(axis=1)
-        rows, own = piece.rows[good], piece.cosines[good]
-        for start in range(0, len(rows), _AT_ONCE):
-            yield rows[start : start + _AT_ONCE], own[start : start + _AT_ONCE]
+        if good.any():
+            yield piece.rows[good], piece.cosines[good]
 
 
 def _cosines_of(embeddings: Chosen, pairs: Integers) -> Cosines:

@@ -11,7 +11,7 @@ digests, which are compared once per file and not measured here.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def stored(folder: Path, num_rows: int) -> StoredRows:
 
 def bare(rows: StoredRows, num_pieces: int) -> None:
     """Products of the same blocks."""
-    for bank, queries in islice(blocks(len(rows)), num_pieces):
+    for bank, queries in islice(search.blocks(len(rows)), num_pieces):
         if queries.start == 0:
             right = search.unit(rows[bank]).T
             found = np.empty((search.QUERY_ROWS, right.shape[1]), np.float32)
@@ -57,17 +57,10 @@ def bare(rows: StoredRows, num_pieces: int) -> None:
         np.matmul(left, right, out=found[: len(left)])
 
 
-def blocks(num_rows: int) -> Iterator[tuple[slice, slice]]:
-    """The blocks of every piece, as ``near_pairs`` takes them."""
-    for start in range(0, num_rows, search.BANK_ROWS):
-        stop = min(start + search.BANK_ROWS, num_rows)
-        for first in range(0, stop, search.QUERY_ROWS):
-            yield slice(start, stop), slice(first, min(first + search.QUERY_ROWS, stop))
-
-
 def spots(root: Path, num_rows: int, num_pieces: int) -> Found:
     """The blind spots in the first pieces."""
-    pieces = islice(search.near_pairs(stored(root / "first", num_rows), ABOVE), num_pieces)
+    blocks = islice(search.blocks(num_rows), num_pieces)
+    pieces = search.near_pairs(stored(root / "first", num_rows), ABOVE, blocks)
     usable = np.ones(num_rows, bool)
     return find(
         pieces, stored(root / "second", num_rows), usable,
@@ -104,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = spots(root, args.rows, pieces).spots.found
     seen = sum(
         (bank.stop - bank.start) * (queries.stop - queries.start)
-        for bank, queries in islice(blocks(args.rows), pieces)
+        for bank, queries in islice(search.blocks(args.rows), pieces)
     )
     hours = found.wall_s("blind spots") / pieces * total / 3600
     cpu = found.cpu_s("blind spots") / pieces * total / 3600

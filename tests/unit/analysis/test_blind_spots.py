@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mclclip import search
 from mclclip.analysis.blind_spots import Found, find, sampling_weights
-from mclclip.search import near_pairs
 
 N, DIM = 230, 64
 OPTIONS: dict[str, Any] = {"above": 0.95, "below": 0.6, "per_image": 5, "max_pairs": 100}
@@ -53,7 +53,8 @@ def found_in(
 ) -> Found:
     usable = options.pop("usable", np.ones(len(first), bool))
     above = (OPTIONS | options)["above"]
-    pieces = near_pairs(first, above, query_rows=blocks[0], bank_rows=blocks[1])
+    cut = search.blocks(len(first), query_rows=blocks[0], bank_rows=blocks[1])
+    pieces = search.near_pairs(first, above, cut)
     return find(pieces, second, usable, **OPTIONS | options)
 
 
