@@ -27,6 +27,7 @@ from mclclip.eval.outcomes import Outcomes, joined
 from mclclip.eval.results import Figure, figure
 from mclclip.eval.stored import StoredImage, read_shards
 from mclclip.ranks.collectives import together
+from mclclip.search import nearest
 
 READS_TEXT = False  # whether images are compared with texts
 
@@ -139,7 +140,7 @@ def evaluate(
 def _by_neighbours(
     train: Features, labels: IntArray, test: Features, num_classes: int, k: int
 ) -> IntArray:
-    near, rows = knn.nearest(test, train, k)
+    near, rows = nearest(test, train, k, what="kNN")
     return knn.vote(near, labels[rows], num_classes)
 
 

@@ -153,8 +153,14 @@ def read_pairs(root: Path) -> list[Pair]:
 
 
 def _read_questions(path: Path) -> list[_Question]:
-    questions = []
-    for line, cells in read_rows(path, MMVP_COLUMNS, "questions of MMVP-VLM"):
+    questions, rows = [], read_rows(path, MMVP_COLUMNS, "questions of MMVP-VLM")
+    if unfilled := [line for line, cells in rows if cells[0].strip() and not cells[2].strip()]:
+        raise ValueError(
+            f"{path} has no Statement in {len(unfilled)} of {len(rows)} rows, the first at line "
+            f"{unfilled[0]}: write for each image what is true of it and not of the other image of "
+            "its pair, and remove the pairs that have no such difference"
+        )
+    for line, cells in rows:
         number, kind, statement = (cell.strip() for cell in cells)
         if not number.isdecimal() or not kind or not statement:
             raise ValueError(

@@ -7,66 +7,24 @@ those of Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Di
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic.types import PositiveFloat, PositiveInt
 
-from mclclip.eval.features import Extractor, Features, over_ranks
+from mclclip.eval.features import Extractor, over_ranks
 from mclclip.eval.labelled_features import Feature, accuracy_figures, extract
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.results import Figure
 from mclclip.ranks.collectives import together
+from mclclip.search import library, nearest
 
 READS_TEXT = False  # whether images are compared with texts
 
 Weights = Literal["majority", "similarity"]
 TEMPERATURE = 0.07
-SPARE = 16  # candidates beyond k that are scored again in float64, since faiss uses float32
-
-
-def nearest(queries: Features, train: Features, k: int) -> tuple[NDArray[np.float32], IntArray]:
-    """The k nearest of unit rows ``train`` [N, E] to each of ``queries`` [Q, E], by cosine.
-
-    Returns similarities and rows [Q, k], nearest first, ties by the lower row. faiss finds k +
-    ``SPARE`` candidates among the distinct rows; their similarities are computed again in float64
-    and rounded to float32, and copies of a row get the same one. So equal features tie exactly,
-    however many there are. A wrong row can be returned only where more than ``SPARE`` distinct rows
-    lie within faiss's rounding (1e-6) of the k-th nearest. Raises ValueError unless 1 <= k <= N,
-    and where faiss is not installed.
-    """
-    if not 1 <= k <= len(train):
-        raise ValueError(f"k is {k}, wanted 1 to {len(train)}, the number of train images")
-    groups: dict[bytes, list[int]] = {}
-    for row, values in enumerate(train):
-        groups.setdefault(blake2b(values.tobytes(), digest_size=16).digest(), []).append(row)
-    members = [np.array(rows[:k]) for rows in groups.values()]
-    different = train[[rows[0] for rows in members]]
-    similarity = np.empty((len(queries), k), np.float32)
-    rows = np.empty((len(queries), k), np.int64)
-    faiss, wide = _faiss(), min(k + SPARE, len(different))
-    found = faiss.knn(queries, different, wide, metric=faiss.METRIC_INNER_PRODUCT)[1]
-    for number, (query, near) in enumerate(zip(queries, found, strict=True)):
-        exact = (different[near] @ query.astype(np.float64)).astype(np.float32)
-        exact = np.repeat(exact, [len(members[group]) for group in near])
-        candidates = np.concatenate([members[group] for group in near])
-        order = np.lexsort((candidates, -exact))[:k]
-        similarity[number], rows[number] = exact[order], candidates[order]
-    return similarity, rows
-
-
-def _faiss() -> Any:
-    """The faiss package, imported only when it is used. Raises ValueError where it is missing."""
-    try:
-        import faiss
-    except ModuleNotFoundError:
-        raise ValueError(
-            "kNN needs the package faiss, which is not installed: pip install faiss-cpu"
-        ) from None
-    return faiss
 
 
 def vote(
@@ -114,12 +72,12 @@ def evaluate(
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, wanted a number above 0")
-    together(_faiss)  # before hours are spent on features
+    together(lambda: library("kNN"))  # before hours are spent on features
     data = extract(extractor, root, feature)
     num_classes = data.protocol["num_classes"]
 
     def answer(own: slice) -> IntArray:
-        near, rows = nearest(data.test[own], data.train, k)
+        near, rows = nearest(data.test[own], data.train, k, what="kNN")
         return vote(near, data.train_labels[rows], num_classes, weights, temperature)
 
     predicted = np.concatenate(over_ranks(extractor.context, len(data.test), answer))

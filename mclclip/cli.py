@@ -310,9 +310,26 @@ def _add_configured(verbs: Any) -> None:
     figures = "some figures; default: all for which no encoder runs. With an encoder, only where "
     figures += "they are named: clam, adversarial_sets, subspaces"
     analyse.add_argument("--figures", metavar="NAME,...", help=figures)
+    pairs = "image pairs that one encoder confuses and another tells apart"
+    _add_blindspots(add("blindspots", pairs))
     run = add("run", "the whole method: every verb, over all stages", _run)
     share = "first judge the run by stage 1 on this share of the samples, such as 0.1 (the same as "
     run.add_argument("--pilot", metavar="SHARE", help=f"{share}pilot.share=0.1)")
+
+
+def _add_blindspots(verb: argparse.ArgumentParser) -> None:
+    stage = "the stage that confuses them (default: %(default)s)"
+    verb.add_argument("--stage", type=int, default=0, help=stage)
+    other = "what tells them apart: a stage, or a folder of embeddings (default: the last stage)"
+    verb.add_argument("--other", metavar="STAGE|[NAME=]FOLDER", help=other)
+    above = "the stage confuses a pair above this cosine (default: %(default)s)"
+    verb.add_argument("--above", type=float, metavar="COSINE", default=0.95, help=above)
+    below = "the other encoder tells it apart below this one (default: %(default)s)"
+    verb.add_argument("--below", type=float, metavar="COSINE", default=0.6, help=below)
+    kept = "pairs that are kept of one image (default: %(default)s)"
+    verb.add_argument("--per-image", type=int, metavar="N", default=5, help=kept)
+    kept = "pairs that are kept of all (default: %(default)s)"
+    verb.add_argument("--max-pairs", type=int, metavar="N", default=1000, help=kept)
 
 
 def _add_conversion(export: argparse.ArgumentParser) -> None:

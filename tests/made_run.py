@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mclclip import cluster, config, index
+from mclclip import blindspots, cluster, config, index
 from mclclip.config import Config
 from mclclip.data.embeddings import rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex
@@ -104,6 +104,7 @@ def make(root: Path) -> Path:
     for stage in range(2):
         embed(layout.embeddings(stage), samples, stage)
         cluster.run(options, SINGLE, stage=stage)
+    blindspots.run(options, SINGLE, other="1", per_image=1)
     for variant, stage in (("mcl", 1), ("mcl", 2), ("ungrouped", 1)):
         train(Layout.of(options, variant).train(stage), slower=variant != "mcl")
     evaluate(layout.results)

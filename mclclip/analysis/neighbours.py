@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.analysis.hypersphere import unit_rows
-from mclclip.eval.knn import nearest
+from mclclip.search import nearest
 
 Integers = NDArray[np.int64]
 Cosines = NDArray[np.float32]

@@ -9,7 +9,7 @@ not be used, so that a shard which has been repaired since is embedded again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip import files
-from mclclip.data.arrays import save_npy
+from mclclip.data.arrays import Floats, NpyBlocks, save_npy
 from mclclip.data.sample_index import SampleIndex
+from mclclip.run.artifacts import Manifest
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,51 @@ def left_out(directory: Path, num_shards: int) -> npt.NDArray[np.int64]:
                 "it again"
             )
     return np.sort(np.asarray(ids, np.int64))
+
+
+class StoredRows:
+    """All rows [N, D] of finished embeddings, cut or chosen like those of an array, across files.
+
+    Nothing is held: files are mapped while they are read, and what is read is compared with the
+    records of ``manifest`` (``NpyBlocks``). Raises FileNotFoundError for a missing file, and
+    RuntimeError where one is damaged, or files have different widths.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, num_files: int) -> None:
+        paths = [rows_path(directory, number) for number in range(num_files)]
+        if missing := next((path for path in paths if not path.exists()), None):
+            raise FileNotFoundError(f"no {missing}: run 'mclclip embed --force' to make it again")
+        self._blocks = NpyBlocks(paths, records=[manifest.record(path.name) for path in paths])
+        self._starts = np.cumsum([0, *self._blocks.num_rows])
+        if len(widths := {*self._blocks.row_shapes()}) != 1 or len(shape := min(widths)) != 1:
+            raise RuntimeError(
+                f"embeddings at {directory} have rows of the shapes {sorted(widths)}, wanted one "
+                "width: run 'mclclip embed --force' to make them again"
+            )
+        self._dim = shape[0]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, rows: slice | npt.NDArray[np.int64], /) -> Floats:
+        """The rows of a slice without a step, or of sorted numbers; in memory, or mapped."""
+        parts = [*(self._cut(rows) if isinstance(rows, slice) else self._chosen(rows))]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.zeros((0, self._dim), np.float32)
+
+    def _cut(self, cut: slice) -> Iterator[Floats]:
+        start, stop, _ = cut.indices(len(self))
+        file = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            first, end = int(self._starts[file]), int(min(stop, self._starts[file + 1]))
+            if start < end:
+                yield self._blocks.read(file, slice(start - first, end - first))
+            start, file = max(start, end), file + 1
+
+    def _chosen(self, ids: npt.NDArray[np.int64]) -> Iterator[Floats]:
+        files = np.searchsorted(self._starts, ids, side="right") - 1
+        for file in np.unique(files):
+            own = ids[files == file] - self._starts[file]
+            lowest = int(own[0])
+            yield self._blocks.read(int(file), slice(lowest, int(own[-1]) + 1))[own - lowest]

@@ -102,6 +102,12 @@ def _listed(library: str) -> list[str]:
     return ["small_conv"] if library == "mclclip" else []
 
 
+def with_own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a ``BackboneTower``, or of its library's own model, by the names of the former."""
+    known = any(name.startswith("trunk.") for name in tensors)
+    return dict(tensors) if known else {f"trunk.{name}": own for name, own in tensors.items()}
+
+
 class BackboneTower(nn.Module):
     """A model of ``Backbone`` as an image tower, without its classifier.
 

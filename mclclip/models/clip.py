@@ -394,10 +394,14 @@ def _load_weights(clip: Any, file: Path) -> None:
 
 
 def _load_image_tower(visual: nn.Module, file: Path) -> None:
-    """Fills an image tower with an exported image encoder's weights."""
-    tensors = weights.read_tensors(file)
+    """Fills an image tower with an exported image encoder's weights; a backbone also with those of
+    its library's own model, such as DINO's of timm."""
+    found = weights.read_tensors(file)
+    tensors = {name.removeprefix("visual."): tensor for name, tensor in found.items()}
+    if isinstance(visual, backbones.BackboneTower):
+        tensors = backbones.with_own_names(tensors)
     try:
-        visual.load_state_dict({n.removeprefix("visual."): t for n, t in tensors.items()})
+        visual.load_state_dict(tensors)
     except RuntimeError as error:
         raise ValueError(f"the weights {file} do not load ({one_line(error)})") from error
     weights.refuse_not_finite(visual, str(file))

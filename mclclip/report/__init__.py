@@ -26,7 +26,7 @@ from mclclip import config as configuration
 from mclclip.config import Config
 from mclclip.config.options import DataConfig
 from mclclip.eval import results
-from mclclip.report import clusters, nearest, pairs, scores, story, training
+from mclclip.report import blindspots, clusters, nearest, pairs, scores, story, training
 from mclclip.report.material import Material
 from mclclip.report.scores import Verdicts
 from mclclip.report.thumbnails import Samples, Thumbnails
@@ -158,6 +158,10 @@ def _content(material: Material) -> dict[str, Any]:
             lambda known: nearest.anchors(material, known, thumbnails),
             "There are no embeddings of more than a few samples: 'mclclip embed --stage 0' makes "
             "them.",
+        ),
+        "blindspots": of_samples(
+            lambda known: blindspots.blindspots(material, known, thumbnails),
+            "None were looked for: 'mclclip blindspots' finds them.",
         ),
         "curves": _section(lambda: training.curves(material), "No training has records."),
         "trainings": trainings,

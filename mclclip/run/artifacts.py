@@ -21,6 +21,8 @@ read with a warning, and ``--force`` makes them again with digests::
                 export/  embeddings/  clusters/
       ...
       exports/  concat_raw/  concat_stage_norm/  soup_uniform/
+      blindspots/stage_0-stage_2/  pairs.jsonl  near_duplicates.jsonl  weights.npy  gallery.png
+                                   benchmark/
       controls/ungrouped/       stage_1/ ... exports/    the same layout again
       controls/random_groups/
       pilot/                    stage_1/ ... exports/  controls/ungrouped/  results.jsonl

@@ -99,6 +99,10 @@ class Layout:
         """A stage's encoder as an open_clip directory."""
         return self.stage(stage) / "export"
 
+    def blindspots(self, name: str) -> Path:
+        """Pairs that one encoder confuses and another tells apart; ``stage_0-stage_2``."""
+        return self.run_dir / "blindspots" / name
+
     def joined(self, name: str) -> Path:
         """A joined encoder: ``concat_raw``, ``concat_stage_norm`` or ``soup_uniform``."""
         return self.root / "exports" / name

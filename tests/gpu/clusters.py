@@ -16,8 +16,9 @@ from mclclip.clustering.assignment import Assignment, assign
 from mclclip.clustering.nearest import Search, half_squares
 from mclclip.clustering.rows import Algorithm
 from mclclip.data.arrays import cut_blocks
-from mclclip.eval import knn, ranking
+from mclclip.eval import ranking
 from mclclip.ranks.process_group import Context
+from mclclip.search import nearest
 from tests.gpu.checks import Where, check, close, random, same_bits, unit
 from tests.nearest_checks import check_nearest, every_arithmetic
 
@@ -233,7 +234,7 @@ def neighbours(where: Where) -> str:
     near = ranking.similarity(queries, train, where.device)
     rows = np.argsort(-near, axis=1, kind="stable")[:, :10]
     values = np.take_along_axis(near, rows, axis=1)
-    wanted_values, wanted_rows = knn.nearest(queries, train, 10)
+    wanted_values, wanted_rows = nearest(queries, train, 10)
     assert np.array_equal(rows, wanted_rows)
     assert np.abs(values - wanted_values).max() <= 1e-7
     return ""

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 # Ground: what every room may import. It imports nothing of ours but other ground.
-GROUND = {"files", "options", "randomness", "pair_products", "torchvision_fix"}
+GROUND = {"files", "options", "randomness", "pair_products", "search", "torchvision_fix"}
 # Room -> the rooms that it may import, beside ground and itself.
 ROOMS: dict[str, set[str]] = {
     "ranks": set(),
@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
 ROOMS["train/loop"] |= {"train/judging"}
 # A verb reads options and does its work with any room, and imports no other verb.
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "analyse", "doctor"}
-VERBS |= {"plan", "compare", "report"}
+VERBS |= {"plan", "compare", "report", "blindspots"}
 VERBS |= {"train/verb", "train/parts", "eval/run"}
 ROOMS |= {verb: {*ROOMS} for verb in VERBS}
 # A part of a verb that is a package.

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
+from mclclip import search
 from mclclip.eval import knn
 from mclclip.eval.features import Extractor
 
@@ -31,7 +32,7 @@ def few_directions(count: int, seed: int) -> np.ndarray:
 @pytest.fixture(params=[16, 1, 0])
 def spare(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As shipped, one candidate more than k, and just k: nothing here hangs on the margin."""
-    monkeypatch.setattr(knn, "SPARE", request.param)
+    monkeypatch.setattr(search, "SPARE", request.param)
 
 
 def by_definition(
@@ -53,24 +54,13 @@ def by_definition(
     return answers
 
 
-@pytest.mark.usefixtures("spare")
-@pytest.mark.parametrize("k", [1, 5, 40])
-def test_neighbours_are_those_of_scikit_learn(k: int) -> None:
-    train, queries = unit_rows(40), unit_rows(7, seed=1)
-    reference = KNeighborsClassifier(k, metric="cosine", algorithm="brute")
-    distance, wanted = reference.fit(train, np.zeros(40)).kneighbors(queries)
-    similarity, rows = knn.nearest(queries, train, k)
-    assert np.array_equal(rows, wanted)
-    assert np.allclose(similarity, 1 - distance, atol=1e-6)
-
-
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_majority_of_two_classes_is_scikit_learn_s(k: int) -> None:
     """Two classes and an odd k: no ties."""
     train, queries = unit_rows(60), unit_rows(50, seed=1)
     labels = np.random.default_rng(2).integers(0, 2, 60)
     reference = KNeighborsClassifier(k, metric="cosine", algorithm="brute").fit(train, labels)
-    similarity, rows = knn.nearest(queries, train, k)
+    similarity, rows = search.nearest(queries, train, k)
     assert np.array_equal(knn.vote(similarity, labels[rows], 2), reference.predict(queries))
 
 
@@ -83,38 +73,9 @@ def test_answers_are_the_definition_s(
 ) -> None:
     train, queries = make(30, seed=3), make(12, seed=4)
     labels = np.random.default_rng(5).integers(0, 5, 30)
-    similarity, rows = knn.nearest(queries, train, k)
+    similarity, rows = search.nearest(queries, train, k)
     answers = knn.vote(similarity, labels[rows], 5, weights)
     assert answers.tolist() == by_definition(queries, train, labels, k, weights)
-
-
-def test_equally_near_rows_are_taken_in_their_order() -> None:
-    train = np.eye(3, dtype=np.float32)[[1, 0, 1, 0, 1, 0]]
-    similarity, rows = knn.nearest(np.eye(3, dtype=np.float32)[:1], train, 4)
-    assert rows.tolist() == [[1, 3, 5, 0]] and similarity.tolist() == [[1, 1, 1, 0]]
-
-
-@pytest.mark.parametrize("copies", [1, 40, 3000])
-def test_any_number_of_equal_features_ties_exactly(copies: int) -> None:
-    """More of them than k and what faiss is asked for beside; its own blocks hold 1,024 rows."""
-    different, queries = unit_rows(7, 24), unit_rows(30, 24, seed=1)
-    train = np.tile(different, (copies, 1))  # row n and row n + 7 are equal
-    similarity, rows = knn.nearest(queries, train, 5)
-    exact = (queries.astype(np.float64) @ different.astype(np.float64).T).astype(np.float32)
-    place = np.arange(len(train))
-    for query in range(30):
-        wanted = np.lexsort((place, -np.tile(exact[query], copies)))[:5]
-        assert rows[query].tolist() == wanted.tolist()
-        assert np.array_equal(similarity[query], exact[query, wanted % 7])
-
-
-def test_a_share_of_the_queries_has_the_neighbours_of_the_whole() -> None:
-    """faiss multiplies few queries otherwise than many, which must not show."""
-    train, queries = unit_rows(2000, 48), unit_rows(90, 48, seed=1)
-    whole, rows = knn.nearest(queries, train, 9)
-    for share in (slice(0, 0), slice(0, 1), slice(1, 15), slice(15, 90)):
-        near, found = knn.nearest(queries[share], train, 9)
-        assert np.array_equal(found, rows[share]) and np.array_equal(near, whole[share])
 
 
 def test_without_faiss_one_line_says_what_to_install(

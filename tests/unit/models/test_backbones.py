@@ -8,8 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import mclclip
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import timm
+
 from mclclip.models.clip import load_image_encoder, save_export
 from mclclip.models.loading import load_any
 from tests.unit.models.stages import vary
@@ -60,6 +66,25 @@ def test_a_small_stem_keeps_small_pictures() -> None:
     assert tower.trunk.conv1.kernel_size == (3, 3) and tower.trunk.conv1.in_channels == 4
     hidden = tower.trunk.layer1(tower.trunk.maxpool(tower.trunk.conv1(torch.zeros(1, 4, 16, 16))))
     assert hidden.shape[2:] == (16, 16)
+
+
+def test_weights_of_timm_s_own_model_load(tmp_path: Path) -> None:
+    """As timm publishes them, and as they are exported; others are refused in one line."""
+    torch.manual_seed(0)
+    options = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    own = timm.create_model("vit_tiny_patch16_224", num_classes=0, img_size=16, **options).eval()
+    given = {"vision_cfg": {"backbone": "timm:vit_tiny_patch16_224", "image_size": 16}}
+    given["vision_cfg"]["options"] = VIT
+    images = torch.randn(2, 3, 16, 16)
+    state, file = own.state_dict(), tmp_path / "model.safetensors"
+    for prefix in ("", "trunk.", "visual.trunk."):
+        save_file({prefix + name: tensor for name, tensor in state.items()}, file)
+        model = load_any(given, str(file))
+        with torch.no_grad():
+            torch.testing.assert_close(model.encode_image(images), own(images))
+    save_file({"other": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match="the weights .* do not load .*Missing key"):
+        load_any(given, str(file))
 
 
 def test_weights_depend_on_the_seed_alone() -> None:

@@ -22,7 +22,7 @@ from mclclip.run.artifacts import read_manifest
 from tests import made_run
 from tests.tiny import digests
 
-SECTIONS = "story results better pairs clusters groups nearest curves cost".split()
+SECTIONS = "story results better pairs clusters groups nearest blindspots curves cost".split()
 VOID = {"meta", "link", "img", "br", "wbr"}
 
 
@@ -131,6 +131,30 @@ def test_the_clusters_show_their_words_and_members(page: str) -> None:
     assert azure[1] == "azure" and scarlet[1] == "scarlet"
     assert float(azure[0]) == pytest.approx(100 * 30 / 46, abs=0.05)  # 16 of 46 are red
     assert page.count("data:image/") > 40
+
+
+def test_blind_spots_are_shown_and_what_was_moved_aside_is_not(copied: Path, page: str) -> None:
+    """Stage 0 parts red from blue, and stage 1 the halves of the data: 46 samples, 16 of them red.
+    Pairs of one colour and of different halves are confused and told apart."""
+    words = text_of(page, "blindspots")
+    in_halves = [
+        [made_run.is_red(n) for n in half if n not in made_run.BROKEN]
+        for half in (range(24), range(24, 48))
+    ]
+    red = [sum(half) for half in in_halves]
+    blue = [len(half) - sum(half) for half in in_halves]
+    apart = red[0] * red[1] + blue[0] * blue[1]
+    same = sum(n * (n - 1) // 2 for n in (*red, *blue))
+    assert "stage_0 confuses, stage_1 tells apart" in words
+    assert f"Of {apart + same} pairs whose cosine is above 0.95 for stage_0" in words
+    assert f"{apart} are below 0.6 for stage_1, and {same} are above 0.95 for it too" in words
+    section = page.partition('<section id="blindspots">')[2].partition("</section>")[0]
+    assert section.count("<figure>") == 8 and section.count("data:image/") == 16
+    spots = copied / "blindspots"
+    shutil.copytree(spots / "stage_0-stage_1", spots / "stage_0-stage_1.old-1")
+    assert words_of_run(copied, "blindspots") == words
+    shutil.rmtree(spots)
+    assert "Left out: None were looked for" in words_of_run(copied, "blindspots")
 
 
 def test_figures_verdicts_pairs_and_costs(page: str) -> None:

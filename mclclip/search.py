@@ -1,0 +1,237 @@
+"""Exact search among rows by faiss, block by block: the nearest rows, and all pairs of near rows.
+
+Rows may be arrays, memory-mapped or not, or whatever is cut like them; they are never held whole.
+faiss works in float32 and proposes, and what it proposes is computed again in float64, row by row,
+so that equal rows get equal numbers. The bound on the rounding of a product in float32 says which
+other rows might have been meant; where there are any, all of a block are computed in float64. So
+neither blocks nor the number of queries change a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+Integers = NDArray[np.int64]
+
+SPARE = 16
+"""Candidates beyond k that faiss is asked for."""
+
+QUERY_ROWS, BANK_ROWS = 1024, 16_384
+"""Rows of a block of queries and of the rows they are compared with. Where every row is near every
+other, faiss returns all pairs of two blocks, which take 0.4 GB."""
+
+_NEAREST_BANK_ROWS = 65_536  # of ``nearest``, which finds a few rows per query whatever they are
+_AT_ONCE = 4096  # rows that are computed in float64 at once
+_EPS = 2.0**-24  # largest relative error of one operation in float32
+
+
+class Rows(Protocol):
+    """Rows [N, D] that can be cut; a cut is an array in memory, or mapped."""
+
+    def __len__(self) -> int:
+        """N."""
+
+    def __getitem__(self, cut: slice, /) -> Floats:
+        """The rows of a slice."""
+
+
+def library(what: str) -> Any:
+    """The faiss package, imported only when it is used.
+
+    Raises ValueError, one line that says that ``what`` needs it, where it is missing.
+    """
+    try:
+        import faiss
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{what} needs the package faiss, which is not installed: pip install faiss-cpu"
+        ) from None
+    return faiss
+
+
+def _cuts(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _margin(dim: int) -> float:
+    """Bound on the error of a product of unit rows in float32, in any order of its sum.
+
+    The sum makes at most dim roundings of the sum of |x_i y_i|, which is at most 1 (Cauchy).
+    Bringing rows to unit length in float32 and rounding the result make fewer than 64 more.
+    """
+    return (dim + 64) * _EPS
+
+
+# --- the nearest rows --------------------------------------------------------------------------
+
+
+def nearest(
+    queries: Rows,
+    bank: Rows,
+    k: int,
+    *,
+    query_rows: int = QUERY_ROWS,
+    bank_rows: int = _NEAREST_BANK_ROWS,
+    what: str = "a search of nearest rows",
+) -> tuple[NDArray[np.float32], Integers]:
+    """The k nearest of unit rows ``bank`` [N, D] to each of ``queries`` [Q, D], by their product.
+
+    Returns products, rounded to float32, and rows [Q, k], nearest first, ties by the lower row:
+    copies of a row tie exactly, however many there are. Beside the result, memory holds a block
+    of ``query_rows`` and one of ``bank_rows`` in float32. ``what`` names the caller in the error
+    for a missing faiss. Raises ValueError unless 1 <= k <= N, and where faiss is not installed.
+    """
+    if not 1 <= k <= len(bank):
+        raise ValueError(f"k is {k}, wanted 1 to {len(bank)}, the number of rows to search")
+    faiss = library(what)
+    products = np.full((len(queries), k), -np.inf, np.float32)
+    rows = np.full((len(queries), k), len(bank), np.int64)  # no row yet
+    for block in _cuts(len(bank), bank_rows):
+        part = _Part.of(np.asarray(bank[block], np.float32), block.start, k)
+        wide = min(k + SPARE, len(part.different))
+        for cut in _cuts(len(queries), query_rows):
+            asked = np.asarray(queries[cut], np.float32)
+            found, near = faiss.knn(asked, part.different, wide, metric=faiss.METRIC_INNER_PRODUCT)
+            for number, query in enumerate(asked):
+                best, own = part.nearest(query, found[number], near[number], k)
+                place = cut.start + number
+                best = np.concatenate([products[place], best])
+                own = np.concatenate([rows[place], own])
+                order = np.lexsort((own, -best))[:k]
+                products[place], rows[place] = best[order], own[order]
+    return products, rows
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block of the bank: its distinct rows, and for each the numbers of its first k copies."""
+
+    different: NDArray[np.float32]
+    members: list[Integers]
+
+    @classmethod
+    def of(cls, rows: NDArray[np.float32], start: int, k: int) -> _Part:
+        groups: dict[bytes, list[int]] = {}
+        for row, values in enumerate(rows):
+            groups.setdefault(blake2b(values.tobytes(), digest_size=16).digest(), []).append(row)
+        members = [start + np.array(own[:k], np.int64) for own in groups.values()]
+        different = rows[[own[0] for own in groups.values()]]
+        return cls(different, members)
+
+    def nearest(
+        self, query: NDArray[np.float32], found: NDArray[np.float32], near: Integers, k: int
+    ) -> tuple[NDArray[np.float32], Integers]:
+        """The at most k nearest rows to a query, of which faiss found some, nearest first."""
+        products, rows = self._in_order(query, near, k)
+        if len(near) < len(self.different):
+            scale = max(1.0, float(np.linalg.norm(query)))
+            unseen = float(found[-1]) + _margin(len(query)) * scale
+            if len(rows) < k or products[-1] <= unseen:
+                return self._in_order(query, np.arange(len(self.different)), k)
+        return products, rows
+
+    def _in_order(
+        self, query: NDArray[np.float32], places: Integers, k: int
+    ) -> tuple[NDArray[np.float32], Integers]:
+        exact = _products(self.different, places, query.astype(np.float64))
+        exact = np.repeat(exact, [len(self.members[place]) for place in places])
+        rows = np.concatenate([self.members[place] for place in places])
+        order = np.lexsort((rows, -exact))[:k]
+        return exact[order], rows[order]
+
+
+def _products(rows: Floats, places: Integers, query: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Products of chosen rows with a query, in float64, each by itself, rounded to float32."""
+    found = np.empty(len(places), np.float32)
+    for cut in _cuts(len(places), _AT_ONCE):
+        # A sum along rows does not depend on where a row stands; a product of matrices may.
+        found[cut] = (rows[places[cut]] * query).sum(axis=1)
+    return found
+
+
+# --- pairs of near rows ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of rows, the lower one first, with their cosines: rows [P, 2], cosines [P]."""
+
+    rows: Integers
+    cosines: NDArray[np.float64]
+
+
+Block = tuple[slice, slice]
+"""Rows that are searched, and the queries that are compared with them."""
+
+
+def blocks(
+    count: int, *, query_rows: int = QUERY_ROWS, bank_rows: int = BANK_ROWS
+) -> Iterator[Block]:
+    """Blocks of as many rows in which each pair of them is once, the lower row as the query."""
+    for bank in _cuts(count, bank_rows):
+        for queries in _cuts(bank.stop, query_rows):
+            yield bank, queries
+
+
+def num_blocks(count: int, *, query_rows: int = QUERY_ROWS, bank_rows: int = BANK_ROWS) -> int:
+    """Number of ``blocks``."""
+    return sum(-(-bank.stop // query_rows) for bank in _cuts(count, bank_rows))
+
+
+def near_pairs(
+    rows: Rows,
+    above: float,
+    over: Iterable[Block] | None = None,
+    *,
+    what: str = "a search of near rows",
+) -> Iterator[Pairs]:
+    """Yields pairs of ``rows`` [N, D] whose cosine is above ``above``, some at a time, each once.
+
+    ``over``: the blocks that are searched (None: all ``blocks``). The order of the pairs says
+    nothing. Rows need not have unit length; a row of zeros is near nothing. Memory holds the two
+    blocks, and what faiss found among them. Every row is compared with every other: time grows with
+    N^2 D. Raises ValueError unless 0 < above < 1, and where faiss is not installed.
+    """
+    if not 0.0 < above < 1.0:
+        raise ValueError(f"the cosine of near rows is {above}, wanted one between 0 and 1")
+    faiss = library(what)
+    last: slice | None = None
+    for block, cut in blocks(len(rows)) if over is None else over:
+        if block != last:
+            bank, last = np.asarray(rows[block]), block
+            index = faiss.IndexFlatIP(bank.shape[1])
+            index.add(unit(bank))
+        asked = np.asarray(rows[cut])
+        least = float(np.float32(above - _margin(bank.shape[1])))
+        limits, _, near = index.range_search(unit(asked), least)
+        for part in _cuts(len(near), _AT_ONCE):
+            query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
+            pairs = np.column_stack([cut.start + query, block.start + near[part]])
+            pairs = pairs[pairs[:, 0] < pairs[:, 1]].astype(np.int64)
+            own = cosines(asked[pairs[:, 0] - cut.start], bank[pairs[:, 1] - block.start])
+            if (close := own > above).any():
+                yield Pairs(pairs[close], own[close])
+
+
+def cosines(left: Floats, right: Floats) -> NDArray[np.float64]:
+    """Cosines [n] of rows [n, D], in float64, each from its two rows alone; 0 for rows of zeros."""
+    a, b = (np.asarray(rows, np.float64) for rows in (left, right))
+    squares = (a * a).sum(axis=1) * (b * b).sum(axis=1)
+    found: NDArray[np.float64] = (a * b).sum(axis=1) / np.sqrt(np.where(squares > 0, squares, 1.0))
+    return found
+
+
+def unit(rows: Floats) -> NDArray[np.float32]:
+    """float32 rows of length 1, in memory; rows of zeros stay zeros."""
+    wide = np.array(rows, np.float32, order="C")
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    wide /= np.where(norms > 0, norms, 1.0)
+    return wide

@@ -1,0 +1,247 @@
+"""Exact search among rows: beside scikit-learn, and beside all products in float64."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+from sklearn.neighbors import KNeighborsClassifier
+
+from mclclip import search
+
+BLOCKS = [(7, 11), (64, 3), (1, 100), (1000, 1000)]  # queries, bank: none divides 100
+
+
+def unit_rows(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
+    rows = np.random.default_rng(seed).normal(size=(count, dim))
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def crowded(count: int, dim: int = 24, seed: int = 0) -> np.ndarray:
+    """Rows around few directions, of other lengths, some of them copies, one of zeros; float16."""
+    rng = np.random.default_rng(seed)
+    rows = unit_rows(5, dim, seed)[rng.integers(0, 5, count)] + 0.06 * rng.normal(size=(count, dim))
+    rows[count // 2] = rows[3]
+    rows[count // 3] = 0.0
+    return (rows * rng.uniform(0.5, 2.0, size=(count, 1))).astype(np.float16)
+
+
+def all_pairs(rows: np.ndarray, above: float) -> dict[tuple[int, int], float]:
+    """Slow: the whole matrix of cosines in float64."""
+    wide = rows.astype(np.float64)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    wide = wide / np.where(norms > 0, norms, 1)
+    matrix = wide @ wide.T
+    lower, higher = np.nonzero(np.triu(matrix > above, k=1))
+    return {(i, j): matrix[i, j] for i, j in zip(lower.tolist(), higher.tolist(), strict=True)}
+
+
+def found_pairs(rows: Any, above: float, **blocks: int) -> list[tuple[tuple[int, int], float]]:
+    return [
+        ((int(i), int(j)), float(cosine))
+        for part in search.near_pairs(rows, above, search.blocks(len(rows), **blocks))
+        for (i, j), cosine in zip(part.rows, part.cosines, strict=True)
+    ]
+
+
+# --- the nearest rows ---
+
+
+@pytest.fixture(params=[16, 1, 0])
+def spare(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As shipped, one candidate more than k, and just k: nothing here hangs on the margin."""
+    monkeypatch.setattr(search, "SPARE", request.param)
+
+
+@pytest.mark.usefixtures("spare")
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_neighbours_are_those_of_scikit_learn(k: int) -> None:
+    train, queries = unit_rows(40), unit_rows(7, seed=1)
+    reference = KNeighborsClassifier(k, metric="cosine", algorithm="brute")
+    distance, wanted = reference.fit(train, np.zeros(40)).kneighbors(queries)
+    similarity, rows = search.nearest(queries, train, k)
+    assert np.array_equal(rows, wanted)
+    assert np.allclose(similarity, 1 - distance, atol=1e-6)
+
+
+def test_equally_near_rows_are_taken_in_their_order() -> None:
+    train = np.eye(3, dtype=np.float32)[[1, 0, 1, 0, 1, 0]]
+    for bank_rows in (100, 4, 1):
+        near = search.nearest(np.eye(3, dtype=np.float32)[:1], train, 4, bank_rows=bank_rows)
+        assert near[1].tolist() == [[1, 3, 5, 0]] and near[0].tolist() == [[1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("bank_rows", [65_536, 333, 33])
+@pytest.mark.parametrize("copies", [1, 40, 600])
+def test_any_number_of_equal_rows_ties_exactly(copies: int, bank_rows: int) -> None:
+    """More of them than k and what faiss is asked for beside; its own blocks hold 1,024 rows."""
+    different, queries = unit_rows(7, 24), unit_rows(30, 24, seed=1)
+    train = np.tile(different, (copies, 1))  # row n and row n + 7 are equal
+    similarity, rows = search.nearest(queries, train, 5, bank_rows=bank_rows)
+    exact = (queries.astype(np.float64) @ different.astype(np.float64).T).astype(np.float32)
+    place = np.arange(len(train))
+    for query in range(30):
+        wanted = np.lexsort((place, -np.tile(exact[query], copies)))[:5]
+        assert rows[query].tolist() == wanted.tolist()
+        assert np.array_equal(similarity[query], exact[query, wanted % 7])
+
+
+@pytest.mark.usefixtures("spare")
+@pytest.mark.parametrize("spread", [1.0, 1e-7])
+def test_rows_closer_than_float32_tells_are_in_order(spread: float) -> None:
+    """Around one direction at 1e-7 faiss's own order is noise; the exact one is that of float64."""
+    rng = np.random.default_rng(0)
+    train = (unit_rows(1, 48) + spread * rng.normal(size=(300, 48))).astype(np.float32)
+    queries = np.concatenate([unit_rows(1, 48), unit_rows(5, 48, seed=1)])  # one among them
+    exact = (train.astype(np.float64) @ queries.astype(np.float64).T).T.astype(np.float32)
+    similarity, rows = search.nearest(queries, train, 9, query_rows=4, bank_rows=77)
+    for query in range(6):
+        wanted = np.lexsort((np.arange(300), -exact[query]))[:9]
+        assert rows[query].tolist() == wanted.tolist()
+        assert np.array_equal(similarity[query], exact[query, wanted])
+
+
+def test_a_share_of_the_queries_has_the_neighbours_of_the_whole() -> None:
+    """faiss multiplies few queries otherwise than many, which must not show; nor must blocks."""
+    train, queries = unit_rows(2000, 48), unit_rows(90, 48, seed=1)
+    whole, rows = search.nearest(queries, train, 9)
+    for share in (slice(0, 0), slice(0, 1), slice(1, 15), slice(15, 90)):
+        near, found = search.nearest(queries[share], train, 9, query_rows=13, bank_rows=301)
+        assert np.array_equal(found, rows[share]) and np.array_equal(near, whole[share])
+
+
+# --- pairs of near rows ---
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("above", [0.5, 0.9, 0.99])
+def test_pairs_are_those_of_all_products_in_float64(blocks: tuple[int, int], above: float) -> None:
+    rows = crowded(100)
+    wanted = all_pairs(rows, above)
+    pairs = found_pairs(rows, above, query_rows=blocks[0], bank_rows=blocks[1])
+    assert len(pairs) == len(wanted) == len({pair for pair, _ in pairs}) > 0
+    for pair, cosine in pairs:
+        assert cosine == pytest.approx(wanted[pair], abs=1e-12)
+
+
+def test_blocks_change_no_bit_of_a_cosine() -> None:
+    rows = crowded(100)
+    first, *others = (sorted(found_pairs(rows, 0.8, query_rows=q, bank_rows=b)) for q, b in BLOCKS)
+    assert all(other == first for other in others)
+
+
+def test_pairs_about_the_threshold_are_decided_in_float64() -> None:
+    """Cosines a float32 product cannot tell from the threshold, on both sides of it."""
+    angle = np.arccos(0.95)
+    turned = [angle + n * 1e-9 for n in range(-20, 21)]
+    rows = np.zeros((42, 600))
+    rows[0, 0] = 1.0
+    rows[1:, 0], rows[1:, 1] = np.cos(turned), np.sin(turned)
+    wanted = {pair for pair in all_pairs(rows, 0.95) if pair[0] == 0}
+    assert 15 <= len(wanted) <= 25
+    pairs = found_pairs(rows, 0.95, query_rows=5, bank_rows=9)
+    assert {pair for pair, _ in pairs if pair[0] == 0} == wanted
+
+
+def test_blocks_hold_each_pair_once_and_are_as_many_as_announced() -> None:
+    for query_rows, bank_rows in BLOCKS:
+        sizes = {"query_rows": query_rows, "bank_rows": bank_rows}
+        cuts = list(search.blocks(100, **sizes))
+        assert len(cuts) == search.num_blocks(100, **sizes)
+        held = np.zeros((100, 100), int)
+        for bank, queries in cuts:
+            held[queries, bank] += 1
+        assert (held[np.triu_indices(100, k=1)] == 1).all()
+
+
+def test_some_blocks_have_the_pairs_of_these_alone() -> None:
+    rows = crowded(100)
+    cut = (slice(40, 80), slice(10, 30))
+    found = {tuple(pair) for part in search.near_pairs(rows, 0.8, [cut]) for pair in part.rows}
+    wanted = {(i, j) for i, j in all_pairs(rows, 0.8) if 10 <= i < 30 and 40 <= j < 80}
+    assert found == wanted and wanted
+
+
+class Counted:
+    """Rows that remember the largest cut."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows, self.largest = rows, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, cut: slice) -> np.ndarray:
+        self.largest = max(self.largest, cut.stop - cut.start)
+        return self.rows[cut]
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_is_that_of_the_blocks() -> None:
+    """2,500 rows of 256 are 2.4 MiB in float32; blocks of 64 and 200 of them 264 KiB."""
+    rows = unit_rows(2500, 256).astype(np.float16)
+    counted = Counted(rows)
+    blocks = {"query_rows": 64, "bank_rows": 200}
+
+    def pairs() -> None:
+        for _ in search.near_pairs(counted, 0.9, search.blocks(2500, **blocks)):
+            pass
+
+    def neighbours() -> None:
+        search.nearest(Counted(rows[:20]), counted, 3, **blocks)
+
+    for work in (pairs, neighbours):
+        counted.largest = 0
+        assert peak_bytes(work) < 2**20
+        assert 64 < counted.largest <= 200
+
+
+def test_many_near_rows_take_no_more_than_their_pairs() -> None:
+    """All rows are copies: 180,000 pairs, whose rows in float64 would be 175 MiB."""
+    rows = np.ones((600, 64), np.float16)
+    counts = []
+
+    def work() -> None:
+        counts.extend(len(part.rows) for part in search.near_pairs(rows, 0.9))
+
+    assert peak_bytes(work) < 16 * 2**20
+    assert sum(counts) == 600 * 599 // 2
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize("above", [0.0, -0.5, 1.0, 1.5])
+def test_a_cosine_out_of_range_is_refused(above: float) -> None:
+    with pytest.raises(ValueError, match=r"cosine of near rows is .*between 0 and 1"):
+        next(search.near_pairs(crowded(10), above))
+
+
+@pytest.mark.parametrize("k", [0, 11])
+def test_a_number_of_neighbours_out_of_range_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=f"k is {k}, wanted 1 to 10"):
+        search.nearest(unit_rows(2), unit_rows(10), k)
+
+
+def test_without_faiss_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert search.library("this test") is faiss
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    for work in (
+        lambda: search.nearest(unit_rows(2), unit_rows(4), 1, what="kNN"),
+        lambda: next(search.near_pairs(unit_rows(4), 0.5, what="kNN")),
+    ):
+        with pytest.raises(ValueError, match="^kNN needs the package faiss.*pip install faiss-cpu"):
+            work()
