@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
-from torch import nn
 
 from mclclip.config import BenchmarkConfig, Config
 from mclclip.config.plain_yaml import read_yaml
@@ -192,11 +191,12 @@ def run_suite(
 class Judge:
     """Benchmarks that encoders in memory are measured on, by a verb that makes encoders.
 
-    ``benchmarks`` are checked before the first encoder is made, ``device`` is where they run.
+    ``benchmarks`` are checked before the first encoder is made. Encoders lie on the device of
+    ``context``.
     """
 
     benchmarks: Mapping[str, BenchmarkConfig]
-    device: str = "auto"
+    context: Context = SINGLE
     batch_size: int = 256
 
     def __post_init__(self) -> None:
@@ -210,15 +210,12 @@ class Judge:
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
         """``run_suite`` of all benchmarks: the encoder's rows, which ``path`` then has too."""
-        device = pick_device(self.device)
-        if isinstance(encoder, nn.Module):
-            encoder.to(device)
         return run_suite(
             encoder,
             self.benchmarks,
             path,
             model_name,
-            context=Context(device=device),
+            context=self.context,
             batch_size=self.batch_size,
         )
 
@@ -249,7 +246,7 @@ def judge(
     if suite:
         named = dict(item.partition("=")[::2] for item in variables)
         found |= _some_of(load_suite(suite, named).benchmarks, only)
-    return Judge(found, device)
+    return Judge(found, Context(device=pick_device(device)))
 
 
 def _some_of(
