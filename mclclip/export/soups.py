@@ -121,14 +121,14 @@ def run(
         "benchmarks": {name: asdict(one) for name, one in judge.benchmarks.items()},
         "images": None if images is None else str(images),
     }
-    kitchen = _Kitchen(named, images, judge, tuple(metrics), out / SCORES / "results.jsonl")
+    ingredients = _Ingredients(named, images, judge, tuple(metrics), out / SCORES / "results.jsonl")
     inputs = {name: files.digest_file(weights.find_weights(path)) for name, path in named.items()}
     if method == "wise":
-        cook = partial(_wise, kitchen, alpha=alpha, alphas=alphas)
+        choose = partial(_wise, ingredients, alpha=alpha, alphas=alphas)
     else:
-        cook = partial(_greedy if method == "greedy" else _uniform, kitchen)
+        choose = partial(_greedy if method == "greedy" else _uniform, ingredients)
     return written(
-        out, "soup", fields, inputs, force, lambda folder: _write(kitchen, cook(), folder)
+        out, "soup", fields, inputs, force, lambda folder: _write(ingredients, choose(), folder)
     )
 
 
@@ -197,8 +197,8 @@ def _check_towers(paths: Sequence[Path], judge: Judge) -> None:
 
 
 @dataclass
-class Cooked:
-    """A soup: the shares of its ingredients, and what the manifest says of how it was found."""
+class _Choice:
+    """Shares of the ingredients of a soup, and what the manifest and a table say of the choice."""
 
     shares: Sequence[float]
     record: dict[str, Any] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Cooked:
 
 
 @dataclass(frozen=True)
-class _Kitchen:
+class _Ingredients:
     """The ingredients, and how soups of them are made and measured."""
 
     named: Mapping[str, Path]
@@ -296,75 +296,81 @@ def _images(folder: Path, model: AnyModel) -> Iterator[Tensor]:
 # --- methods -----------------------------------------------------------------------------------
 
 
-def _uniform(kitchen: _Kitchen) -> Cooked:
-    shares = [1.0] * len(kitchen.named)
-    cooked = Cooked(shares)
-    if kitchen.judge.benchmarks:
-        names = {name: _alone(kitchen, number) for number, name in enumerate(kitchen.named)}
-        every = {name: kitchen.measure(own, name) for name, own in names.items()}
-        every["soup_uniform"] = kitchen.measure(shares, "soup_uniform")
-        cooked.table = _table("model", every)
-    return cooked
+def _uniform(ingredients: _Ingredients) -> _Choice:
+    shares = [1.0] * len(ingredients.named)
+    choice = _Choice(shares)
+    if ingredients.judge.benchmarks:
+        names = {name: _alone(ingredients, number) for number, name in enumerate(ingredients.named)}
+        every = {name: ingredients.measure(own, name) for name, own in names.items()}
+        every["soup_uniform"] = ingredients.measure(shares, "soup_uniform")
+        choice.table = _table("model", every)
+    return choice
 
 
-def _alone(kitchen: _Kitchen, number: int) -> list[float]:
+def _alone(ingredients: _Ingredients, number: int) -> list[float]:
     """The shares of one ingredient by itself."""
-    return [float(other == number) for other in range(len(kitchen.named))]
+    return [float(other == number) for other in range(len(ingredients.named))]
 
 
-def _greedy(kitchen: _Kitchen) -> Cooked:
+def _greedy(ingredients: _Ingredients) -> _Choice:
     """Models by their own score, the best first (of equal ones the first given); each is kept if
     the soup with it scores at least what the soup without it does. So the score is never below
     that of the best model."""
-    names = [*kitchen.named]
-    figures = [kitchen.measure(_alone(kitchen, number), name) for number, name in enumerate(names)]
-    alone = [kitchen.score(found) for found in figures]
+    names = [*ingredients.named]
+    figures = [
+        ingredients.measure(_alone(ingredients, number), name) for number, name in enumerate(names)
+    ]
+    alone = [ingredients.score(found) for found in figures]
     first, *others = sorted(range(len(names)), key=lambda number: -alone[number])
-    shares, best = _alone(kitchen, first), alone[first]
+    shares, best = _alone(ingredients, first), alone[first]
     trace = [{"model": names[first], "alone": best, "soup": best, "kept": True}]
     for step, number in enumerate(others, start=2):
         tried = [share + (other == number) for other, share in enumerate(shares)]
-        found = kitchen.score(kitchen.measure(tried, f"soup_{step}"))
+        found = ingredients.score(ingredients.measure(tried, f"soup_{step}"))
         kept = found >= best
         if kept:
             shares, best = tried, found
         trace.append({"model": names[number], "alone": alone[number], "soup": found, "kept": kept})
-    metrics = kitchen.deciding(figures[0])
-    files.write_json(kitchen.results.parent / "trace.json", {"metrics": metrics, "trace": trace})
+    metrics = ingredients.deciding(figures[0])
+    files.write_json(
+        ingredients.results.parent / "trace.json", {"metrics": metrics, "trace": trace}
+    )
     title = f"score: mean of {', '.join(metrics)}"
     rows = [[t["model"], t["alone"], t["soup"], "kept" if t["kept"] else "left out"] for t in trace]
     table = tabulate(rows, headers=["model", "alone", "soup with it", ""], floatfmt=".4f")
     record = {"decided_by": metrics, "trace": trace, "score": best}
-    return Cooked(shares, record, f"{title}\n{table}")
+    return _Choice(shares, record, f"{title}\n{table}")
 
 
-def _wise(kitchen: _Kitchen, alpha: float | None, alphas: Sequence[float] | None) -> Cooked:
+def _wise(
+    ingredients: _Ingredients, alpha: float | None, alphas: Sequence[float] | None
+) -> _Choice:
     """The point of the line that ``alpha`` names, or the one with the best score (of equal ones
     the nearest to the first model), and the curve of all that was measured."""
-    if not kitchen.judge.benchmarks:
+    if not ingredients.judge.benchmarks:
         assert alpha is not None, "_check has asked for it"
-        return Cooked([1.0 - alpha, alpha], {"alpha": alpha})
+        return _Choice([1.0 - alpha, alpha], {"alpha": alpha})
     places = sorted({*(ALPHAS if alphas is None else alphas), *([] if alpha is None else [alpha])})
-    found = {a: kitchen.measure([1.0 - a, a], f"alpha_{a:g}") for a in places}
-    scores = {a: kitchen.score(figures) for a, figures in found.items()}
+    found = {a: ingredients.measure([1.0 - a, a], f"alpha_{a:g}") for a in places}
+    scores = {a: ingredients.score(figures) for a, figures in found.items()}
     chosen = max(places, key=lambda a: scores[a]) if alpha is None else alpha
-    metrics = kitchen.deciding(found[chosen])
+    metrics = ingredients.deciding(found[chosen])
     values = {name: [found[a][name].value for a in places] for name in found[chosen]}
     curve = {
-        "models": [*kitchen.named],
+        "models": [*ingredients.named],
         "alphas": places,
         "decided_by": metrics,
         "alpha": chosen,
         "values": values,
     }
-    folder = kitchen.results.parent
+    folder, main = ingredients.results.parent, _main(found[chosen])
     files.write_json(folder / "curve.json", curve)
-    _draw(folder / "curve.png", curve)
-    text = _table("alpha", {f"{a:g}": figures for a, figures in found.items()})
+    _draw(folder / "curve.png", curve, main)
     price = _price(curve)
-    return Cooked(
-        [1.0 - chosen, chosen], curve | {"price": price}, f"{text}\n{_sentence(chosen, price)}"
-    )
+    changes = ", ".join(f"{name} {price[name]:+.2f}" for name in main if name in price)
+    table = _table("alpha", {f"{a:g}": figures for a, figures in found.items()})
+    table += f"\nalpha {chosen:g} is written" + (f"; against alpha 0: {changes}" if changes else "")
+    return _Choice([1.0 - chosen, chosen], curve | {"price": price}, table)
 
 
 def _price(curve: Mapping[str, Any]) -> dict[str, float]:
@@ -377,54 +383,53 @@ def _price(curve: Mapping[str, Any]) -> dict[str, float]:
     return {name: values[here] - values[zero] for name, values in curve["values"].items()}
 
 
-def _sentence(alpha: float, price: Mapping[str, float]) -> str:
-    if not price:
-        return f"alpha {alpha:g} is written"
-    changes = ", ".join(f"{name} {value:+.2f}" for name, value in price.items())
-    return f"alpha {alpha:g} is written; against the first model: {changes}"
+def _main(figures: Mapping[str, Result]) -> list[str]:
+    """The main metrics of every benchmark: its headlines, or all where it has none."""
+    of: dict[str, list[str]] = {}
+    for name, row in figures.items():
+        of.setdefault(row.benchmark, []).append(name)
+    headlines = [name for name, row in figures.items() if row.protocol.get("level") == "headline"]
+    return [
+        name for names in of.values() for name in ([n for n in names if n in headlines] or names)
+    ]
 
 
-def _draw(path: Path, curve: Mapping[str, Any]) -> None:
+def _draw(path: Path, curve: Mapping[str, Any], main: Sequence[str]) -> None:
     try:
         pictures.library()
     except ValueError as error:  # the soup does not depend on it
         log.warning("the curve is not drawn: %s", error)
         return
     first, second = (name for name in curve["models"])
+    series = {name: curve["values"][name] for name in main}
     title = f"from {first} (0) to {second} (1)"
-    series, places = curve["values"], curve["alphas"]
-    pictures.curves(path, title, places, series, "alpha", "figure", curve["alpha"])
+    pictures.curves(path, title, curve["alphas"], series, "alpha", "figure", curve["alpha"])
 
 
 def _table(first: str, every: Mapping[str, Mapping[str, Result]]) -> str:
-    """Figures by model or alpha; only the main ones where there are more than six."""
-    metrics = list(dict.fromkeys(name for figures in every.values() for name in figures))
-    rows = next(iter(every.values()))
-    main = [name for name in metrics if rows[name].protocol.get("level") == "headline"]
-    shown = main if main and len(metrics) > 6 else metrics
-    lines = [
-        [name, *(figures[metric].value for metric in shown)] for name, figures in every.items()
-    ]
-    heads = [first, *(metric.replace("/", "/\n") for metric in shown)]
+    """The main figures by model or alpha."""
+    main = _main(next(iter(every.values())))
+    lines = [[name, *(figures[metric].value for metric in main)] for name, figures in every.items()]
+    heads = [first, *(metric.replace("/", "/\n") for metric in main)]
     return tabulate(lines, headers=heads, floatfmt=".2f", disable_numparse=[0])
 
 
 # --- writing -----------------------------------------------------------------------------------
 
 
-def _write(kitchen: _Kitchen, cooked: Cooked, directory: Path) -> dict[str, Any]:
+def _write(ingredients: _Ingredients, choice: _Choice, directory: Path) -> dict[str, Any]:
     """Writes the soup into the directory of its artifact; returns counts for the manifest."""
-    paths = [*kitchen.named.values()]
+    paths = [*ingredients.named.values()]
     config = soup.check_ingredients(paths, any_base=True)
-    chosen = [path for path, share in zip(paths, cooked.shares, strict=True) if share]
+    chosen = [path for path, share in zip(paths, choice.shares, strict=True) if share]
     if len(chosen) == 1:
         config = weights.read_config(chosen[0])  # this model as it is, with its own base
-    _, tensors, count = kitchen.make(cooked.shares)
-    if cooked.table:
-        print(cooked.table)
+    _, tensors, count = ingredients.make(choice.shares)
+    if choice.table:
+        print(choice.table)
     weights.copy_tokenizer(chosen[0], directory)
     weights.write_model(directory, config, tensors)
-    if kitchen.judge.benchmarks:
+    if ingredients.judge.benchmarks:
         log.info("a figure by which a soup was chosen is too good: report it on other data")
-    shares = {name: share for name, share in zip(kitchen.named, cooked.shares, strict=True)}
-    return {"shares": shares, "statistics_samples": count} | cooked.record
+    shares = {name: share for name, share in zip(ingredients.named, choice.shares, strict=True)}
+    return {"shares": shares, "statistics_samples": count} | choice.record
