@@ -30,7 +30,7 @@ from mclclip.models.concat import load_model
 from mclclip.models.encoder import Encoder
 from mclclip.options import STRICT, first_problem
 from mclclip.ranks.collectives import on_main, together
-from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -47,6 +47,8 @@ READ_TEXT = frozenset(kind for kind, module in _MODULES.items() if module.READS_
 
 _FILE_OPTIONS = {"captions", "labels", "images"}
 """Options of evaluators that name files, relative to the benchmark's folder."""
+
+_JOINED = ("concat_raw", "concat_stage_norm", "concat_weighted", "soup_uniform")
 
 SUITES = Path(__file__).resolve().parent / "suites"
 
@@ -185,6 +187,77 @@ def run_suite(
     return rows
 
 
+@dataclass(frozen=True)
+class Judge:
+    """Benchmarks that encoders in memory are measured on, by a verb that makes encoders.
+
+    ``benchmarks`` are checked before the first encoder is made. Encoders lie on the device of
+    ``context``.
+    """
+
+    benchmarks: Mapping[str, BenchmarkConfig]
+    context: Context = SINGLE
+    batch_size: int = 256
+
+    def __post_init__(self) -> None:
+        check(self.benchmarks)
+        check_files(self.benchmarks)
+
+    @property
+    def read_texts(self) -> list[str]:
+        """The benchmarks that compare images with texts."""
+        return [name for name, one in self.benchmarks.items() if one.kind in READ_TEXT]
+
+    def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
+        """``run_suite`` of all benchmarks: the encoder's rows, which ``path`` then has too."""
+        return run_suite(
+            encoder,
+            self.benchmarks,
+            path,
+            model_name,
+            context=self.context,
+            batch_size=self.batch_size,
+        )
+
+
+def judge(
+    *,
+    held_out: Path | None = None,
+    captions: str = "txt",
+    suite: str | None = None,
+    variables: Sequence[str] = (),
+    only: Sequence[str] = (),
+    device: str = "auto",
+) -> Judge:
+    """The benchmark ``held_out``, which is retrieval on a folder of shards with captions, before
+    those of a suite; see ``run`` for ``suite`` and ``only``. ``variables`` are NAME=VALUE.
+
+    Raises the errors of ``load_suite``, ``check`` and ``check_files``.
+    """
+    found: dict[str, BenchmarkConfig] = {}
+    if held_out is not None:
+        if not any(Path(held_out).glob("*.tar")):
+            raise FileNotFoundError(
+                f"there is no shard in {held_out}: held-out pairs are *.tar files of images with "
+                "captions; benchmarks of other layouts are given by a suite"
+            )
+        options = {"captions": ".", "shard_captions": captions}
+        found["held_out"] = BenchmarkConfig("retrieval", str(held_out), options)
+    if suite:
+        named = dict(item.partition("=")[::2] for item in variables)
+        found |= _some_of(load_suite(suite, named).benchmarks, only)
+    return Judge(found, Context(device=pick_device(device)))
+
+
+def _some_of(
+    benchmarks: Mapping[str, BenchmarkConfig], only: Sequence[str]
+) -> dict[str, BenchmarkConfig]:
+    """The benchmarks of these names, all without any; ValueError for a name that is not there."""
+    if unknown := [name for name in only if name not in benchmarks]:
+        raise ValueError(f"no benchmark {unknown[0]!r}: there are {', '.join(benchmarks)}")
+    return {name: one for name, one in benchmarks.items() if not only or name in only}
+
+
 def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str) -> str:
     """Digest of everything that a row depends on; with an equal digest it is not made again."""
     parts = [benchmark.kind, benchmark.path, dict(benchmark.options), precision, identity]
@@ -275,7 +348,7 @@ def exports_of(config: Config) -> dict[str, Path]:
     for variant in ("mcl", *config.controls):
         layout = Layout.of(config, variant)
         stages = range(0 if variant == "mcl" else 1, config.num_stages + 1)
-        joined = ("concat_raw", "concat_stage_norm", "soup_uniform") if config.has_stages else ()
+        joined = _JOINED if config.has_stages else ()
         found |= {layout.model_name(f"stage_{stage}"): layout.export(stage) for stage in stages}
         found |= {layout.model_name(name): layout.joined(name) for name in joined}
     return {name: path for name, path in found.items() if weights.has_config(path)}
@@ -299,9 +372,7 @@ def run(
     (``details``), and returns the new rows.
     """
     chosen = load_suite(suite, variables) if suite else Suite(config.eval.suite)
-    if unknown := [name for name in only if name not in chosen.benchmarks]:
-        raise ValueError(f"no benchmark {unknown[0]!r}: there are {', '.join(chosen.benchmarks)}")
-    benchmarks = {n: b for n, b in chosen.benchmarks.items() if not only or n in only}
+    benchmarks = _some_of(chosen.benchmarks, only)
     if not benchmarks:
         raise ValueError(
             "there is nothing to evaluate on: set eval.suite or give a suite, such as "

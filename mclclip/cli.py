@@ -25,6 +25,8 @@ _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 _COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone"}
 # Those of export to another library's layout.
 _CONVERSION = ("to", "model", "out", "images", "texts")
+# Those of soup that say what soups are measured on.
+_JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
 
 
 def _flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -94,6 +96,15 @@ def _convert(args: argparse.Namespace) -> object:
 def _alone(args: argparse.Namespace) -> object:
     """Calls ``run`` of the module that has the verb's name, for verbs without a configuration."""
     return import_module(f"mclclip.{args.verb.replace('-', '_')}").run(**_flags(args))
+
+
+def _soup(args: argparse.Namespace) -> object:
+    from mclclip.eval import run as evaluation
+    from mclclip.export import soups
+
+    given = _flags(args)
+    judge = evaluation.judge(**{name: given.pop(name) for name in _JUDGED})
+    return soups.run(**given, judge=judge)
 
 
 def _demo(args: argparse.Namespace) -> object:
@@ -186,6 +197,7 @@ def _add_standalone(verbs: Any) -> None:
     verb.add_argument("--force", action="store_true", help="make again, and move the old aside")
     verb.set_defaults(standalone=_pack)
     _add_make_dataset(verbs)
+    _add_soup(verbs)
     _add_compare(verbs)
     _add_report(verbs)
     verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
@@ -237,6 +249,43 @@ def _add_make_dataset(verbs: Any) -> None:
     full = "patterns: name every attribute"
     options.add_argument("--full-captions", action="store_true", default=None, help=full)
     verb.set_defaults(standalone=_alone)
+
+
+def _add_soup(verbs: Any) -> None:
+    verb = _add(verbs, "soup", "exported models of one base -> one model, an average of weights")
+    methods = "equal shares; models that do not lower the score, the best first; the line between "
+    verb.add_argument("method", choices=["uniform", "greedy", "wise"], help=f"{methods}two")
+    several: dict[str, Any] = {"action": "append", "default": []}
+    model = "an export, a soup, or an open_clip directory with safetensors; twice or more"
+    verb.add_argument(
+        "--model", dest="models", metavar="[NAME=]FOLDER", required=True, help=model, **several
+    )
+    verb.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    group = verb.add_argument_group("score")
+    held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
+    group.add_argument("--held-out", type=Path, metavar="FOLDER", help=held_out)
+    captions = "of --held-out: txt (default) or json:FIELD"
+    group.add_argument("--captions", default="txt", help=captions)
+    group.add_argument("--suite", help="benchmarks beside it: a shipped suite or a YAML file")
+    variable = "variable of the suite, such as data=FOLDER"
+    group.add_argument("--set", dest="variables", metavar="NAME=VALUE", help=variable, **several)
+    group.add_argument("--only", metavar="BENCHMARK", help="some of the suite", **several)
+    metric = "what decides, the mean of several (default: the main ones of the first benchmark)"
+    group.add_argument(
+        "--metric", dest="metrics", metavar="BENCHMARK/METRIC", help=metric, **several
+    )
+    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    line = verb.add_argument_group("wise")
+    alpha = "share of the second model; without it the one with the best score is written"
+    line.add_argument("--alpha", type=float, help=alpha)
+    places = "where the line is measured (default: 0, 0.1 ... 1)"
+    line.add_argument("--alphas", type=float, nargs="+", metavar="ALPHA", help=places)
+    images = "training images (shards or files), to estimate batch norms on that differ"
+    verb.add_argument("--images", type=Path, metavar="FOLDER", help=images)
+    base = "models do not record one base, but are known to have one"
+    verb.add_argument("--any-base", action="store_true", help=base)
+    verb.add_argument("--force", action="store_true", help="make again, and move the old aside")
+    verb.set_defaults(standalone=_soup)
 
 
 def _add_compare(verbs: Any) -> None:

@@ -36,7 +36,8 @@ from mclclip.run.layout import PILOTS, Layout
 log = logging.getLogger("mclclip")
 
 VERDICT = "verdict.json"
-_JOINED = ("concat_stage_norm", "concat_raw", "soup_uniform")  # the first that the run makes
+# The first of these that the run makes.
+_JOINED = ("concat_stage_norm", "concat_raw", "concat_weighted", "soup_uniform")
 _MIXED = 0.05  # share of steps below the full label that is told, beyond that of the full run
 _PREFIX = 12  # characters of a log line before its text
 _NAMED = 5  # strata that are named in a sentence

@@ -23,6 +23,7 @@ from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
+from mclclip.export import held_out
 from mclclip.models.clip import architecture
 from mclclip.models.loading import has_texts
 from mclclip.models.memory import load_image_shapes
@@ -98,6 +99,7 @@ def _check(config: Config, context: Context) -> None:
         config.cluster.clusters_of(stage)
     _check_objectives(config, context)
     pilot.check(config)
+    held_out.check(config)
     evaluation.check(config.eval.suite)
     evaluation.check_files(config.eval.suite)
 

@@ -72,6 +72,21 @@ def lines(path: Path, title: str, series: Series, x: str, y: str, *, log: bool =
         axes.legend(fontsize="small")
 
 
+def curves(
+    path: Path, title: str, places: Sequence[float], series: Series, x: str, y: str, marked: float
+) -> None:
+    """One line per series over ``places``, with a dashed upright line at ``marked``."""
+    with _figure(path, 7.0, 3.6) as figure:
+        axes = figure.subplots()
+        for name, values in series.items():
+            axes.plot(places, values, marker="o", markersize=3, label=name)
+        axes.axvline(marked, linestyle="--", linewidth=1, color="grey")
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.set_title(title)
+        figure.legend(loc="outside right upper", fontsize="small")
+
+
 def matrix(
     path: Path, title: str, rows: Sequence[str], columns: Sequence[str], values: Any
 ) -> None:

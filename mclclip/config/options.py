@@ -10,6 +10,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from mclclip.clustering.rows import Algorithm
 from mclclip.clustering.start import Init
+from mclclip.config.exports import ExportConfig
 from mclclip.config.image_blocks import check_image_blocks
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.epoch_plan import Order
@@ -352,20 +353,6 @@ class EvalConfig:
     """Images or texts per forward."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the encoder during evaluation."""
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class ExportConfig:
-    """Encoders that ``export`` makes of all stages at the end."""
-
-    concat: list[Literal["raw", "stage_norm"]] = field(
-        default_factory=lambda: ["raw", "stage_norm"]
-    )
-    """Variants of the concatenated encoder."""
-    soup: bool = True
-    """Write the uniform soup of all stages."""
-    ema: bool = True
-    """Export the moving average of the weights where the training kept one."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -22,10 +22,12 @@ from mclclip import checkpoint, files
 from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
+from mclclip.export import held_out
 from mclclip.models import concat, soup, weights
 from mclclip.models.clip import save_export
 from mclclip.models.loading import AnyModel, load_any
 from mclclip.models.lora import add_lora, merge_lora
+from mclclip.models.stage_weights import Variant
 from mclclip.ranks import collectives
 from mclclip.ranks.finiteness import not_finite
 from mclclip.ranks.process_group import Context
@@ -55,9 +57,10 @@ def join(
 ) -> dict[str, Path]:
     """Joins the exports of stages 0 to N; returns the directories by name.
 
-    The names are `concat_raw` and `concat_stage_norm`, as configured, and `soup_uniform`. Raises
-    ValueError where stage 0 is all there is, for joining takes at least two encoders, and
-    FileNotFoundError where a stage has no export yet.
+    The names are `concat_raw`, `concat_stage_norm` and `concat_weighted`, as configured, and
+    `soup_uniform`. Raises ValueError where stage 0 is all there is, for joining takes at least two
+    encoders, and FileNotFoundError where a stage has no export yet; for `concat_weighted` also the
+    errors of `held_out.read`.
     """
     return collectives.on_main(lambda: _join(config, variant, force))
 
@@ -90,7 +93,7 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
         save_export(model, directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
-    return _written(layout.export(stage), "export", fields, inputs, force, write)
+    return written(layout.export(stage), "export", fields, inputs, force, write)
 
 
 def write_step(config: Config, stage: int, variant: str, *, step: int, directory: Path) -> None:
@@ -179,7 +182,9 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
     stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
     inputs = {n: artifacts.read_manifest(path, "export").digest for n, path in stages.items()}
     writers: dict[str, Callable[[Path], dict[str, Any]]] = {
-        f"concat_{kind}": partial(_concat, stages, kind) for kind in config.export.concat
+        f"concat_{kind}": partial(_concat, stages, kind)
+        for kind in config.export.concat
+        if kind != "weighted"
     }
     if config.export.soup:
         writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], bool(force))
@@ -187,13 +192,33 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
     for name, write in writers.items():
         kind = name.partition("_")[0]
         path = layout.joined(name)
-        joined[name] = _written(path, kind, {"name": name}, inputs, force, write)
+        joined[name] = written(path, kind, {"name": name}, inputs, force, write)
+    if "weighted" in config.export.concat:
+        joined["concat_weighted"] = _weighted(config, layout, stages, inputs, force)
     return joined
 
 
-def _concat(stages: dict[str, Path], variant: concat.Variant, directory: Path) -> dict[str, Any]:
+def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[str, Any]:
     record = concat.save_concat([*stages.values()], variant, directory, [*stages])
     return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
+
+
+def _weighted(
+    config: Config, layout: Layout, stages: dict[str, Path], inputs: dict[str, str], force: Force
+) -> Path:
+    """The concat whose stages are weighted by a fit on held-out pairs, which its manifest names."""
+    pairs, name = held_out.read(config), "concat_weighted"
+
+    def write(directory: Path) -> dict[str, Any]:
+        learned = held_out.fit(config, stages, pairs)
+        paths = [*stages.values()]
+        record = concat.save_concat(paths, "weighted", directory, [*stages], learned)
+        counts = {"held_out": pairs.record(), "learned": record["learned"]}
+        return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]} | counts
+
+    fields = {"name": name, "captions": config.export.weights.captions}
+    made_of = inputs | {"held_out": pairs.digest}
+    return written(layout.joined(name), "concat", fields, made_of, force, write)
 
 
 def _soup(
@@ -229,7 +254,7 @@ def _images(config: Config, index: SampleIndex, model: AnyModel) -> Iterator[Ten
             yield torch.stack(good)
 
 
-def _written(
+def written(
     directory: Path,
     kind: str,
     fields: dict[str, Any],
@@ -237,9 +262,10 @@ def _written(
     force: Force,
     write: Callable[[Path], dict[str, Any]],
 ) -> Path:
-    """Writes an artifact unless it is finished; ``write`` fills the directory and returns counts.
+    """Writes an exported model unless it is finished, and returns its directory.
 
-    Raises RuntimeError, and removes the directory, where the weights are not finite.
+    ``write`` fills the directory and returns counts for the manifest. Raises RuntimeError, and
+    removes the directory, where the weights are not finite.
     """
     artifact = Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
     if artifact.finished:

@@ -5,17 +5,21 @@ run once. On disk:
 
     concat_raw/  open_clip_config.json    the base model's
                  concat_model.safetensors `shared.NAME` (equal in all stages) and `stage_S.NAME`
-                 concat.json              variant, stages, num_trunk_blocks, digests of the sources
+                 concat.json              variant, stages, num_trunk_blocks, digests of the sources;
+                                          of the variant weighted the weights of its stages
 
 Plain open_clip refuses such a directory, because its weights are not those of one model.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from mclclip import files
@@ -23,21 +27,24 @@ from mclclip.models import transformers_encoder, weights
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.image_model import unit
 from mclclip.models.loading import AnyModel, load_any
-from mclclip.options import shown
-
-Variant = Literal["raw", "stage_norm"]
+from mclclip.models.stage_weights import StageWeights, Variant
+from mclclip.options import first_problem, shown
 
 CONCAT_WEIGHTS = "concat_model.safetensors"
-_SCHEMA_VERSION = 1
+_SCHEMAS = (1, 2)  # 2: has weights of its stages, which a reader of 1 would overlook
 _MOST_STAGES = 64
 
 
-def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
+def join_image_features(
+    features: Sequence[Tensor], variant: Variant, stage_weights: Sequence[float] = ()
+) -> Tensor:
     """S raw features [B, D] -> unit [B, S*D].
 
     `raw` keeps the lengths of the stages' features, so a stage with longer features weighs more.
     `stage_norm` scales every stage's features to unit length first, so the similarity is the mean
-    of the cosines.
+    of the cosines. `weighted` scales the unit features of stage s by the root of its weight, here
+    and in `join_text_features`, so the similarity is sum_s w_s c_s; equal weights give that of
+    `stage_norm`.
 
     MCL's released evaluation concatenates raw image features, and repeats the text feature of the
     frozen text tower that all stages share. `raw` gives exactly its similarities where the stages
@@ -45,28 +52,38 @@ def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
     `join_text_features`.
     """
     parts = [feature.float() for feature in features]
-    return unit(torch.cat(parts if variant == "raw" else [unit(part) for part in parts], dim=-1))
+    if variant != "raw":
+        parts = [unit(part) for part in parts]
+    return unit(torch.cat(_scaled(parts, stage_weights), dim=-1))
 
 
-def join_text_features(features: Sequence[Tensor]) -> Tensor:
+def join_text_features(features: Sequence[Tensor], stage_weights: Sequence[float] = ()) -> Tensor:
     """S text features [B, D] (the same one S times for a shared text tower) -> unit [B, S*D].
 
     Every stage's text feature is scaled to unit length first, with `raw` images too. So only the
     lengths of image features weigh the stages; with raw text features the weight of stage s would
     be |z_s| |t_s|. With a shared text tower this makes no difference, since all stages have the
-    same text feature.
+    same text feature. `stage_weights` are those of the variant `weighted`.
     """
-    return unit(torch.cat([unit(feature) for feature in features], dim=-1))
+    return unit(torch.cat(_scaled([unit(f) for f in features], stage_weights), dim=-1))
+
+
+def _scaled(parts: Sequence[Tensor], stage_weights: Sequence[float]) -> list[Tensor]:
+    if not stage_weights:
+        return [*parts]
+    return [math.sqrt(weight) * part for weight, part in zip(stage_weights, parts, strict=True)]
 
 
 class ConcatEncoder(nn.Module):
     """Several stages as one `Encoder`, whose similarity combines the stages' cosines.
 
     With c_s the cosine and z_s the raw image feature of stage s, the similarity of `raw` is
-    sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)) and that of `stage_norm` is the mean of the c_s.
-    This holds with a shared text tower and with text towers of the stages' own. Images run through
-    the first `num_trunk_blocks` blocks once, in the first stage's model, which must equal the
-    others there; with 0 blocks every stage runs completely. The logit scale is the first stage's.
+    sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)), that of `stage_norm` is the mean of the c_s,
+    and that of `weighted` is sum_s w_s c_s with the `learned` weights w, which sum to 1. This holds
+    with a shared text tower and with text towers of the stages' own. Images run through the first
+    `num_trunk_blocks` blocks once, in the first stage's model, which must equal the others there;
+    with 0 blocks every stage runs completely. The logit scale is the first stage's, or the one
+    that was learned with the weights.
     """
 
     def __init__(
@@ -75,15 +92,18 @@ class ConcatEncoder(nn.Module):
         num_trunk_blocks: int,
         variant: Variant = "raw",
         shared_text: bool = True,
+        learned: StageWeights | None = None,
     ) -> None:
         super().__init__()
         _check_variant(variant)
+        _check_learned(variant, learned, len(stages))
         self.stages = nn.ModuleList(stages).requires_grad_(False).eval()
         self.num_trunk_blocks = num_trunk_blocks
         self.variant: Variant = variant
         self.shared_text = shared_text
         self.embed_dim = sum(stage.embed_dim for stage in stages)
-        self.logit_scale = stages[0].logit_scale().item()
+        self.stage_weights = learned.weights if learned else ()
+        self.logit_scale = learned.logit_scale if learned else stages[0].logit_scale().item()
         self.tokenizer = stages[0].tokenizer
         self.preprocess_val = stages[0].preprocess_val
         self.eval()
@@ -106,20 +126,41 @@ class ConcatEncoder(nn.Module):
     @torch.no_grad()
     def encode_image(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> unit [B, S*D]."""
-        return join_image_features(self.stage_features(images), self.variant)
+        return join_image_features(self.stage_features(images), self.variant, self.stage_weights)
 
     @torch.no_grad()
     def encode_text(self, tokens: Tensor) -> Tensor:
         """[B, context] int64 -> unit [B, S*D]: each stage's text, or the shared one tiled."""
         models, tokens = self._models(), tokens.to(self.device)
         if self.shared_text:
-            return join_text_features([models[0].encode_text(tokens)] * len(models))
-        return join_text_features([model.encode_text(tokens) for model in models])
+            features = [models[0].encode_text(tokens)] * len(models)
+        else:
+            features = [model.encode_text(tokens) for model in models]
+        return join_text_features(features, self.stage_weights)
 
 
 def _check_variant(variant: object) -> None:
     if variant not in get_args(Variant):
         raise ValueError(f"variant is {shown(variant)}: give one of {', '.join(get_args(Variant))}")
+
+
+def _check_learned(variant: Variant, learned: StageWeights | None, stages: int) -> None:
+    """Raises ValueError unless `weighted`, and it alone, has weights of its stages."""
+    if (variant == "weighted") != (learned is not None):
+        raise ValueError(
+            f"the variant {variant} has {'no ' if learned is None else ''}weights of its stages: "
+            "these belong to weighted, which is fitted on held-out pairs"
+        )
+    if learned is None:
+        return
+    numbers = (*learned.weights, learned.logit_scale)
+    if len(learned.weights) != stages or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"weights of stages are {shown(learned.weights)}: wanted {stages} numbers")
+    if min(numbers) < 0 or abs(sum(learned.weights) - 1) > 1e-6:
+        raise ValueError(
+            f"weights of stages are {shown(learned.weights)}, with the logit scale "
+            f"{shown(learned.logit_scale)}: wanted none below 0, and weights that sum to 1"
+        )
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -130,17 +171,19 @@ def save_concat(
     variant: Variant,
     directory: Path,
     names: Sequence[str] | None = None,
+    learned: StageWeights | None = None,
 ) -> dict[str, Any]:
     """Joins exported stages (open_clip directories, base first) and returns what concat.json holds.
 
     Tensors that are bit for bit equal in all stages are stored once; the longest run of such blocks
     from the input on is the trunk. `names` are the stages' names in concat.json (default: those of
-    the directories).
+    the directories). `learned` has the weights of the stages for the variant `weighted`.
     Raises ValueError where the stages are not of one architecture.
     """
     _check_variant(variant)
     if not stages:
         raise ValueError("there is no stage to join: give at least one exported model")
+    _check_learned(variant, learned, len(stages))
     config = weights.common_config(stages)
     paths = [weights.find_weights(stage) for stage in stages]
     tensors = [weights.read_tensors(file) for file in paths]
@@ -157,7 +200,7 @@ def save_concat(
     for number, found in enumerate(tensors):
         joined |= {f"stage_{number}.{n}": found[n] for n in found if n not in shared}
     record = {
-        "schema_version": _SCHEMA_VERSION,
+        "schema_version": _SCHEMAS[-1] if learned else _SCHEMAS[0],
         "variant": variant,
         "num_trunk_blocks": layout.count_without(differing),
         "num_blocks": layout.num_blocks,
@@ -172,6 +215,8 @@ def save_concat(
             "concat": sum(tensor.numel() for tensor in joined.values()),
         },
     }
+    if learned:
+        record["learned"] = asdict(learned) | {"weights": [*learned.weights]}
     weights.copy_tokenizer(stages[0], directory)
     weights.write_tensors(Path(directory) / CONCAT_WEIGHTS, joined)
     weights.write_config(directory, config)
@@ -215,13 +260,14 @@ def load_concat(directory: Path) -> ConcatEncoder:
     record = files.read_model_json(Path(directory) / weights.CONCAT)
     if not isinstance(record, dict):
         raise ValueError(f"{directory} has a {weights.CONCAT} without fields: export it again")
-    if record.get("schema_version") != _SCHEMA_VERSION:
+    if record.get("schema_version") not in _SCHEMAS:
         raise ValueError(
             f"{directory} has concat schema {record.get('schema_version')}, this mclclip reads "
-            f"{_SCHEMA_VERSION}: export it again"
+            f"up to {_SCHEMAS[-1]}: export it again"
         )
     tensors = weights.read_tensors(Path(directory) / CONCAT_WEIGHTS)
     _check_record(record, tensors, directory)
+    learned = _learned(record, directory)
     first = load_any(directory, load_weights=False)
     _check_trunk(record, first, tensors, directory)
     shared = _below(tensors, "shared")
@@ -233,10 +279,29 @@ def load_concat(directory: Path) -> ConcatEncoder:
         # A copy that keeps these very objects instead of copying them.
         stages.append(copy.deepcopy(first, {id(item): item for item in kept}))
     for number, stage in enumerate(stages):
-        _fill(stage, shared | _below(tensors, f"stage_{number}"), directory)
+        weights.fill(stage.exported, shared | _below(tensors, f"stage_{number}"), f"of {directory}")
     return ConcatEncoder(
-        stages, record["num_trunk_blocks"], record["variant"], record["shared_text"]
+        stages,
+        record["num_trunk_blocks"],
+        record["variant"],
+        record["shared_text"],
+        learned,
     )
+
+
+def _learned(record: Mapping[str, Any], directory: Path) -> StageWeights | None:
+    """The weights of the stages in concat.json; ValueError where they are not what was written."""
+    found = record.get("learned")
+    try:
+        learned = None if found is None else TypeAdapter(StageWeights).validate_python(found)
+        _check_learned(record["variant"], learned, len(record["stages"]))
+    except ValueError as error:  # pydantic's is one too
+        name, problem = first_problem(error) if isinstance(error, ValidationError) else ("", error)
+        raise ValueError(
+            f"'learned' in {directory / weights.CONCAT} is damaged: {name} {problem}; export it "
+            "again"
+        ) from None
+    return learned
 
 
 def _check_record(
@@ -273,15 +338,3 @@ def _check_trunk(
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     found = {n.removeprefix(f"{prefix}."): t for n, t in tensors.items()}
     return {n: t for n, t in found.items() if f"{prefix}.{n}" in tensors}
-
-
-def _fill(stage: AnyModel, tensors: dict[str, Tensor], directory: Path) -> None:
-    for name, own in stage.exported.state_dict().items():
-        if name in tensors and name.startswith("logit_"):
-            tensors[name] = tensors[name].reshape(own.shape)  # exports hold it 0-dimensional
-    try:
-        stage.exported.load_state_dict(tensors, strict=True)
-    except RuntimeError as error:
-        cause = " ".join(str(error).split())[:200]
-        raise ValueError(f"the weights of {directory} do not fit its config ({cause})") from error
-    weights.refuse_not_finite(stage.exported, f"of {directory}")

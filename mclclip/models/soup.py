@@ -1,21 +1,28 @@
-"""The uniform soup: the average of the weights of several fine-tuned models of one base.
+"""Soups: averages of the weights of several fine-tuned models of one base, with any shares.
 
-Reference: Wortsman et al., "Model soups", 2022. Sums run in float64 and are cast back. Tensors that
-are equal in all models are copied, so frozen towers keep every bit.
+References: Wortsman et al., "Model soups", 2022 (uniform and greedy soups); Wortsman et al.,
+"Robust fine-tuning of zero-shot models", 2022 (WiSE-FT, the line between two models). Sums run in
+float64 and are cast back. Tensors that are equal in all models are copied, so frozen towers keep
+every bit, and a model with the whole share stays bit for bit what it is.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mclclip import files
 from mclclip.models import weights
+from mclclip.models.loading import AnyModel, load_any
+from mclclip.options import shown
 
 _BATCH_COUNT = "num_batches_tracked"
+_STATISTICS = (_BATCH_COUNT, "running_mean", "running_var")
 
 
 def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool = False) -> int:
@@ -24,37 +31,134 @@ def save_uniform_soup(ingredients: Sequence[Path], directory: Path, force: bool 
     Models of different bases are refused unless `force`, since their average is meaningless. Of the
     logit scale the stored logarithm is averaged. Averaged running statistics of batch norms do not
     fit the averaged weights: call ``estimate_statistics`` afterwards if ``needs_statistics`` is
-    true. Raises ValueError where configs, tensor names, shapes or dtypes differ, and where integer
-    buffers differ other than the batch counts of batch norms.
+    true. Raises the errors of ``check_ingredients`` and ``combine``.
     """
-    if not ingredients:
-        raise ValueError("there is no ingredient: give at least one exported model")
-    config = weights.common_config(ingredients)
-    bases = [weights.base_digest(path) for path in ingredients]
-    if len(set(bases)) > 1 and not force:
-        other = next(i for i, base in enumerate(bases) if base != bases[0])
-        raise ValueError(
-            f"{ingredients[other]} descends from another base ({bases[other][:12]}) than "
-            f"{ingredients[0]} ({bases[0][:12]}): a soup averages models of one base only"
-        )
-    tensors, num_averaged = _average([weights.find_weights(path) for path in ingredients])
+    config = check_ingredients(ingredients, any_base=force)
+    tensors, num_averaged = combine(ingredients)
     weights.copy_tokenizer(ingredients[0], directory)
     weights.write_model(directory, config, tensors)
     return num_averaged
 
 
-def needs_statistics(ingredients: Sequence[Path]) -> bool:
-    """True where the models have batch norms with different batch counts."""
-    with ExitStack() as stack:
-        opened = [
-            stack.enter_context(safe_open(weights.find_weights(path), framework="pt"))
-            for path in ingredients
-        ]
-        counts = [name for name in opened[0].keys() if name.endswith(_BATCH_COUNT)]
-        return any(
-            not weights.same_bits(*(source.get_tensor(name) for source in opened))
-            for name in counts
+def check_ingredients(
+    ingredients: Sequence[Path], *, any_base: bool = False, advice: str = ""
+) -> dict[str, Any]:
+    """The configuration of a soup of these models, which may be other people's.
+
+    Raises ValueError for models that no average is made of: a concat, weights that are no
+    safetensors (pickles are not opened), another architecture or preprocessing, and, unless
+    ``any_base``, models of different bases (``advice`` then ends the message). Raises
+    FileNotFoundError where there is no model.
+    """
+    if not ingredients:
+        raise ValueError("there is no ingredient: give at least one exported model")
+    for path in ingredients:
+        _safetensors(path)
+    config = _common_config(ingredients)
+    bases = [weights.base_digest(path) for path in ingredients]
+    if len(set(bases)) > 1 and not any_base:
+        other = next(i for i, base in enumerate(bases) if base != bases[0])
+        raise ValueError(
+            f"{ingredients[other]} descends from another base ({bases[other][:12]}) than "
+            f"{ingredients[0]} ({bases[0][:12]}): a soup averages models of one base only{advice}"
         )
+    return config
+
+
+def _safetensors(directory: Path) -> Path:
+    """The weights of an ingredient; see ``check_ingredients`` for the errors."""
+    if (Path(directory) / weights.CONCAT).is_file():
+        raise ValueError(
+            f"{directory} is a concat, which a soup cannot average: give its stages instead"
+        )
+    weights.read_config(directory)
+    file = weights.find_weights(directory)
+    if file.suffix != ".safetensors":
+        raise ValueError(
+            f"{directory} holds its weights in {file.name}, a pickle, which a soup does not open: "
+            f"write them as safetensors first, by 'mclclip export --stage 0' with the options "
+            f"num_stages=0 model.name={directory}"
+        )
+    return file
+
+
+def _common_config(ingredients: Sequence[Path]) -> dict[str, Any]:
+    """The configuration that all share. Others may write the same preprocessing in another way,
+    so where they differ it is compared after open_clip has filled in its defaults."""
+    first, *others = (weights.read_config(path) for path in ingredients)
+    bases = {config.pop("base_digest", None) for config in (first, *others)}
+    for path, config in zip(ingredients[1:], others, strict=True):
+        if config == first:
+            continue
+        found = _difference(first["model_cfg"], config["model_cfg"], "model_cfg")
+        if not found:
+            sides = [
+                load_any(one, load_weights=False).config["preprocess_cfg"]
+                for one in (ingredients[0], path)
+            ]
+            found = _difference(sides[0], sides[1], "preprocess_cfg")
+        if found:
+            raise ValueError(
+                f"{path} has another {weights.CONFIG} than {ingredients[0]}, where {found}: only "
+                "models of one architecture and preprocessing can be joined"
+            )
+    base = bases.pop() if len(bases) == 1 else None
+    return first | ({"base_digest": base} if base else {})
+
+
+def _difference(first: Any, other: Any, name: str) -> str:
+    """The first field in which two configurations differ, in words; empty where there is none."""
+    first, other = files.as_json(first), files.as_json(other)
+    if not isinstance(first, dict) or not isinstance(other, dict):
+        return "" if first == other else f"{name} is {shown(first)} and not {shown(other)}"
+    keys = sorted(first.keys() | other.keys())
+    return next(
+        filter(None, (_difference(first.get(k), other.get(k), f"{name}.{k}") for k in keys)), ""
+    )
+
+
+def needs_statistics(ingredients: Sequence[Path]) -> bool:
+    """True where the models have batch norms whose running statistics differ.
+
+    No average of them fits averaged weights; equal ones come from norms that were frozen.
+    """
+    with _opened(ingredients) as sources:
+        names = [name for name in sources[0].keys() if name.endswith(_STATISTICS)]
+        return any(
+            not weights.same_bits(*(source.get_tensor(name) for source in sources))
+            for name in names
+        )
+
+
+def load_soup(
+    ingredients: Sequence[Path],
+    shares: Sequence[float],
+    images: Callable[[AnyModel], Iterable[Tensor]] | None = None,
+    model: AnyModel | None = None,
+) -> tuple[AnyModel, dict[str, Tensor], int]:
+    """A soup in memory, its tensors, and the number of images that its batch norms were estimated
+    on (0: they needed none).
+
+    ``images`` yields batches of them for the model. ``model`` is one of this architecture, which is
+    filled again instead of building another, and stays on its device. Raises ValueError where
+    images are needed and there are none, and the errors of ``combine``.
+    """
+    chosen = [path for path, share in zip(ingredients, shares, strict=True) if share]
+    tensors, _ = combine(ingredients, shares)
+    model = load_any(chosen[0], load_weights=False) if model is None else model
+    weights.fill(model.exported, tensors, f"of the soup of {len(chosen)} models")
+    if not needs_statistics(chosen):
+        return model, tensors, 0
+    if images is None:
+        raise ValueError(
+            "the models have batch norms with different running statistics, and no average of them "
+            "fits the averaged weights: give training images, on which they are estimated again"
+        )
+    device = next(model.parameters()).device
+    count = estimate_statistics(model, (batch.to(device) for batch in images(model)))
+    estimated = {n: t for n, t in model.exported.state_dict().items() if n.endswith(_STATISTICS)}
+    found = {n: t.to("cpu", tensors[n].dtype, copy=True) for n, t in estimated.items()}
+    return model, tensors | found, count
 
 
 @torch.no_grad()
@@ -84,27 +188,55 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
     return count
 
 
-def _average(files: Sequence[Path]) -> tuple[dict[str, Tensor], int]:
-    """Tensor by tensor, so that one model's worth of memory is enough."""
-    num_averaged, tensors = 0, {}
+@contextmanager
+def _opened(ingredients: Sequence[Path]) -> Iterator[list[Any]]:
+    """The open safetensors files of the models; ValueError where one cannot be read."""
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        names = sorted(opened[0].keys())
-        for file, source in zip(files, opened, strict=True):
+        sources = []
+        for path in ingredients:
+            file = _safetensors(path)
+            try:
+                sources.append(stack.enter_context(safe_open(file, framework="pt")))
+            except SafetensorError as error:
+                raise ValueError(f"{file} is not a readable safetensors file ({error})") from None
+        yield sources
+
+
+def combine(
+    ingredients: Sequence[Path], shares: Sequence[float] | None = None
+) -> tuple[dict[str, Tensor], int]:
+    """The average of the weights of exported models, and how many tensors differed among them.
+
+    ``shares`` are not negative and need not sum to 1 (default: equal ones); a model of share 0 does
+    not take part. Tensor by tensor, so that one model's worth of memory is enough. Raises
+    ValueError where tensor names, shapes or dtypes differ, and where integer buffers differ other
+    than the batch counts of batch norms.
+    """
+    shares = [1.0] * len(ingredients) if shares is None else shares
+    kept = [(path, share) for path, share in zip(ingredients, shares, strict=True) if share]
+    if not kept:
+        raise ValueError(f"shares of a soup are {list(shares)}: wanted one above 0")
+    num_averaged, tensors = 0, {}
+    with _opened([path for path, _ in kept]) as sources:
+        names = sorted(sources[0].keys())
+        for (path, _), source in zip(kept, sources, strict=True):
             if sorted(source.keys()) != names:
                 strange = sorted(set(names) ^ set(source.keys()))[:3]
-                raise ValueError(f"{file} and {files[0]} hold different tensors: {strange}")
+                raise ValueError(f"{path} and {kept[0][0]} hold different tensors: {strange}")
         for name in names:
-            found = [source.get_tensor(name) for source in opened]
-            tensors[name] = mean_tensor(name, found)
+            found = [source.get_tensor(name) for source in sources]
+            tensors[name] = mean_tensor(name, found, [share for _, share in kept])
             num_averaged += not weights.same_bits(*found)
     return tensors, num_averaged
 
 
-def mean_tensor(name: str, tensors: Sequence[Tensor]) -> Tensor:
+def mean_tensor(
+    name: str, tensors: Sequence[Tensor], shares: Sequence[float] | None = None
+) -> Tensor:
     """Mean of equal-shaped tensors in float64, cast back; the first where all have equal bits.
 
-    Raises ValueError, naming the tensor, where shapes or dtypes differ, or integers do.
+    ``shares`` weigh them (default: equally). Raises ValueError, naming the tensor, where shapes or
+    dtypes differ, or integers do.
     """
     first = tensors[0]
     if weights.same_bits(*tensors):
@@ -122,6 +254,7 @@ def mean_tensor(name: str, tensors: Sequence[Tensor]) -> Tensor:
             "join these models by concatenation instead"
         )
     total = torch.zeros(first.shape, dtype=torch.float64)
-    for tensor in tensors:
-        total += tensor.double()
-    return (total / len(tensors)).to(first.dtype)
+    shares = [1.0] * len(tensors) if shares is None else shares
+    for tensor, share in zip(tensors, shares, strict=True):
+        total += share * tensor.double()
+    return (total / sum(shares)).to(first.dtype)

@@ -210,6 +210,23 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a readable safetensors file ({error})") from error
 
 
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Loads an export's tensors into the model they are of; `where` names them in messages.
+
+    Raises ValueError where they are not those of the model, or not finite.
+    """
+    state = dict(tensors)
+    for name, own in model.state_dict().items():
+        if name in state and name.startswith("logit_") and state[name].numel() == own.numel():
+            state[name] = state[name].reshape(own.shape)  # exports hold it 0-dimensional
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(f"the weights {where} do not fit its config ({cause})") from error
+    refuse_not_finite(model, where)
+
+
 def refuse_not_finite(model: nn.Module, where: str) -> None:
     """Raises ValueError where a weight is NaN or infinite: every feature would be."""
     for name, tensor in model.state_dict().items():

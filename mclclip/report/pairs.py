@@ -22,7 +22,7 @@ EXAMPLES = 4
 """Pairs shown of those won, and as many of those lost."""
 
 _METRIC = "average"  # its outcomes hold the Type of every pair
-_BEST = ("concat_stage_norm", "concat_raw")
+_BEST = ("concat_stage_norm", "concat_raw", "concat_weighted")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ read with a warning, and ``--force`` makes them again with digests::
                 train/          grouped_index/  checkpoints/  metrics.jsonl
                 export/  embeddings/  clusters/
       ...
-      exports/  concat_raw/  concat_stage_norm/  soup_uniform/
+      exports/  concat_raw/  concat_stage_norm/  concat_weighted/  soup_uniform/
       blindspots/stage_0-stage_2/  pairs.jsonl  near_duplicates.jsonl  weights.npy  gallery.png
                                    benchmark/
       controls/ungrouped/       stage_1/ ... exports/    the same layout again

@@ -104,7 +104,7 @@ class Layout:
         return self.run_dir / "blindspots" / name
 
     def joined(self, name: str) -> Path:
-        """A joined encoder: ``concat_raw``, ``concat_stage_norm`` or ``soup_uniform``."""
+        """A joined encoder: ``concat_raw``, ``concat_stage_norm``, ``soup_uniform`` and so on."""
         return self.root / "exports" / name
 
     def model_name(self, name: str) -> str:

@@ -1,5 +1,6 @@
 """The export verb: checkpoints and given encoders to open_clip directories, once."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from mclclip import config, export, files
+from mclclip import config, export, files, index, make_dataset
 from mclclip.checkpoint import Checkpoints, load_model_state
-from mclclip.config import Config
+from mclclip.config import BenchmarkConfig, Config
 from mclclip.engines.engine import Engine
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.concat import ConcatEncoder, load_model
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.stage_weights import StageWeightsConfig
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact
@@ -171,6 +173,87 @@ def test_join_writes_what_is_configured(options: Config) -> None:
     assert load_model(joined["soup_uniform"]).embed_dim == 32
     fewer = make_config(Path(options.run_dir), export={"concat": ["raw"], "soup": False})
     assert list(export.join(fewer, SINGLE)) == ["concat_raw"]
+
+
+def held_out_pairs(folder: Path, seed: int = 5) -> Path:
+    make_dataset.run("patterns", folder, seed=seed, num_samples=40, num_pairs=1)
+    return folder / "shards"
+
+
+@pytest.fixture
+def indexed(options: Config, tmp_path: Path) -> Config:
+    """The run with an index of training shards, and held-out pairs for the weights of stages."""
+    trained_on, held_out = held_out_pairs(tmp_path / "a", 4), held_out_pairs(tmp_path / "b")
+    weighted = make_config(
+        Path(options.run_dir),
+        data={"sources": {"own": {"shards": f"{trained_on}/*.tar"}}, "index_workers": 1},
+        export={
+            "concat": ["stage_norm", "weighted"],
+            "soup": False,
+            "weights": {"held_out": str(held_out), "max_samples": 30},
+        },
+    )
+    index.run(weighted, SINGLE)
+    return weighted
+
+
+def test_weights_of_stages_are_fitted_on_held_out_pairs(indexed: Config, tmp_path: Path) -> None:
+    joined = export.join(indexed, SINGLE)
+    assert list(joined) == ["concat_stage_norm", "concat_weighted"]
+    encoder = load_model(joined["concat_weighted"])
+    assert isinstance(encoder, ConcatEncoder) and encoder.variant == "weighted"
+    manifest = artifacts.read_manifest(joined["concat_weighted"], "concat")
+    named, learned = manifest.counts["held_out"], manifest.counts["learned"]
+    assert (named["samples"], list(named["shards"])) == (30, ["00000.tar"])
+    assert (named["first"], named["last"]) == ("00000.tar/000000000", "00000.tar/000000038")
+    assert tuple(learned["weights"]) == encoder.stage_weights
+    assert sum(learned["weights"]) == pytest.approx(1)
+    assert learned["loss"] <= learned["equal_loss"] and learned["pairs"] == 30
+    before = written(joined["concat_weighted"])
+    export.join(indexed, SINGLE)
+    assert written(joined["concat_weighted"]) == before
+    other = StageWeightsConfig(held_out=str(held_out_pairs(tmp_path / "c", 6)))
+    again = replace(indexed, export=replace(indexed.export, weights=other))
+    with pytest.raises(ValueError, match=r"inputs\.held_out was"):
+        export.join(again, SINGLE)
+
+
+def test_pairs_that_are_not_held_out_are_refused(indexed: Config, tmp_path: Path) -> None:
+    cases = {
+        "a/shards": "whose shard 00000.tar the run is trained on",
+        "a": "there is no shard in",
+        "b/shards": "the benchmark 'pairs' reads",
+    }
+    tested = {"pairs": BenchmarkConfig("mmvp", str(tmp_path / "b"))}
+    for where, message in cases.items():
+        weights_of = StageWeightsConfig(held_out=str(tmp_path / where))
+        wrong = replace(
+            indexed,
+            export=replace(indexed.export, concat=["weighted"], weights=weights_of),
+            eval=replace(indexed.eval, suite=tested),
+        )
+        with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+            export.join(wrong, SINGLE)
+        assert "\n" not in str(error.value)
+        assert not Layout.of(wrong).joined("concat_weighted").exists()
+
+
+def test_weighted_asks_for_held_out_pairs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set export\.weights\.held_out=FOLDER"):
+        make_config(tmp_path, export={"concat": ["weighted"]})
+
+
+def test_weights_are_fitted_on_captions(tmp_path: Path) -> None:
+    images_alone = make_config(
+        tmp_path,
+        model={"name": str(TINY), "text": False},
+        export={
+            "concat": ["weighted"],
+            "weights": {"held_out": str(held_out_pairs(tmp_path / "b"))},
+        },
+    )
+    with pytest.raises(ValueError, match="the model has no text tower: take raw or stage_norm"):
+        export.held_out.check(images_alone)
 
 
 def test_join_waits_for_all_stages(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""The uniform soup."""
+"""Soups: averages of weights with equal shares and with others."""
 
+import json
+import os
 from pathlib import Path
 
 import mclclip.torchvision_fix  # noqa: F401
@@ -12,7 +14,10 @@ import torch
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
 from mclclip.models.soup import (
+    check_ingredients,
+    combine,
     estimate_statistics,
+    load_soup,
     mean_tensor,
     needs_statistics,
     save_uniform_soup,
@@ -141,3 +146,121 @@ def test_statistics_of_batch_norms_are_estimated_on_images(
     assert not soup.training and not norm.training and norm.momentum == 0.1
     with pytest.raises(ValueError, match="no image"):
         estimate_statistics(soup, [])
+
+
+# --- shares ----------------------------------------------------------------------------------
+
+
+def test_shares_weigh_the_models(stages: list[Path]) -> None:
+    name = "visual.proj"
+    own = [weights.read_tensors(path / weights.WEIGHTS)[name].double() for path in stages]
+    found, averaged = combine(stages, [0.75, 0.0, 0.25])
+    expected = (0.75 * own[0] + 0.25 * own[2]).float()
+    torch.testing.assert_close(found[name], expected, atol=1e-7, rtol=1e-6)
+    assert averaged == sum(
+        not weights.same_bits(found[n], weights.read_tensors(stages[0] / weights.WEIGHTS)[n])
+        for n in found
+    )
+    same, _ = combine(stages, [3.0, 0.0, 1.0])
+    assert all(weights.same_bits(same[n], found[n]) for n in found)
+    with pytest.raises(ValueError, match="wanted one above 0"):
+        combine(stages, [0.0, 0.0, 0.0])
+
+
+def test_a_whole_share_keeps_every_bit(stages: list[Path]) -> None:
+    cases = [(stages, [0.3 * (number == other) for other in range(3)]) for number in range(3)]
+    cases += [([stages[number]] * 2, [0.9, 0.1]) for number in range(3)]  # identical models
+    for number, (ingredients, shares) in enumerate(cases):
+        found, averaged = combine(ingredients, shares)
+        own = weights.read_tensors(stages[number % 3] / weights.WEIGHTS)
+        assert averaged == 0 and all(weights.same_bits(found[n], own[n]) for n in own)
+
+
+# --- models of others ------------------------------------------------------------------------
+
+
+def as_of_others(source: Path, target: Path, **preprocessing: object) -> Path:
+    """The same model as a stranger's directory: another file name, less said, no base."""
+    config = json.loads((source / weights.CONFIG).read_text())
+    look = config["preprocess_cfg"]
+    said = {"mean": look["mean"], "std": look["std"]} | preprocessing
+    target.mkdir()
+    written = {"model_cfg": config["model_cfg"], "preprocess_cfg": said, "version": 3}
+    (target / weights.CONFIG).write_text(json.dumps(written))
+    (target / "model.safetensors").write_bytes((source / weights.WEIGHTS).read_bytes())
+    return target
+
+
+def test_equal_preprocessing_in_other_words_is_equal(stages: list[Path], tmp_path: Path) -> None:
+    other = as_of_others(stages[2], tmp_path / "other")
+    with pytest.raises(ValueError, match="one base only, so there"):
+        check_ingredients([stages[0], other], advice=", so there")
+    config = check_ingredients([stages[1], other], any_base=True)
+    assert "base_digest" not in config
+    model, tensors, count = load_soup([stages[1], other], [1.0, 1.0])
+    expected, _ = combine([stages[1], stages[2]])
+    assert count == 0 and all(weights.same_bits(tensors[n], expected[n]) for n in expected)
+    loaded = dict(model.exported.state_dict())
+    assert all(torch.equal(loaded[n].reshape(tensors[n].shape), tensors[n]) for n in tensors)
+
+
+def test_other_pixels_are_told(stages: list[Path], tmp_path: Path) -> None:
+    other = as_of_others(stages[2], tmp_path / "other", interpolation="bilinear")
+    with pytest.raises(ValueError, match="preprocess_cfg.interpolation is 'bicubic' and not 'bil"):
+        check_ingredients([stages[0], other], any_base=True)
+
+
+class _Runs:
+    """A pickle of it runs a command wherever it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickles_are_not_opened(stages: list[Path], tmp_path: Path) -> None:
+    other = as_of_others(stages[1], tmp_path / "other")
+    (other / "model.safetensors").unlink()
+    torch.save({"x": _Runs(tmp_path / "ran")}, other / "open_clip_pytorch_model.bin")
+    for ingredients in ([stages[0], other], [other, stages[0]]):
+        with pytest.raises(ValueError, match="open_clip_pytorch_model.bin, a pickle") as error:
+            check_ingredients(ingredients, any_base=True)
+        with pytest.raises(ValueError, match="a pickle"):
+            combine(ingredients)
+        assert "\n" not in str(error.value)
+    (other / "model.safetensors").write_bytes((other / "open_clip_pytorch_model.bin").read_bytes())
+    with pytest.raises(ValueError, match="model.safetensors is not a readable safetensors file"):
+        combine([stages[0], other])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_batch_norms_of_equally_long_trainings_differ_too(
+    resnet: ClipModel, tmp_path: Path
+) -> None:
+    """Their batch counts are equal, and no average of their statistics fits all the same."""
+    paths = save_stages(resnet, tmp_path, 3, image_blocks=5)
+    images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    base = weights.base_digest(paths[0])
+    resnet.train()
+    for path, batch in zip(paths[1:], images, strict=True):
+        resnet.clip.visual.bn1.reset_running_stats()
+        resnet.encode_image(batch)
+        for module in resnet.modules():
+            if hasattr(module, "num_batches_tracked"):
+                module.num_batches_tracked.fill_(1)
+        save_export(resnet, path, base)
+    assert needs_statistics(paths[1:]) and not needs_statistics(paths[1:2] * 2)
+    with pytest.raises(ValueError, match="give training images"):
+        load_soup(paths[1:], [1.0, 1.0])
+    model, tensors, count = load_soup(paths[1:], [1.0, 1.0], lambda _: images)
+    assert count == 16
+    norm = model.exported.visual.bn1
+    assert torch.equal(tensors["visual.bn1.running_mean"], norm.running_mean)
+    averaged, _ = combine(paths[1:])
+    assert not torch.allclose(averaged["visual.bn1.running_var"], norm.running_var, rtol=1e-3)
+    _, alone, count = load_soup(paths[1:], [0.0, 1.0])  # one model keeps its own
+    assert count == 0
+    own = weights.read_tensors(paths[2] / weights.WEIGHTS)
+    assert all(weights.same_bits(alone[n], own[n]) for n in own)

@@ -1,0 +1,125 @@
+"""Held-out pairs of images and captions, and the weights of a concat's stages fitted on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip import files
+from mclclip.config import Config
+from mclclip.data.sample_index import read_shards as shards_of_index
+from mclclip.eval.features import Extractor, Readable
+from mclclip.eval.stored import StoredImage, read_captions_of_shards
+from mclclip.models import stage_weights
+from mclclip.models.concat import load_model
+from mclclip.models.loading import has_texts
+from mclclip.models.stage_weights import StageWeights
+from mclclip.run.layout import Layout
+
+log = logging.getLogger("mclclip")
+
+_OPTION = "export.weights.held_out"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Images with one caption each, and the shards they lie in: name -> digest of the file."""
+
+    images: list[StoredImage]
+    captions: list[str]
+    shards: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the shards' contents and the ordered keys of the pairs."""
+        keys = files.digest_keys(f"{image.path.name}/{image.key}" for image in self.images)
+        return files.digest_json([dict(self.shards), keys])
+
+    def record(self) -> dict[str, Any]:
+        """What a manifest says of them."""
+        first, last = (f"{i.path.name}/{i.key}" for i in (self.images[0], self.images[-1]))
+        return {
+            "samples": len(self.images),
+            "first": first,
+            "last": last,
+            "shards": dict(self.shards),
+        }
+
+
+def check(config: Config) -> None:
+    """Raises ValueError or FileNotFoundError, before a run begins, where the weights that the
+    concat ``weighted`` wants could not be fitted, or would be fitted on a benchmark."""
+    options = config.export.weights
+    if "weighted" not in config.export.concat or options.held_out is None:
+        return
+    folder = Path(options.held_out)
+    if not any(folder.glob("*.tar")):
+        raise FileNotFoundError(
+            f"there is no shard in {folder}: {_OPTION} wants a folder with *.tar files, of images "
+            "with captions"
+        )
+    if not (config.model.text and has_texts(config.model.name)):
+        raise ValueError(
+            "export.concat has weighted, whose weights are fitted on captions, and the model has "
+            "no text tower: take raw or stage_norm"
+        )
+    own = folder.resolve()
+    for name, benchmark in config.eval.suite.items():
+        tested = Path(benchmark.path).resolve()
+        if own == tested or own in tested.parents or tested in own.parents:
+            raise ValueError(
+                f"{_OPTION} is {folder}, and the benchmark {name!r} reads {benchmark.path}: "
+                "figures on pairs that weights were fitted on are too good; give other shards"
+            )
+
+
+def read(config: Config) -> Pairs:
+    """The pairs of ``export.weights``; ValueError where a training has read their shards."""
+    check(config)
+    options = config.export.weights
+    assert options.held_out is not None, "ExportConfig has checked it"
+    folder = Path(options.held_out)
+    trained_on = {Path(s.path).resolve() for s in shards_of_index(Layout.of(config).index)}
+    if common := sorted({path.resolve() for path in folder.glob("*.tar")} & trained_on):
+        raise ValueError(
+            f"{_OPTION} is {folder}, whose shard {common[0].name} the run is trained on: held-out "
+            "pairs are those that no training has read; give other shards"
+        )
+    data = read_captions_of_shards(folder, options.captions)
+    first = np.unique(data.caption_image, return_index=True)[1]
+    number = min(len(first), options.max_samples)
+    rows = [int(row) for row in np.arange(number) * len(first) // number]
+    images = [_stored(data.images[row]) for row in rows]
+    shards = {path.name: files.digest_file(path) for path in sorted({i.path for i in images})}
+    return Pairs(images, [data.captions[first[row]] for row in rows], shards)
+
+
+def _stored(image: Readable) -> StoredImage:
+    assert isinstance(image, StoredImage)
+    return image
+
+
+def fit(config: Config, stages: Mapping[str, Path], pairs: Pairs) -> StageWeights:
+    """Fits the weights of exported stages, given by name, on the pairs, and tells them."""
+    sides = []
+    for path in stages.values():
+        extractor = Extractor(
+            load_model(path),
+            batch_size=config.eval.batch_size,
+            max_image_pixels=config.data.max_image_pixels,
+        )
+        sides.append((extractor.images(pairs.images), extractor.texts(pairs.captions)))
+    images, texts = zip(*sides, strict=True)
+    found = stage_weights.fit(images, texts, pairs.captions)
+    named = ", ".join(f"{n} {w:.3f}" for n, w in zip(stages, found.weights, strict=True))
+    log.info(
+        "weights of the stages, fitted on %d held-out pairs: %s; loss %.4f, with equal weights "
+        "%.4f",
+        *(found.pairs, named, found.loss, found.equal_loss),
+    )
+    return found

@@ -1,0 +1,99 @@
+"""Soups and learned stage weights by the command line, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mclclip.eval import results
+from mclclip.models import weights
+from mclclip.models.clip import load_clip, load_image_encoder, save_export
+from mclclip.models.concat import ConcatEncoder, load_model
+from tests import tiny
+from tests.e2e.conftest import Shell
+from tests.matrix import in_soak
+from tests.unit.models.stages import save_stages
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exports of three stages in ``stage_S/export``, and held-out shards with minimal pairs."""
+    root = tmp_path_factory.mktemp("soups")
+    model = load_clip({"model_cfg": tiny.MODEL}, seed=1)
+    save_stages(model, root, 3, image_blocks=2, text=True)
+    tiny.make_data(root / "held_out", num_samples=48, seed=9)
+    (root / "suite.yaml").write_text(
+        "benchmarks:\n  pairs: {kind: mmvp, path: '${data}/pairs', options: {prompt: ''}}\n"
+    )
+    return root
+
+
+def models(folder: Path, *numbers: int) -> list[str | Path]:
+    return [word for n in numbers for word in ("--model", folder / f"stage_{n}" / "export")]
+
+
+def test_soups_are_made_measured_and_evaluated(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    held_out = ["--held-out", folder / "held_out" / "shards", "--device", "cpu"]
+    greedy, wise = tmp_path / "greedy", tmp_path / "wise"
+    done = shell.ok("soup", "greedy", *models(folder, 0, 1, 2), *held_out, "--out", greedy)
+    trace = json.loads((greedy / "scores" / "trace.json").read_text())["trace"]
+    assert done.stdout.count("kept") == sum(row["kept"] for row in trace) >= 1
+    suite = ["--suite", folder / "suite.yaml", "--set", f"data={folder / 'held_out'}"]
+    line = ["--alphas", "0", "0.5", "1", "--out", wise]
+    done = shell.ok("soup", "wise", *models(folder, 0, 2), *held_out, *suite, *line)
+    assert "pairs/" in done.stdout and "is written; against alpha 0: held_out/" in done.stdout
+    assert (wise / "scores" / "curve.png").is_file()
+    best = max(row["soup"] for row in trace if row["kept"])
+    again = results.read(greedy / "scores" / "results.jsonl")
+    own = {(r.model, r.metric): r.value for r in again if r.metric.endswith("/R@1")}
+    alone = {model: [v for (m, _), v in own.items() if m == model] for model, _ in own}
+    assert best >= max(sum(alone[f"stage_{n}"]) / 2 for n in range(3))
+    assert load_model(greedy).embed_dim == load_model(wise).embed_dim == 8
+
+
+@in_soak
+def test_learned_weights_go_through_the_run(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    """export joins, eval finds the encoder by its name, and the same command has nothing to do."""
+    data, run_dir = tiny.make_data(tmp_path / "data", num_samples=96), tmp_path / "run"
+    options = ("export.concat=[stage_norm,weighted]", "export.soup=false", "num_stages=1",
+               f"export.weights.held_out={folder / 'held_out' / 'shards'}")  # fmt: skip
+    config = tiny.write_config(tmp_path / "config.yaml", run_dir, data, *options)
+    shell.ok("run", "--config", config)
+    encoder = load_model(run_dir / "exports" / "concat_weighted")
+    assert isinstance(encoder, ConcatEncoder) and sum(encoder.stage_weights) == pytest.approx(1)
+    measured = {row.model for row in results.read(run_dir / "results.jsonl")}
+    assert measured == {"stage_0", "stage_1", "concat_stage_norm", "concat_weighted"}
+    before = tiny.digests(run_dir / "exports", "**/*")
+    shell.ok("export", "--config", config)
+    assert tiny.digests(run_dir / "exports", "**/*") == before
+
+
+def test_what_soups_refuse(shell: Shell, folder: Path, tmp_path: Path) -> None:
+    other = load_clip({"model_cfg": tiny.MODEL | {"embed_dim": 16}})
+    save_export(other, tmp_path / "other")
+    save_export(load_image_encoder({"model_cfg": tiny.MODEL}), tmp_path / "images")
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    config = (folder / "stage_0" / "export" / weights.CONFIG).read_bytes()
+    (pickled / weights.CONFIG).write_bytes(config)
+    torch.save({"logit_scale": torch.zeros(1)}, pickled / "open_clip_pytorch_model.bin")
+    held_out = ["--held-out", str(folder / "held_out" / "shards"), "--device", "cpu"]
+    first = str(folder / "stage_0" / "export")
+    cases = {
+        "model_cfg.embed_dim is 8 and not 16": ["uniform", "--model", first, tmp_path / "other"],
+        "open_clip_pytorch_model.bin, a pickle": ["uniform", "--model", first, pickled],
+        "without a text tower": [
+            "greedy", *held_out, "--model", tmp_path / "images", tmp_path / "images",
+        ],
+        "there is no shard in": ["greedy", "--held-out", tmp_path, "--model", first, first],
+    }  # fmt: skip
+    for words, (*given, last) in cases.items():
+        out = tmp_path / "soup"
+        finished = shell("soup", *given, "--model", last, "--out", out)
+        assert finished.code == 2 and "Traceback" not in finished.stderr, finished.stderr
+        (line,) = finished.complaints()
+        assert words in line
+        assert not out.exists()

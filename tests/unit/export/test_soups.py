@@ -1,0 +1,385 @@
+"""The verb soup: what is kept, what is written, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mclclip.config import BenchmarkConfig
+from mclclip.eval import results
+from mclclip.eval.results import Result
+from mclclip.export import soups
+from mclclip.models import weights
+from mclclip.models.clip import load_clip, load_image_encoder, save_export
+from mclclip.models.concat import load_model, save_concat
+from mclclip.models.encoder import Encoder, SingleEncoder
+from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.run import artifacts
+from tests.matrix import kept
+from tests.tiny import ROOT
+from tests.unit.models.stages import save_stages, vary
+
+TINY = ROOT / "tests" / "configs" / "tiny_vit.json"
+AT = "visual.proj"
+
+
+@dataclass
+class Planted:
+    """A judge whose figures are functions of the weights: how near they are to a goal, and how far
+    from the base, which is what ImageNet loses."""
+
+    goal: Tensor
+    base: Tensor
+    unit: str = "percent"
+    texts: bool = True
+    seen: list[str] = field(default_factory=list)
+    context: Context = SINGLE
+
+    @property
+    def benchmarks(self) -> Mapping[str, BenchmarkConfig]:
+        return {name: BenchmarkConfig("retrieval", ".") for name in ("held_out", "imagenet")}
+
+    @property
+    def read_texts(self) -> list[str]:
+        return ["held_out"] if self.texts else []
+
+    def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
+        assert isinstance(encoder, SingleEncoder)
+        self.seen.append(model_name)
+        own = encoder.model.exported.state_dict()[AT]
+        near = 100 - float((own - self.goal).norm())
+        near = 100 - near if self.unit == "nats" else near
+        values = {"held_out": near, "imagenet": 90 - float((own - self.base).norm())}
+        rows = []
+        for name, value in values.items():
+            protocol = {"level": "headline", "unit": self.unit if name == "held_out" else "percent"}
+            row = Result(model_name, name, "R@1", value, 5, value, value, protocol)
+            results.write(path, [row])
+            rows.append(row)
+        return rows
+
+
+@dataclass
+class Nothing:
+    """A judge without a benchmark."""
+
+    benchmarks: Mapping[str, BenchmarkConfig] = field(default_factory=dict)
+    read_texts: list[str] = field(default_factory=list)
+    context: Context = SINGLE
+
+    def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
+        raise AssertionError("there is nothing to measure")
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Exports of a base and of three variations; tests only read them."""
+    return save_stages(load_clip(TINY, seed=1), tmp_path_factory.mktemp("stages"), 4)
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    return weights.read_tensors(path / weights.WEIGHTS)
+
+
+def towards(stages: list[Path], shares: Mapping[int, float], **options: Any) -> Planted:
+    """A judge whose goal is this mixture of stages."""
+    goal = torch.stack([share * tensors(stages[n])[AT] for n, share in shares.items()]).sum(dim=0)
+    return Planted(goal, tensors(stages[0])[AT], **options)
+
+
+def same(first: Path, second: Path) -> bool:
+    a, b = tensors(first), tensors(second)
+    return a.keys() == b.keys() and all(weights.same_bits(a[n], b[n]) for n in a)
+
+
+def words(stages: list[Path], *numbers: int) -> list[str]:
+    return [str(stages[number]) for number in numbers]
+
+
+# --- uniform ---------------------------------------------------------------------------------
+
+
+def test_a_uniform_soup_is_that_of_the_run(stages: list[Path], tmp_path: Path) -> None:
+    out = soups.run("uniform", words(stages, 0, 1, 2), tmp_path / "soup", judge=Nothing())
+    soups.soup.save_uniform_soup(stages[:3], tmp_path / "other")
+    assert same(out, tmp_path / "other")
+    assert weights.read_config(out) == weights.read_config(tmp_path / "other")
+    manifest = artifacts.read_manifest(out, "soup")
+    assert manifest.counts["shares"] == {"stage_0": 1.0, "stage_1": 1.0, "stage_2": 1.0}
+    assert load_model(out).embed_dim == 32
+    before = (out / artifacts.MANIFEST).stat().st_mtime_ns
+    soups.run("uniform", words(stages, 0, 1, 2), out, judge=Nothing())
+    assert (out / artifacts.MANIFEST).stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="was made with other settings"):
+        soups.run("uniform", words(stages, 0, 1, 3), out, judge=Nothing())
+
+
+@pytest.mark.parametrize("method", ["uniform", "greedy", "wise"])
+def test_identical_models_stay_bit_identical(
+    stages: list[Path], tmp_path: Path, method: soups.Method
+) -> None:
+    options: Any = {"alphas": [0, 0.3, 1]} if method == "wise" else {}
+    judge = towards(stages, {2: 1.0})
+    out = soups.run(method, words(stages, 1, 1), tmp_path / "soup", judge=judge, **options)
+    assert (out / weights.WEIGHTS).read_bytes() == (stages[1] / weights.WEIGHTS).read_bytes()
+    shares = artifacts.read_manifest(out, "soup").counts["shares"]
+    assert list(shares) == ["stage_1", "stage_1#2"]
+
+
+# --- greedy ----------------------------------------------------------------------------------
+
+
+def test_greedy_keeps_what_does_not_lower_the_score(
+    stages: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The goal lies beyond the middle of stages 1 and 3, away from 2 and 0, and nearer to 3."""
+    judge = towards(stages, {1: 0.95, 2: -1.0, 3: 1.05})
+    out = soups.run("greedy", words(stages, 0, 1, 2, 3), tmp_path / "soup", judge=judge)
+    counts = artifacts.read_manifest(out, "soup").counts
+    trace = counts["trace"]
+    assert [row["model"] for row in trace][0] == "stage_3"
+    alone = [row["alone"] for row in trace]
+    assert alone == sorted(alone, reverse=True)
+    best, kept = alone[0], ["stage_3"]
+    for row in trace[1:]:
+        assert row["kept"] == (row["soup"] >= best)
+        if row["kept"]:
+            best, kept = row["soup"], [*kept, row["model"]]
+    assert kept == ["stage_3", "stage_1"]
+    assert counts["shares"] == {"stage_0": 0.0, "stage_1": 1.0, "stage_2": 0.0, "stage_3": 1.0}
+    assert counts["score"] == best > max(alone)
+    soups.soup.save_uniform_soup([stages[1], stages[3]], tmp_path / "other")
+    assert same(out, tmp_path / "other")
+    printed = capsys.readouterr().out
+    assert "score: mean of held_out/R@1" in printed
+    assert printed.count("kept") == 2 and printed.count("left out") == 2
+    written = json.loads((out / "scores" / "trace.json").read_text())
+    assert written == {"metrics": ["held_out/R@1"], "trace": trace}
+    rows = results.read(out / "scores" / "results.jsonl")
+    assert {row.model for row in rows} == {f"stage_{n}" for n in range(4)} | {
+        f"soup_{n}" for n in (2, 3, 4)
+    }
+
+
+@pytest.mark.parametrize("seed", kept(range(8), 0, 1))
+def test_greedy_is_never_below_its_best_ingredient(
+    stages: list[Path], tmp_path: Path, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    goal = 0.3 * torch.randn(tensors(stages[0])[AT].shape, generator=draw)
+    judge = Planted(goal, goal, unit=("percent", "nats")[seed % 2])
+    out = soups.run("greedy", words(stages, 0, 1, 2, 3), tmp_path / "soup", judge=judge)
+    counts = artifacts.read_manifest(out, "soup").counts
+    again = judge.measure(load_model(out), tmp_path / "results.jsonl", "again")[0].value
+    sign = -1 if judge.unit == "nats" else 1
+    assert sign * again == counts["score"] >= max(row["alone"] for row in counts["trace"])
+
+
+def test_one_good_model_is_kept_alone_with_every_bit(stages: list[Path], tmp_path: Path) -> None:
+    judge = towards(stages, {2: 1.0})
+    out = soups.run("greedy", words(stages, 0, 1, 2), tmp_path / "soup", judge=judge)
+    assert (out / weights.WEIGHTS).read_bytes() == (stages[2] / weights.WEIGHTS).read_bytes()
+    assert weights.read_config(out) == weights.read_config(stages[2])
+
+
+# --- wise ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alpha", "number"), [(0.0, 0), (1.0, 3)])
+def test_its_ends_are_the_models(
+    stages: list[Path], tmp_path: Path, alpha: float, number: int
+) -> None:
+    models = words(stages, 0, 3)
+    out = soups.run("wise", models, tmp_path / "soup", judge=Nothing(), alpha=alpha)
+    assert (out / weights.WEIGHTS).read_bytes() == (stages[number] / weights.WEIGHTS).read_bytes()
+    assert weights.read_config(out) == weights.read_config(stages[number])
+
+
+def test_the_best_alpha_is_written_with_its_price(
+    stages: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = towards(stages, {0: 0.6, 3: 0.4})
+    out = soups.run("wise", words(stages, 0, 3), tmp_path / "soup", judge=judge)
+    assert judge.seen == [f"alpha_{number / 10:g}" for number in range(11)]
+    curve = json.loads((out / "scores" / "curve.json").read_text())
+    assert (curve["alpha"], curve["decided_by"]) == (0.4, ["held_out/R@1"])
+    assert curve["alphas"] == list(soups.ALPHAS)
+    assert curve["models"] == ["stage_0", "stage_3"]
+    ends = {"held_out/R@1": [], "imagenet/R@1": []}
+    for path in (stages[0], stages[3]):
+        for row in judge.measure(load_model(path), tmp_path / "results.jsonl", "end"):
+            ends[f"{row.benchmark}/{row.metric}"].append(row.value)
+    for name, values in curve["values"].items():
+        assert [values[0], values[-1]] == ends[name]  # the ends are measured as the models are
+    price = artifacts.read_manifest(out, "soup").counts["price"]
+    assert price["held_out/R@1"] > 0 > price["imagenet/R@1"]
+    assert f"imagenet/R@1 {price['imagenet/R@1']:+.2f}" in capsys.readouterr().out
+    line = 0.6 * tensors(stages[0])[AT].double() + 0.4 * tensors(stages[3])[AT].double()
+    torch.testing.assert_close(tensors(out)[AT], line.float(), atol=1e-7, rtol=1e-6)
+    with Image.open(out / "scores" / "curve.png") as picture:
+        assert picture.size[0] > 300
+
+
+def test_a_given_alpha_is_written_and_measured(stages: list[Path], tmp_path: Path) -> None:
+    judge = towards(stages, {0: 1.0})
+    out = soups.run(
+        "wise", words(stages, 0, 3), tmp_path / "soup", judge=judge, alpha=0.35, alphas=[1, 0]
+    )
+    curve = json.loads((out / "scores" / "curve.json").read_text())
+    assert (curve["alphas"], curve["alpha"]) == ([0, 0.35, 1], 0.35)
+    assert artifacts.read_manifest(out, "soup").counts["shares"] == {
+        "stage_0": 0.65,
+        "stage_3": 0.35,
+    }
+
+
+def test_a_loss_is_made_small(stages: list[Path], tmp_path: Path) -> None:
+    judge = towards(stages, {0: 0.2, 3: 0.8}, unit="nats")
+    out = soups.run("wise", words(stages, 0, 3), tmp_path / "soup", judge=judge, alphas=[0, 0.8, 1])
+    assert artifacts.read_manifest(out, "soup").counts["alpha"] == 0.8
+
+
+def test_any_metric_may_decide(stages: list[Path], tmp_path: Path) -> None:
+    judge = towards(stages, {3: 1.0})
+    options: dict[str, Any] = {"judge": judge, "alphas": [0, 1]}
+    models = words(stages, 0, 3)
+    out = soups.run("wise", models, tmp_path / "a", metrics=["imagenet/R@1"], **options)
+    assert same(out, stages[0])
+    with pytest.raises(ValueError, match=r"imagenet/acc: there are held_out/R@1, imagenet/R@1"):
+        soups.run("wise", models, tmp_path / "b", metrics=["imagenet/acc"], **options)
+    assert not (tmp_path / "b" / weights.WEIGHTS).exists()
+    assert not artifacts.is_finished(tmp_path / "b")
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "numbers", "options", "message"),
+    [
+        ("uniform", [1], {}, "two models or more, got 1"),
+        ("wise", [0, 1, 2], {"alpha": 0.5}, "the line between two models, got 3"),
+        ("greedy", [0, 1], {}, "give --held-out FOLDER"),
+        ("wise", [0, 1], {}, "or --alpha alone"),
+        ("wise", [0, 1], {"alpha": 0.5, "alphas": [0.0, 1.0]}, "or --alpha alone"),
+        ("wise", [0, 1], {"alpha": 1.5}, "alpha is 1.5: wanted numbers from 0"),
+        ("wise", [0, 1], {"alpha": float("nan")}, "alpha is nan"),
+        ("uniform", [0, 1], {"alpha": 0.5}, "uniform has no alpha"),
+        ("uniform", [0, 1], {"metrics": ["held_out/R@1"]}, "nothing to measure held_out/R@1 on"),
+    ],
+)
+def test_options_that_do_not_fit(
+    stages: list[Path], tmp_path: Path, method: Any, numbers: list[int], options: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        soups.run(method, words(stages, *numbers), tmp_path / "soup", judge=Nothing(), **options)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "soup").exists()
+
+
+def test_an_unknown_benchmark_is_refused_before_anything_is_made(
+    stages: list[Path], tmp_path: Path
+) -> None:
+    judge = towards(stages, {0: 1.0})
+    for metric in ("coco/R@1", "held_out"):
+        with pytest.raises(ValueError, match=r"wanted BENCHMARK/METRIC of held_out, imagenet"):
+            soups.run("greedy", words(stages, 0, 1), tmp_path / "s", judge=judge, metrics=[metric])
+    assert not (tmp_path / "s").exists() and not judge.seen
+
+
+def test_models_that_have_no_average(stages: list[Path], tmp_path: Path) -> None:
+    save_concat(stages[:2], "raw", tmp_path / "concat")
+    other = load_clip(TINY, quick_gelu=True)
+    save_export(other, tmp_path / "other")
+    unrelated = load_clip(TINY, seed=2)
+    vary(unrelated, 1)
+    save_export(unrelated, tmp_path / "unrelated")
+    cases = {
+        "concat": (ValueError, "is a concat, which a soup cannot average: give its stages"),
+        "other": (ValueError, "model_cfg.quick_gelu is .* only models of one architecture"),
+        "unrelated": (ValueError, "one base only; where you know .* give --any-base"),
+        "absent": (FileNotFoundError, "no model directory at"),
+    }
+    for name, (kind, message) in cases.items():
+        with pytest.raises(kind, match=message) as error:
+            soups.run(
+                "uniform",
+                [str(stages[0]), str(tmp_path / name)],
+                tmp_path / "soup",
+                judge=Nothing(),
+            )
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "soup").exists()
+    models = [str(stages[0]), str(tmp_path / "unrelated")]
+    out = soups.run("uniform", models, tmp_path / "soup", judge=Nothing(), any_base=True)
+    assert "base_digest" not in weights.read_config(out)
+
+
+def test_texts_are_asked_for_where_there_is_no_text_tower(tmp_path: Path) -> None:
+    paths = []
+    for seed in (1, 2):
+        encoder = load_image_encoder(TINY, seed=seed)
+        save_export(encoder, tmp_path / str(seed), "0" * 64)
+        paths.append(str(tmp_path / str(seed)))
+    judge = Planted(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ValueError, match="is an image encoder without a text tower, and held_out"):
+        soups.run("greedy", paths, tmp_path / "soup", judge=judge)
+    assert not (tmp_path / "soup").exists() and not judge.seen
+    out = soups.run("uniform", paths, tmp_path / "soup", judge=Nothing())
+    assert (out / weights.IMAGE_WEIGHTS).is_file()
+
+
+def test_weights_that_are_not_finite_are_not_written(stages: list[Path], tmp_path: Path) -> None:
+    spoiled = tensors(stages[1])
+    spoiled[AT][0, 0] = float("nan")
+    config = weights.read_config(stages[1])
+    weights.write_model(tmp_path / "nan", config, spoiled)
+    with pytest.raises(ValueError, match="not finite, such as visual.proj"):
+        soups.run(
+            "uniform",
+            [str(stages[0]), str(tmp_path / "nan")],
+            tmp_path / "soup",
+            judge=Nothing(),
+        )
+    assert not artifacts.is_finished(tmp_path / "soup")
+    assert not (tmp_path / "soup" / weights.WEIGHTS).exists()
+
+
+# --- batch norms -----------------------------------------------------------------------------
+
+
+def test_batch_norms_are_estimated_on_the_given_images(tmp_path: Path) -> None:
+    model = load_clip(ROOT / "tests" / "configs" / "tiny_resnet.json", seed=1)
+    paths = save_stages(model, tmp_path / "stages", 3, image_blocks=5)
+    model.train()
+    draw = torch.Generator().manual_seed(0)
+    for path in paths[1:]:
+        model.encode_image(torch.randn(8, 3, 32, 32, generator=draw))
+        save_export(model, path, weights.base_digest(paths[0]))
+    models = [str(path) for path in paths]
+    with pytest.raises(ValueError, match="give --images FOLDER with training images") as error:
+        soups.run("uniform", models, tmp_path / "soup", judge=Nothing())
+    assert "\n" not in str(error.value) and not (tmp_path / "soup").exists()
+    pictures = tmp_path / "pictures"
+    (pictures / "more").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="has neither shards"):
+        soups.run("uniform", models, tmp_path / "soup", judge=Nothing(), images=pictures)
+    for number in range(5):
+        Image.new("RGB", (40, 40), (50 * number, 90, 10)).save(pictures / f"more/{number}.png")
+    (pictures / "broken.png").write_bytes(b"no picture")
+    again = soups.run("uniform", models, tmp_path / "soup", judge=Nothing(), images=pictures)
+    assert artifacts.read_manifest(again, "soup").counts["statistics_samples"] == 5
+    averaged, _ = soups.soup.combine(paths)
+    written = tensors(again)
+    changed = {name for name in written if not weights.same_bits(written[name], averaged[name])}
+    assert changed and all("running" in n or n.endswith("batches_tracked") for n in changed)
+    one = soups.run("wise", models[:2], tmp_path / "w", judge=Nothing(), alpha=1, images=pictures)
+    assert same(one, paths[1])
