@@ -171,10 +171,11 @@ def _transforms(
             f"model takes {tuple(first.shape[1:])}"
         )
     moved = ((first - second).abs() * _shades(own)).amax(dim=(1, 2, 3)) * _SHADES
+    padded_otherwise = hasattr(own.tokenizer, "bpe_ranks")  # CLIP reads a text up to its end
     differing = [
         text
         for text, a, b in zip(texts, tokens, other.tokenizer([*texts]), strict=True)
-        if _words(a) != _words(b)
+        if not torch.equal(a, b) and not (padded_otherwise and _words(a) == _words(b))
     ]
     features = [
         _in_batches(encoder.encode_image, pixels)
@@ -198,7 +199,7 @@ def _shades(encoder: Encoder) -> Tensor:
 
 
 def _words(tokens: Tensor) -> list[int]:
-    """The tokens up to the end of the text, whatever fills the rest."""
+    """CLIP's tokens up to the end of the text, whatever fills the rest."""
     end = int(tokens.argmax())
     return [int(token) for token in tokens[: end + 1]]
 

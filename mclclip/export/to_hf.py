@@ -13,7 +13,7 @@ from mclclip.export import certificate, siglip_layout, stages_layout, transforme
 from mclclip.export.certificate import Certificate
 from mclclip.export.image_pixels import add_processor, own_processor
 from mclclip.export.target import Material, Source
-from mclclip.models import config_check, transformers_encoder, weights
+from mclclip.models import config_check, transformers_encoder
 
 
 def write(source: Source, out: Path) -> None:
@@ -26,7 +26,7 @@ def write(source: Source, out: Path) -> None:
         model = source.single("transformers' CLIPModel")
         if siglip_layout.is_siglip(model.config):
             siglip_layout.convert(source, model).write(out)
-            weights.copy_tokenizer(source.directory, out)
+            transformers_layout.write_tokenizer(source.directory, model.tokenizer, out)
         else:
             layout = transformers_layout.convert(source.directory, model.config, model.tokenizer)
             layout.write(out)

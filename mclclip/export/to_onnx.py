@@ -30,7 +30,7 @@ from mclclip import files
 from mclclip.export import certificate, libraries, transformers_layout
 from mclclip.export.certificate import Certificate
 from mclclip.export.target import Material, Source
-from mclclip.models import concat, weights
+from mclclip.models import concat
 from mclclip.models.image_model import unit
 from mclclip.models.loading import AnyModel
 
@@ -91,7 +91,7 @@ def write(source: Source, out: Path) -> None:
     _export(onnx, images, "pixels", pixels, out / IMAGE, half)
     if source.reads_texts:
         _export(onnx, texts, "tokens", first.tokenizer(["a dog", "a"]), out / TEXT, half)
-        _write_tokenizer(source, out)
+        transformers_layout.write_tokenizer(source.directory, first.tokenizer, out)
     files.write_json(out / DESCRIPTION, _description(source))
 
 
@@ -161,16 +161,6 @@ def _halve(onnx: Any, model: Any) -> None:
     nodes = [*casts, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _write_tokenizer(source: Source, out: Path) -> None:
-    first: Any = source.stages[0]
-    if hasattr(first.tokenizer, "bpe_ranks"):
-        length = int(first.tokenizer(["a"]).shape[1])
-        for name, content in transformers_layout.tokenizer_files(first.tokenizer, length).items():
-            files.write_bytes(out / name, content)
-    else:
-        weights.copy_tokenizer(source.directory, out)
 
 
 def _description(source: Source) -> dict[str, Any]:
