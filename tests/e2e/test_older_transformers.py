@@ -32,7 +32,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("older")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     found = folder / "bin" / "python"
-    pip = [found, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    pip = [found, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     done = subprocess.run(
         [*pip, "--only-binary", ":all:", "--retries", "1", *OLDER], capture_output=True, text=True
     )

@@ -68,7 +68,7 @@ KINDS += ["test_convnext", "test_vit"]  # timm's models for tests
 
 
 @needs_onnx
-@pytest.mark.parametrize("kind", kept(KINDS, 0, 1, 3, 5))
+@pytest.mark.parametrize("kind", kept(KINDS, 0, 1, 3))
 def test_features_are_equal_at_every_batch_size(tmp_path: Path, kind: str) -> None:
     import onnxruntime
 
@@ -94,30 +94,19 @@ def test_features_are_equal_at_every_batch_size(tmp_path: Path, kind: str) -> No
     proof = the_certificate(out)
     assert max(proof["image_features"], proof["text_features"]) <= 1e-5
     assert proof["pixels"] is None and proof["runtime"].startswith("onnxruntime ")
+    if kind.startswith("concat"):  # two shared blocks, and one of each stage
+        graph = pytest.importorskip("onnx").load(str(out / "image.onnx")).graph
+        assert [node.op_type for node in graph.node].count("Softmax") == 2 + 3
     assert described["logit_scale"] == pytest.approx(own.logit_scale)
-
-
-@needs_onnx
-def test_the_trunk_of_a_joined_encoder_is_in_the_graph_once(tmp_path: Path) -> None:
-    import onnx
-
-    found = stages(tmp_path)
-    save_concat(found, "raw", tmp_path / "concat")
-    convert.run("onnx", tmp_path / "concat", tmp_path / "joined")
-    graph = onnx.load(str(tmp_path / "joined" / "image.onnx")).graph
-    softmaxes = [node for node in graph.node if node.op_type == "Softmax"]
-    assert len(softmaxes) == 2 + 3  # two shared blocks, and one of each stage
 
 
 @needs_onnx
 def test_half_the_bytes_and_the_difference_is_measured(tmp_path: Path) -> None:
     source = exported(tmp_path / "own")
-    whole = convert.run("onnx", source, tmp_path / "whole")
-    half = convert.run("onnx", source, tmp_path / "half", precision="fp16")
-    for name in ("image.onnx", "text.onnx"):
-        sizes = [(folder / name).stat().st_size for folder in (whole, half)]
-        assert sizes[1] < 0.65 * sizes[0]
-    proof = the_certificate(half)
+    out = convert.run("onnx", source, tmp_path / "half", precision="fp16")
+    size = sum(path.stat().st_size for path in out.glob("*.onnx"))
+    assert size < 0.6 * (source / "open_clip_model.safetensors").stat().st_size
+    proof = the_certificate(out)
     assert proof["bound"] is None and "fp16" in proof["runtime"]
     assert 1e-6 < proof["image_features"] < 5e-3 and 1e-6 < proof["text_features"] < 5e-3
 
