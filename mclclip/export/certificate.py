@@ -6,9 +6,10 @@ beside its source on given pictures and texts, and what differs is written down.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,8 +45,12 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Certificate:
-    """Differences between an encoder and its export, as ``compare`` measures them.
+    """Differences between an encoder and its export in one runtime, as ``compare`` measures them.
 
+    What a runtime does not have is None: texts of an image tower, pixels where it brings no
+    transform of its own.
+
+    runtime          the library and its version, and what of it ran
     pixels           largest difference of the two image transforms in shades of 255
     pixels_of        images that differ by two shades and more, at most ten of them
     tokens           texts that become other tokens
@@ -54,71 +59,135 @@ class Certificate:
     text_features    the same of the same tokens
     logits           largest difference of logits of the same pixels and tokens
     image_features_own_pixels   of images that each of the two has transformed itself
+    bound            what features may differ by; None where it is measured only
+    notes            what a user of the export has to know
     """
 
     runtime: str
     num_images: int
-    num_texts: int
-    pixels: float
-    pixels_of: list[str]
-    tokens: int
-    tokens_of: list[str]
-    image_features: float
-    text_features: float
-    logits: float
-    image_features_own_pixels: float
-    bound: float = BOUND
+    num_texts: int = 0
+    pixels: float | None = None
+    pixels_of: list[str] = field(default_factory=list)
+    tokens: int | None = None
+    tokens_of: list[str] = field(default_factory=list)
+    image_features: float = 0.0
+    text_features: float | None = None
+    logits: float | None = None
+    image_features_own_pixels: float | None = None
+    bound: float | None = BOUND
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def largest(self) -> float:
+        """Largest difference of features of equal inputs."""
+        # max() of a NaN and a number may be the number.
+        found = [self.image_features, self.text_features or 0.0]
+        return max(found) if all(value == value for value in found) else float("inf")
 
     @property
     def holds(self) -> bool:
         """Whether features of equal inputs are equal up to the bound."""
-        return max(self.image_features, self.text_features) <= self.bound
+        return self.bound is None or self.largest <= self.bound
 
     def as_dict(self) -> dict[str, object]:
         """As it is written to ``certificate.json``."""
         return asdict(self)
 
 
-def compare(
-    own: Encoder, other: Encoder, runtime: str, images: dict[str, Image.Image], texts: Sequence[str]
+class Half(Protocol):
+    """An encoder's image half, which is all that some exports have."""
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> unit [B, E], or a state of other shape."""
+
+
+def compare_images(
+    own: Half,
+    other: Half,
+    runtime: str,
+    pixels: dict[str, Tensor],
+    bound: float | None = BOUND,
+    notes: Sequence[str] = (),
 ) -> Certificate:
-    """Runs both encoders on the images by name and on the texts, in fp32."""
-    first, second = (
-        torch.stack([encoder.preprocess_val(image) for image in images.values()])
-        for encoder in (own, other)
+    """Runs two image halves on the same pixels [3, H, W] by name, in fp32; nothing else."""
+    rows = torch.stack([*pixels.values()])
+    found = _largest(*(_in_batches(half.encode_image, rows) for half in (own, other)))
+    return Certificate(runtime, len(pixels), image_features=found, bound=bound, notes=[*notes])
+
+
+def compare(
+    own: Encoder,
+    other: Encoder,
+    runtime: str,
+    images: dict[str, Image.Image],
+    texts: Sequence[str],
+    bound: float | None = BOUND,
+    own_transforms: bool = True,
+    notes: Sequence[str] = (),
+) -> Certificate:
+    """Runs both encoders on the images by name and on the texts, in fp32.
+
+    ``own_transforms``: whether ``other`` brings an image transform and a tokenizer of its own,
+    which are compared too. Without any text the image halves are compared alone. Raises ValueError
+    for pixels of other shapes.
+    """
+    first = torch.stack([own.preprocess_val(image) for image in images.values()])
+    if not texts:
+        named = dict(zip(images, first, strict=True))
+        return compare_images(own, other, runtime, named, bound, notes)
+    tokens = own.tokenizer([*texts])
+    rows = [_features(encoder, first, tokens) for encoder in (own, other)]
+    scales = (own.logit_scale, other.logit_scale)
+    logits = [
+        scale * pictures @ words.T for scale, (pictures, words) in zip(scales, rows, strict=True)
+    ]
+    transforms = _transforms(own, other, images, texts, first, tokens) if own_transforms else {}
+    return Certificate(
+        runtime=runtime,
+        num_images=len(images),
+        num_texts=len(texts),
+        image_features=_largest(rows[0][0], rows[1][0]),
+        text_features=_largest(rows[0][1], rows[1][1]),
+        logits=_largest(*logits),
+        bound=bound,
+        notes=[*notes],
+        **transforms,
     )
+
+
+def _transforms(
+    own: Encoder,
+    other: Encoder,
+    images: dict[str, Image.Image],
+    texts: Sequence[str],
+    first: Tensor,
+    tokens: Tensor,
+) -> dict[str, Any]:
+    """The fields of a certificate that are about the transforms of ``other``."""
+    second = torch.stack([other.preprocess_val(image) for image in images.values()])
     if first.shape != second.shape:
         raise ValueError(
             f"the export's image processor gives pixels of shape {tuple(second.shape[1:])}, the "
             f"model takes {tuple(first.shape[1:])}"
         )
-    std = _shades(own)
-    moved = ((first - second).abs() * std).amax(dim=(1, 2, 3)) * _SHADES
-    tokens = own.tokenizer([*texts])
+    moved = ((first - second).abs() * _shades(own)).amax(dim=(1, 2, 3)) * _SHADES
+    padded_otherwise = hasattr(own.tokenizer, "bpe_ranks")  # CLIP reads a text up to its end
     differing = [
         text
         for text, a, b in zip(texts, tokens, other.tokenizer([*texts]), strict=True)
-        if _words(a) != _words(b)
+        if not torch.equal(a, b) and not (padded_otherwise and _words(a) == _words(b))
     ]
-    rows = [_features(encoder, first, tokens) for encoder in (own, other)]
-    itself = _features(other, second, tokens[:1])[0]
-    scales = (own.logit_scale, other.logit_scale)
-    logits = [
-        scale * pictures @ words.T for scale, (pictures, words) in zip(scales, rows, strict=True)
+    features = [
+        _in_batches(encoder.encode_image, pixels)
+        for encoder, pixels in ((own, first), (other, second))
     ]
-    return Certificate(
-        runtime=runtime,
-        num_images=len(images),
-        num_texts=len(texts),
-        pixels=round(float(moved.max()), 3),
-        pixels_of=[n for n, m in zip(images, moved, strict=True) if m >= _NOTED][:_NAMES],
-        tokens=len(differing),
-        tokens_of=[text[:80] for text in differing[:_NAMES]],
-        image_features=_largest(rows[0][0], rows[1][0]),
-        text_features=_largest(rows[0][1], rows[1][1]),
-        logits=_largest(*logits),
-        image_features_own_pixels=_largest(rows[0][0], itself),
-    )
+    return {
+        "pixels": round(float(moved.max()), 3),
+        "pixels_of": [n for n, m in zip(images, moved, strict=True) if m >= _NOTED][:_NAMES],
+        "tokens": len(differing),
+        "tokens_of": [text[:80] for text in differing[:_NAMES]],
+        "image_features_own_pixels": _largest(*features),
+    }
 
 
 def _shades(encoder: Encoder) -> Tensor:
@@ -130,17 +199,22 @@ def _shades(encoder: Encoder) -> Tensor:
 
 
 def _words(tokens: Tensor) -> list[int]:
-    """The tokens up to the end of the text, whatever fills the rest."""
+    """CLIP's tokens up to the end of the text, whatever fills the rest."""
     end = int(tokens.argmax())
     return [int(token) for token in tokens[: end + 1]]
 
 
 def _features(encoder: Encoder, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    images, texts = (
-        [encode(rows[start : start + _BATCH]).cpu() for start in range(0, len(rows), _BATCH)]
-        for encode, rows in ((encoder.encode_image, pixels), (encoder.encode_text, tokens))
-    )
-    return torch.cat(images), torch.cat(texts)
+    return _in_batches(encoder.encode_image, pixels), _in_batches(encoder.encode_text, tokens)
+
+
+def _in_batches(encode: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Features of all rows. The last batch has one row: an export may not hold for one size only,
+    as a graph does in which the number of rows became a constant."""
+    cut = max(len(rows) - 1, 1)
+    starts = [*range(0, cut, _BATCH), cut]
+    parts = [rows[a:b] for a, b in zip(starts, [*starts[1:], len(rows)], strict=True)]
+    return torch.cat([encode(part).cpu() for part in parts if len(part)])
 
 
 def _largest(a: Tensor, b: Tensor) -> float:

@@ -1,22 +1,27 @@
-"""Verb ``export --to``: an exported encoder -> another library's layout, with a certificate."""
+"""Verb ``export --to``: an exported encoder -> another library's layout, with certificates.
+
+What a layout is, a module ``to_NAME`` says (see ``target``); this file drives it.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from mclclip import files
-from mclclip.export import certificate, transformers_layout
-from mclclip.models import config_check, transformers_encoder, weights
-from mclclip.models.clip_model import ClipModel
-from mclclip.models.encoder import SingleEncoder
-from mclclip.models.loading import load_any
-from mclclip.run.artifacts import Artifact
+from mclclip.export import certificate, model_card
+from mclclip.export.target import Material, Precision, Source, Target
+from mclclip.models import weights
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact, Force
 
 log = logging.getLogger("mclclip")
 
-To = Literal["hf"]
+To = Literal["hf", "onnx", "timm", "llava", "clip_retrieval"]
 CERTIFICATE = "certificate.json"
 _MAX_IMAGE_PIXELS = 100_000_000
 
@@ -28,65 +33,69 @@ def run(
     *,
     images: Path | None = None,
     texts: Path | None = None,
+    precision: Precision | None = None,
     num_images: int = 64,
-    force: bool = False,
+    force: Force = False,
 ) -> Path:
-    """Writes the encoder in ``model`` (an export: a stage, a soup) as a folder that transformers
-    loads, and ``certificate.json`` beside it; returns the folder.
+    """Writes the encoder in ``model`` (an export: a stage, a soup, a concat; for `clip_retrieval` a
+    stage's embeddings in its run directory) as a folder that library ``to`` reads; returns it.
 
     ``images``, ``texts``: a folder of pictures and a file with a text per line, on which the two
-    are compared (default: drawn ones). Raises FileNotFoundError where there is no such model, and
-    ValueError where the other library cannot hold it or its features differ; nothing is left then.
+    are compared (default: drawn ones); what was found is in ``certificate.json``. Raises
+    FileNotFoundError where there is no such model, and ValueError where the other library cannot
+    hold it, a package is missing or features differ; nothing is left then.
     """
-    source = _source(model)
-    transformers = config_check.library()
+    target = cast(Target, import_module(f"mclclip.export.to_{to}"))
+    source = _source(to, model, precision)
+    material = _material(images, texts, num_images)
+    fields = {"to": to} | ({"precision": precision} if precision else {})
+    inputs = {"model": source.digest}
+    opened = {"kind": "converted", "config": fields, "inputs": inputs}
+    if not force and Artifact.open(out, **opened, write=False).finished:  # type: ignore[arg-type]
+        log.info("%s is finished: skipped", out)
+        return out
+    # Nothing is in `out` before all certificates hold, and an old folder stays where they do not.
+    begun = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(begun, ignore_errors=True)
+    begun.mkdir(parents=True)
+    try:
+        target.write(source, begun)
+        found = target.certify(source, begun, material)
+        _check(source, to, found)
+        files.write_json(begun / CERTIFICATE, {"runtimes": [proof.as_dict() for proof in found]})
+        files.write_bytes(begun / model_card.FILE, model_card.text(to, source, found).encode())
+        artifact = Artifact.open(out, **opened, force=force)  # type: ignore[arg-type]
+        for path in sorted(begun.iterdir()):
+            if (out / path.name).is_dir():
+                shutil.rmtree(out / path.name)
+            os.replace(path, out / path.name)
+    finally:
+        shutil.rmtree(begun, ignore_errors=True)
+    written = [p for p in sorted(out.rglob("*")) if p.is_file() and p.name != artifacts.INTENT]
+    records = files.records_of(out, *(str(path.relative_to(out)) for path in written))
+    counts = {"images": len(material.images), "texts": len(material.texts)}
+    artifact.finish(counts | {"runtimes": len(found)}, records=records)
+    for proof in found:
+        _tell(out, proof)
+    return out
+
+
+def _source(to: To, model: Path, precision: Precision | None) -> Source:
+    source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32")
+    if precision == "fp16" and to != "onnx":
+        raise ValueError(f"--precision fp16 is of --to onnx, and this is --to {to}: leave it out")
+    if to == "clip_retrieval" or source.is_concat or weights.has_config(source.directory):
+        return source
+    raise FileNotFoundError(f"no exported model at {source.directory}: run 'mclclip export' first")
+
+
+def _material(images: Path | None, texts: Path | None, num_images: int) -> Material:
     pictures = (
         certificate.read_images(images, num_images, _MAX_IMAGE_PIXELS)
         if images is not None
         else certificate.drawn_images()
     )
-    lines = _lines(texts) if texts is not None else [*certificate.TEXTS]
-    own = load_any(source)
-    if not isinstance(own, ClipModel):
-        raise ValueError(f"{source} has no text tower, which transformers' CLIPModel has")
-    converted = transformers_layout.convert(source, own.config, own.tokenizer)
-    inputs = {"model": files.digest_file(weights.find_weights(source))}
-    artifact = Artifact.open(out, kind="converted", config={"to": to}, inputs=inputs, force=force)
-    if artifact.finished:
-        log.info("%s is finished: skipped", out)
-        return out
-    try:
-        converted.write(out)
-        other = transformers_encoder.load(f"{transformers_encoder.PREFIX}{out}")
-        runtime = f"transformers {transformers.__version__}"
-        found = certificate.compare(SingleEncoder(own), other, runtime, pictures, lines)
-        if not found.holds:
-            largest = max(found.image_features, found.text_features)
-            raise ValueError(
-                f"{source} is not converted: features in {runtime} differ by {largest:.2g}, wanted "
-                f"at most {found.bound:g}; the model has a part that CLIPModel has not"
-            )
-    except BaseException:
-        (out / transformers_layout.WEIGHTS).unlink(missing_ok=True)  # must not look finished
-        raise
-    files.write_json(out / CERTIFICATE, found.as_dict())
-    written = [path.name for path in sorted(out.iterdir()) if path.is_file()]
-    records = files.records_of(out, *written)
-    artifact.finish({"images": len(pictures), "texts": len(lines)}, records=records)
-    _tell(out, found)
-    return out
-
-
-def _source(model: Path) -> Path:
-    source = Path(str(model).removeprefix("local-dir:"))
-    if (source / weights.CONCAT).is_file():
-        raise ValueError(
-            f"{source} is a joined encoder, which transformers' CLIPModel cannot hold: convert the "
-            "soup or a stage"
-        )
-    if not weights.has_config(source):
-        raise FileNotFoundError(f"no exported model at {source}: run 'mclclip export' first")
-    return source
+    return Material(pictures, _lines(texts) if texts is not None else certificate.TEXTS)
 
 
 def _lines(path: Path) -> list[str]:
@@ -99,14 +108,29 @@ def _lines(path: Path) -> list[str]:
     return lines
 
 
+def _check(source: Source, to: To, found: list[certificate.Certificate]) -> None:
+    """Raises ValueError where features differ in a runtime, or no runtime ran."""
+    assert to in get_args(To) and found, "a target without a runtime certifies nothing"
+    for proof in found:
+        if not proof.holds:
+            raise ValueError(
+                f"{source.directory} is not converted: features in {proof.runtime} differ by "
+                f"{proof.largest:.2g}, wanted at most {proof.bound:g}; the model has a part that "
+                "the other library has not, or runs otherwise"
+            )
+
+
 def _tell(out: Path, found: certificate.Certificate) -> None:
+    texts = found.text_features
     log.info(
-        "%s: %s on %d images and %d texts: features differ by at most %.1g (images) and %.1g "
-        "(texts), logits by %.1g",
-        *(out, found.runtime, found.num_images, found.num_texts),
-        *(found.image_features, found.text_features, found.logits),
-    )
-    if found.pixels >= 1.0:
+        "%s: %s on %d images%s: features differ by at most %.1g%s",
+        out, found.runtime, found.num_images,
+        "" if texts is None else f" and {found.num_texts} texts", found.image_features,
+        "" if texts is None else f" (images) and {texts:.1g} (texts)",
+    )  # fmt: skip
+    for note in found.notes:
+        log.warning("%s", note)
+    if found.pixels is not None and found.pixels >= 1.0:
         log.warning(
             "its image processor differs from open_clip's transform by up to %.1f of 255 shades "
             "(%s), and features by up to %.2g with it",

@@ -167,10 +167,12 @@ def preprocessor(look: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def tokenizer_files(own: Any, context_length: int) -> dict[str, bytes]:
+def tokenizer_files(own: Any, context_length: int, pad: str = _END) -> dict[str, bytes]:
     """CLIP's own tokenizer as the files of transformers' ``CLIPTokenizer``, by name.
 
-    Raises ValueError for another one.
+    ``pad`` is the token after the end of a text; open_clip's has the number 0, which is ``!``, and
+    transformers' CLIP has the end itself. Only a model that reads what follows an end tells them
+    apart. Raises ValueError for another one.
     """
     words, merges = getattr(own, "encoder", None), getattr(own, "bpe_ranks", None)
     if not isinstance(words, dict) or not isinstance(merges, dict):
@@ -179,7 +181,7 @@ def tokenizer_files(own: Any, context_length: int) -> dict[str, bytes]:
     names = {number: word for word, number in words.items()} | {last - 1: _START, last: _END}
     vocabulary = {names[number]: number for number in range(len(names))}
     lines = ["#version: 0.2", *(" ".join(pair) for pair in sorted(merges, key=merges.__getitem__))]
-    special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": _END}
+    special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": pad}
     described = {
         "tokenizer_class": "CLIPTokenizer",
         "model_max_length": context_length,
@@ -192,6 +194,16 @@ def tokenizer_files(own: Any, context_length: int) -> dict[str, bytes]:
         "special_tokens_map.json": json.dumps(special, indent=2).encode(),
         "tokenizer_config.json": json.dumps(described | special, indent=2).encode(),
     }
+
+
+def write_tokenizer(source: Path, own: Any, out: Path) -> None:
+    """Writes the tokenizer ``own`` of the model in ``source``: CLIP's, padded as open_clip pads, or
+    a copy of the files in ``source``."""
+    if not hasattr(own, "bpe_ranks"):
+        weights.copy_tokenizer(source, out)
+        return
+    for name, content in tokenizer_files(own, int(own(["a"]).shape[1]), pad="!").items():
+        files.write_bytes(out / name, content)
 
 
 @dataclass(frozen=True)

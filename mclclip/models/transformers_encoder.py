@@ -52,7 +52,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class _Pixels:
+class Pixels:
     """Image -> [3, H, W], by the model's own image processor."""
 
     processor: Any
@@ -105,7 +105,7 @@ class TransformersEncoder(nn.Module):
         )
         self.logit_scale = model.logit_scale.exp().item()
         self.tokenizer = _Tokens(tokenizer, int(text.max_position_embeddings), lower)
-        self.preprocess_val = _Pixels(processor)
+        self.preprocess_val = Pixels(processor)
         self.eval()
 
     @property

@@ -17,7 +17,6 @@ from mclclip import cli
 from mclclip.export import certificate, convert, transformers_layout
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, save_export
-from mclclip.models.concat import save_concat
 from mclclip.models.encoder import SingleEncoder
 from tests import tiny
 
@@ -43,9 +42,9 @@ def exported(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def the_certificate(out: Path) -> dict[str, Any]:
+def the_certificate(out: Path, runtime: int = 0) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((out / "certificate.json").read_text())
-    return content
+    return dict(content["runtimes"][runtime])
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
@@ -146,9 +145,6 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path) -> None:
     save_export(load_clip(CONFIGS / "tiny_resnet.json"), tmp_path / "resnet")
     with pytest.raises(ValueError, match="has no place in transformers' CLIPModel"):
         convert.run("hf", tmp_path / "resnet", out)
-    save_concat([vit, vit], "raw", tmp_path / "concat")
-    with pytest.raises(ValueError, match="is a joined encoder.*convert the soup or a stage"):
-        convert.run("hf", tmp_path / "concat", out)
     with pytest.raises(FileNotFoundError, match="no exported model at .*nothing"):
         convert.run("hf", tmp_path / "nothing", out)
     longest = exported(
@@ -157,7 +153,7 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="by their longest side have no image processor"):
         convert.run("hf", longest, out)
     with pytest.raises(FileNotFoundError, match="no pictures below"):
-        convert.run("hf", vit, out, images=tmp_path / "concat")
+        convert.run("hf", vit, out, images=tmp_path / "resnet")
     assert not out.exists()
 
 

@@ -1,0 +1,126 @@
+"""README.md of a converted export: what it is, where it comes from, how far it may be trusted.
+
+Its front matter is that of model cards on the Hugging Face hub. What lies in the run directory of
+the export goes in; of a folder that was moved away from it, only the certificates are known.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+from mclclip import __version__, config, files
+from mclclip.config import Config
+from mclclip.eval import results
+from mclclip.eval.results import Result
+from mclclip.export.certificate import Certificate
+from mclclip.export.target import Source
+from mclclip.run import artifacts
+from mclclip.run.layout import Layout
+
+FILE = "README.md"
+
+_LIBRARY = {"hf": "transformers", "llava": "transformers", "timm": "timm", "onnx": "onnx"}
+_MOST_ROWS = 60
+_LICENCES = {"openai": "mit"}  # of pretrained tags, where it is beyond doubt (NOTICE.md)
+
+
+def text(to: str, source: Source, found: list[Certificate]) -> str:
+    """The card of the export of `source` to the layout `to`, with what was certified."""
+    run = source.run_dir
+    options = _options(run)
+    front: dict[str, object] = {"tags": ["mclclip", "clip"]}
+    if to in _LIBRARY:
+        front["library_name"] = _LIBRARY[to]
+    if to in ("hf", "onnx") and source.reads_texts:
+        front["pipeline_tag"] = "zero-shot-image-classification"
+    if options is not None and (licence := _LICENCES.get(str(options.model.pretrained))):
+        front["license"] = licence
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=True)}---\n",
+        f"# {_shown(source.name)}\n",
+        f"Written by mclclip {__version__} with `mclclip export --to {to}`.\n",
+        *(_origin(source, run, options) if run is not None and options is not None else []),
+        _certificates(found),
+        *([_results(rows)] if (rows := _rows(source, run)) else []),
+        "## Licence\n\nFine-tuned weights carry the terms of the base's weights and of the data "
+        "they were trained on. Name both where you publish them.\n",
+    ]
+    return "\n".join(parts)
+
+
+def _shown(value: object) -> str:
+    """Text of others in a line of Markdown."""
+    return files.shown(str(value)).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+def _options(run: Path | None) -> Config | None:
+    try:
+        return None if run is None else config.load(run / "config.yaml")
+    except (ValueError, OSError):
+        return None  # an older run's options may have other names
+
+
+def _origin(source: Source, run: Path, options: Config) -> list[str]:
+    """How it was trained: base, stages, data, configuration. No path of the machine is written."""
+    name = options.model.name
+    base = _shown(Path(name).name) if isinstance(name, str) else "a configuration of its own"
+    weights = options.model.pretrained
+    rows = [
+        ("base", base + (f", weights {_shown(Path(weights).name)}" if weights else "")),
+        ("stages after the base", options.num_stages),
+        ("objective", f"`{_shown(options.train.objective.kind)}`"),
+        ("data", ", ".join(_shown(name) for name in options.data.sources) or "none"),
+    ]
+    layout = Layout(run)
+    if artifacts.is_finished(layout.index):
+        manifest = artifacts.read_manifest(layout.index, "index")
+        rows.append(("digest of the data's index", f"`{manifest.digest}`"))
+    rows.append(("digest of the weights", f"`{source.digest}`"))
+    rows.append(("digest of the configuration", f"`{files.digest_json(config.dump(options))}`"))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return ["## Origin\n", f"| what | value |\n|---|---|\n{table}\n"]
+
+
+def _certificates(found: list[Certificate]) -> str:
+    lines = [
+        f"| {_shown(proof.runtime)} | {proof.num_images} | {proof.num_texts} | "
+        f"{proof.image_features:.2g} | {_number(proof.text_features)} | "
+        f"{_number(proof.pixels)} | {_number(proof.tokens)} |"
+        for proof in found
+    ]
+    notes = [f"- {_shown(note)}" for proof in found for note in proof.notes]
+    return "\n".join([
+        "## Held against its source\n",
+        "Largest difference of features of equal pixels and tokens; of pixels in shades of 255; "
+        "and texts that become other tokens. `certificate.json` has more.\n",
+        "| runtime | images | texts | image features | text features | pixels | tokens |",
+        "|---|---|---|---|---|---|---|",
+        *lines, "", *notes, *([""] if notes else []),
+    ])  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
+
+
+def _rows(source: Source, run: Path | None) -> list[Result]:
+    """The rows of results.jsonl of this very encoder, by its name in the run."""
+    path = None if run is None else run / "results.jsonl"
+    if path is None or not path.is_file():
+        return []
+    return [row for row in results.read(path) if row.model == source.name][:_MOST_ROWS]
+
+
+def _results(rows: list[Result]) -> str:
+    lines = [
+        f"| {_shown(row.benchmark)} | {_shown(row.metric)} | {row.value:.1f} | {row.ci_low:.1f} to "
+        f"{row.ci_high:.1f} | {row.count} | {_shown(json.dumps(row.protocol))[:200]} |"
+        for row in rows
+    ]
+    head = (
+        "| benchmark | metric | % | 95 % interval | items | protocol |\n|---|---|---|---|---|---|"
+    )
+    return "\n".join(["## Results\n", head, *lines, ""])

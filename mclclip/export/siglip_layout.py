@@ -1,0 +1,191 @@
+"""open_clip's SigLIP (timm's ViT with an attention pool, and its text tower) as transformers'
+`SiglipModel`, from its own tensors; its image processor too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mclclip.export import transformers_layout
+from mclclip.export.target import Source
+from mclclip.export.transformers_layout import Converted
+from mclclip.models.clip_model import ClipModel
+
+_WHAT = "transformers' SiglipModel"
+_VISION = {
+    "patch_embed.proj": "embeddings.patch_embedding",
+    "norm": "post_layernorm",
+    "attn_pool.proj": "head.attention.out_proj",
+    "attn_pool.norm": "head.layernorm",
+    "attn_pool.mlp.fc1": "head.mlp.fc1",
+    "attn_pool.mlp.fc2": "head.mlp.fc2",
+}
+_VISION_BLOCK = {
+    "norm1": "layer_norm1",
+    "norm2": "layer_norm2",
+    "attn.proj": "self_attn.out_proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
+_TEXT = {
+    "token_embedding.weight": "embeddings.token_embedding.weight",
+    "positional_embedding": "embeddings.position_embedding.weight",
+    "ln_final.weight": "final_layer_norm.weight",
+    "ln_final.bias": "final_layer_norm.bias",
+    "text_projection.weight": "head.weight",
+    "text_projection.bias": "head.bias",
+}
+_TEXT_BLOCK = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+
+
+def is_siglip(config: Mapping[str, Any]) -> bool:
+    """Whether a model's configuration is of SigLIP's kind: a timm ViT with an attention pool."""
+    vision = config["model_cfg"]["vision_cfg"]
+    return bool(vision.get("timm_model_name")) and vision.get("timm_pool") == "map"
+
+
+def tensors(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of transformers. Raises ValueError for one without a place."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in own.items():
+        if name in ("logit_scale", "logit_bias"):
+            found[name] = tensor.reshape(1)
+        elif name.startswith("visual.trunk."):
+            found |= _of_vision(name.removeprefix("visual.trunk."), tensor)
+        elif name.startswith("text.") and name != "text.attn_mask":
+            found |= _of_text(name.removeprefix("text."), tensor)
+        elif name != "text.attn_mask":
+            raise _no_place(name)
+    pool = "vision_model.head.attention.in_proj"
+    for kind in ("weight", "bias"):
+        parts = [found.pop(f"{pool}.{part}.{kind}", None) for part in ("q", "kv")]
+        if any(part is None for part in parts) or "logit_bias" not in found:
+            raise ValueError(f"the model has no attention pool or logit bias, as {_WHAT} has")
+        found[f"{pool}_{kind}"] = torch.cat([part for part in parts if part is not None])
+    return found
+
+
+def _of_vision(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    tower = "vision_model"
+    module, _, kind = name.rpartition(".")
+    if name == "pos_embed":
+        return {f"{tower}.embeddings.position_embedding.weight": tensor[0].contiguous()}
+    if name == "attn_pool.latent":
+        return {f"{tower}.head.probe": tensor}
+    if module in ("attn_pool.q", "attn_pool.kv"):  # joined by the caller
+        return {f"{tower}.head.attention.in_proj.{module.rpartition('.')[2]}.{kind}": tensor}
+    if module in _VISION:
+        return {f"{tower}.{_VISION[module]}.{kind}": tensor}
+    if block := re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name):
+        layer = f"{tower}.encoder.layers.{block[1]}"
+        if block[2] == "attn.qkv":
+            return _thirds(layer, kind, tensor)
+        if block[2] in _VISION_BLOCK:
+            return {f"{layer}.{_VISION_BLOCK[block[2]]}.{kind}": tensor}
+    raise _no_place(f"visual.trunk.{name}")
+
+
+def _of_text(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if name in _TEXT:
+        return {f"text_model.{_TEXT[name]}": tensor}
+    block = re.fullmatch(r"transformer\.resblocks\.(\d+)\.(.+?)[._](weight|bias)", name)
+    if block:
+        layer = f"text_model.encoder.layers.{block[1]}"
+        if block[2] == "attn.in_proj":
+            return _thirds(layer, block[3], tensor)
+        if block[2] in _TEXT_BLOCK:
+            return {f"{layer}.{_TEXT_BLOCK[block[2]]}.{block[3]}": tensor}
+    raise _no_place(f"text.{name}")
+
+
+def _thirds(layer: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:
+    chunks = zip("qkv", tensor.chunk(3), strict=True)
+    return {f"{layer}.self_attn.{c}_proj.{kind}": chunk.contiguous() for c, chunk in chunks}
+
+
+def _no_place(name: str) -> ValueError:
+    return ValueError(
+        f"the model's tensor {name} has no place in {_WHAT}, which holds a plain ViT with an "
+        "attention pool and a text tower whose projection has a bias"
+    )
+
+
+def config(model: ClipModel, found: Mapping[str, Tensor]) -> dict[str, Any]:
+    """``config.json`` of transformers, from the towers themselves and their tensors there."""
+    trunk: Any = model.visual.trunk
+    text: Any = model.text_tower
+    patches = found["vision_model.embeddings.patch_embedding.weight"]
+    words = found["text_model.embeddings.token_embedding.weight"]
+    places = len(found["vision_model.embeddings.position_embedding.weight"])
+    side = round(places**0.5)
+    if side * side != places:
+        raise ValueError(f"the model has {places} patches; {_WHAT} wants a square")
+    block = text.transformer.resblocks[0]
+
+    def tower(part: str, width: int, heads: int, act: nn.Module, norm: Any) -> dict[str, Any]:
+        first = found[f"{part}.encoder.layers.0.mlp.fc1.weight"]
+        layers = {name.split(".")[3] for name in found if name.startswith(f"{part}.encoder.")}
+        return {
+            "model_type": f"siglip_{part}",
+            "hidden_size": width,
+            "intermediate_size": len(first),
+            "num_hidden_layers": len(layers),
+            "num_attention_heads": heads,
+            "hidden_act": _activation(act),
+            "layer_norm_eps": norm.eps,
+        }
+
+    vision = trunk.blocks[0]
+    return {
+        "architectures": ["SiglipModel"],
+        "model_type": "siglip",
+        "torch_dtype": "float32",
+        "vision_config": tower(
+            "vision_model", len(patches), vision.attn.num_heads, vision.mlp.act, vision.norm1
+        )
+        | {
+            "image_size": side * patches.shape[2],
+            "patch_size": patches.shape[2],
+            "num_channels": patches.shape[1],
+        },
+        "text_config": tower(
+            "text_model", words.shape[1], block.attn.num_heads, block.mlp.gelu, block.ln_1
+        )
+        | {
+            "max_position_embeddings": len(
+                found["text_model.embeddings.position_embedding.weight"]
+            ),
+            "vocab_size": len(words),
+            "projection_size": len(found["text_model.head.bias"]),
+        },
+    }
+
+
+def _activation(module: nn.Module) -> str:
+    approximate = getattr(module, "approximate", None)
+    tanh = approximate == "tanh" or type(module).__name__ == "GELUTanh"
+    return "gelu_pytorch_tanh" if tanh else "gelu"
+
+
+def convert(source: Source, model: ClipModel) -> Converted:
+    """The SigLIP model in ``source`` in the layout of transformers, without its tokenizer's files.
+
+    Raises ValueError where transformers' ``SiglipModel`` cannot hold the model.
+    """
+    found = {n: t.detach().float() for n, t in tensors(model.exported.state_dict()).items()}
+    look = transformers_layout.preprocessor(model.config["preprocess_cfg"])
+    look["image_processor_type"] = "SiglipImageProcessor"
+    documents = {"config.json": config(model, found), "preprocessor_config.json": look}
+    encoded = {name: json.dumps(tree, indent=2).encode() for name, tree in documents.items()}
+    return Converted(encoded, found)

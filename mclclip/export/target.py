@@ -1,0 +1,127 @@
+"""The interface of a target: another library's layout, which `mclclip export --to NAME` writes.
+
+A target is one module of this folder, `to_NAME.py`, with the two functions of `Target`, and a test.
+`convert` does the rest: it finds the source, writes into a folder of its own and moves all of it in
+place once every certificate holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+
+from PIL import Image
+
+from mclclip import files
+from mclclip.export.certificate import Certificate
+from mclclip.models import concat, weights
+from mclclip.models.clip_model import ClipModel
+from mclclip.models.encoder import Encoder, SingleEncoder
+from mclclip.models.loading import AnyModel
+from mclclip.run import artifacts
+
+Precision = Literal["fp32", "fp16"]
+_DEEPEST = 4  # folders between a run directory and an export, as of a control
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is converted: the folder of an export, or a run directory, and how.
+
+    directory  an export (a stage, a soup, a concat), or what else a target reads
+    precision  number format of the weights that are written, where a target has several
+    """
+
+    directory: Path
+    precision: Precision = "fp32"
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The encoder in the directory, on the CPU. Raises the errors of `load_model`."""
+        return concat.load_model(self.directory)
+
+    @property
+    def is_concat(self) -> bool:
+        """Whether the directory holds several stages, joined."""
+        return (self.directory / weights.CONCAT).is_file()
+
+    @property
+    def stages(self) -> list[AnyModel]:
+        """The models that the encoder consists of: one, or the stages of a concat."""
+        if isinstance(self.encoder, concat.ConcatEncoder):
+            return [stage for stage in self.encoder.stages if isinstance(stage, AnyModel)]
+        assert isinstance(self.encoder, SingleEncoder)
+        return [self.encoder.model]
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether there is a text tower."""
+        return self.stages[0].reads_texts
+
+    def single(self, library: str) -> ClipModel:
+        """The only model, with its text tower. Raises ValueError for a concat or an image encoder,
+        which `library` cannot hold."""
+        if self.is_concat:
+            raise ValueError(
+                f"{self.directory} is a joined encoder, which {library} cannot hold: convert the "
+                "soup or a stage"
+            )
+        model = self.stages[0]
+        if not isinstance(model, ClipModel):
+            raise ValueError(f"{self.directory} has no text tower, which {library} has")
+        return model
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory that the export lies in; None for a folder elsewhere."""
+        above = [*self.directory.resolve().parents][:_DEEPEST]
+        return next((path for path in above if (path / "config.yaml").is_file()), None)
+
+    @property
+    def name(self) -> str:
+        """Its name in the run: `stage_1`, `soup_uniform`."""
+        path = self.directory.resolve()
+        return path.parent.name if path.name in ("export", "embeddings") else path.name
+
+    @property
+    def digest(self) -> str:
+        """Digest of the weights, or of a run's embeddings. Raises FileNotFoundError where the
+        directory holds neither."""
+        if not self.is_concat and not weights.has_config(self.directory):
+            return artifacts.read_manifest(self.directory, "embeddings").digest
+        if self.is_concat:
+            record = files.digest_file(self.directory / weights.CONCAT)
+            return files.digest_json([record, files.digest_file(self.weights)])
+        return files.digest_file(self.weights)
+
+    @property
+    def weights(self) -> Path:
+        """The file of the weights."""
+        if self.is_concat:
+            return self.directory / concat.CONCAT_WEIGHTS
+        return weights.find_weights(self.directory)
+
+
+@dataclass(frozen=True)
+class Material:
+    """Pictures by name, and texts, on which an export is held against its source."""
+
+    images: dict[str, Image.Image]
+    texts: Sequence[str]
+
+
+class Target(Protocol):
+    """A library's layout, as the module `to_NAME` gives it."""
+
+    def write(self, source: Source, out: Path) -> None:
+        """Writes all files into the empty folder `out`.
+
+        Raises ValueError, in one line, where the library cannot hold the source or a package that
+        writes the layout is missing.
+        """
+
+    def certify(self, source: Source, out: Path, material: Material) -> list[Certificate]:
+        """What `out` gives in every installed runtime beside the source, one certificate each."""

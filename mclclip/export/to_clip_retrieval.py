@@ -1,0 +1,177 @@
+"""A stage's embeddings in clip-retrieval's layout, for its `clip index` and for autofaiss.
+
+    img_emb/img_emb_0.npy          [n, D], one file per shard of the index
+    text_emb/text_emb_0.npy        [n, D], of the first caption; where captions were embedded
+    metadata/metadata_0.parquet    image_path, caption, key, in the order of the rows
+
+Numbers of files have as many digits as the number of shards. Samples that could not be embedded are
+left out. `image_path` is the key within its source, as clip-retrieval writes it of shards; `key` is
+the run's own, `source/key`. A sample without a caption has an empty one, and zeros as its text row.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from mclclip import config, files
+from mclclip.data import embeddings
+from mclclip.data.arrays import open_npy
+from mclclip.data.sample_index import SampleIndex, Shard
+from mclclip.data.samples import TarDataset
+from mclclip.export.certificate import Certificate
+from mclclip.export.target import Material, Source
+from mclclip.run import artifacts
+from mclclip.run.layout import Layout
+
+_VERB = "embed"
+_SAMPLED = 1000  # rows that a certificate looks up by key
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """The embeddings of a stage in its run directory."""
+
+    directory: Path
+    run: Path
+
+    @cached_property
+    def index(self) -> SampleIndex:
+        return SampleIndex.open(Layout(self.run).index)
+
+    @cached_property
+    def options(self) -> config.Config:
+        return config.load(self.run / "config.yaml")
+
+    @cached_property
+    def texts(self) -> Path | None:
+        """The captions' embeddings; None where there are none that belong to this stage's images:
+        they are stage 0's, and other stages share them if their text tower was not trained."""
+        found = Layout(self.run).text_embeddings
+        own = self.directory.parent.name == "stage_0" or not self.options.train.lock.text
+        return found if own and artifacts.is_finished(found) else None
+
+    def rows(self, directory: Path, number: int) -> np.ndarray:
+        """The rows of a shard; RuntimeError where they are not what was written."""
+        path = embeddings.rows_path(directory, number)
+        note = embeddings.read_note(directory, number)
+        return open_npy(path, _VERB, None if note is None else note.record)
+
+    def kept(self, shard: Shard) -> np.ndarray:
+        """Ids of a shard's samples that have an embedding."""
+        ids = np.arange(shard.start, shard.stop)
+        without = embeddings.left_out(self.directory, len(self.index.shards))
+        return np.setdiff1d(ids, without, assume_unique=True)
+
+
+def _opened(source: Source) -> _Embedded:
+    path = source.directory.resolve()
+    artifacts.read_manifest(path, "embeddings")
+    if source.run_dir is None:
+        raise FileNotFoundError(
+            f"{source.directory} lies in no run directory with a config.yaml, whose index names "
+            "the samples: give RUN_DIR/stage_N/embeddings"
+        )
+    return _Embedded(path, source.run_dir)
+
+
+def write(source: Source, out: Path) -> None:
+    """Writes all rows; see the module. Raises FileNotFoundError for a folder that holds no finished
+    embeddings of a run, and RuntimeError for damaged ones."""
+    given = _opened(source)
+    digits = len(str(len(given.index.shards)))
+    for number, shard in enumerate(given.index.shards):
+        name, ids = f"{number:0{digits}d}", given.kept(shard)
+        _save(out / "img_emb" / f"img_emb_{name}.npy",
+              given.rows(given.directory, number)[ids - shard.start])  # fmt: skip
+        captions = _captions(given, ids)
+        if given.texts is not None:
+            _save(out / "text_emb" / f"text_emb_{name}.npy", _text_rows(given, number, shard, ids))
+        keys = given.index.keys(ids)
+        table = pd.DataFrame(
+            {
+                "image_path": [key.partition("/")[2] for key in keys],
+                "caption": captions,
+                "key": keys,
+            }
+        )
+        stream = io.BytesIO()
+        table.to_parquet(stream, index=False)
+        path = out / "metadata" / f"metadata_{name}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        files.write_bytes(path, stream.getvalue())
+
+
+def _save(path: Path, rows: np.ndarray) -> None:
+    path.parent.mkdir(exist_ok=True)
+    stream = io.BytesIO()
+    np.save(stream, np.ascontiguousarray(rows))
+    files.write_bytes(path, stream.getvalue())
+
+
+def _captions(given: _Embedded, ids: np.ndarray) -> list[str]:
+    """The first caption of every sample, empty where there is none; read from the shards."""
+    dataset = TarDataset(
+        given.index,
+        transform=None,
+        reads_captions=False,
+        max_image_pixels=given.options.data.max_image_pixels,
+        max_open_files=given.options.data.max_open_files,
+    )
+    counts = given.index.num_captions
+    return [dataset.captions(int(i))[0] if counts[i] else "" for i in ids]
+
+
+def _text_rows(given: _Embedded, number: int, shard: Shard, ids: np.ndarray) -> np.ndarray:
+    assert given.texts is not None
+    rows, start = given.rows(given.texts, number), given.index.caption_start
+    found = np.zeros((len(ids), rows.shape[1]), rows.dtype)
+    has = given.index.num_captions[ids] > 0
+    found[has] = rows[start[ids[has]] - start[shard.start]]
+    return found
+
+
+def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
+    """The files as numpy and pandas read them: samples drawn by a seed are looked up by their key,
+    and their rows compared with the run's. The pictures and texts of `material` are not used."""
+    given = _opened(source)
+    random, shards = np.random.default_rng(0), given.index.shards
+    largest = {"img": 0.0, "text": 0.0}
+    parts = sorted((out / "metadata").glob("*.parquet"))
+    held = [set(pd.read_parquet(path)["key"]) for path in parts]
+    for number, (shard, path, keys) in enumerate(zip(shards, parts, held, strict=True)):
+        table = pd.read_parquet(path).set_index("key")
+        drawn = sorted(random.permutation(sorted(keys))[: 1 + _SAMPLED // len(shards)].tolist())
+        ids = given.index.ids_of(drawn)
+        wanted = {"img": given.rows(given.directory, number)[ids - shard.start]}
+        if given.texts is not None:
+            wanted["text"] = _text_rows(given, number, shard, ids)
+        for kind, rows in wanted.items():
+            name = path.name.replace("metadata", f"{kind}_emb").replace(".parquet", ".npy")
+            found = np.load(out / f"{kind}_emb" / name, allow_pickle=False)
+            if len(found) != len(table):
+                largest[kind] = float("inf")
+                continue
+            off = found[table.index.get_indexer(drawn)].astype(np.float64) - rows
+            largest[kind] = max(largest[kind], float(np.abs(off).max(initial=0.0)))
+    count = sum(map(len, held))
+    left_out = len(given.index) - count
+    notes = [f"{left_out} of {len(given.index)} samples have no embedding"] if left_out else []
+    if given.texts is None:
+        notes.append("there are no embeddings of captions that belong to this stage")
+    return [
+        Certificate(
+            f"numpy {np.__version__}, pandas {pd.__version__}, {count} rows",
+            min(count, _SAMPLED),
+            image_features=largest["img"],
+            num_texts=min(count, _SAMPLED) if given.texts else 0,
+            text_features=largest["text"] if given.texts else None,
+            bound=0.0,
+            notes=notes,
+        )
+    ]

@@ -1,0 +1,334 @@
+"""Several stages of a CLIP, joined, as a model of Hugging Face transformers.
+
+    StagesVisionModel   the image half: `pooler_output` is the joined feature, `hidden_states` the
+                        state before the last block of every stage
+    StagesModel         both halves, with `get_image_features`, `get_text_features`, `logit_scale`
+
+All stages have the blocks of open_clip's ViT. Their first `num_trunk_blocks` blocks are the same,
+so they are stored and run once. `hidden_states` are one state per stage and not one per block,
+because transformers' `LlavaForConditionalGeneration` concatenates the states that
+`vision_feature_layer` names: with `[0, 1, 2]` it reads the penultimate states of three stages, as
+it reads that of a single CLIP with -2, and needs no change.
+
+Importing this module registers both with AutoConfig and AutoModel. Exports have a copy of it beside
+their weights, which `trust_remote_code=True` runs; it needs torch and transformers (4.37 or newer),
+and nothing of mclclip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+
+class StagesVisionConfig(PretrainedConfig):  # type: ignore[misc]
+    """Sizes of the image half. `variant`: `raw` joins features as they are, `stage_norm` each at
+    unit length, `weighted` times the root of its stage's number in `stage_weights`, images and
+    texts. `num_stages` towers share their first `num_trunk_blocks` blocks."""
+
+    model_type = "mclclip_stages_vision"
+    base_config_key = "vision_config"
+
+    def __init__(
+        self,
+        num_stages: int = 1,
+        num_trunk_blocks: int = 0,
+        variant: str = "raw",
+        stage_weights: list[float] | None = None,
+        hidden_size: int = 64,
+        intermediate_size: int = 256,
+        num_hidden_layers: int = 2,
+        num_attention_heads: int = 2,
+        image_size: int = 32,
+        patch_size: int = 8,
+        num_channels: int = 3,
+        hidden_act: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        projection_dim: int = 32,
+        **kwargs: Any,
+    ) -> None:
+        self.num_stages, self.num_trunk_blocks = num_stages, num_trunk_blocks
+        self.variant, self.stage_weights = variant, stage_weights
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.image_size, self.patch_size = image_size, patch_size
+        self.num_channels = num_channels
+        self.hidden_act, self.layer_norm_eps = hidden_act, layer_norm_eps
+        self.projection_dim = projection_dim
+        super().__init__(**kwargs)
+
+
+class StagesTextConfig(PretrainedConfig):  # type: ignore[misc]
+    """Sizes of the text half: `num_towers` is 1 where all stages have the same text tower."""
+
+    model_type = "mclclip_stages_text"
+    base_config_key = "text_config"
+
+    def __init__(
+        self,
+        num_towers: int = 1,
+        hidden_size: int = 32,
+        intermediate_size: int = 128,
+        num_hidden_layers: int = 2,
+        num_attention_heads: int = 2,
+        vocab_size: int = 49408,
+        max_position_embeddings: int = 77,
+        hidden_act: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        projection_dim: int = 32,
+        **kwargs: Any,
+    ) -> None:
+        self.num_towers = num_towers
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+        self.hidden_act, self.layer_norm_eps = hidden_act, layer_norm_eps
+        self.projection_dim = projection_dim
+        super().__init__(**kwargs)
+
+
+class StagesConfig(PretrainedConfig):  # type: ignore[misc]
+    """The configurations of both halves."""
+
+    model_type = "mclclip_stages"
+    sub_configs = {"vision_config": StagesVisionConfig, "text_config": StagesTextConfig}  # noqa: RUF012
+
+    def __init__(
+        self,
+        vision_config: dict[str, Any] | StagesVisionConfig | None = None,
+        text_config: dict[str, Any] | StagesTextConfig | None = None,
+        logit_scale_init_value: float = 2.6592,
+        **kwargs: Any,
+    ) -> None:
+        self.vision_config = _of(StagesVisionConfig, vision_config)
+        self.text_config = _of(StagesTextConfig, text_config)
+        self.logit_scale_init_value = logit_scale_init_value
+        self.projection_dim = self.vision_config.projection_dim * self.vision_config.num_stages
+        super().__init__(**kwargs)
+
+
+def _of(kind: type[Any], given: Any) -> Any:
+    if isinstance(given, kind):
+        return given
+    return kind(**(given or {}))
+
+
+def unit(features: Tensor) -> Tensor:
+    """[..., D] -> unit length, in fp32."""
+    return functional.normalize(features.float(), dim=-1, eps=1e-12)
+
+
+def _joined(features: Any, stage_weights: list[float] | None) -> Tensor:
+    """S features [B, D] -> unit [B, S*D], each times the root of its stage's weight, if any."""
+    rows = [feature.float() for feature in features]
+    if stage_weights is not None:
+        rows = [weight**0.5 * row for weight, row in zip(stage_weights, rows, strict=True)]
+    return unit(torch.cat(rows, dim=-1))
+
+
+def _activation(name: str, values: Tensor) -> Tensor:
+    return (
+        values * torch.sigmoid(1.702 * values) if name == "quick_gelu" else functional.gelu(values)
+    )
+
+
+class Block(nn.Module):
+    """A block of CLIP's transformers: attention and MLP, each after a layer norm."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.layer_norm_eps
+        self.num_heads, self.activation = config.num_attention_heads, config.hidden_act
+        self.ln_1, self.ln_2 = nn.LayerNorm(width, eps=eps), nn.LayerNorm(width, eps=eps)
+        self.in_proj, self.out_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.c_fc = nn.Linear(width, config.intermediate_size)
+        self.c_proj = nn.Linear(config.intermediate_size, width)
+
+    def forward(self, hidden: Tensor, causal: bool = False) -> Tensor:
+        """[B, tokens, width] -> the same shape."""
+        batch, tokens, width = hidden.shape
+        heads = (batch, tokens, 3, self.num_heads, width // self.num_heads)
+        query, key, value = (
+            self.in_proj(self.ln_1(hidden)).reshape(heads).permute(2, 0, 3, 1, 4).unbind()
+        )
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        hidden = hidden + self.out_proj(found.transpose(1, 2).reshape(batch, tokens, width))
+        inner = _activation(self.activation, self.c_fc(self.ln_2(hidden)))
+        output: Tensor = hidden + self.c_proj(inner)
+        return output
+
+
+class Trunk(nn.Module):
+    """The embedding of the patches, and blocks that all stages share."""
+
+    def __init__(self, config: StagesVisionConfig, num_blocks: int) -> None:
+        super().__init__()
+        width, patch = config.hidden_size, config.patch_size
+        self.conv1 = nn.Conv2d(config.num_channels, width, patch, stride=patch, bias=False)
+        self.class_embedding = nn.Parameter(torch.zeros(width))
+        places = (config.image_size // patch) ** 2 + 1
+        self.positional_embedding = nn.Parameter(torch.zeros(places, width))
+        self.ln_pre = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.blocks = nn.ModuleList([Block(config) for _ in range(num_blocks)])
+
+    def forward(self, pixels: Tensor) -> list[Tensor]:
+        """[B, C, H, W] -> the state before every block, and after the last one."""
+        patches = self.conv1(pixels.to(self.conv1.weight.dtype)).flatten(2).transpose(1, 2)
+        first = self.class_embedding.expand(len(patches), 1, -1)
+        hidden = torch.cat([first, patches], dim=1) + self.positional_embedding
+        states = [self.ln_pre(hidden)]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return states
+
+
+class Tail(nn.Module):
+    """What a stage has of its own: its last blocks, and perhaps its embedding."""
+
+    def __init__(self, config: StagesVisionConfig) -> None:
+        super().__init__()
+        own = config.num_hidden_layers - config.num_trunk_blocks
+        width, eps = config.hidden_size, config.layer_norm_eps
+        if config.num_trunk_blocks:
+            self.blocks = nn.ModuleList([Block(config) for _ in range(own)])
+        else:
+            self.trunk = Trunk(config, own)
+        self.ln_post = nn.LayerNorm(width, eps=eps)
+        self.proj = nn.Linear(width, config.projection_dim, bias=False)
+
+    def forward(self, given: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The trunk's output and the state before it (or pixels, where nothing is shared) -> the
+        state before the last block, the last state [B, tokens, width], the feature [B, D]."""
+        if before is None:
+            states = self.trunk(given)
+        else:
+            states = [before, given]
+            for block in self.blocks:
+                states.append(block(states[-1]))
+        return states[-2], states[-1], self.proj(self.ln_post(states[-1][:, 0]))
+
+
+class TextTower(nn.Module):
+    """CLIP's text tower; the feature is read at the largest token, which ends a text."""
+
+    def __init__(self, config: StagesTextConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.token_embedding = nn.Embedding(config.vocab_size, width)
+        self.positional_embedding = nn.Parameter(torch.zeros(config.max_position_embeddings, width))
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
+        self.ln_final = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.proj = nn.Linear(width, config.projection_dim, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, context] int64 -> [B, D]."""
+        hidden = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden, causal=True)
+        ends = tokens.argmax(dim=-1)
+        found: Tensor = self.proj(self.ln_final(hidden[torch.arange(len(tokens)), ends]))
+        return found
+
+
+class _Loaded(PreTrainedModel):  # type: ignore[misc]
+    """What both models have for transformers; weights come from files."""
+
+    main_input_name = "pixel_values"
+    supports_gradient_checkpointing = False
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+class StagesVisionModel(_Loaded):
+    """The image half; see the module."""
+
+    config_class = StagesVisionConfig
+
+    def __init__(self, config: StagesVisionConfig) -> None:
+        super().__init__(config)
+        if config.num_trunk_blocks:
+            self.trunk = Trunk(config, config.num_trunk_blocks)
+        self.stages = nn.ModuleList([Tail(config) for _ in range(config.num_stages)])
+        self.post_init()
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        output_hidden_states: Any = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """[B, C, H, W] -> `pooler_output` [B, S*D] of unit length, `last_hidden_state` [B, tokens,
+        S*width], and `hidden_states`: of every stage the state [B, tokens, width] before its last
+        block. They are given always, since they cost nothing. `kwargs` are not read."""
+        given, before = pixel_values, None
+        if self.config.num_trunk_blocks:
+            *_, before, given = self.trunk(pixel_values)
+        penultimate, last, features = zip(
+            *(stage(given, before) for stage in self.stages), strict=True
+        )
+        if self.config.variant != "raw":
+            features = tuple(unit(feature) for feature in features)
+        joined = _joined(features, self.config.stage_weights)
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=torch.cat(last, dim=-1),
+            pooler_output=joined,
+            hidden_states=penultimate,
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+
+class StagesModel(_Loaded):
+    """Both halves; see the module."""
+
+    config_class = StagesConfig
+
+    def __init__(self, config: StagesConfig) -> None:
+        super().__init__(config)
+        self.vision_model = StagesVisionModel(config.vision_config)
+        towers = [TextTower(config.text_config) for _ in range(config.text_config.num_towers)]
+        self.text_towers = nn.ModuleList(towers)
+        self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
+        self.post_init()
+
+    def get_image_features(self, pixel_values: Tensor, **kwargs: Any) -> Tensor:
+        """[B, C, H, W] -> unit [B, S*D]."""
+        features: Tensor = self.vision_model(pixel_values).pooler_output
+        return features
+
+    def get_text_features(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        """[B, context] int64 -> unit [B, S*D]. Texts need no mask: features are read at their
+        ends, and attention looks back only."""
+        rows = [unit(tower(input_ids)) for tower in self.text_towers]
+        repeats = self.config.vision_config.num_stages // len(rows)
+        return _joined(rows * repeats, self.config.vision_config.stage_weights)
+
+    def forward(
+        self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """`image_embeds`, `text_embeds`, and `logits_per_image` where both are given."""
+        found: dict[str, Tensor] = {}
+        if pixel_values is not None:
+            found["image_embeds"] = self.get_image_features(pixel_values)
+        if input_ids is not None:
+            found["text_embeds"] = self.get_text_features(input_ids)
+        if len(found) == 2:
+            cosines = found["image_embeds"] @ found["text_embeds"].T
+            found["logits_per_image"] = self.logit_scale.exp() * cosines
+        return found
+
+
+for _config, _model in ((StagesVisionConfig, StagesVisionModel), (StagesConfig, StagesModel)):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _model, exist_ok=True)

@@ -1,0 +1,109 @@
+"""Embeddings of a run in clip-retrieval's layout, and the card of an export of a run."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from mclclip import config, embed, export, index
+from mclclip.data.sample_index import SampleIndex
+from mclclip.export import convert
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.layout import Layout
+from tests import tiny
+from tests.unit.export.test_convert import the_certificate
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an embedded stage 0, one sample of which cannot be decoded."""
+    root = tmp_path_factory.mktemp("run")
+    data = tiny.make_data(root / "data", 96)
+    shard = sorted((data / "shards").glob("*.tar"))[1]
+    with tarfile.open(shard) as tar:
+        member = next(m for m in tar if m.name.endswith((".jpg", ".png")))
+    with open(shard, "r+b") as file:
+        file.seek(member.offset_data)
+        file.write(bytes(member.size))
+    options = tiny.make_config(root / "mine", data, "base=null", "data.max_bad_fraction=0.1")
+    index.run(options, SINGLE)
+    export.stage(options, SINGLE, stage=0)
+    embed.run(options, SINGLE, stage=0, text=True)
+    (root / "mine" / "config.yaml").write_text(config.dump(options))
+    return root / "mine"
+
+
+def read(out: Path) -> tuple[Any, ...]:
+    return tuple(
+        np.concatenate([np.load(path) for path in sorted((out / kind).glob("*.npy"))])
+        for kind in ("img_emb", "text_emb")
+    ) + (pd.concat([pd.read_parquet(p) for p in sorted((out / "metadata").glob("*.parquet"))]),)
+
+
+def test_rows_are_the_runs_by_key(run: Path, tmp_path: Path) -> None:
+    source = run / "stage_0" / "embeddings"
+    out = convert.run("clip_retrieval", source, tmp_path / "out")
+    names = sorted(str(path.relative_to(out)) for path in out.rglob("*_0.*"))
+    assert names == [
+        "img_emb/img_emb_0.npy",
+        "metadata/metadata_0.parquet",
+        "text_emb/text_emb_0.npy",
+    ]
+    images, texts, table = read(out)
+    samples = SampleIndex.open(Layout(run).index)
+    assert len(images) == len(texts) == len(table) == len(samples) - 1 == 95
+    ids = samples.ids_of(list(table["key"]))
+    rows = np.concatenate([np.load(path) for path in sorted(source.glob("*.npy"))])
+    np.testing.assert_array_equal(images, rows[ids])
+    wanted = np.concatenate(
+        [np.load(path) for path in sorted(Layout(run).text_embeddings.glob("*.npy"))]
+    )
+    np.testing.assert_array_equal(texts, wanted[samples.caption_start[ids]])
+    assert list(table.columns) == ["image_path", "caption", "key"]
+    assert all(key.endswith(f"/{path}") for key, path in table[["key", "image_path"]].to_numpy())
+    assert table["caption"].str.len().min() > 3 and table["caption"].nunique() > 5
+    proof = the_certificate(out)
+    assert proof["image_features"] == proof["text_features"] == 0.0 and proof["bound"] == 0.0
+    assert proof["notes"] == ["1 of 96 samples have no embedding"]
+
+
+def test_rows_in_another_order_are_found(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mclclip.export import to_clip_retrieval
+
+    save = to_clip_retrieval._save
+    monkeypatch.setattr(to_clip_retrieval, "_save", lambda path, rows: save(path, rows[::-1]))
+    with pytest.raises(ValueError, match="is not converted: features in numpy .* differ by"):
+        convert.run("clip_retrieval", run / "stage_0" / "embeddings", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_holds_no_embeddings_is_one_line(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no finished embeddings at .*mclclip embed"):
+        convert.run("clip_retrieval", run / "stage_1" / "embeddings", tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="no finished embeddings at"):
+        convert.run("clip_retrieval", run, tmp_path / "out")
+
+
+def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> None:
+    row = '{"model": "stage_0", "benchmark": "a|b", "metric": "pairs", "value": 12.5, '
+    row += '"count": 40, "ci_low": 5.0, "ci_high": 25.0, "protocol": {"x": "<script>"}}\n'
+    (run / "results.jsonl").write_text(row + row.replace("stage_0", "stage_1"))
+    pytest.importorskip("transformers")
+    out = convert.run("hf", run / "stage_0" / "export", tmp_path / "hf")
+    text = (out / "README.md").read_text()
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["library_name"] == "transformers"
+    assert front["pipeline_tag"] == "zero-shot-image-classification"
+    assert "# stage_0\n" in text and "| data | patterns |" in text
+    assert SampleIndex.open(Layout(run).index).digest is not None
+    assert text.count("| a\\|b | pairs | 12.5 | 5.0 to 25.0 | 40 |") == 1  # its own row alone
+    assert "<script>" not in text and str(tmp_path) not in text and str(run) not in text
+    assert "OpenClipImageProcessor" in text

@@ -1,0 +1,196 @@
+"""Joined encoders and towers in transformers: features, and the states that its LLaVA reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mclclip
+import mclclip.torchvision_fix  # noqa: F401
+from mclclip.export import certificate, convert, to_llava
+from mclclip.export.image_pixels import own_processor
+from mclclip.export.target import Source
+from mclclip.models import weights
+from mclclip.models.clip import load_clip, save_export
+from mclclip.models.concat import save_concat
+from tests.matrix import kept
+from tests.unit.export.test_convert import CONFIGS, exported, the_certificate
+from tests.unit.export.test_onnx import concat_of, stages
+
+transformers = pytest.importorskip("transformers")
+
+
+def joined(folder: Path, variant: Any = "raw", *, trunk: int = 2, text: bool = False) -> Path:
+    """A concat of three tiny stages; with `text` each has a text tower of its own."""
+    paths = stages(folder, trunk=trunk)
+    if text:
+        model = load_clip(paths[2])
+        with torch.no_grad():
+            model.exported.ln_final.bias += 0.3
+        save_export(model, paths[2])
+    return concat_of(paths, variant, folder / "concat")
+
+
+@pytest.mark.parametrize(
+    ("variant", "trunk", "text"),
+    kept([("raw", 2, False), ("weighted", 0, True), ("stage_norm", 0, True), ("raw", 3, True)], 1),
+)
+def test_a_joined_encoder_gives_the_same_features(
+    tmp_path: Path, variant: str, trunk: int, text: bool
+) -> None:
+    source = joined(tmp_path, variant, trunk=trunk, text=text)
+    out = convert.run("hf", source, tmp_path / "hf")
+    proof = the_certificate(out)
+    assert max(proof["image_features"], proof["text_features"]) <= 1e-5
+    assert proof["pixels"] == 0.0 and proof["logits"] <= 1e-4
+    own = mclclip.load_model(source)
+    model = transformers.AutoModel.from_pretrained(out).eval()  # ours is registered
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = model(
+            input_ids=own.tokenizer(["a dog", "two cups"]), pixel_values=pixels
+        )  # fmt: skip
+    wanted = own.encode_image(pixels)
+    torch.testing.assert_close(found["image_embeds"], wanted, atol=1e-5, rtol=0)
+    assert found["logits_per_image"].shape == (2, 2) and wanted.std() > 0.05
+    held = sum(t.numel() for t in weights.read_tensors(out / "model.safetensors").values())
+    assert held == sum(p.numel() for p in model.parameters())
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        assert torch.equal(again.get_image_features(pixels), found["image_embeds"])
+
+
+def test_the_code_in_an_export_is_not_run(tmp_path: Path) -> None:
+    """What lies beside the weights is for others; certificates use the installed module."""
+    out = convert.run("hf", joined(tmp_path), tmp_path / "hf")
+    for path in out.glob("*.py"):
+        path.write_text("raise SystemExit('it ran')")
+    from mclclip.export import stages_layout
+
+    stages_layout.load(out)
+    own_processor(out)
+    clip = convert.run("hf", tmp_path / "stage_0", tmp_path / "clip")
+    for path in clip.glob("*.py"):
+        path.write_text("raise SystemExit('it ran')")
+    mclclip.load_model(f"hf:{clip}")
+
+
+def tiny_llava(vision: Any, layers: Any) -> Any:
+    """transformers' LLaVA with a random Llama of two layers and this vision configuration."""
+    text = transformers.LlamaConfig(
+        vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, vision_feature_layer=layers, image_token_index=99,
+        vision_feature_select_strategy="default", image_seq_length=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+def test_llava_reads_all_stages_unpatched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = joined(tmp_path, trunk=1)
+    with caplog.at_level("WARNING", logger="mclclip"):
+        out = convert.run("llava", source, tmp_path / "llava")
+    assert "it sees 1 of the 2 trained blocks (of 3)" in caplog.text
+    tower = transformers.AutoModel.from_pretrained(out).eval()
+    llava = tiny_llava(tower.config, [0, 1, 2])
+    llava.model.vision_tower.load_state_dict(tower.state_dict())
+    assert llava.model.multi_modal_projector.linear_1.in_features == 3 * 64
+    pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([[1, *[99] * 16, 5, 6]])
+    own = mclclip.load_model(source)
+    states = [
+        stage.encode_trunk(pixels, 2)[:, 1:] for stage in own.stages  # type: ignore[attr-defined]
+    ]  # fmt: skip
+    assert not torch.allclose(states[0], states[1], atol=1e-2)
+    with torch.no_grad():
+        wanted = llava.model.multi_modal_projector(torch.cat(states, dim=-1))
+        features = llava.model.get_image_features(pixel_values=pixels)
+        rows = features if isinstance(features, list | tuple) else features.pooler_output
+        torch.testing.assert_close(torch.cat([*rows]), wanted[0], atol=1e-4, rtol=1e-4)
+        logits = llava(input_ids=tokens, pixel_values=pixels).logits
+    llava.save_pretrained(tmp_path / "saved")
+    again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=tokens, pixel_values=pixels).logits, logits)
+
+
+def test_llava_reads_a_plain_tower(tmp_path: Path) -> None:
+    source = exported(tmp_path / "own", quick_gelu=True)
+    out = convert.run("llava", source, tmp_path / "llava")
+    assert json.loads((out / "config.json").read_text())["model_type"] == "clip_vision_model"
+    tensors = weights.read_tensors(out / "model.safetensors")
+    assert all(name.startswith("vision_model.") for name in tensors)  # as version 4 wants them
+    tower = transformers.CLIPVisionModel.from_pretrained(out).eval()
+    model: Any = load_clip(source).eval()
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = tower(pixels, output_hidden_states=True).hidden_states[-2]
+        torch.testing.assert_close(found, model.encode_trunk(pixels, 2), atol=1e-4, rtol=1e-4)
+    proof = the_certificate(out)
+    assert proof["image_features"] <= 1e-5 and "is not known" in proof["notes"][0]
+
+
+def test_a_tower_without_a_trained_block_that_llava_sees_is_told(tmp_path: Path) -> None:
+    source = Source(joined(tmp_path, trunk=2))
+    assert "it sees none of the 1 trained blocks (of 3)" in to_llava._seen(source)
+
+
+def test_what_cannot_be_joined_there_is_one_line(tmp_path: Path) -> None:
+    save_export(load_clip(CONFIGS / "tiny_resnet.json"), tmp_path / "resnet")
+    save_concat([tmp_path / "resnet"] * 2, "raw", tmp_path / "concat")
+    for to in ("hf", "llava"):
+        with pytest.raises(ValueError, match="has no place in transformers' CLIPModel"):
+            convert.run(to, tmp_path / "concat", tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has one block, and LLaVA reads the state before"):
+        one = exported(tmp_path / "one", vision_cfg={"layers": 1})
+        convert.run("llava", one, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mode", kept(["shortest", "squash"], 0))
+def test_the_own_image_processor_gives_open_clips_pixels(tmp_path: Path, mode: str) -> None:
+    """Bit for bit, at every remainder of the crop; the stock one is a pixel off at some."""
+    look = {"size": [32, 32], "resize_mode": mode}
+    source = exported(tmp_path / "own", preprocess_cfg=look)
+    out = convert.run("hf", source, tmp_path / "hf")
+    own, processor = mclclip.load_model(source), own_processor(out)
+    random, moved = np.random.default_rng(0), 0
+    stock = transformers.CLIPImageProcessor.from_pretrained(out)
+    for side in range(33, 45):
+        for shape in ((32, side), (side, 32), (2 * side, 64)):
+            image = Image.fromarray(random.integers(0, 256, (*shape, 3), dtype=np.uint8))
+            wanted = own.preprocess_val(image)
+            found = processor(images=image, return_tensors="pt")["pixel_values"][0]
+            assert torch.equal(found, wanted)
+            other = stock(images=image, return_tensors="pt")["pixel_values"][0]
+            moved += int((other - wanted).abs().max() > 0.5)
+    assert moved == (0 if mode == "squash" else moved) and (mode == "squash" or moved >= 6)
+    stock_proof, own_proof = the_certificate(out), the_certificate(out, 1)
+    assert own_proof["pixels"] == 0.0 and own_proof["image_features_own_pixels"] <= 1e-5
+    assert own_proof["runtime"].endswith("OpenClipImageProcessor")
+    assert stock_proof["runtime"].endswith("its own image processor")
+
+
+def test_the_file_in_the_export_is_that_processor(tmp_path: Path) -> None:
+    """For those who have no mclclip and trust the code; without trust, it is the stock one."""
+    out = convert.run("hf", exported(tmp_path / "own"), tmp_path / "hf")
+    shutil.copytree(out, tmp_path / "elsewhere")
+    load = transformers.AutoImageProcessor.from_pretrained
+    image = certificate.drawn_images()["edges 50x40"]
+    trusted = load(tmp_path / "elsewhere", trust_remote_code=True)
+    assert type(trusted).__name__ == "OpenClipImageProcessor"
+    wanted = mclclip.load_model(tmp_path / "own").preprocess_val(image)
+    found = trusted(images=image, return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(found, wanted)
+    assert type(load(tmp_path / "elsewhere")).__name__.startswith("CLIPImageProcessor")
