@@ -62,7 +62,10 @@ def join(
     encoders, and FileNotFoundError where a stage has no export yet; for `concat_weighted` also the
     errors of `held_out.read`.
     """
-    return collectives.on_main(lambda: _join(config, variant, force))
+    joined = collectives.on_main(lambda: _join(config, variant, force))
+    if "weighted" in config.export.concat:
+        joined["concat_weighted"] = _weighted(config, context, variant, force)
+    return joined
 
 
 # --- one stage -------------------------------------------------------------------------------
@@ -179,8 +182,7 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
             "with 'mclclip export --stage 0', or train stages with num_stages=1 or more"
         )
     layout = Layout.of(config, variant)
-    stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
-    inputs = {n: artifacts.read_manifest(path, "export").digest for n, path in stages.items()}
+    stages, inputs = _stages(config, layout)
     writers: dict[str, Callable[[Path], dict[str, Any]]] = {
         f"concat_{kind}": partial(_concat, stages, kind)
         for kind in config.export.concat
@@ -193,9 +195,13 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
         kind = name.partition("_")[0]
         path = layout.joined(name)
         joined[name] = written(path, kind, {"name": name}, inputs, force, write)
-    if "weighted" in config.export.concat:
-        joined["concat_weighted"] = _weighted(config, layout, stages, inputs, force)
     return joined
+
+
+def _stages(config: Config, layout: Layout) -> tuple[dict[str, Path], dict[str, str]]:
+    """The finished exports of all stages and their digests, by name."""
+    stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
+    return stages, {n: artifacts.read_manifest(p, "export").digest for n, p in stages.items()}
 
 
 def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[str, Any]:
@@ -203,22 +209,36 @@ def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[
     return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
 
 
-def _weighted(
-    config: Config, layout: Layout, stages: dict[str, Path], inputs: dict[str, str], force: Force
-) -> Path:
-    """The concat whose stages are weighted by a fit on held-out pairs, which its manifest names."""
-    pairs, name = held_out.read(config), "concat_weighted"
+def _weighted(config: Config, context: Context, variant: str, force: Force) -> Path:
+    """The concat whose stages are weighted by a fit on held-out pairs, which its manifest names.
+
+    The ranks share the work on features; the first one writes.
+    """
+    layout, name = Layout.of(config, variant), "concat_weighted"
+
+    def prepare() -> tuple[dict[str, Path], dict[str, Any], held_out.Pairs, bool]:
+        (stages, inputs), pairs = _stages(config, layout), held_out.read(config)
+        made: dict[str, Any] = {
+            "kind": "concat",
+            "config": {"name": name, "captions": config.export.weights.captions},
+            "inputs": inputs | {"held_out": pairs.digest},
+        }
+        there = Artifact.open(layout.joined(name), **made, force=force, write=False)
+        return stages, made, pairs, there.finished
+
+    stages, made, pairs, finished = collectives.on_main(prepare)
+    learned = None if finished else held_out.fit(config, context, stages, pairs)
 
     def write(directory: Path) -> dict[str, Any]:
-        learned = held_out.fit(config, stages, pairs)
         paths = [*stages.values()]
         record = concat.save_concat(paths, "weighted", directory, [*stages], learned)
         counts = {"held_out": pairs.record(), "learned": record["learned"]}
         return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]} | counts
 
-    fields = {"name": name, "captions": config.export.weights.captions}
-    made_of = inputs | {"held_out": pairs.digest}
-    return written(layout.joined(name), "concat", fields, made_of, force, write)
+    kind, fields, inputs = made["kind"], made["config"], made["inputs"]
+    return collectives.on_main(
+        lambda: written(layout.joined(name), kind, fields, inputs, force, write)
+    )
 
 
 def _soup(

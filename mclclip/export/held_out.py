@@ -19,6 +19,7 @@ from mclclip.models import stage_weights
 from mclclip.models.concat import load_model
 from mclclip.models.loading import has_texts
 from mclclip.models.stage_weights import StageWeights
+from mclclip.ranks.process_group import Context
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -104,12 +105,16 @@ def _stored(image: Readable) -> StoredImage:
     return image
 
 
-def fit(config: Config, stages: Mapping[str, Path], pairs: Pairs) -> StageWeights:
-    """Fits the weights of exported stages, given by name, on the pairs, and tells them."""
+def fit(config: Config, context: Context, stages: Mapping[str, Path], pairs: Pairs) -> StageWeights:
+    """Fits the weights of exported stages, given by name, on the pairs, and tells them.
+
+    All ranks call it, and share the work on features.
+    """
     sides = []
     for path in stages.values():
         extractor = Extractor(
-            load_model(path),
+            load_model(path, device=context.device),
+            context,
             batch_size=config.eval.batch_size,
             max_image_pixels=config.data.max_image_pixels,
         )

@@ -101,7 +101,8 @@ Batch = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 
 def _batches(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[str]) -> list[Batch]:
-    codes = np.unique(np.array(captions, dtype=object).astype(str), return_inverse=True)[1]
+    seen: dict[str, int] = {}
+    codes = np.array([seen.setdefault(caption, len(seen)) for caption in captions])
     order = np.random.default_rng(0).permutation(len(codes))
     found = []
     for rows in np.array_split(order, -(-len(codes) // _BATCH)):

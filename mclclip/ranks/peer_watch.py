@@ -191,9 +191,9 @@ class PeerWatch:
                 self._wake.wait(self.period_s)
                 self._wake.clear()
                 beat += 1
-                own = self._last_word or f"{beat} {_Progress.count} {_place()}"
-                store.set(str(self.context.rank), own)
-                if self._last_word is not None:
+                word = self._last_word  # it may be given while a report is under way
+                store.set(str(self.context.rank), word or f"{beat} {_Progress.count} {_place()}")
+                if word is not None:
                     return
                 present = [rank for rank in self._reports if everybody or store.check([str(rank)])]
                 everybody = len(present) == len(self._reports)

@@ -160,8 +160,10 @@ class _SlowStore:
 
     def __init__(self) -> None:
         self.held: dict[str, str] = {}
+        self.busy = threading.Event()
 
     def set(self, rank: str, word: str) -> None:
+        self.busy.set()
         time.sleep(0.5)
         self.held[rank] = word
 
@@ -175,11 +177,13 @@ class _SlowStore:
 def test_a_rank_does_not_end_before_its_last_word_is_told(
     watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the others report a lost peer, and a run that was stopped is started again."""
+    """Otherwise the others report a lost peer, and a run that was stopped is started again. Here it
+    is told while a report is under way."""
     store = _SlowStore()
     watch.period_s = 0.01
     monkeypatch.setattr(watch, "_open_store", lambda: store)
     threading.Thread(target=watch._talk, daemon=True).start()
+    assert store.busy.wait(10.0)
     watch.tell(Preempted("the file 'stop'", requeue=False))
     assert store.held["0"] == 'last word {"reason": "the file \'stop\'", "requeue": false}'
 
