@@ -235,6 +235,10 @@ def judge(
     Raises the errors of ``load_suite``, ``check`` and ``check_files``.
     """
     found: dict[str, BenchmarkConfig] = {}
+    if (variables or only) and not suite:
+        raise ValueError("--set and --only are of --suite: give it, or leave them out")
+    if captions != "txt" and held_out is None:
+        raise ValueError("--captions is of --held-out: give it, or leave it out")
     if held_out is not None:
         if not any(Path(held_out).glob("*.tar")):
             raise FileNotFoundError(
@@ -245,7 +249,13 @@ def judge(
         found["held_out"] = BenchmarkConfig("retrieval", str(held_out), options)
     if suite:
         named = dict(item.partition("=")[::2] for item in variables)
-        found |= _some_of(load_suite(suite, named).benchmarks, only)
+        of_suite = _some_of(load_suite(suite, named).benchmarks, only)
+        if found.keys() & of_suite.keys():
+            raise ValueError(
+                f"the suite {suite} has a benchmark held_out, which is the name of --held-out: "
+                "call it otherwise"
+            )
+        found |= of_suite
     return Judge(found, Context(device=pick_device(device)))
 
 

@@ -95,7 +95,7 @@ def num_restored(directory: Path, index: SampleIndex) -> int:
 def left_out(directory: Path, num_shards: int) -> npt.NDArray[np.int64]:
     """Sorted ids of the samples whose rows are zeros, because they could not be used.
 
-    Raises RuntimeError where the note of a shard is missing or damaged.
+    A shard without a note has none of them. Raises RuntimeError where a note is damaged.
     """
     ids: list[int] = []
     for number in range(num_shards):

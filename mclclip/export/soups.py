@@ -38,7 +38,7 @@ from mclclip.models import soup, weights
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.loading import AnyModel, has_texts, load_any
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Force
+from mclclip.run.artifacts import Force, refuse_foreign
 
 log = logging.getLogger("mclclip")
 
@@ -100,9 +100,12 @@ def run(
     method needs and was not given and for what it cannot use, and FileNotFoundError where there is
     no such model. After an error there is no soup in ``out``.
     """
+    refuse_foreign(out, "--out")
     named = _named(models)
     _check(method, named, judge, metrics, alpha, alphas)
     paths = [*named.values()]
+    if out.resolve() in {path.resolve() for path in paths}:
+        raise ValueError(f"--out {out} is one of the models: give a new folder")
     soup.check_ingredients(paths, any_base=any_base, advice=_ADVICE)
     for path in paths:
         weights.check_recorded(path)

@@ -38,7 +38,8 @@ class StageWeightsConfig:
     """Held-out pairs that the weights of the concat ``weighted`` are fitted on."""
 
     held_out: str | None = None
-    """Folder of shards with captions, which neither a training nor a benchmark of the run reads."""
+    """Folder of shards with captions, which neither a training nor a benchmark of the run reads;
+    those of its own sources and suite are refused, copies of them are not noticed."""
     captions: str = "txt"
     """``txt`` or ``json:FIELD``; the first caption of a sample counts."""
     max_samples: PositiveInt = 4096

@@ -165,6 +165,15 @@ def is_finished(directory: Path) -> bool:
     return (Path(directory) / MANIFEST).exists()
 
 
+def refuse_foreign(directory: Path, option: str) -> None:
+    """Raises ValueError, naming the ``option`` that gave it, where a directory holds files of which
+    none says that an artifact is or was written there: they would be replaced, or mixed with it."""
+    if directory.is_dir() and not made_of(directory) and any(directory.iterdir()):
+        raise ValueError(
+            f"{option} {directory} holds files that mclclip did not write: give a new folder"
+        )
+
+
 def made_of(directory: Path) -> dict[str, Any]:
     """Kind, config and inputs of a begun or finished artifact; empty where there is none."""
     for name in (MANIFEST, INTENT):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mclclip.config import BenchmarkConfig
 from mclclip.eval import results
+from mclclip.eval import run as evaluation
 from mclclip.eval.results import Result
 from mclclip.export import soups
 from mclclip.models import weights
@@ -383,3 +384,30 @@ def test_batch_norms_are_estimated_on_the_given_images(tmp_path: Path) -> None:
     assert changed and all("running" in n or n.endswith("batches_tracked") for n in changed)
     one = soups.run("wise", models[:2], tmp_path / "w", judge=Nothing(), alpha=1, images=pictures)
     assert same(one, paths[1])
+
+
+def test_a_folder_of_others_is_left_alone(stages: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/README.md").write_text("my notes")
+    with pytest.raises(ValueError, match="--out .*mine holds files that mclclip did not write"):
+        soups.run("uniform", words(stages, 0, 1), tmp_path / "mine", judge=Nothing())
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
+    before = (stages[0] / weights.WEIGHTS).read_bytes()
+    artifact = artifacts.Artifact.open(stages[0], kind="export", config={}, inputs={})
+    artifact.finish({})
+    with pytest.raises(ValueError, match="is one of the models: give a new folder"):
+        soups.run("uniform", words(stages, 0, 1), stages[0], judge=Nothing(), force=True)
+    assert (stages[0] / weights.WEIGHTS).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": ["mmvp"]}, "--set and --only are of --suite"),
+        ({"variables": ["data=x"]}, "--set and --only are of --suite"),
+        ({"captions": "json:text", "suite": "mcl"}, "--captions is of --held-out"),
+    ],
+)
+def test_options_of_a_judge_that_would_do_nothing(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluation.judge(**options)
