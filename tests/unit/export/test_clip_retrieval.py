@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pandas as pd
 import pytest
 import yaml
 
-from mclclip import config, embed, export, index
+from mclclip import config, embed, export, files, index
+from mclclip.data import embeddings
 from mclclip.data.sample_index import SampleIndex
-from mclclip.export import convert
+from mclclip.export import convert, to_clip_retrieval
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests import tiny
@@ -76,8 +79,6 @@ def test_rows_are_the_runs_by_key(run: Path, tmp_path: Path) -> None:
 def test_rows_in_another_order_are_found(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mclclip.export import to_clip_retrieval
-
     save = to_clip_retrieval._save
     monkeypatch.setattr(to_clip_retrieval, "_save", lambda path, rows: save(path, rows[::-1]))
     with pytest.raises(ValueError, match="is not converted: features in numpy .* differ by"):
@@ -90,6 +91,48 @@ def test_what_holds_no_embeddings_is_one_line(run: Path, tmp_path: Path) -> None
         convert.run("clip_retrieval", run / "stage_1" / "embeddings", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="no finished embeddings at"):
         convert.run("clip_retrieval", run, tmp_path / "out")
+
+
+def test_embeddings_of_another_index_are_refused(run: Path, tmp_path: Path) -> None:
+    """Rows and keys are joined by their place, which is of one index."""
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run" / "stage_0" / "embeddings" / "manifest.json"
+    fields = files.unsealed(json.loads(path.read_text()), path)
+    path.write_text(json.dumps(files.sealed(fields | {"inputs": {"index": "other"}})))
+    with pytest.raises(RuntimeError, match="and other sample keys.*embed --force"):
+        convert.run("clip_retrieval", path.parent, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ([], True),
+        (["train.lock.text=false"], False),
+        (["train.start=random", "export.soup=false"], False),
+    ],
+)
+def test_only_stages_with_the_text_tower_of_stage_0_have_its_texts(
+    run: Path, tmp_path: Path, changes: list[str], shares: bool
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    options = config.load(run / "config.yaml")
+    data = Path(options.data.sources["patterns"].shards).parents[1]  # type: ignore[arg-type]
+    new = tiny.make_config(tmp_path / "run", data, "base=null", *changes)
+    (tmp_path / "run" / "config.yaml").write_text(config.dump(new))
+    directory = tmp_path / "run" / "stage_1" / "embeddings"
+    shutil.copytree(run / "stage_0" / "embeddings", directory)
+    given = to_clip_retrieval._Embedded(directory, tmp_path / "run")
+    assert (given.texts is not None) == shares
+
+
+def test_notes_of_shards_are_read_once(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, read = [], embeddings.left_out
+    monkeypatch.setattr(embeddings, "left_out", lambda *a: calls.append(a) or read(*a))
+    convert.run("clip_retrieval", run / "stage_0" / "embeddings", tmp_path / "out")
+    assert len(calls) == 1
 
 
 def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> None:
