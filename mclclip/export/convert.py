@@ -43,10 +43,12 @@ def run(
     ``images``, ``texts``: a folder of pictures and a file with a text per line, on which the two
     are compared (default: drawn ones); what was found is in ``certificate.json``. Raises
     FileNotFoundError where there is no such model, and ValueError where the other library cannot
-    hold it, a package is missing or features differ; nothing is left then.
+    hold it, ``out`` holds other files, a package is missing or features differ; nothing is left
+    then.
     """
     target = cast(Target, import_module(f"mclclip.export.to_{to}"))
     source = _source(to, model, precision)
+    _check_place(out, source)
     material = _material(images, texts, num_images)
     fields = {"to": to} | ({"precision": precision} if precision else {})
     inputs = {"model": source.digest}
@@ -78,6 +80,17 @@ def run(
     for proof in found:
         _tell(out, proof)
     return out
+
+
+def _check_place(out: Path, source: Source) -> None:
+    """Raises ValueError where `out` holds what this verb would overwrite."""
+    if out.resolve() == source.directory.resolve():
+        raise ValueError(f"--out {out} is the model itself: give a new folder")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: give a new folder")
+    begun = artifacts.is_finished(out) or (out / artifacts.INTENT).exists()
+    if out.is_dir() and any(out.iterdir()) and not begun:
+        raise ValueError(f"--out {out} holds files that mclclip did not write: give a new folder")
 
 
 def _source(to: To, model: Path, precision: Precision | None) -> Source:

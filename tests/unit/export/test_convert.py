@@ -171,6 +171,23 @@ def test_a_finished_one_is_skipped_and_another_model_is_refused(tmp_path: Path) 
     assert torch.equal(tensors["visual_projection.weight"], own["visual.proj"].T)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_files_of_others_stay(tmp_path: Path, force: bool) -> None:
+    source, out = exported(tmp_path / "own"), tmp_path / "mine"
+    out.mkdir()
+    (out / "README.md").write_text("my own")
+    with pytest.raises(ValueError, match="mine holds files that mclclip did not write: give a new"):
+        convert.run("hf", source, out, force=force)
+    assert [path.name for path in out.iterdir()] == ["README.md"]
+    assert (out / "README.md").read_text() == "my own"
+    with pytest.raises(ValueError, match="README.md is a file: give a new folder"):
+        convert.run("hf", source, out / "README.md", force=force)
+    before = sorted(path.name for path in source.iterdir())
+    with pytest.raises(ValueError, match="is the model itself: give a new folder"):
+        convert.run("hf", source, tmp_path / "mine" / ".." / "own", force=force)
+    assert sorted(path.name for path in source.iterdir()) == before
+
+
 def test_the_command_line_wants_all_three(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli._parse(["export", "--to", "hf", "--model", "x"])
