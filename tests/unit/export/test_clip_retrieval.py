@@ -16,7 +16,9 @@ import yaml
 from mclclip import config, embed, export, files, index
 from mclclip.data import embeddings
 from mclclip.data.sample_index import SampleIndex
-from mclclip.export import convert, to_clip_retrieval
+from mclclip.eval.results import Result
+from mclclip.export import convert, model_card, to_clip_retrieval
+from mclclip.export.target import Source
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests import tiny
@@ -146,7 +148,51 @@ def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> No
     assert front["library_name"] == "transformers"
     assert front["pipeline_tag"] == "zero-shot-image-classification"
     assert "# stage_0\n" in text and "| data | patterns |" in text
-    assert SampleIndex.open(Layout(run).index).digest is not None
-    assert text.count("| a\\|b | pairs | 12.5 | 5.0 to 25.0 | 40 |") == 1  # its own row alone
+    assert f"`{SampleIndex.open(Layout(run).index).digest}`" in text
+    assert text.count("| a\\|b | pairs | 12.5 | % | 5.0 to 25.0 | 40 |") == 1  # its own row alone
     assert "<script>" not in text and str(tmp_path) not in text and str(run) not in text
     assert "OpenClipImageProcessor" in text
+
+
+@pytest.mark.parametrize(
+    ("folder", "wanted"),
+    [
+        ("stage_1/export", [1.0]),
+        ("controls/ungrouped/stage_1/export", [2.0]),
+        ("pilot/stage_1/export", [3.0]),
+        ("pilot/controls/ungrouped/stage_1/export", [4.0]),
+        ("exports/soup_uniform", [5.0]),
+        ("older/stage_1/export", []),
+        ("blindspots/stage_1", []),
+    ],
+)
+def test_a_card_has_rows_of_its_own_encoder(
+    tmp_path: Path, folder: str, wanted: list[float]
+) -> None:
+    """A control, a pilot and MCL have stages of the same names."""
+
+    def row(model: str, value: float) -> str:
+        fields = {"model": model, "benchmark": "a", "metric": "b", "value": value, "count": 4}
+        return json.dumps(fields | {"ci_low": 0.0, "ci_high": 9.0, "protocol": {}}) + "\n"
+
+    (tmp_path / "pilot").mkdir()
+    names = {"stage_1": 1.0, "control_ungrouped_stage_1": 2.0, "soup_uniform": 5.0}
+    text = "".join(row(name, value) for name, value in names.items())
+    (tmp_path / "results.jsonl").write_text(text)
+    (tmp_path / "pilot" / "results.jsonl").write_text(
+        row("stage_1", 3.0) + row("control_ungrouped_stage_1", 4.0)
+    )
+    (tmp_path / folder).mkdir(parents=True)
+    rows = model_card._rows(Source(tmp_path / folder), tmp_path)
+    assert [found.value for found in rows] == wanted
+
+
+def test_a_card_gives_the_unit_of_every_row() -> None:
+    rows = [
+        Result("m", "a", "top1", 12.54, 40, 5.0, 25.0),
+        Result("m", "b", "loss", 2.3456, 40, 2.0, 2.5, {"unit": "nats"}),
+    ]
+    text = model_card._results(rows)
+    assert "| benchmark | metric | value | unit |" in text
+    assert "| a | top1 | 12.5 | % | 5.0 to 25.0 |" in text
+    assert "| b | loss | 2.346 | nats | 2.000 to 2.500 |" in text
