@@ -126,9 +126,12 @@ def _check(source: Source, to: To, found: list[certificate.Certificate]) -> None
     assert to in get_args(To) and found, "a target without a runtime certifies nothing"
     for proof in found:
         if not proof.holds:
+            scale = proof.logit_scale
+            scales = "" if scale is None else f" (and logit scales by {scale:.2g} of their value)"
             raise ValueError(
                 f"{source.directory} is not converted: features in {proof.runtime} differ by "
-                f"{proof.largest:.2g}, wanted at most {proof.bound:g}; the model has a part that "
+                f"{proof.largest:.2g}{scales}, wanted at most {proof.bound:g}"
+                f"{scales and f' ({certificate.BOUND:g})'}; the model has a part that "
                 "the other library has not, or runs otherwise"
             )
 

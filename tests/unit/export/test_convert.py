@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,29 @@ def test_pixels_of_a_wrong_processor_are_told(
     )
     assert found.pixels == pytest.approx(10, abs=0.6) and found.pixels_of == ["a"]
     assert found.holds and found.image_features_own_pixels > 1e-4
+
+
+def test_another_logit_scale_is_not_certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SingleEncoder(load_clip(exported(tmp_path / "own")))
+    other = SingleEncoder(load_clip(tmp_path / "own"))
+    images = {"a": Image.new("RGB", (32, 32), (128, 99, 3))}
+    assert certificate.compare(own, other, "x", images, ["a"]).holds
+    for scale in (own.logit_scale * 1.001, float("nan")):
+        other.logit_scale = scale
+        found = certificate.compare(own, other, "x", images, ["a"])
+        assert found.largest <= 1e-5 and not found.holds
+    assert found.logit_scale is not None
+    proof = certificate.Certificate("x", 1, text_features=float("nan"), bound=0.02)
+    assert not proof.holds
+
+    compare = certificate.compare
+    monkeypatch.setattr(
+        certificate, "compare", lambda *a, **b: replace(compare(*a, **b), logit_scale=1e-3)
+    )
+    with pytest.raises(ValueError, match="logit scales by 0.001 of their value"):
+        convert.run("hf", tmp_path / "own", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
