@@ -50,7 +50,9 @@ def run(
     source = _source(to, model, precision)
     _check_place(out, source)
     material = _material(images, texts, num_images)
-    fields = {"to": to} | ({"precision": precision} if precision else {})
+    pictures = material.digest_of_images if images is not None else None
+    lines = material.digest_of_texts if texts is not None else None
+    fields = {"to": to, "precision": source.precision, "images": pictures, "texts": lines}
     inputs = {"model": source.digest}
     opened = {"kind": "converted", "config": fields, "inputs": inputs}
     if not force and Artifact.open(out, **opened, write=False).finished:  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ def _origin(source: Source, run: Path, options: Config) -> list[str]:
     if artifacts.is_finished(layout.index):
         manifest = artifacts.read_manifest(layout.index, "index")
         rows.append(("digest of the data's index", f"`{manifest.digest}`"))
-    rows.append(("digest of the weights", f"`{source.digest}`"))
+    rows.append(("digest of weights and their configuration", f"`{source.digest}`"))
     rows.append(("digest of the configuration", f"`{files.digest_json(config.dump(options))}`"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return ["## Origin\n", f"| what | value |\n|---|---|\n{table}\n"]

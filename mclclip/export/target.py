@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
+import numpy as np
 from PIL import Image
 
 from mclclip import files
@@ -88,14 +89,17 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """Digest of the weights, or of a run's embeddings. Raises FileNotFoundError where the
-        directory holds neither."""
-        if not self.is_concat and not weights.has_config(self.directory):
-            return artifacts.read_manifest(self.directory, "embeddings").digest
+        """Digest of weights and configuration, or of a run's embeddings. Raises FileNotFoundError
+        where the directory holds neither."""
         if self.is_concat:
-            record = files.digest_file(self.directory / weights.CONCAT)
-            return files.digest_json([record, files.digest_file(self.weights)])
-        return files.digest_file(self.weights)
+            described = self.directory / weights.CONCAT
+        elif weights.has_config(self.directory):
+            described = self.directory / (
+                weights.IMAGE_CONFIG if weights.is_image_encoder(self.directory) else weights.CONFIG
+            )
+        else:
+            return artifacts.read_manifest(self.directory, "embeddings").digest
+        return files.digest_json([files.digest_file(described), files.digest_file(self.weights)])
 
     @property
     def weights(self) -> Path:
@@ -111,6 +115,17 @@ class Material:
 
     images: dict[str, Image.Image]
     texts: Sequence[str]
+
+    @property
+    def digest_of_images(self) -> str:
+        """Digest of the names and the pixels."""
+        pixels = {n: files.digest_array(np.asarray(image)) for n, image in self.images.items()}
+        return files.digest_json(pixels)
+
+    @property
+    def digest_of_texts(self) -> str:
+        """Digest of the texts in their order."""
+        return files.digest_json([*self.texts])
 
 
 class Target(Protocol):

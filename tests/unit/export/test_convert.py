@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import mclclip
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip import cli
 from mclclip.export import certificate, convert, transformers_layout
+from mclclip.export.target import Source
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, save_export
 from mclclip.models.encoder import SingleEncoder
@@ -193,6 +195,32 @@ def test_a_finished_one_is_skipped_and_another_model_is_refused(tmp_path: Path) 
     tensors = weights.read_tensors(out / transformers_layout.WEIGHTS)
     own = weights.read_tensors(weights.find_weights(tmp_path / "b"))
     assert torch.equal(tensors["visual_projection.weight"], own["visual.proj"].T)
+
+
+def test_other_pictures_texts_or_configurations_are_no_finished_conversion(tmp_path: Path) -> None:
+    source, photos, lines = exported(tmp_path / "a"), tmp_path / "photos", tmp_path / "texts.txt"
+    photos.mkdir()
+    Image.new("RGB", (40, 50), (9, 8, 7)).save(photos / "a.png")
+    lines.write_text("a dog\n")
+    run = partial(convert.run, "hf", source, tmp_path / "hf")
+    out = run()
+    before = (out / "manifest.json").read_bytes()
+    assert run(precision="fp32") == out  # which is the default
+    assert (out / "manifest.json").read_bytes() == before
+    with pytest.raises(ValueError, match="was made with other settings: images was None, now"):
+        run(images=photos)
+    with pytest.raises(ValueError, match="was made with other settings: texts was None, now"):
+        run(texts=lines)
+    run(images=photos, texts=lines, force=True)
+    before = (out / "manifest.json").read_bytes()
+    run(images=photos, texts=lines)
+    assert (out / "manifest.json").read_bytes() == before
+    Image.new("RGB", (40, 50), (9, 8, 6)).save(photos / "a.png")
+    with pytest.raises(ValueError, match="was made with other settings: images was"):
+        run(images=photos, texts=lines)
+    digest, path = Source(source).digest, source / "open_clip_config.json"
+    path.write_text(path.read_text().replace("{", "{ ", 1))
+    assert Source(source).digest != digest
 
 
 @pytest.mark.parametrize("force", [False, True])
