@@ -106,7 +106,7 @@ def _sides(size: int | tuple[int, int]) -> tuple[int, int]:
 def _export(
     onnx: Any, graph: nn.Module, name: str, example: Tensor, path: Path, half: bool
 ) -> None:
-    size = sum(p.numel() * p.element_size() for p in graph.parameters())
+    size = _num_bytes(graph, of_images=name == "pixels")
     if size > _MOST_BYTES:
         raise ValueError(
             f"the weights of {path.name} have {size:,} bytes, and a graph in one file holds at "
@@ -133,6 +133,13 @@ def _export(
         _halve(onnx, model)
     onnx.checker.check_model(model)
     files.write_bytes(path, model.SerializeToString())
+
+
+def _num_bytes(graph: nn.Module, of_images: bool) -> int:
+    """Bytes of the weights of one tower, which is all that a graph holds of its models; memory
+    that stages share is counted once."""
+    tower = (p for n, p in graph.named_parameters() if ("visual" in n.split(".")) == of_images)
+    return sum({p.data_ptr(): p.numel() * p.element_size() for p in tower}.values())
 
 
 @contextmanager
