@@ -43,7 +43,7 @@ def text(to: str, source: Source, found: list[Certificate]) -> str:
         f"---\n{yaml.safe_dump(front, sort_keys=True)}---\n",
         f"# {_shown(source.name)}\n",
         f"Written by mclclip {__version__} with `mclclip export --to {to}`.\n",
-        *(_origin(source, run, options) if run is not None and options is not None else []),
+        *(_origin(source, run, options) if run is not None else []),
         _certificates(found),
         *([_results(rows)] if (rows := _rows(source, run)) else []),
         "## Licence\n\nFine-tuned weights carry the terms of the base's weights and of the data "
@@ -64,25 +64,30 @@ def _options(run: Path | None) -> Config | None:
         return None  # an older run's options may have other names
 
 
-def _origin(source: Source, run: Path, options: Config) -> list[str]:
+def _origin(source: Source, run: Path, options: Config | None) -> list[str]:
     """How it was trained: base, stages, data, configuration. No path of the machine is written."""
-    name = options.model.name
-    base = _shown(Path(name).name) if isinstance(name, str) else "a configuration of its own"
-    weights = options.model.pretrained
-    rows = [
-        ("base", base + (f", weights {_shown(Path(weights).name)}" if weights else "")),
-        ("stages after the base", options.num_stages),
-        ("objective", f"`{_shown(options.train.objective.kind)}`"),
-        ("data", ", ".join(_shown(name) for name in options.data.sources) or "none"),
-    ]
+    rows = [] if options is None else _trained(options)
     layout = Layout(run)
     if artifacts.is_finished(layout.index):
         manifest = artifacts.read_manifest(layout.index, "index")
         rows.append(("digest of the data's index", f"`{manifest.digest}`"))
     rows.append(("digest of weights and their configuration", f"`{source.digest}`"))
-    rows.append(("digest of the configuration", f"`{files.digest_json(config.dump(options))}`"))
+    if options is not None:
+        digest = files.digest_json(config.dump(options))
+        rows.append(("digest of the configuration", f"`{digest}`"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return ["## Origin\n", f"| what | value |\n|---|---|\n{table}\n"]
+
+
+def _trained(options: Config) -> list[tuple[str, object]]:
+    name, weights = options.model.name, options.model.pretrained
+    base = _shown(Path(name).name) if isinstance(name, str) else "a configuration of its own"
+    return [
+        ("base", base + (f", weights {_shown(Path(weights).name)}" if weights else "")),
+        ("stages after the base", options.num_stages),
+        ("objective", f"`{_shown(options.train.objective.kind)}`"),
+        ("data", ", ".join(_shown(name) for name in options.data.sources) or "none"),
+    ]
 
 
 def _certificates(found: list[Certificate]) -> str:

@@ -23,9 +23,10 @@ from mclclip.models.clip_model import ClipModel
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.loading import AnyModel
 from mclclip.run import artifacts
+from mclclip.run.layout import Layout
 
 Precision = Literal["fp32", "fp16"]
-_DEEPEST = 4  # folders between a run directory and an export, as of a control
+_DEEPEST = 5  # folders between a run directory and an export, as of a pilot's control
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ class Source:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run directory that the export lies in; None for a folder elsewhere."""
+        """The run directory that the export lies in, known by its index or its stage 0, since verbs
+        that are called one by one leave no configuration there; None for a folder elsewhere."""
         above = [*self.directory.resolve().parents][:_DEEPEST]
-        return next((path for path in above if (path / "config.yaml").is_file()), None)
+        return next((path for path in above if _is_run(path)), None)
 
     @property
     def name(self) -> str:
@@ -107,6 +109,11 @@ class Source:
         if self.is_concat:
             return self.directory / concat.CONCAT_WEIGHTS
         return weights.find_weights(self.directory)
+
+
+def _is_run(path: Path) -> bool:
+    layout = Layout(path)
+    return artifacts.is_finished(layout.index) or artifacts.is_finished(layout.export(0))
 
 
 @dataclass(frozen=True)

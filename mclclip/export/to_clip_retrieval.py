@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from mclclip import config, files
+from mclclip.config.options import DataConfig
 from mclclip.data import embeddings
 from mclclip.data.arrays import Floats
 from mclclip.data.embeddings import StoredRows
@@ -47,8 +48,10 @@ class _Embedded:
         return SampleIndex.open(Layout(self.run).index)
 
     @cached_property
-    def options(self) -> config.Config:
-        return config.load(self.run / "config.yaml")
+    def options(self) -> config.Config | None:
+        """The run's configuration; None where verbs were called one by one, which keep none."""
+        path = self.run / "config.yaml"
+        return config.load(path) if path.is_file() else None
 
     @cached_property
     def images(self) -> StoredRows:
@@ -58,15 +61,16 @@ class _Embedded:
     @cached_property
     def texts(self) -> StoredRows | None:
         """The captions' embeddings; None where there are none that belong to this stage's images:
-        they are stage 0's, and other stages share them if they started from it and their text
-        tower was not trained."""
+        they are stage 0's, and other stages share them if the configuration says that they
+        started from it and that their text tower was not trained."""
         found = Layout(self.run).text_embeddings
         if not artifacts.is_finished(found) or not self.index.num_captions.any():
             return None
         if self.directory.parent.name != "stage_0":
-            train = self.options.train
-            anew = self.options.trained_model is not None or train.start != "base"
-            if anew or not train.lock.text:
+            options = self.options
+            if options is None or options.trained_model is not None:
+                return None
+            if options.train.start != "base" or not options.train.lock.text:
                 return None
         return self._rows(found, "text_embeddings")
 
@@ -102,8 +106,8 @@ def _opened(source: Source) -> _Embedded:
     artifacts.read_manifest(path, "embeddings")
     if source.run_dir is None:
         raise FileNotFoundError(
-            f"{source.directory} lies in no run directory with a config.yaml, whose index names "
-            "the samples: give RUN_DIR/stage_N/embeddings"
+            f"{source.directory} lies in no run directory, whose index names the samples: give "
+            "RUN_DIR/stage_N/embeddings"
         )
     return _Embedded(path, source.run_dir)
 
@@ -143,12 +147,13 @@ def _save(path: Path, rows: np.ndarray) -> None:
 
 def _captions(given: _Embedded, ids: np.ndarray) -> list[str]:
     """The first caption of every sample, empty where there is none; read from the shards."""
+    data = DataConfig() if given.options is None else given.options.data
     dataset = TarDataset(
         given.index,
         transform=None,
         reads_captions=False,
-        max_image_pixels=given.options.data.max_image_pixels,
-        max_open_files=given.options.data.max_open_files,
+        max_image_pixels=data.max_image_pixels,
+        max_open_files=data.max_open_files,
     )
     counts = given.index.num_captions
     return [dataset.captions(int(i))[0] if counts[i] else "" for i in ids]

@@ -128,6 +128,24 @@ def test_only_stages_with_the_text_tower_of_stage_0_have_its_texts(
     assert (given.texts is not None) == shares
 
 
+def test_a_run_without_a_configuration(run: Path, tmp_path: Path) -> None:
+    """As verbs leave it that were called one by one; another program's config.yaml is none."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    source = tmp_path / "run" / "stage_0" / "embeddings"
+    out = convert.run("clip_retrieval", source, tmp_path / "out")
+    images, texts, table = read(out)
+    assert len(images) == len(texts) == 95 and table["caption"].str.len().min() > 3
+    text = (out / "README.md").read_text()
+    assert f"`{SampleIndex.open(Layout(run).index).digest}`" in text and "| base |" not in text
+    (tmp_path / "config.yaml").write_text("theirs: 1\n")
+    (tmp_path / "elsewhere").mkdir()
+    assert Source(tmp_path / "elsewhere" / "export").run_dir is None
+    assert Source(source).run_dir == tmp_path / "run"
+    deep = tmp_path / "run" / "pilot" / "controls" / "ungrouped" / "stage_1" / "export"
+    assert Source(deep).run_dir == tmp_path / "run"
+
+
 def test_notes_of_shards_are_read_once(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
