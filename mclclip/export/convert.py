@@ -5,6 +5,7 @@ What a layout is, a module ``to_NAME`` says (see ``target``); this file drives i
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import shutil
@@ -48,6 +49,7 @@ def run(
     """
     target = cast(Target, import_module(f"mclclip.export.to_{to}"))
     source = _source(to, model, precision)
+    out = out if out.name not in ("", "..") else out.resolve()  # a name is needed beside it
     _check_place(out, source)
     material = _material(images, texts, num_images)
     pictures = material.digest_of_images if images is not None else None
@@ -59,6 +61,7 @@ def run(
         log.info("%s is finished: skipped", out)
         return out
     # Nothing is in `out` before all certificates hold, and an old folder stays where they do not.
+    _remove_leftovers(out)
     begun = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(begun, ignore_errors=True)
     begun.mkdir(parents=True)
@@ -93,6 +96,24 @@ def _check_place(out: Path, source: Source) -> None:
     begun = artifacts.is_finished(out) or (out / artifacts.INTENT).exists()
     if out.is_dir() and any(out.iterdir()) and not begun:
         raise ValueError(f"--out {out} holds files that mclclip did not write: give a new folder")
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Removes what conversions to `out` that were killed have left beside it."""
+    for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+        number = path.name.removesuffix(".tmp").removeprefix(f".{out.name}.")
+        if number.isdecimal() and not _is_running(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
 
 
 def _source(to: To, model: Path, precision: Precision | None) -> Source:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -238,6 +241,29 @@ def test_files_of_others_stay(tmp_path: Path, force: bool) -> None:
     with pytest.raises(ValueError, match="is the model itself: give a new folder"):
         convert.run("hf", source, tmp_path / "mine" / ".." / "own", force=force)
     assert sorted(path.name for path in source.iterdir()) == before
+
+
+def test_what_killed_conversions_left_is_removed(tmp_path: Path) -> None:
+    source = exported(tmp_path / "own")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f".hf.{ended.pid}.tmp", f".hf.{os.getppid()}.tmp", f".other.{ended.pid}.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"part")
+    convert.run("hf", source, tmp_path / "hf")
+    left = sorted(path.name for path in tmp_path.glob(".*"))
+    assert left == sorted([f".hf.{os.getppid()}.tmp", f".other.{ended.pid}.tmp"])
+
+
+def test_the_working_folder_may_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = exported(tmp_path / "own")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    out = convert.run("hf", source, Path("."))
+    assert (out / "config.json").is_file() and out.samefile(tmp_path / "here")
+    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_the_command_line_wants_all_three(capsys: pytest.CaptureFixture[str]) -> None:
