@@ -20,7 +20,12 @@ from mclclip.data.decode import DecodeError, decode
 from mclclip.models.encoder import Encoder
 
 BOUND = 1e-5
-"""Largest difference of unit features of equal inputs that an export may have, in fp32."""
+"""Largest difference of unit features of equal inputs that an export may have, in fp32; and the
+largest relative one of logit scales, of which every number format keeps the bits of fp32."""
+
+HALF_BOUND = 0.02
+"""The same of features where weights are stored in fp16, which moves those of sound models by less
+than 0.005: what is beyond it is damage, and not rounding."""
 
 _SHADES = 255.0
 _NOTED = 2.0  # shades from which on an image is named
@@ -57,9 +62,10 @@ class Certificate:
     tokens_of        such texts, at most ten
     image_features   largest difference of unit features of the same pixels
     text_features    the same of the same tokens
+    logit_scale      relative difference of the logit scales
     logits           largest difference of logits of the same pixels and tokens
     image_features_own_pixels   of images that each of the two has transformed itself
-    bound            what features may differ by; None where it is measured only
+    bound            what features may differ by
     notes            what a user of the export has to know
     """
 
@@ -72,9 +78,10 @@ class Certificate:
     tokens_of: list[str] = field(default_factory=list)
     image_features: float = 0.0
     text_features: float | None = None
+    logit_scale: float | None = None
     logits: float | None = None
     image_features_own_pixels: float | None = None
-    bound: float | None = BOUND
+    bound: float = BOUND
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -86,8 +93,10 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether features of equal inputs are equal up to the bound."""
-        return self.bound is None or self.largest <= self.bound
+        """Whether features of equal inputs are equal up to the bound, and logit scales up to
+        `BOUND`. NaN never is."""
+        scale = 0.0 if self.logit_scale is None else self.logit_scale
+        return self.largest <= self.bound and scale <= BOUND
 
     def as_dict(self) -> dict[str, object]:
         """As it is written to ``certificate.json``."""
@@ -106,7 +115,7 @@ def compare_images(
     other: Half,
     runtime: str,
     pixels: dict[str, Tensor],
-    bound: float | None = BOUND,
+    bound: float = BOUND,
     notes: Sequence[str] = (),
 ) -> Certificate:
     """Runs two image halves on the same pixels [3, H, W] by name, in fp32; nothing else."""
@@ -121,7 +130,7 @@ def compare(
     runtime: str,
     images: dict[str, Image.Image],
     texts: Sequence[str],
-    bound: float | None = BOUND,
+    bound: float = BOUND,
     own_transforms: bool = True,
     notes: Sequence[str] = (),
 ) -> Certificate:
@@ -148,6 +157,7 @@ def compare(
         num_texts=len(texts),
         image_features=_largest(rows[0][0], rows[1][0]),
         text_features=_largest(rows[0][1], rows[1][1]),
+        logit_scale=abs(scales[1] - scales[0]) / abs(scales[0]),
         logits=_largest(*logits),
         bound=bound,
         notes=[*notes],

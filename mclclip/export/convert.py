@@ -5,6 +5,7 @@ What a layout is, a module ``to_NAME`` says (see ``target``); this file drives i
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import shutil
@@ -43,18 +44,24 @@ def run(
     ``images``, ``texts``: a folder of pictures and a file with a text per line, on which the two
     are compared (default: drawn ones); what was found is in ``certificate.json``. Raises
     FileNotFoundError where there is no such model, and ValueError where the other library cannot
-    hold it, a package is missing or features differ; nothing is left then.
+    hold it, ``out`` holds other files, a package is missing or features differ; nothing is left
+    then.
     """
     target = cast(Target, import_module(f"mclclip.export.to_{to}"))
     source = _source(to, model, precision)
+    out = out if out.name not in ("", "..") else out.resolve()  # a name is needed beside it
+    _check_place(out, source)
     material = _material(images, texts, num_images)
-    fields = {"to": to} | ({"precision": precision} if precision else {})
+    pictures = material.digest_of_images if images is not None else None
+    lines = material.digest_of_texts if texts is not None else None
+    fields = {"to": to, "precision": source.precision, "images": pictures, "texts": lines}
     inputs = {"model": source.digest}
     opened = {"kind": "converted", "config": fields, "inputs": inputs}
     if not force and Artifact.open(out, **opened, write=False).finished:  # type: ignore[arg-type]
         log.info("%s is finished: skipped", out)
         return out
     # Nothing is in `out` before all certificates hold, and an old folder stays where they do not.
+    _remove_leftovers(out)
     begun = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(begun, ignore_errors=True)
     begun.mkdir(parents=True)
@@ -78,6 +85,35 @@ def run(
     for proof in found:
         _tell(out, proof)
     return out
+
+
+def _check_place(out: Path, source: Source) -> None:
+    """Raises ValueError where `out` holds what this verb would overwrite."""
+    if out.resolve() == source.directory.resolve():
+        raise ValueError(f"--out {out} is the model itself: give a new folder")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: give a new folder")
+    begun = artifacts.is_finished(out) or (out / artifacts.INTENT).exists()
+    if out.is_dir() and any(out.iterdir()) and not begun:
+        raise ValueError(f"--out {out} holds files that mclclip did not write: give a new folder")
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Removes what conversions to `out` that were killed have left beside it."""
+    for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+        number = path.name.removesuffix(".tmp").removeprefix(f".{out.name}.")
+        if number.isdecimal() and not _is_running(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
 
 
 def _source(to: To, model: Path, precision: Precision | None) -> Source:
@@ -113,9 +149,12 @@ def _check(source: Source, to: To, found: list[certificate.Certificate]) -> None
     assert to in get_args(To) and found, "a target without a runtime certifies nothing"
     for proof in found:
         if not proof.holds:
+            scale = proof.logit_scale
+            scales = "" if scale is None else f" (and logit scales by {scale:.2g} of their value)"
             raise ValueError(
                 f"{source.directory} is not converted: features in {proof.runtime} differ by "
-                f"{proof.largest:.2g}, wanted at most {proof.bound:g}; the model has a part that "
+                f"{proof.largest:.2g}{scales}, wanted at most {proof.bound:g}"
+                f"{scales and f' ({certificate.BOUND:g})'}; the model has a part that "
                 "the other library has not, or runs otherwise"
             )
 

@@ -1,4 +1,9 @@
-"""An image processor for transformers that gives exactly the pixels of open_clip's transform.
+"""An image processor for transformers that gives the pixels of open_clip's transform.
+
+They are exactly those for pictures as mclclip decodes them: upright, and 8-bit RGB. It turns other
+pictures upright by their EXIF orientation and converts them to RGB before it resizes them, as
+mclclip does; open_clip does neither, so its pixels of rotated, palette and transparent pictures are
+others. Pillow's conversion of 16-bit grey cuts values off, where mclclip scales them.
 
 transformers' own processor rounds the place of the centre crop down; open_clip (torchvision) rounds
 halves to the even number. Where the longer side of the resized picture leaves 3, 7, 11, ... pixels
@@ -14,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.image_processing_utils import BatchFeature, ImageProcessingMixin
 
 
@@ -64,7 +69,8 @@ class OpenClipImageProcessor(ImageProcessingMixin):  # type: ignore[misc]
         """One picture (Pillow's, or uint8 [H, W, 3]) -> float32 [3, H, W]."""
         if not isinstance(image, Image.Image):
             image = Image.fromarray(np.asarray(image))
-        image = self._cropped(self._resized(image.convert("RGB")))
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+        image = self._cropped(self._resized(upright))
         values = np.asarray(image).astype(np.float32).transpose(2, 0, 1) / np.float32(255)
         mean, std = (np.asarray(v, np.float32)[:, None, None] for v in self._colours())
         return np.ascontiguousarray((values - mean) / std)

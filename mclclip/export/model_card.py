@@ -24,6 +24,7 @@ FILE = "README.md"
 
 _LIBRARY = {"hf": "transformers", "llava": "transformers", "timm": "timm", "onnx": "onnx"}
 _MOST_ROWS = 60
+_OF_STAGES = ("export", "embeddings")
 _LICENCES = {"openai": "mit"}  # of pretrained tags, where it is beyond doubt (NOTICE.md)
 
 
@@ -42,7 +43,7 @@ def text(to: str, source: Source, found: list[Certificate]) -> str:
         f"---\n{yaml.safe_dump(front, sort_keys=True)}---\n",
         f"# {_shown(source.name)}\n",
         f"Written by mclclip {__version__} with `mclclip export --to {to}`.\n",
-        *(_origin(source, run, options) if run is not None and options is not None else []),
+        *(_origin(source, run, options) if run is not None else []),
         _certificates(found),
         *([_results(rows)] if (rows := _rows(source, run)) else []),
         "## Licence\n\nFine-tuned weights carry the terms of the base's weights and of the data "
@@ -63,25 +64,30 @@ def _options(run: Path | None) -> Config | None:
         return None  # an older run's options may have other names
 
 
-def _origin(source: Source, run: Path, options: Config) -> list[str]:
+def _origin(source: Source, run: Path, options: Config | None) -> list[str]:
     """How it was trained: base, stages, data, configuration. No path of the machine is written."""
-    name = options.model.name
+    rows = [] if options is None else _trained(options)
+    layout = Layout(run)
+    if artifacts.is_finished(layout.index):
+        manifest = artifacts.read_manifest(layout.index, "index")
+        rows.append(("digest of the data's index", f"`{manifest.digest}`"))
+    rows.append(("digest of weights and their configuration", f"`{source.digest}`"))
+    if options is not None:
+        digest = files.digest_json(config.dump(options))
+        rows.append(("digest of the configuration", f"`{digest}`"))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return ["## Origin\n", f"| what | value |\n|---|---|\n{table}\n"]
+
+
+def _trained(options: Config) -> list[tuple[str, object]]:
+    name, weights = options.model.name, options.model.pretrained
     base = _shown(Path(name).name) if isinstance(name, str) else "a configuration of its own"
-    weights = options.model.pretrained
-    rows = [
+    return [
         ("base", base + (f", weights {_shown(Path(weights).name)}" if weights else "")),
         ("stages after the base", options.num_stages),
         ("objective", f"`{_shown(options.train.objective.kind)}`"),
         ("data", ", ".join(_shown(name) for name in options.data.sources) or "none"),
     ]
-    layout = Layout(run)
-    if artifacts.is_finished(layout.index):
-        manifest = artifacts.read_manifest(layout.index, "index")
-        rows.append(("digest of the data's index", f"`{manifest.digest}`"))
-    rows.append(("digest of the weights", f"`{source.digest}`"))
-    rows.append(("digest of the configuration", f"`{files.digest_json(config.dump(options))}`"))
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return ["## Origin\n", f"| what | value |\n|---|---|\n{table}\n"]
 
 
 def _certificates(found: list[Certificate]) -> str:
@@ -108,19 +114,44 @@ def _number(value: float | None) -> str:
 
 def _rows(source: Source, run: Path | None) -> list[Result]:
     """The rows of results.jsonl of this very encoder, by its name in the run."""
-    path = None if run is None else run / "results.jsonl"
+    path, name = _named(source, run)
     if path is None or not path.is_file():
         return []
-    return [row for row in results.read(path) if row.model == source.name][:_MOST_ROWS]
+    return [row for row in results.read(path) if row.model == name][:_MOST_ROWS]
+
+
+def _named(source: Source, run: Path | None) -> tuple[Path | None, str]:
+    """The results.jsonl that an encoder's rows are in, and its name there; None for a folder that
+    is not one of `Layout`."""
+    if run is None:
+        return None, ""
+    parts = source.directory.resolve().relative_to(run.resolve()).parts
+    path, variant = Layout(run).results, "mcl"
+    if parts[0] == "pilot":
+        path, parts = Layout(run, "pilot").results, parts[1:]
+    if parts[:1] == ("controls",) and len(parts) > 1:
+        variant, parts = parts[1], parts[2:]
+    joined = len(parts) == 2 and parts[0] == "exports"
+    stage = len(parts) == 2 and parts[0].startswith("stage_") and parts[1] in _OF_STAGES
+    if not (joined or stage):
+        return None, ""
+    return path, Layout(run, variant).model_name(source.name)
 
 
 def _results(rows: list[Result]) -> str:
-    lines = [
-        f"| {_shown(row.benchmark)} | {_shown(row.metric)} | {row.value:.1f} | {row.ci_low:.1f} to "
-        f"{row.ci_high:.1f} | {row.count} | {_shown(json.dumps(row.protocol))[:200]} |"
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        unit = str(row.protocol.get("unit", "%"))
+        value, low, high = (
+            f"{number:.1f}" if unit == "%" else f"{number:.3f}"
+            for number in (row.value, row.ci_low, row.ci_high)
+        )
+        lines.append(
+            f"| {_shown(row.benchmark)} | {_shown(row.metric)} | {value} | {_shown(unit)} | "
+            f"{low} to {high} | {row.count} | {_shown(json.dumps(row.protocol))[:200]} |"
+        )
     head = (
-        "| benchmark | metric | % | 95 % interval | items | protocol |\n|---|---|---|---|---|---|"
+        "| benchmark | metric | value | unit | 95 % interval | items | protocol |\n"
+        "|---|---|---|---|---|---|---|"
     )
     return "\n".join(["## Results\n", head, *lines, ""])

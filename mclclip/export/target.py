@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
+import numpy as np
 from PIL import Image
 
 from mclclip import files
@@ -22,9 +23,10 @@ from mclclip.models.clip_model import ClipModel
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.loading import AnyModel
 from mclclip.run import artifacts
+from mclclip.run.layout import Layout
 
 Precision = Literal["fp32", "fp16"]
-_DEEPEST = 4  # folders between a run directory and an export, as of a control
+_DEEPEST = 5  # folders between a run directory and an export, as of a pilot's control
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,10 @@ class Source:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run directory that the export lies in; None for a folder elsewhere."""
+        """The run directory that the export lies in, known by its index or its stage 0, since verbs
+        that are called one by one leave no configuration there; None for a folder elsewhere."""
         above = [*self.directory.resolve().parents][:_DEEPEST]
-        return next((path for path in above if (path / "config.yaml").is_file()), None)
+        return next((path for path in above if _is_run(path)), None)
 
     @property
     def name(self) -> str:
@@ -88,14 +91,17 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """Digest of the weights, or of a run's embeddings. Raises FileNotFoundError where the
-        directory holds neither."""
-        if not self.is_concat and not weights.has_config(self.directory):
-            return artifacts.read_manifest(self.directory, "embeddings").digest
+        """Digest of weights and configuration, or of a run's embeddings. Raises FileNotFoundError
+        where the directory holds neither."""
         if self.is_concat:
-            record = files.digest_file(self.directory / weights.CONCAT)
-            return files.digest_json([record, files.digest_file(self.weights)])
-        return files.digest_file(self.weights)
+            described = self.directory / weights.CONCAT
+        elif weights.has_config(self.directory):
+            described = self.directory / (
+                weights.IMAGE_CONFIG if weights.is_image_encoder(self.directory) else weights.CONFIG
+            )
+        else:
+            return artifacts.read_manifest(self.directory, "embeddings").digest
+        return files.digest_json([files.digest_file(described), files.digest_file(self.weights)])
 
     @property
     def weights(self) -> Path:
@@ -105,12 +111,28 @@ class Source:
         return weights.find_weights(self.directory)
 
 
+def _is_run(path: Path) -> bool:
+    layout = Layout(path)
+    return artifacts.is_finished(layout.index) or artifacts.is_finished(layout.export(0))
+
+
 @dataclass(frozen=True)
 class Material:
     """Pictures by name, and texts, on which an export is held against its source."""
 
     images: dict[str, Image.Image]
     texts: Sequence[str]
+
+    @property
+    def digest_of_images(self) -> str:
+        """Digest of the names and the pixels."""
+        pixels = {n: files.digest_array(np.asarray(image)) for n, image in self.images.items()}
+        return files.digest_json(pixels)
+
+    @property
+    def digest_of_texts(self) -> str:
+        """Digest of the texts in their order."""
+        return files.digest_json([*self.texts])
 
 
 class Target(Protocol):

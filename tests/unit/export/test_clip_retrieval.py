@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ import pandas as pd
 import pytest
 import yaml
 
-from mclclip import config, embed, export, index
+from mclclip import config, embed, export, files, index
+from mclclip.data import embeddings
 from mclclip.data.sample_index import SampleIndex
-from mclclip.export import convert
+from mclclip.eval.results import Result
+from mclclip.export import convert, model_card, to_clip_retrieval
+from mclclip.export.target import Source
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests import tiny
@@ -76,8 +81,6 @@ def test_rows_are_the_runs_by_key(run: Path, tmp_path: Path) -> None:
 def test_rows_in_another_order_are_found(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mclclip.export import to_clip_retrieval
-
     save = to_clip_retrieval._save
     monkeypatch.setattr(to_clip_retrieval, "_save", lambda path, rows: save(path, rows[::-1]))
     with pytest.raises(ValueError, match="is not converted: features in numpy .* differ by"):
@@ -92,6 +95,66 @@ def test_what_holds_no_embeddings_is_one_line(run: Path, tmp_path: Path) -> None
         convert.run("clip_retrieval", run, tmp_path / "out")
 
 
+def test_embeddings_of_another_index_are_refused(run: Path, tmp_path: Path) -> None:
+    """Rows and keys are joined by their place, which is of one index."""
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run" / "stage_0" / "embeddings" / "manifest.json"
+    fields = files.unsealed(json.loads(path.read_text()), path)
+    path.write_text(json.dumps(files.sealed(fields | {"inputs": {"index": "other"}})))
+    with pytest.raises(RuntimeError, match="and other sample keys.*embed --force"):
+        convert.run("clip_retrieval", path.parent, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ([], True),
+        (["train.lock.text=false"], False),
+        (["train.start=random", "export.soup=false"], False),
+    ],
+)
+def test_only_stages_with_the_text_tower_of_stage_0_have_its_texts(
+    run: Path, tmp_path: Path, changes: list[str], shares: bool
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    options = config.load(run / "config.yaml")
+    data = Path(options.data.sources["patterns"].shards).parents[1]  # type: ignore[arg-type]
+    new = tiny.make_config(tmp_path / "run", data, "base=null", *changes)
+    (tmp_path / "run" / "config.yaml").write_text(config.dump(new))
+    directory = tmp_path / "run" / "stage_1" / "embeddings"
+    shutil.copytree(run / "stage_0" / "embeddings", directory)
+    given = to_clip_retrieval._Embedded(directory, tmp_path / "run")
+    assert (given.texts is not None) == shares
+
+
+def test_a_run_without_a_configuration(run: Path, tmp_path: Path) -> None:
+    """As verbs leave it that were called one by one; another program's config.yaml is none."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    source = tmp_path / "run" / "stage_0" / "embeddings"
+    out = convert.run("clip_retrieval", source, tmp_path / "out")
+    images, texts, table = read(out)
+    assert len(images) == len(texts) == 95 and table["caption"].str.len().min() > 3
+    text = (out / "README.md").read_text()
+    assert f"`{SampleIndex.open(Layout(run).index).digest}`" in text and "| base |" not in text
+    (tmp_path / "config.yaml").write_text("theirs: 1\n")
+    (tmp_path / "elsewhere").mkdir()
+    assert Source(tmp_path / "elsewhere" / "export").run_dir is None
+    assert Source(source).run_dir == tmp_path / "run"
+    deep = tmp_path / "run" / "pilot" / "controls" / "ungrouped" / "stage_1" / "export"
+    assert Source(deep).run_dir == tmp_path / "run"
+
+
+def test_notes_of_shards_are_read_once(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, read = [], embeddings.left_out
+    monkeypatch.setattr(embeddings, "left_out", lambda *a: calls.append(a) or read(*a))
+    convert.run("clip_retrieval", run / "stage_0" / "embeddings", tmp_path / "out")
+    assert len(calls) == 1
+
+
 def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> None:
     row = '{"model": "stage_0", "benchmark": "a|b", "metric": "pairs", "value": 12.5, '
     row += '"count": 40, "ci_low": 5.0, "ci_high": 25.0, "protocol": {"x": "<script>"}}\n'
@@ -103,7 +166,51 @@ def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> No
     assert front["library_name"] == "transformers"
     assert front["pipeline_tag"] == "zero-shot-image-classification"
     assert "# stage_0\n" in text and "| data | patterns |" in text
-    assert SampleIndex.open(Layout(run).index).digest is not None
-    assert text.count("| a\\|b | pairs | 12.5 | 5.0 to 25.0 | 40 |") == 1  # its own row alone
+    assert f"`{SampleIndex.open(Layout(run).index).digest}`" in text
+    assert text.count("| a\\|b | pairs | 12.5 | % | 5.0 to 25.0 | 40 |") == 1  # its own row alone
     assert "<script>" not in text and str(tmp_path) not in text and str(run) not in text
     assert "OpenClipImageProcessor" in text
+
+
+@pytest.mark.parametrize(
+    ("folder", "wanted"),
+    [
+        ("stage_1/export", [1.0]),
+        ("controls/ungrouped/stage_1/export", [2.0]),
+        ("pilot/stage_1/export", [3.0]),
+        ("pilot/controls/ungrouped/stage_1/export", [4.0]),
+        ("exports/soup_uniform", [5.0]),
+        ("older/stage_1/export", []),
+        ("blindspots/stage_1", []),
+    ],
+)
+def test_a_card_has_rows_of_its_own_encoder(
+    tmp_path: Path, folder: str, wanted: list[float]
+) -> None:
+    """A control, a pilot and MCL have stages of the same names."""
+
+    def row(model: str, value: float) -> str:
+        fields = {"model": model, "benchmark": "a", "metric": "b", "value": value, "count": 4}
+        return json.dumps(fields | {"ci_low": 0.0, "ci_high": 9.0, "protocol": {}}) + "\n"
+
+    (tmp_path / "pilot").mkdir()
+    names = {"stage_1": 1.0, "control_ungrouped_stage_1": 2.0, "soup_uniform": 5.0}
+    text = "".join(row(name, value) for name, value in names.items())
+    (tmp_path / "results.jsonl").write_text(text)
+    (tmp_path / "pilot" / "results.jsonl").write_text(
+        row("stage_1", 3.0) + row("control_ungrouped_stage_1", 4.0)
+    )
+    (tmp_path / folder).mkdir(parents=True)
+    rows = model_card._rows(Source(tmp_path / folder), tmp_path)
+    assert [found.value for found in rows] == wanted
+
+
+def test_a_card_gives_the_unit_of_every_row() -> None:
+    rows = [
+        Result("m", "a", "top1", 12.54, 40, 5.0, 25.0),
+        Result("m", "b", "loss", 2.3456, 40, 2.0, 2.5, {"unit": "nats"}),
+    ]
+    text = model_card._results(rows)
+    assert "| benchmark | metric | value | unit |" in text
+    assert "| a | top1 | 12.5 | % | 5.0 to 25.0 |" in text
+    assert "| b | loss | 2.346 | nats | 2.000 to 2.500 |" in text

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import mclclip
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip import cli
 from mclclip.export import certificate, convert, transformers_layout
+from mclclip.export.target import Source
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, save_export
 from mclclip.models.encoder import SingleEncoder
@@ -116,6 +122,29 @@ def test_pixels_of_a_wrong_processor_are_told(
     assert found.holds and found.image_features_own_pixels > 1e-4
 
 
+def test_another_logit_scale_is_not_certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SingleEncoder(load_clip(exported(tmp_path / "own")))
+    other = SingleEncoder(load_clip(tmp_path / "own"))
+    images = {"a": Image.new("RGB", (32, 32), (128, 99, 3))}
+    assert certificate.compare(own, other, "x", images, ["a"]).holds
+    for scale in (own.logit_scale * 1.001, float("nan")):
+        other.logit_scale = scale
+        found = certificate.compare(own, other, "x", images, ["a"])
+        assert found.largest <= 1e-5 and not found.holds
+    assert found.logit_scale is not None
+    proof = certificate.Certificate("x", 1, text_features=float("nan"), bound=0.02)
+    assert not proof.holds
+
+    compare = certificate.compare
+    monkeypatch.setattr(
+        certificate, "compare", lambda *a, **b: replace(compare(*a, **b), logit_scale=1e-3)
+    )
+    with pytest.raises(ValueError, match="logit scales by 0.001 of their value"):
+        convert.run("hf", tmp_path / "own", tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("look", "size"),
     [
@@ -169,6 +198,72 @@ def test_a_finished_one_is_skipped_and_another_model_is_refused(tmp_path: Path) 
     tensors = weights.read_tensors(out / transformers_layout.WEIGHTS)
     own = weights.read_tensors(weights.find_weights(tmp_path / "b"))
     assert torch.equal(tensors["visual_projection.weight"], own["visual.proj"].T)
+
+
+def test_other_pictures_texts_or_configurations_are_no_finished_conversion(tmp_path: Path) -> None:
+    source, photos, lines = exported(tmp_path / "a"), tmp_path / "photos", tmp_path / "texts.txt"
+    photos.mkdir()
+    Image.new("RGB", (40, 50), (9, 8, 7)).save(photos / "a.png")
+    lines.write_text("a dog\n")
+    run = partial(convert.run, "hf", source, tmp_path / "hf")
+    out = run()
+    before = (out / "manifest.json").read_bytes()
+    assert run(precision="fp32") == out  # which is the default
+    assert (out / "manifest.json").read_bytes() == before
+    with pytest.raises(ValueError, match="was made with other settings: images was None, now"):
+        run(images=photos)
+    with pytest.raises(ValueError, match="was made with other settings: texts was None, now"):
+        run(texts=lines)
+    run(images=photos, texts=lines, force=True)
+    before = (out / "manifest.json").read_bytes()
+    run(images=photos, texts=lines)
+    assert (out / "manifest.json").read_bytes() == before
+    Image.new("RGB", (40, 50), (9, 8, 6)).save(photos / "a.png")
+    with pytest.raises(ValueError, match="was made with other settings: images was"):
+        run(images=photos, texts=lines)
+    digest, path = Source(source).digest, source / "open_clip_config.json"
+    path.write_text(path.read_text().replace("{", "{ ", 1))
+    assert Source(source).digest != digest
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_files_of_others_stay(tmp_path: Path, force: bool) -> None:
+    source, out = exported(tmp_path / "own"), tmp_path / "mine"
+    out.mkdir()
+    (out / "README.md").write_text("my own")
+    with pytest.raises(ValueError, match="mine holds files that mclclip did not write: give a new"):
+        convert.run("hf", source, out, force=force)
+    assert [path.name for path in out.iterdir()] == ["README.md"]
+    assert (out / "README.md").read_text() == "my own"
+    with pytest.raises(ValueError, match="README.md is a file: give a new folder"):
+        convert.run("hf", source, out / "README.md", force=force)
+    before = sorted(path.name for path in source.iterdir())
+    with pytest.raises(ValueError, match="is the model itself: give a new folder"):
+        convert.run("hf", source, tmp_path / "mine" / ".." / "own", force=force)
+    assert sorted(path.name for path in source.iterdir()) == before
+
+
+def test_what_killed_conversions_left_is_removed(tmp_path: Path) -> None:
+    source = exported(tmp_path / "own")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f".hf.{ended.pid}.tmp", f".hf.{os.getppid()}.tmp", f".other.{ended.pid}.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"part")
+    convert.run("hf", source, tmp_path / "hf")
+    left = sorted(path.name for path in tmp_path.glob(".*"))
+    assert left == sorted([f".hf.{os.getppid()}.tmp", f".other.{ended.pid}.tmp"])
+
+
+def test_the_working_folder_may_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = exported(tmp_path / "own")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    out = convert.run("hf", source, Path("."))
+    assert (out / "config.json").is_file() and out.samefile(tmp_path / "here")
+    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_the_command_line_wants_all_three(capsys: pytest.CaptureFixture[str]) -> None:

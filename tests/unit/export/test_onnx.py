@@ -13,6 +13,7 @@ import torch
 import mclclip
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.export import convert, libraries, to_onnx
+from mclclip.export.target import Source
 from mclclip.models.clip import load_clip, load_image_encoder, save_export
 from mclclip.models.concat import save_concat
 from mclclip.models.stage_weights import StageWeights
@@ -116,7 +117,7 @@ def test_half_the_bytes_and_the_difference_is_measured(tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in out.glob("*.onnx"))
     assert size < 0.6 * (source / "open_clip_model.safetensors").stat().st_size
     proof = the_certificate(out)
-    assert proof["bound"] is None and "fp16" in proof["runtime"]
+    assert proof["bound"] == 0.02 and proof["logit_scale"] <= 1e-7 and "fp16" in proof["runtime"]
     assert 1e-6 < proof["image_features"] < 5e-3 and 1e-6 < proof["text_features"] < 5e-3
 
 
@@ -133,19 +134,20 @@ def test_a_graph_of_other_weights_is_refused(
     def wrong(graph: torch.nn.Module, *args: Any, **options: Any) -> Any:
         with torch.no_grad():
             for parameter in graph.parameters():
-                parameter += 0.01
+                parameter += 0.1
             try:
                 return export(graph, *args, **options)
             finally:
                 for parameter in graph.parameters():
-                    parameter -= 0.01
+                    parameter -= 0.1
 
     monkeypatch.setattr(torch.onnx, "export", wrong)
     with pytest.raises(ValueError, match="is not converted: features in onnxruntime .* differ by"):
         convert.run("onnx", source, out, force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    with pytest.raises(ValueError, match="is not converted"):
-        convert.run("onnx", source, tmp_path / "other")
+    for precision in (None, "fp16"):
+        with pytest.raises(ValueError, match="is not converted"):
+            convert.run("onnx", source, tmp_path / "other", precision=precision)  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["onnx", "own"]
 
 
@@ -169,6 +171,31 @@ def test_a_graph_that_one_file_cannot_hold_is_refused(
     monkeypatch.setattr(to_onnx, "_MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="a graph in one file holds at most 1,000"):
         convert.run("onnx", exported(tmp_path / "own"), tmp_path / "out")
+
+
+def test_only_the_tower_of_a_graph_is_counted(tmp_path: Path) -> None:
+    """Both towers are in the model, and the trunk of a concat is in memory once."""
+    model = load_clip(exported(tmp_path / "own"))
+    clip = model.exported
+    images = 4 * sum(p.numel() for p in clip.visual.parameters())
+    texts = 4 * sum(p.numel() for p in clip.parameters()) - images
+    graphs = to_onnx._ImageGraph([model], None), to_onnx._TextGraph([model])
+    assert to_onnx._num_bytes(graphs[0], of_images=True) == images
+    assert to_onnx._num_bytes(graphs[1], of_images=False) == texts
+    source = Source(concat_of(stages(tmp_path / "stages"), "raw", tmp_path / "concat"))
+    joined = to_onnx._ImageGraph(source.stages, None)
+    assert images < to_onnx._num_bytes(joined, of_images=True) < 3 * images
+
+
+@needs_onnx
+def test_graphs_that_fit_are_not_refused_for_their_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = exported(tmp_path / "own")
+    monkeypatch.setattr(
+        to_onnx, "_MOST_BYTES", (source / "open_clip_model.safetensors").stat().st_size - 9000
+    )
+    assert (convert.run("onnx", source, tmp_path / "out") / "image.onnx").is_file()
 
 
 def test_fp16_is_of_onnx_alone(tmp_path: Path) -> None:
