@@ -91,11 +91,7 @@ def _check_place(out: Path, source: Source) -> None:
     """Raises ValueError where `out` holds what this verb would overwrite."""
     if out.resolve() == source.directory.resolve():
         raise ValueError(f"--out {out} is the model itself: give a new folder")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: give a new folder")
-    begun = artifacts.is_finished(out) or (out / artifacts.INTENT).exists()
-    if out.is_dir() and any(out.iterdir()) and not begun:
-        raise ValueError(f"--out {out} holds files that mclclip did not write: give a new folder")
+    artifacts.refuse_foreign(out, "--out")
 
 
 def _remove_leftovers(out: Path) -> None:

@@ -166,8 +166,11 @@ def is_finished(directory: Path) -> bool:
 
 
 def refuse_foreign(directory: Path, option: str) -> None:
-    """Raises ValueError, naming the ``option`` that gave it, where a directory holds files of which
-    none says that an artifact is or was written there: they would be replaced, or mixed with it."""
+    """Raises ValueError, naming the ``option`` that gave it, where a directory is a file, or holds
+    files of which none says that an artifact is or was written there: they would be replaced, or
+    mixed with it."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{option} {directory} is a file: give a new folder")
     if directory.is_dir() and not made_of(directory) and any(directory.iterdir()):
         raise ValueError(
             f"{option} {directory} holds files that mclclip did not write: give a new folder"
