@@ -3,7 +3,7 @@
 They are exactly those for pictures as mclclip decodes them: upright, and 8-bit RGB. It turns other
 pictures upright by their EXIF orientation and converts them to RGB before it resizes them, as
 mclclip does; open_clip does neither, so its pixels of rotated, palette and transparent pictures are
-others. Pillow's conversion of 16-bit grey cuts values off, where mclclip scales them.
+others. 16-bit grey is converted as Pillow does it, where mclclip scales it to 8 bits.
 
 transformers' own processor rounds the place of the centre crop down; open_clip (torchvision) rounds
 halves to the even number. Where the longer side of the resized picture leaves 3, 7, 11, ... pixels

@@ -70,7 +70,7 @@ class _Embedded:
             options = self.options
             if options is None or options.trained_model is not None:
                 return None
-            if options.train.start != "base" or not options.train.lock.text:
+            if options.train.start != "base" or options.train.lock.text:
                 return None
         return self._rows(found, "text_embeddings")
 

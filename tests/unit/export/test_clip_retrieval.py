@@ -109,9 +109,9 @@ def test_embeddings_of_another_index_are_refused(run: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "shares"),
     [
-        ([], True),
-        (["train.lock.text=false"], False),
-        (["train.start=random", "export.soup=false"], False),
+        ([], False),
+        (["train.lock.text=false"], True),
+        (["train.lock.text=false", "train.start=random", "export.soup=false"], False),
     ],
 )
 def test_only_stages_with_the_text_tower_of_stage_0_have_its_texts(
