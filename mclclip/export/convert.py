@@ -19,6 +19,7 @@ from mclclip.export.target import Material, Precision, Source, Target
 from mclclip.models import weights
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force
+from mclclip.run.lock import start_of_process
 
 log = logging.getLogger("mclclip")
 
@@ -98,18 +99,8 @@ def _remove_leftovers(out: Path) -> None:
     """Removes what conversions to `out` that were killed have left beside it."""
     for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
         number = path.name.removesuffix(".tmp").removeprefix(f".{out.name}.")
-        if number.isdecimal() and not _is_running(int(number)):
+        if number.isdecimal() and start_of_process(int(number)) is None:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True
 
 
 def _source(to: To, model: Path, precision: Precision | None) -> Source:

@@ -24,7 +24,7 @@ _FIELDS = {"host", "pid", "process_start", "started"}
 _LATE_LOOK_S = 1.0  # at most this much time counts as silence between two looks
 
 
-def _process_start(pid: int) -> str | None:
+def start_of_process(pid: int) -> str | None:
     """Start of process ``pid`` (clock ticks since boot), or None where it does not run.
 
     Without /proc a running process gives the word ``running`` instead.
@@ -112,7 +112,7 @@ class RunLock:
     def _is_living(self, owner: dict[str, Any], beat: int, watch: _Watch) -> bool | None:
         """Whether the owner of the lock lives; None while that is not known yet."""
         if owner["host"] == socket.gethostname():
-            start = _process_start(owner["pid"])
+            start = start_of_process(owner["pid"])
             return start is not None and start == owner["process_start"]
         watch.look(owner, beat)
         if watch.silent_s >= self.stale_s:
@@ -149,7 +149,7 @@ class RunLock:
             self._record = {
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "process_start": _process_start(os.getpid()),
+                "process_start": start_of_process(os.getpid()),
                 "started": now(),
             }
             # Needs no rename: the guard keeps readers out, and half a record counts as no lock.

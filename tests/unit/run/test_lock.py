@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from mclclip.run import lock as run_lock
-from mclclip.run.lock import RunLock, _process_start
+from mclclip.run.lock import RunLock, start_of_process
 
 # Waits for a line on stdin, takes the lock, says so, holds it until stdin ends.
 HOLDER = """
@@ -97,7 +97,7 @@ def test_the_lock_says_who_holds_it_and_goes_with_him(tmp_path: Path) -> None:
     with RunLock(run_dir):
         owner = json.loads((run_dir / "run.lock").read_text())
         assert owner["host"] == socket.gethostname() and owner["pid"] == os.getpid()
-        assert owner["process_start"] == _process_start(os.getpid())
+        assert owner["process_start"] == start_of_process(os.getpid())
         assert owner["started"].startswith("20")
     assert not (run_dir / "run.lock").exists()
 
