@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -151,21 +152,8 @@ def test_what_cannot_be_is_refused_in_a_line(
     assert words in line and "Traceback" not in refused.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "engine"),
-    kept(
-        [
-            ("model", "ddp"),
-            ("step", "fsdp"),
-            ("step", "ddp"),
-            ("model", "fsdp"),
-            ("model", "deepspeed"),
-            ("step", "deepspeed"),
-        ],
-        1,
-    ),
-)
+@pytest.mark.parametrize("what, engine", product(["model", "step"], ["ddp", "fsdp", "deepspeed"]))
+@in_soak
 def test_compiling_changes_no_weights(
     shell: Shell, based: Any, plain: dict[str, torch.Tensor], tmp_path: Path, what: str, engine: str
 ) -> None:

@@ -24,6 +24,7 @@ import pytest
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.e2e.started import Started, result_of, rows_of, steps_of
+from tests.matrix import in_soak
 
 pytestmark = pytest.mark.slow
 
@@ -242,6 +243,7 @@ def test_two_hosts_train_as_one(
     assert len(losses) == STEPS and losses == pytest.approx(alone, rel=1e-5)
 
 
+@in_soak
 def test_a_cut_cable_ends_the_job_on_both_sides(
     hosts: list[Host], indexed: Any, one_host: Any, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from mclclip import checkpoint
 from mclclip.ranks import signals
 from tests.gpu import papers
-from tests.matrix import kept
+from tests.matrix import in_soak
 from tests.unit.data.datasets import fakes
 
 DIGITS, SHAPES = papers.FIGURES["cifar_mnist-tau_0.1"], papers.FIGURES["trifeature-tau_0.5"]
@@ -30,8 +30,8 @@ def until(path: Path) -> Callable[[papers.Piece], bool]:
     return lambda piece: bool(checkpoint.steps(path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("figure", kept([DIGITS, SHAPES], 1), ids=lambda figure: figure.dataset)
+@pytest.mark.parametrize("figure", [DIGITS, SHAPES], ids=lambda figure: figure.dataset)
+@in_soak
 def test_pieces_go_on_to_figures_beside_the_papers(
     figure: papers.Figure,
     tmp_path: Path,

@@ -20,6 +20,7 @@ import torch
 
 from mclclip import checkpoint, demo
 from tests import tiny
+from tests.matrix import in_soak
 from tests.slurm.conftest import Cluster, wait_until
 
 pytestmark = pytest.mark.slow
@@ -207,6 +208,7 @@ def saved_when_left(job: Job, least: int) -> int:
     return saved
 
 
+@in_soak
 def test_killed_processes_end_the_start_and_not_the_job(
     cluster: Cluster, undisturbed: Job, data: Path, tmp_path: Path
 ) -> None:
