@@ -152,7 +152,9 @@ def test_what_cannot_be_is_refused_in_a_line(
     assert words in line and "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize("what, engine", product(["model", "step"], ["ddp", "fsdp", "deepspeed"]))
+@pytest.mark.parametrize(
+    "what, engine", [*product(["model", "step"], ["ddp", "fsdp", "deepspeed"])]
+)
 @in_soak
 def test_compiling_changes_no_weights(
     shell: Shell, based: Any, plain: dict[str, torch.Tensor], tmp_path: Path, what: str, engine: str
