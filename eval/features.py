@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
-from mclclip.data.decode import DecodeError, decode
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.data.loader import Loader
 from mclclip.eval.datasets import Region
 from mclclip.models.encoder import Encoder
@@ -62,7 +62,7 @@ class Extractor:
     context: Context = SINGLE
     batch_size: int = 64
     precision: str = "fp32"
-    max_image_pixels: int = 100_000_000
+    max_image_pixels: int = MAX_IMAGE_PIXELS
     num_workers: int = 0
 
     def __post_init__(self) -> None:

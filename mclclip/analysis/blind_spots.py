@@ -53,7 +53,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Found:
-    """What is found among N images.
+    """Blind spots and near-duplicates among N images, with their counts.
 
     spots       blind spots, the largest difference of cosines first
     duplicates  pairs that both encoders confuse, the largest sum of cosines first

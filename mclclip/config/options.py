@@ -13,6 +13,7 @@ from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
 from mclclip.config.image_blocks import check_image_blocks
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
+from mclclip.data.decode import MAX_IMAGE_PIXELS
 from mclclip.data.epoch_plan import Order
 from mclclip.data.groups import Policy
 from mclclip.data.labels import LabelMode
@@ -43,7 +44,7 @@ class DataConfig:
     """Loader processes per rank (0: read in the training process)."""
     index_workers: PositiveInt = 2
     """Processes that scan shards side by side."""
-    max_image_pixels: PositiveInt = 100_000_000
+    max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS
     """Images with more pixels (width times height) are refused as decompression bombs."""
     max_bad_fraction: float = 0.01
     """Share of the index's samples that may be undecodable, and of the shards that may be damaged

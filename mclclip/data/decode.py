@@ -27,6 +27,9 @@ from PIL import Image, UnidentifiedImageError
 logger = logging.getLogger("mclclip")
 
 # A closed list: PIL also knows formats whose reader starts another program (EPS: ghostscript).
+MAX_IMAGE_PIXELS = 100_000_000
+"""Pixels (width x height) of an image at most, unless an option says otherwise."""
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ARRAY_MAGIC = b"\x93NUMPY"

@@ -38,8 +38,6 @@ from mclclip.train.loop import MODEL
 
 log = logging.getLogger("mclclip")
 
-_STATISTICS_SAMPLES = 4096  # images on which the batch norms of a soup are estimated
-
 
 def stage(
     config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
@@ -258,7 +256,9 @@ def _soup(
 def _images(config: Config, index: SampleIndex, model: AnyModel) -> Iterator[Tensor]:
     """Yields batches of images, drawn by the seed from the index, to estimate statistics on."""
     ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
-    ids = np.random.default_rng([config.seed, 3]).permutation(ids)[:_STATISTICS_SAMPLES].tolist()
+    ids = (
+        np.random.default_rng([config.seed, 3]).permutation(ids)[: soup.STATISTICS_IMAGES].tolist()
+    )
     dataset = TarDataset(
         index,
         transform=model.preprocess_val,

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from mclclip.data.decode import DecodeError, decode
+from mclclip.eval.datasets import SUFFIXES
 from mclclip.models.encoder import Encoder
 
 BOUND = 1e-5
@@ -30,7 +31,6 @@ than 0.005: what is beyond it is damage, and not rounding."""
 _SHADES = 255.0
 _NOTED = 2.0  # shades from which on an image is named
 _NAMES = 10
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _BATCH = 32
 
 TEXTS = (
@@ -236,7 +236,7 @@ def read_images(folder: Path, most: int, max_image_pixels: int) -> dict[str, Ima
 
     Raises FileNotFoundError where there are none and ValueError for one that cannot be decoded.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not paths:
         raise FileNotFoundError(f"no pictures below {folder}: give a folder of .jpg or .png files")
     found = {}

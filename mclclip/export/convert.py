@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from mclclip import files
+from mclclip.data.decode import MAX_IMAGE_PIXELS
 from mclclip.export import certificate, model_card
 from mclclip.export.target import Material, Precision, Source, Target
 from mclclip.models import weights
@@ -25,7 +26,6 @@ log = logging.getLogger("mclclip")
 
 To = Literal["hf", "onnx", "timm", "llava", "clip_retrieval"]
 CERTIFICATE = "certificate.json"
-_MAX_IMAGE_PIXELS = 100_000_000
 
 
 def run(
@@ -114,7 +114,7 @@ def _source(to: To, model: Path, precision: Precision | None) -> Source:
 
 def _material(images: Path | None, texts: Path | None, num_images: int) -> Material:
     pictures = (
-        certificate.read_images(images, num_images, _MAX_IMAGE_PIXELS)
+        certificate.read_images(images, num_images, MAX_IMAGE_PIXELS)
         if images is not None
         else certificate.drawn_images()
     )

@@ -128,23 +128,12 @@ def config(model: ClipModel, found: Mapping[str, Tensor]) -> dict[str, Any]:
     patches = found["vision_model.embeddings.patch_embedding.weight"]
     words = found["text_model.embeddings.token_embedding.weight"]
     places = len(found["vision_model.embeddings.position_embedding.weight"])
-    side = round(places**0.5)
-    if side * side != places:
-        raise ValueError(f"the model has {places} patches; {_WHAT} wants a square")
     block = text.transformer.resblocks[0]
 
     def tower(part: str, width: int, heads: int, act: nn.Module, norm: Any) -> dict[str, Any]:
-        first = found[f"{part}.encoder.layers.0.mlp.fc1.weight"]
-        layers = {name.split(".")[3] for name in found if name.startswith(f"{part}.encoder.")}
-        return {
-            "model_type": f"siglip_{part}",
-            "hidden_size": width,
-            "intermediate_size": len(first),
-            "num_hidden_layers": len(layers),
-            "num_attention_heads": heads,
-            "hidden_act": _activation(act),
-            "layer_norm_eps": norm.eps,
-        }
+        kind, activation = f"siglip_{part}", _activation(act)
+        sizes = transformers_layout.tower_sizes(found, part, kind, width, heads, activation)
+        return sizes | {"layer_norm_eps": norm.eps}
 
     vision = trunk.blocks[0]
     return {
@@ -154,11 +143,7 @@ def config(model: ClipModel, found: Mapping[str, Tensor]) -> dict[str, Any]:
         "vision_config": tower(
             "vision_model", len(patches), vision.attn.num_heads, vision.mlp.act, vision.norm1
         )
-        | {
-            "image_size": side * patches.shape[2],
-            "patch_size": patches.shape[2],
-            "num_channels": patches.shape[1],
-        },
+        | transformers_layout.picture_sizes(found, places, _WHAT),
         "text_config": tower(
             "text_model", words.shape[1], block.attn.num_heads, block.mlp.gelu, block.ln_1
         )

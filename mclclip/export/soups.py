@@ -29,7 +29,7 @@ from torch import Tensor
 from mclclip import files
 from mclclip.analysis import pictures
 from mclclip.config import BenchmarkConfig
-from mclclip.data.decode import DecodeError, decode
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.datasets import SUFFIXES
 from mclclip.eval.results import Result
 from mclclip.eval.stored import StoredImage, read_shards
@@ -45,8 +45,7 @@ log = logging.getLogger("mclclip")
 Method = Literal["uniform", "greedy", "wise"]
 ALPHAS = tuple(number / 10 for number in range(11))
 SCORES = "scores"
-_STATISTICS_SAMPLES, _STATISTICS_BATCH = 4096, 64  # images that batch norms are estimated on
-_MAX_IMAGE_PIXELS = 100_000_000
+_STATISTICS_BATCH = 64  # images of a batch that batch norms are estimated on
 _ADVICE = (
     "; where you know that they have one, which other people's files do not say, give --any-base"
 )
@@ -278,14 +277,14 @@ def _images(folder: Path, model: AnyModel) -> Iterator[Tensor]:
         places = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not places:
         raise FileNotFoundError(f"--images {folder} has neither shards (*.tar) nor pictures below")
-    order = np.random.default_rng(0).permutation(len(places))[:_STATISTICS_SAMPLES]
+    order = np.random.default_rng(0).permutation(len(places))[: soup.STATISTICS_IMAGES]
     arrays = bool(getattr(model.preprocess_val, "reads_arrays", False))
     bad = 0
     for start in range(0, len(order), _STATISTICS_BATCH):
         batch = []
         for row in order[start : start + _STATISTICS_BATCH]:
             try:
-                image = decode(places[row].read_bytes(), _MAX_IMAGE_PIXELS, arrays)
+                image = decode(places[row].read_bytes(), MAX_IMAGE_PIXELS, arrays)
             except DecodeError:
                 bad += 1
                 continue
@@ -368,7 +367,8 @@ def _wise(
     }
     folder, main = ingredients.results.parent, _main(found[chosen])
     files.write_json(folder / "curve.json", curve)
-    _draw(folder / "curve.png", curve, main)
+    units = {found[chosen][name].protocol.get("unit", "%") for name in main}
+    _draw(folder / "curve.png", curve, main, " or ".join(sorted(units)))
     price = _price(curve)
     changes = ", ".join(f"{name} {price[name]:+.2f}" for name in main if name in price)
     table = _table("alpha", {f"{a:g}": figures for a, figures in found.items()})
@@ -397,7 +397,7 @@ def _main(figures: Mapping[str, Result]) -> list[str]:
     ]
 
 
-def _draw(path: Path, curve: Mapping[str, Any], main: Sequence[str]) -> None:
+def _draw(path: Path, curve: Mapping[str, Any], main: Sequence[str], unit: str) -> None:
     try:
         pictures.library()
     except ValueError as error:  # the soup does not depend on it
@@ -406,7 +406,7 @@ def _draw(path: Path, curve: Mapping[str, Any], main: Sequence[str]) -> None:
     first, second = (name for name in curve["models"])
     series = {name: curve["values"][name] for name in main}
     title = f"from {first} (0) to {second} (1)"
-    pictures.curves(path, title, curve["alphas"], series, "alpha", "figure", curve["alpha"])
+    pictures.curves(path, title, curve["alphas"], series, "alpha", unit, curve["alpha"])
 
 
 def _table(first: str, every: Mapping[str, Mapping[str, Result]]) -> str:

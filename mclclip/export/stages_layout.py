@@ -166,9 +166,10 @@ def load(out: Path) -> Any:
     folder. Raises ValueError where the weights lack a tensor."""
     transformers = config_check.library()
     import_module(f"mclclip.models.{MODULE}")
-    model, found = transformers.AutoModel.from_pretrained(
-        str(out), trust_remote_code=False, output_loading_info=True, local_files_only=True
-    )
+    with transformers_encoder.silent(transformers):
+        model, found = transformers.AutoModel.from_pretrained(
+            str(out), trust_remote_code=False, output_loading_info=True, local_files_only=True
+        )
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"the weights in {out} have no {missing[0]}")
     return model.eval()

@@ -31,7 +31,7 @@ _DEEPEST = 5  # folders between a run directory and an export, as of a pilot's c
 
 @dataclass(frozen=True)
 class Source:
-    """What is converted: the folder of an export, or a run directory, and how.
+    """The encoder that is converted, by its folder, and the number format that is written.
 
     directory  an export (a stage, a soup, a concat), or what else a target reads
     precision  number format of the weights that are written, where a target has several
@@ -146,4 +146,5 @@ class Target(Protocol):
         """
 
     def certify(self, source: Source, out: Path, material: Material) -> list[Certificate]:
-        """What `out` gives in every installed runtime beside the source, one certificate each."""
+        """Runs the files in `out` by each installed runtime beside the source, on the material;
+        returns a certificate per runtime."""

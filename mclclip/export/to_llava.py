@@ -99,9 +99,10 @@ def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
         other = _Other(stages_layout.load(out), [*range(len(source.stages))])
         what = "StagesVisionModel"
     else:
-        model, found = transformers.CLIPVisionModel.from_pretrained(
-            str(out), output_loading_info=True, local_files_only=True
-        )
+        with transformers_encoder.silent(transformers):
+            model, found = transformers.CLIPVisionModel.from_pretrained(
+                str(out), output_loading_info=True, local_files_only=True
+            )
         if missing := [name for name in found["missing_keys"] if "position_ids" not in name]:
             raise ValueError(f"transformers finds no {missing[0]} in the weights of the tower")
         other, what = _Other(model, [-2]), "CLIPVisionModel"
@@ -119,7 +120,12 @@ def _seen(source: Source) -> str:
             "LLaVA reads the state before the last block. Whether it sees a trained block is not "
             "known, since the base is not in the run directory of the export"
         )
-    if trained <= 1:
+    if trained == 0:
+        return (
+            f"no block differs from the base's (of {num_blocks}): with this tower LLaVA sees what "
+            "it sees with the base"
+        )
+    if trained == 1:
         return (
             "LLaVA reads the state before the last block, which is the base's: it sees none of the "
             f"{trained} trained blocks (of {num_blocks}). Train more blocks (lock.image_blocks)"

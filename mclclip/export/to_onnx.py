@@ -175,7 +175,8 @@ def _halve(onnx: Any, model: Any) -> None:
 
 
 def _description(source: Source) -> dict[str, Any]:
-    """What a program needs beside the graphs."""
+    """The fields of `encoder.json`: inputs and outputs of the graphs, logit scale and bias, and the
+    settings of the image transform."""
     first: Any = source.stages[0]
     height, width = _sides(first.image_size)
     look = first.config["preprocess_cfg"]

@@ -87,32 +87,51 @@ def _of_block(name: str, tensor: Tensor) -> dict[str, Tensor]:
     )
 
 
+def tower_sizes(
+    found: Mapping[str, Tensor], part: str, kind: str, width: int, heads: int, activation: str
+) -> dict[str, Any]:
+    """Fields of a tower's configuration that CLIP and SigLIP share; ``part`` begins its tensors."""
+    layers = {name.split(".")[3] for name in found if name.startswith(f"{part}.encoder.")}
+    return {
+        "model_type": kind,
+        "hidden_size": width,
+        "intermediate_size": len(found[f"{part}.encoder.layers.0.mlp.fc1.weight"]),
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": heads,
+        "hidden_act": activation,
+    }
+
+
+def picture_sizes(found: Mapping[str, Tensor], places: int, what: str) -> dict[str, int]:
+    """Sizes of pictures and patches, for an image tower with positions of ``places`` patches.
+
+    Raises ValueError where they are no square, which ``what`` wants.
+    """
+    patches = found["vision_model.embeddings.patch_embedding.weight"]
+    side = round(places**0.5)
+    if side * side != places:
+        raise ValueError(f"the model has {places} patches; {what} wants a square")
+    return {
+        "image_size": side * patches.shape[2],
+        "patch_size": patches.shape[2],
+        "num_channels": patches.shape[1],
+    }
+
+
 def config(model_cfg: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[str, Any]:
     """``config.json`` of transformers, from a model's configuration and its tensors there."""
     vision, text = model_cfg["vision_cfg"], model_cfg["text_cfg"]
     activation = "quick_gelu" if model_cfg.get("quick_gelu") else "gelu"
 
     def tower(part: str, own: Mapping[str, Any], width: int, heads: int) -> dict[str, Any]:
-        first = found[f"{part}.encoder.layers.0.mlp.fc1.weight"]
-        layers = {name.split(".")[3] for name in found if name.startswith(f"{part}.encoder.")}
-        return {
-            "model_type": f"clip_{part}",
-            "hidden_size": width,
-            "intermediate_size": len(first),
-            "num_hidden_layers": len(layers),
-            "num_attention_heads": heads,
-            "hidden_act": activation,
-            "layer_norm_eps": (own.get("norm_kwargs") or {}).get("eps", 1e-5),
-            "projection_dim": model_cfg["embed_dim"],
-        }
+        sizes = tower_sizes(found, part, f"clip_{part}", width, heads, activation)
+        eps = (own.get("norm_kwargs") or {}).get("eps", 1e-5)
+        return sizes | {"layer_norm_eps": eps, "projection_dim": model_cfg["embed_dim"]}
 
     patches = found["vision_model.embeddings.patch_embedding.weight"]
     words = found["text_model.embeddings.token_embedding.weight"]
     positions = found["text_model.embeddings.position_embedding.weight"]
     places = len(found["vision_model.embeddings.position_embedding.weight"]) - 1
-    side = round(places**0.5)
-    if side * side != places:
-        raise ValueError(f"the model has {places} patches; transformers' CLIPModel wants a square")
     of_image = tower(
         "vision_model", vision, len(patches), len(patches) // vision.get("head_width", 64)
     )
@@ -123,12 +142,7 @@ def config(model_cfg: Mapping[str, Any], found: Mapping[str, Tensor]) -> dict[st
         "torch_dtype": "float32",
         "projection_dim": model_cfg["embed_dim"],
         "logit_scale_init_value": float(found["logit_scale"]),
-        "vision_config": of_image
-        | {
-            "image_size": side * patches.shape[2],
-            "patch_size": patches.shape[2],
-            "num_channels": patches.shape[1],
-        },
+        "vision_config": of_image | picture_sizes(found, places, "transformers' CLIPModel"),
         "text_config": of_text
         | {
             "max_position_embeddings": len(positions),

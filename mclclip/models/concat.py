@@ -26,7 +26,7 @@ from mclclip import files
 from mclclip.models import transformers_encoder, weights
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.image_model import unit
-from mclclip.models.loading import AnyModel, load_any
+from mclclip.models.loading import AnyModel, common_config, load_any
 from mclclip.models.stage_weights import StageWeights, Variant
 from mclclip.options import first_problem, shown
 
@@ -184,7 +184,7 @@ def save_concat(
     if not stages:
         raise ValueError("there is no stage to join: give at least one exported model")
     _check_learned(variant, learned, len(stages))
-    config = weights.common_config(stages)
+    config = common_config(stages)
     paths = [weights.find_weights(stage) for stage in stages]
     tensors = [weights.read_tensors(file) for file in paths]
     if any(found.keys() != tensors[0].keys() for found in tensors):

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mclclip import files
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, load_image_encoder
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.lora import add_lora
 from mclclip.models.transformers_encoder import PREFIX
+from mclclip.options import shown
 
 AnyModel = ClipModel | ImageEncoder
 
@@ -73,3 +75,42 @@ def prepare_model(
     model.train()
     if grad_checkpointing:
         model.set_grad_checkpointing(True)
+
+
+def common_config(directories: Sequence[Path]) -> dict[str, Any]:
+    """The configuration that exported models share, to be joined or averaged.
+
+    Others may write the same preprocessing in another way, so where they differ it is compared
+    after open_clip has filled in its defaults. Bases are not compared: the result has a
+    `base_digest` only if all have the same. Raises ValueError, naming the field, where one differs.
+    """
+    first, *others = (weights.read_config(path) for path in directories)
+    bases = {config.pop("base_digest", None) for config in (first, *others)}
+    for path, config in zip(directories[1:], others, strict=True):
+        if config == first:
+            continue
+        found = _difference(first["model_cfg"], config["model_cfg"], "model_cfg")
+        if not found:
+            sides = [
+                load_any(one, load_weights=False).config["preprocess_cfg"]
+                for one in (directories[0], path)
+            ]
+            found = _difference(sides[0], sides[1], "preprocess_cfg")
+        if found:
+            raise ValueError(
+                f"{path} has another {weights.CONFIG} than {directories[0]}, where {found}: only "
+                "models of one architecture and preprocessing can be joined"
+            )
+    base = bases.pop() if len(bases) == 1 else None
+    return first | ({"base_digest": base} if base else {})
+
+
+def _difference(first: Any, other: Any, name: str) -> str:
+    """The first field in which two configurations differ, in words; empty where there is none."""
+    first, other = files.as_json(first), files.as_json(other)
+    if not isinstance(first, dict) or not isinstance(other, dict):
+        return "" if first == other else f"{name} is {shown(first)} and not {shown(other)}"
+    keys = sorted(first.keys() | other.keys())
+    return next(
+        filter(None, (_difference(first.get(k), other.get(k), f"{name}.{k}") for k in keys)), ""
+    )

@@ -16,12 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip import files
 from mclclip.models import weights
-from mclclip.models.loading import AnyModel, load_any
-from mclclip.options import shown
+from mclclip.models.loading import AnyModel, common_config, load_any
 
 _BATCH_COUNT = "num_batches_tracked"
+STATISTICS_IMAGES = 4096
+"""Images at most on which batch norms are estimated."""
 _STATISTICS = (_BATCH_COUNT, "running_mean", "running_var")
 
 
@@ -54,7 +54,7 @@ def check_ingredients(
         raise ValueError("there is no ingredient: give at least one exported model")
     for path in ingredients:
         _safetensors(path)
-    config = _common_config(ingredients)
+    config = common_config(ingredients)
     bases = [weights.base_digest(path) for path in ingredients]
     if len(set(bases)) > 1 and not any_base:
         other = next(i for i, base in enumerate(bases) if base != bases[0])
@@ -80,41 +80,6 @@ def _safetensors(directory: Path) -> Path:
             f"num_stages=0 model.name={directory}"
         )
     return file
-
-
-def _common_config(ingredients: Sequence[Path]) -> dict[str, Any]:
-    """The configuration that all share. Others may write the same preprocessing in another way,
-    so where they differ it is compared after open_clip has filled in its defaults."""
-    first, *others = (weights.read_config(path) for path in ingredients)
-    bases = {config.pop("base_digest", None) for config in (first, *others)}
-    for path, config in zip(ingredients[1:], others, strict=True):
-        if config == first:
-            continue
-        found = _difference(first["model_cfg"], config["model_cfg"], "model_cfg")
-        if not found:
-            sides = [
-                load_any(one, load_weights=False).config["preprocess_cfg"]
-                for one in (ingredients[0], path)
-            ]
-            found = _difference(sides[0], sides[1], "preprocess_cfg")
-        if found:
-            raise ValueError(
-                f"{path} has another {weights.CONFIG} than {ingredients[0]}, where {found}: only "
-                "models of one architecture and preprocessing can be joined"
-            )
-    base = bases.pop() if len(bases) == 1 else None
-    return first | ({"base_digest": base} if base else {})
-
-
-def _difference(first: Any, other: Any, name: str) -> str:
-    """The first field in which two configurations differ, in words; empty where there is none."""
-    first, other = files.as_json(first), files.as_json(other)
-    if not isinstance(first, dict) or not isinstance(other, dict):
-        return "" if first == other else f"{name} is {shown(first)} and not {shown(other)}"
-    keys = sorted(first.keys() | other.keys())
-    return next(
-        filter(None, (_difference(first.get(k), other.get(k), f"{name}.{k}") for k in keys)), ""
-    )
 
 
 def needs_statistics(ingredients: Sequence[Path]) -> bool:

@@ -146,7 +146,7 @@ def load(name: str) -> TransformersEncoder:
     _check_weights(directory)
     _check_preprocessor(directory / PREPROCESSOR)
     transformers = config_check.library()
-    with _silent(transformers):
+    with silent(transformers):
         model = _read(f"the model in {directory}", lambda: _model(transformers, kind, directory))
         images = _class(transformers, kind.images)
         what = f"{directory / PREPROCESSOR}"
@@ -178,7 +178,7 @@ def _check_fit(encoder: TransformersEncoder, directory: Path) -> None:
 
 
 @contextmanager
-def _silent(transformers: Any) -> Iterator[None]:
+def silent(transformers: Any) -> Iterator[None]:
     """Keeps the library's reports and progress bars from the terminal."""
     library = transformers.utils.logging
     verbosity, with_bars = library.get_verbosity(), library.is_progress_bar_enabled()

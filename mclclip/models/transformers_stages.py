@@ -190,7 +190,8 @@ class Trunk(nn.Module):
 
 
 class Tail(nn.Module):
-    """What a stage has of its own: its last blocks, and perhaps its embedding."""
+    """The last blocks of one stage, its final norm and projection; where stages share nothing, its
+    embedding and all of its blocks."""
 
     def __init__(self, config: StagesVisionConfig) -> None:
         super().__init__()
@@ -238,7 +239,8 @@ class TextTower(nn.Module):
 
 
 class _Loaded(PreTrainedModel):  # type: ignore[misc]
-    """What both models have for transformers; weights come from files."""
+    """Settings that transformers asks of a model. Random weights are drawn for tests only: those of an
+    export come from its files."""
 
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = False

@@ -14,7 +14,7 @@ import copy
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,23 +251,6 @@ def base_digest(directory: Path) -> str:
     """Digest of the base that an export was fine-tuned from; its own where none is recorded."""
     recorded: str | None = read_config(directory).get("base_digest")
     return recorded or files.digest_file(find_weights(directory))
-
-
-def common_config(directories: Sequence[Path]) -> dict[str, Any]:
-    """The configuration that all directories share. Raises ValueError where one differs.
-
-    Bases are not compared: the result has a `base_digest` only if all have the same.
-    """
-    configs = [read_config(directory) for directory in directories]
-    bases = {config.pop("base_digest", None) for config in configs}
-    for directory, config in zip(directories, configs, strict=True):
-        if config != configs[0]:
-            raise ValueError(
-                f"{directory} has another {CONFIG} than {directories[0]}: only models of one "
-                "architecture and preprocessing can be joined"
-            )
-    base = bases.pop() if len(bases) == 1 else None
-    return configs[0] | ({"base_digest": base} if base else {})
 
 
 def same_bits(first: Tensor, *others: Tensor) -> bool:

@@ -28,7 +28,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class BlindSpots:
-    """What ``mclclip blindspots`` found of two encoders: its options and counts, some pairs."""
+    """Options and counts of one artifact of ``mclclip blindspots``, and the first of its pairs."""
 
     options: dict[str, Any]
     counts: dict[str, Any]

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mclclip.data.datasets.sources import MAX_IMAGE_PIXELS, SUFFIXES, Pixels, suffix_of
-from mclclip.data.decode import DecodeError, decode_image
+from mclclip.data.datasets.sources import SUFFIXES, Pixels, suffix_of
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
 
 CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 _CIFAR10_BATCHES = {"train": [f"data_batch_{n}" for n in range(1, 6)], "test": ["test_batch"]}

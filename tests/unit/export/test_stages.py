@@ -126,9 +126,10 @@ def test_llava_reads_all_stages_unpatched(tmp_path: Path, caplog: pytest.LogCapt
         assert torch.equal(again(input_ids=tokens, pixel_values=pixels).logits, logits)
 
 
-def test_llava_reads_a_plain_tower(tmp_path: Path) -> None:
+def test_llava_reads_a_plain_tower(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = exported(tmp_path / "own", quick_gelu=True)
     out = convert.run("llava", source, tmp_path / "llava")
+    assert "Loading weights" not in capfd.readouterr().err  # bars of transformers
     assert json.loads((out / "config.json").read_text())["model_type"] == "clip_vision_model"
     tensors = weights.read_tensors(out / "model.safetensors")
     assert all(name.startswith("vision_model.") for name in tensors)  # as version 4 wants them
@@ -145,6 +146,8 @@ def test_llava_reads_a_plain_tower(tmp_path: Path) -> None:
 def test_a_tower_without_a_trained_block_that_llava_sees_is_told(tmp_path: Path) -> None:
     source = Source(joined(tmp_path, trunk=2))
     assert "it sees none of the 1 trained blocks (of 3)" in to_llava._seen(source)
+    same = Source(joined(tmp_path / "same", trunk=3))
+    assert to_llava._seen(same).startswith("no block differs from the base's (of 3)")
 
 
 def test_what_cannot_be_joined_there_is_one_line(tmp_path: Path) -> None:
