@@ -256,9 +256,8 @@ def _soup(
 def _images(config: Config, index: SampleIndex, model: AnyModel) -> Iterator[Tensor]:
     """Yields batches of images, drawn by the seed from the index, to estimate statistics on."""
     ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
-    ids = (
-        np.random.default_rng([config.seed, 3]).permutation(ids)[: soup.STATISTICS_IMAGES].tolist()
-    )
+    order = np.random.default_rng([config.seed, 3]).permutation(ids)
+    ids = order[: soup.STATISTICS_IMAGES].tolist()
     dataset = TarDataset(
         index,
         transform=model.preprocess_val,

@@ -42,8 +42,8 @@ class Pairs:
         return files.digest_json([dict(self.shards), keys])
 
     def record(self) -> dict[str, Any]:
-        """Their number, the keys of the first and the last one, and the digests of their shards, as a
-        manifest records them."""
+        """Their number, the keys of the first and the last one, and the digests of their shards,
+        as a manifest records them."""
         first, last = (f"{i.path.name}/{i.key}" for i in (self.images[0], self.images[-1]))
         return {
             "samples": len(self.images),

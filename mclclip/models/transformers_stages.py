@@ -239,8 +239,8 @@ class TextTower(nn.Module):
 
 
 class _Loaded(PreTrainedModel):  # type: ignore[misc]
-    """Settings that transformers asks of a model. Random weights are drawn for tests only: those of an
-    export come from its files."""
+    """Settings that transformers asks of a model. It draws the weights of one that is made without
+    files; an export's come from its files."""
 
     main_input_name = "pixel_values"
     supports_gradient_checkpointing = False
