@@ -150,6 +150,9 @@ class End:
         if rank != "0" or name != self.moment:
             return
         sys.setprofile(None)
+        # Once: after a loader worker has come here, its parent may, on its own way out.
+        if (self.folder / "struck").exists():
+            return
         # The first rank comes last, since a worker of it, in which this may run, ends with it.
         while len(pids := noted(self.folder)) < self.ranks:
             time.sleep(0.01)
