@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +22,7 @@ class ShardServer(ThreadingHTTPServer):
     cut         this many responses of data end after half of their bytes
     ranges      False: the whole file is sent, whatever is asked for
     silent      True: a request of data is accepted and never answered
+    after_look  called once, before the first request of data is answered
     """
 
     daemon_threads = True
@@ -31,6 +32,7 @@ class ShardServer(ThreadingHTTPServer):
         self.folder = folder
         self.latency_s, self.fail, self.cut, self.status = 0.0, 0, 0, 503
         self.ranges, self.silent = True, False
+        self.after_look: Callable[[], object] | None = None
         self.seen: Counter[str] = Counter()
         self.lock = threading.Lock()
 
@@ -63,6 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(server.latency_s)
         with server.lock:
             server.seen[self.command] += 1
+            if with_data and server.after_look is not None:
+                server.after_look()
+                server.after_look = None
         path = server.folder / self.path.lstrip("/").partition("?")[0]
         if not path.is_file():
             return self._send(404, b"")
