@@ -317,7 +317,7 @@ class _Pictures:
         self._dataset = TarDataset(
             index, transform=None, reads_captions=False,
             max_image_pixels=data.max_image_pixels, max_open_files=data.max_open_files,
-            check_pixels=data.verify == "full",
+            check_pixels=data.verify == "full", remote=data.remote,
         )  # fmt: skip
 
     def key(self, sample_id: int) -> str:

@@ -244,6 +244,7 @@ def _image_dataset(config: Config, index: SampleIndex, model: AnyModel) -> TarDa
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
         check_pixels=config.data.verify == "full",
+        remote=config.data.remote,
     )
 
 
@@ -272,8 +273,9 @@ def _embed_texts(
         reads_captions=False,
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
+        remote=config.data.remote,
     )
-    captions = [c for i in range(shard.start, shard.stop) for c in dataset.captions(i)]
+    captions = [c for of in dataset.captions_of(range(shard.start, shard.stop)) for c in of]
     size = config.embed.batch_size
     parts = []
     for start in range(0, len(captions), size):

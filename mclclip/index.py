@@ -21,8 +21,9 @@ import numpy as np
 import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
-from mclclip.config import Config, SourceConfig
+from mclclip.config import Config, DataConfig, SourceConfig
 from mclclip.data.attributes import ATTRIBUTES, check_names, read_values
+from mclclip.data.remote import Remote, RemoteOptions, check_protocol, protocol_of
 from mclclip.data.sample_index import (
     KIND,
     SAMPLES,
@@ -34,7 +35,7 @@ from mclclip.data.sample_index import (
     read_table,
     write_tables,
 )
-from mclclip.data.shard_check import check_shards, note_times, scan_shards, times_of
+from mclclip.data.shard_check import check_shards, look_at, note_times, scan_shards, times_of
 from mclclip.data.shard_scan import IMAGE_CRC, REASONS, UNREADABLE, Findings, caption_field
 from mclclip.files import move_aside, records_of, remove_leftovers
 from mclclip.ranks import collectives
@@ -73,9 +74,9 @@ def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
 
 
 def _index(config: Config, directory: Path, force: Force) -> None:
-    wanted = _wanted_shards(config.data.sources)
-    workers = config.data.index_workers
-    known, new = _known_and_new(directory, wanted, workers, force)
+    wanted = _wanted_shards(config.data.sources, config.data.remote)
+    workers, remote = config.data.index_workers, config.data.remote
+    known, new = _known_and_new(directory, wanted, config.data, force)
     old = read_manifest(directory, KIND) if is_finished(directory) else None
     pixels = config.data.verify == "full"
     if old is not None:
@@ -93,7 +94,7 @@ def _index(config: Config, directory: Path, force: Force) -> None:
         table, num_known, to_scan = None, 0, [*known, *new]
     findings = Findings(old.counts["findings"] if old is not None else None)
     times, rows, scanned = times_of(to_scan), [], []
-    with closing(scan_shards(to_scan, workers, pixels=pixels)) as scans:
+    with closing(scan_shards(to_scan, workers, pixels=pixels, remote=remote)) as scans:
         shown = progress(scans, total=len(to_scan), description="index")
         for shard, scan in zip(to_scan, shown, strict=True):
             if shard.digest and is_finished(directory) and scan.digest != shard.digest:
@@ -112,7 +113,7 @@ def _index(config: Config, directory: Path, force: Force) -> None:
 
 
 def _known_and_new(
-    directory: Path, wanted: list[Shard], workers: int, force: Force
+    directory: Path, wanted: list[Shard], data: DataConfig, force: Force
 ) -> tuple[list[Shard], list[Shard]]:
     """The shards of the index that there is, in its order, and those that it lacks."""
     try:
@@ -123,7 +124,7 @@ def _known_and_new(
                 raise ValueError("it is made again")
             if force == "unfit" and (damage := damage_of(directory)) is not None:
                 raise ValueError(damage)
-            check_shards(directory, known, workers)
+            check_shards(directory, known, data.index_workers, data.remote)
     except (ValueError, FileNotFoundError, RuntimeError) as error:
         if not force:
             raise type(error)(f"{error} (--force moves the old index aside)") from error
@@ -213,7 +214,7 @@ def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> No
 # --- which shards, in which order --------------------------------------------------------------
 
 
-def _wanted_shards(sources: dict[str, SourceConfig]) -> list[Shard]:
+def _wanted_shards(sources: dict[str, SourceConfig], remote: RemoteOptions) -> list[Shard]:
     """The shards of all sources in the order of a first indexing, without their rows."""
     if not sources:
         raise ValueError("data.sources is empty: set data.sources.NAME.shards=...")
@@ -230,27 +231,34 @@ def _wanted_shards(sources: dict[str, SourceConfig]) -> list[Shard]:
             attributes = check_names(source.attributes)
         except ValueError as error:
             raise ValueError(f"{option}.attributes: {error}") from None
-        for path in expand_shards(source.shards, f"{option}.shards"):
-            size = os.path.getsize(path)
-            wanted.append(Shard(path, name, source.captions, 0, 0, size, attributes))
+        paths = expand_shards(source.shards, f"{option}.shards", remote)
+        for path, look in zip(paths, look_at(paths, remote), strict=True):
+            if look is None:
+                raise FileNotFoundError(f"{option}.shards: {path} is not there any more")
+            wanted.append(
+                Shard(path, name, source.captions, 0, 0, look.size, attributes, tag=look.tag)
+            )
     return wanted
 
 
-def expand_shards(patterns: str | Sequence[str], option: str) -> list[str]:
-    """Sorted absolute paths of brace lists, globs, plain paths and ``@FILE`` lists of these.
+def expand_shards(
+    patterns: str | Sequence[str], option: str, remote: RemoteOptions | None = None
+) -> list[str]:
+    """Sorted absolute paths and urls of brace lists, globs, single ones and ``@FILE`` lists.
 
-    Braces expand as in webdataset (``::`` separates patterns, ``${x}`` is the environment's WDS_x).
+    Braces expand as in webdataset (``::`` separates patterns, ``${x}`` is the environment's
+    WDS_x).
     A path that exists as it stands is taken as it is, and so is a glob whose folder does.
-    ``option`` names the source in messages. Raises FileNotFoundError for a pattern without files
-    and for missing shards; ValueError for remote urls and pipes, broken braces, and a shard named
-    twice.
+    Urls are not looked at, but for a glob. ``option`` names the source in messages. Raises
+    FileNotFoundError for a pattern without files and for missing shards; ValueError for pipes and
+    urls that are not read, broken braces, and a shard named twice.
     """
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     paths = sorted(
-        os.path.abspath(path)
+        path if protocol_of(path) else os.path.abspath(path)
         for entry in listed
         for line in _read_list(entry, option)
-        for path in _expand(line, option)
+        for path in _expand(line, option, Remote(remote))
     )
     if not paths:
         raise FileNotFoundError(f"{option} names no shard: {listed}")
@@ -270,7 +278,7 @@ def _read_list(entry: str, option: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _expand(pattern: str, option: str) -> list[str]:
+def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
     """The files of one brace list or glob; each of its alternatives must match a file."""
     literal = os.path.expanduser(pattern)
     if os.path.isfile(literal):
@@ -289,11 +297,12 @@ def _expand(pattern: str, option: str) -> list[str]:
     found: list[str] = []
     missing: list[str] = []
     for path in candidates:
-        if path.startswith("pipe:") or re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path):
-            raise ValueError(
-                f"{option}: {path!r} is not a local path, and samples are read at random "
-                f"positions: copy the shards to a local or shared disk and give their paths"
-            )
+        if path.startswith("pipe:") or protocol_of(path) is not None:
+            check_protocol(path, option)
+            urls = remote.glob(path) if "*" in path else [path]
+            found += urls
+            missing += [] if urls else [path]
+            continue
         # An existing file is taken literally, even if its name looks like a glob.
         is_glob = glob.has_magic(path) and not os.path.exists(path)
         files = [

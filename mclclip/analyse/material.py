@@ -197,7 +197,7 @@ class Material:
         dataset = TarDataset(
             self.index, transform=None, reads_captions=False,
             max_image_pixels=data.max_image_pixels, max_open_files=data.max_open_files,
-            check_pixels=data.verify == "full",
+            check_pixels=data.verify == "full", remote=data.remote,
         )  # fmt: skip
         found = []
         for raw in dataset.read_many(ids):

@@ -1,11 +1,19 @@
 """Options as dataclasses: loaded from YAML, overridden by ``key.path=value``, checked, dumped."""
 
-from mclclip.config.options import BenchmarkConfig, Config, ModelConfig, SourceConfig, TrainConfig
+from mclclip.config.options import (
+    BenchmarkConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    SourceConfig,
+    TrainConfig,
+)
 from mclclip.config.reading import dump, from_tree, load, to_tree
 
 __all__ = [
     "BenchmarkConfig",
     "Config",
+    "DataConfig",
     "ModelConfig",
     "SourceConfig",
     "TrainConfig",

@@ -17,6 +17,7 @@ from mclclip.data.decode import MAX_IMAGE_PIXELS
 from mclclip.data.epoch_plan import Order
 from mclclip.data.groups import Policy
 from mclclip.data.labels import LabelMode
+from mclclip.data.remote import RemoteOptions
 from mclclip.models.lora import Targets
 from mclclip.objectives.base import AnyObjective, Facts, parse
 from mclclip.options import STRICT
@@ -27,7 +28,8 @@ class SourceConfig:
     """One data source: WebDataset shards with images and captions."""
 
     shards: str | list[str]
-    """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line."""
+    """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line; paths, or
+    urls of S3, GS, Azure, Hugging Face and HTTP."""
     captions: str = "txt"
     """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
     attributes: list[str] = field(default_factory=list)
@@ -55,6 +57,8 @@ class DataConfig:
     """What of a shard is compared with the index. ``captions``: its size, and the caption of every
     sample that is read; a shard with another time of change is scanned again first. ``full``: every
     image that is read too; indexing then reads all images once, for their checksums."""
+    remote: RemoteOptions = field(default_factory=RemoteOptions)
+    """How shards behind urls are read."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -36,6 +36,7 @@ from torch.utils.data import Dataset
 from mclclip.data.epoch_plan import EpochPlan, Order
 from mclclip.data.groups import GroupedIndex, Policy
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
+from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset, TextFeatures, Tokenizer, Transform
 from mclclip.randomness import mix
@@ -164,6 +165,7 @@ class TrainingBatches(Dataset[Batch]):
         max_image_pixels: int,
         max_open_files: int = 64,
         check_pixels: bool = False,
+        remote: RemoteOptions | None = None,
     ) -> None:
         if world_size < 1 or global_batch % world_size != 0:
             raise ValueError(
@@ -183,6 +185,7 @@ class TrainingBatches(Dataset[Batch]):
             max_image_pixels=max_image_pixels,
             max_open_files=max_open_files,
             check_pixels=check_pixels,
+            remote=remote,
         )
         self.num_views = num_views
         self.grouped, self._class_labels = grouped, class_labels

@@ -23,6 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mclclip.data import attributes
+from mclclip.data.remote import Look, Place
+from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import (
     IMAGE_CRC,
     MAX_EXAMPLES,
@@ -59,7 +61,8 @@ _AGAIN = "take the folder away and run 'mclclip index' again"
 class Shard:
     """One tar shard: its samples are rows [start, stop) of the index.
 
-    ``digest`` is that of its scan; it is empty in indexes of older versions.
+    ``path`` may be a url. ``digest`` is that of its scan; it is empty in indexes of older versions.
+    ``tag`` is a url's ETag, or what its store tells instead; paths have none.
     """
 
     path: str
@@ -70,11 +73,17 @@ class Shard:
     size_bytes: int
     attributes: tuple[str, ...] = ()
     digest: str = ""
+    tag: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Where it is read."""
+        return Place(self.path, Look(self.size_bytes, self.tag))
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields; the attributes only where there are some."""
+        """Its fields; attributes and tag only where there are some."""
         fields = dataclasses.asdict(self)
-        return fields if self.attributes else {k: fields[k] for k in fields if k != "attributes"}
+        return {k: v for k, v in fields.items() if v or k not in ("attributes", "tag")}
 
 
 # --- building --------------------------------------------------------------------------------
@@ -152,7 +161,7 @@ def read_shards(directory: Path) -> list[Shard]:
         entries = read_json(path) if path.exists() else []
         shards = [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
         for before, shard in zip([None, *shards], shards, strict=False):
-            texts = (shard.path, shard.source, shard.captions, *shard.attributes)
+            texts = (shard.path, shard.source, shard.captions, shard.tag, *shard.attributes)
             if not all(isinstance(text, str) for text in texts):
                 raise TypeError(f"{shard} has fields of other types")
             if not (before.stop if before else 0) == shard.start <= shard.stop:
@@ -373,17 +382,17 @@ class SampleIndex:
     def bytes_of(self, ids: Sequence[int]) -> dict[int, str]:
         """Number and CRC-32 of the bytes of samples (image and captions) in their shards now, by
         sample id; ``missing`` where there is no shard."""
-        found = {}
+        reader, found = ShardReader([shard.place for shard in self.shards]), {}
         for sample_id in self._check_ids(ids).tolist():
+            shard = int(self.shard_of[sample_id])
             try:
-                with open(self.shards[int(self.shard_of[sample_id])].path, "rb") as file:
-                    image, text = (
-                        os.pread(file.fileno(), int(sizes[sample_id]), int(offsets[sample_id]))
-                        for offsets, sizes in (
-                            (self.image_offset, self.image_size),
-                            (self.text_offset, self.text_size),
-                        )
+                image, text = (
+                    reader.read(shard, int(offsets[sample_id]), int(sizes[sample_id]))
+                    for offsets, sizes in (
+                        (self.image_offset, self.image_size),
+                        (self.text_offset, self.text_size),
                     )
+                )
                 crc = zlib.crc32(text, zlib.crc32(image))
                 found[sample_id] = f"{len(image)}+{len(text)}:{crc:08x}"
             except FileNotFoundError:

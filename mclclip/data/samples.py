@@ -1,19 +1,18 @@
 """Reads and decodes samples by sample_id.
 
-`ShardReader` reads byte ranges of tar shards, `TarDataset` turns them into images and captions,
-`TextFeatures` looks up text embeddings that ``mclclip embed --text`` has written. If a sample's
-bytes are unusable, the result is a `BadSample`; other faults (a missing shard, an I/O error) are
-raised, since they say nothing about the sample.
+`TarDataset` reads ranges of tar shards and turns them into images and captions, `TextFeatures`
+looks up text embeddings that ``mclclip embed --text`` has written. If a sample's bytes are
+unusable, the result is a `BadSample`; other faults (a missing shard, an I/O error) are raised,
+since they say nothing about the sample.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +29,19 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.embeddings import rows_path
+from mclclip.data.remote import Remote, RemoteOptions
 from mclclip.data.sample_index import SAMPLES, SampleIndex
+from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
 from mclclip.files import Checked
 from mclclip.ranks import collectives
-from mclclip.ranks.data_wait import note_place
 from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 log = logging.getLogger("mclclip")
+_AT_ONCE = 4096  # captions that are asked for together
 
 
 @dataclass(frozen=True)
@@ -80,90 +81,6 @@ class _Unfit(ValueError):
     def __init__(self, sample_id: int, key: str, error: ValueError) -> None:
         super().__init__(f"sample {key}: {error}")
         self.sample_id = sample_id
-
-
-class ShardReader:
-    """Reads byte ranges of shards; keeps the ``max_open_files`` most recently used files open.
-
-    Reads are positional (``pread``), so a file handle carries no state: processes that inherit it
-    over a fork do not disturb each other. Handles are not pickled. Threads may share a reader;
-    their reads take turns.
-
-    Raises ValueError for ``max_open_files`` below 1.
-    """
-
-    def __init__(self, paths: Sequence[str], max_open_files: int = 64) -> None:
-        if max_open_files < 1:
-            raise ValueError(f"max_open_files is {max_open_files}, wanted at least 1")
-        self._paths, self._max_open_files = list(paths), max_open_files
-        self._start_empty()
-
-    def read(self, shard: int, offset: int, size: int) -> bytes:
-        """``size`` bytes at ``offset`` of shard number ``shard``; fewer where the file ends.
-
-        Raises FileNotFoundError if the shard is gone, OSError if it cannot be read.
-        """
-        if self._pid != os.getpid():
-            # After a fork: the inherited lock may be held for ever, so it is made anew. Closing the
-            # inherited handles does not affect the parent.
-            self._start_empty(close=list(self._handles.values()))
-        parts: list[bytes] = []
-        note_place(shard)  # for whoever waits for it
-        with self._lock:
-            handle = self._handle(shard)
-            while size > 0:
-                part = os.pread(handle, size, offset)
-                if not part:
-                    break
-                parts.append(part)
-                offset += len(part)
-                size -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def close(self) -> None:
-        """Close every handle; a later read opens again."""
-        with self._lock:
-            while self._handles:
-                os.close(self._handles.popitem()[1])
-
-    @property
-    def num_open_files(self) -> int:
-        return len(self._handles)
-
-    def _start_empty(self, close: Iterable[int] = ()) -> None:
-        for handle in close:
-            os.close(handle)
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._handles: OrderedDict[int, int] = OrderedDict()
-
-    def _handle(self, shard: int) -> int:
-        if shard in self._handles:
-            self._handles.move_to_end(shard)
-            return self._handles[shard]
-        while len(self._handles) >= self._max_open_files:
-            os.close(self._handles.popitem(last=False)[1])
-        path = self._paths[shard]
-        try:
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"shard {path} is in the index but not on disk: put it back, "
-                "or run 'mclclip index' on the shards there are"
-            ) from error
-        self._handles[shard] = handle
-        return handle
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"paths": self._paths, "max_open_files": self._max_open_files}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._paths, self._max_open_files = state["paths"], state["max_open_files"]
-        self._start_empty()
-
-    def __del__(self) -> None:
-        for handle in getattr(self, "_handles", {}).values():
-            os.close(handle)
 
 
 class TextFeatures:
@@ -249,11 +166,12 @@ class TarDataset(Dataset["Sample | BadSample"]):
     ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
     validation transform); one with an attribute ``reads_arrays`` that is true takes uint8 [H, W, C]
     as well (`models.transforms`). It may be None where only `captions` and `read_many` are wanted.
-    ``check_pixels`` compares every image with its checksum in the index (``data.verify=full``);
-    captions are compared always. ``reads_captions`` says whether samples carry text: False gives
-    images alone, and caption members are not read. With True it is tokenized with ``tokenizer`` (a
-    list of captions -> int64 [n, context]) or looked up in ``text_features``, which goes first; a
-    sample without a caption is then a `BadSample`.
+    ``remote`` says how shards behind urls are read. ``check_pixels`` compares every image with its
+    checksum in the index (``data.verify=full``); captions are compared always. ``reads_captions``
+    says whether samples carry text: False gives images alone, and caption members are not read.
+    With True it is tokenized with ``tokenizer`` (a list of captions -> int64 [n, context]) or
+    looked up in ``text_features``, which goes first; a sample without a caption is then a
+    `BadSample`.
 
     Through `__getitem__` and `__getitems__` a sample comes with one view and its first caption.
     Raises ValueError where captions are to be read and there is nothing to read them with, and
@@ -271,6 +189,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         max_image_pixels: int,
         max_open_files: int = 64,
         check_pixels: bool = False,
+        remote: RemoteOptions | None = None,
     ) -> None:
         if reads_captions and tokenizer is None and text_features is None:
             raise ValueError("reads_captions is True: wanted a tokenizer or text_features as well")
@@ -286,7 +205,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 f"data.verify=full compares images with the index, and {self.index.directory} has "
                 "no checksums of them: run 'mclclip index' with data.verify=full, which adds them"
             )
-        self.reader = ShardReader([shard.path for shard in self.index.shards], max_open_files)
+        places = [shard.place for shard in self.index.shards]
+        self.reader = ShardReader(places, max_open_files, Remote(remote))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -308,16 +228,30 @@ class TarDataset(Dataset["Sample | BadSample"]):
         ids = [self._checked(int(sample_id)) for sample_id in sample_ids]
         shards, offsets = self.index.shard_of, self.index.image_offset
         order = sorted(range(len(ids)), key=lambda k: (shards[ids[k]], offsets[ids[k]]))
+        self.reader.prefetch(r for sample_id in ids for r in self._ranges(sample_id))
         found = {k: self._read(ids[k]) for k in order}
         return [found[k] for k in range(len(ids))]
 
     def captions(self, sample_id: int) -> list[str]:
-        """All captions of a sample, read from its shard; none for a sample without captions.
+        """All captions of one sample; see ``captions_of``."""
+        return self.captions_of([sample_id])[0]
 
-        Raises RuntimeError where the shard does not hold what was indexed.
+    def captions_of(self, sample_ids: Sequence[int]) -> list[list[str]]:
+        """All captions of each sample, read from its shard; none for one without captions.
+
+        Raises IndexError for a sample_id outside the index, and RuntimeError where a shard does not
+        hold what was indexed.
         """
-        if not self._has_caption(self._checked(sample_id)):
-            return []
+        ids = [i for i in map(self._checked, sample_ids) if self._has_caption(i)]
+        found: dict[int, list[str]] = {}
+        for start in range(0, len(ids), _AT_ONCE):
+            some = ids[start : start + _AT_ONCE]
+            offsets, sizes = self.index.text_offset, self.index.text_size
+            self.reader.prefetch(self._range(i, offsets, sizes) for i in some)
+            found |= {i: self._captions(i) for i in some}
+        return [found.get(sample_id, []) for sample_id in sample_ids]
+
+    def _captions(self, sample_id: int) -> list[str]:
         data = self._text_member(sample_id)
         captions = [] if data is None else self._parse(sample_id, data)
         number = int(self.index.num_captions[sample_id])
@@ -438,8 +372,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _text_member(self, sample_id: int) -> bytes | None:
         return self._member(sample_id, self.index.text_offset, self.index.text_size)
 
-    def _member(self, sample_id: int, offsets: Integers, sizes: Integers) -> bytes | None:
-        """The bytes of a member; None where the shard ends before it does."""
+    def _ranges(self, sample_id: int) -> Iterator[Range]:
+        """What `_read` reads of a sample."""
+        yield self._range(sample_id, self.index.image_offset, self.index.image_size)
+        if self.tokenizer is not None:
+            yield self._range(sample_id, self.index.text_offset, self.index.text_size)
+
+    def _range(self, sample_id: int, offsets: Integers, sizes: Integers) -> Range:
         shard, offset, size = (
             int(column[sample_id]) for column in (self.index.shard_of, offsets, sizes)
         )
@@ -448,8 +387,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 f"{self.index.directory / SAMPLES} is damaged: row {sample_id} says shard {shard}, "
                 f"offset {offset}, {size} bytes; take the folder away and run 'mclclip index' again"
             )
-        data = self.reader.read(shard, offset, size)
-        return data if len(data) == size else None
+        return shard, offset, size
+
+    def _member(self, sample_id: int, offsets: Integers, sizes: Integers) -> bytes | None:
+        """The bytes of a member; None where the shard ends before it does."""
+        wanted = self._range(sample_id, offsets, sizes)
+        data = self.reader.read(*wanted)
+        return data if len(data) == wanted[2] else None
 
     def _parse(self, sample_id: int, data: bytes) -> list[str]:
         shard = self.index.shards[int(self.index.shard_of[sample_id])]

@@ -1,11 +1,11 @@
 """Scans shards side by side, and tells whether those of an index are still what was indexed.
 
 Opening an index compares the size of every shard and the time of its last change, which costs one
-look per file. A shard with another time is scanned again, and its headers, captions and attributes
-are compared with the digest of the scan that was indexed. Where they are equal, only the time is
-new, and it is noted in ``shard_times.json`` beside the index; that file is a cache, and without it
-all shards are scanned again. Captions are compared once more whenever they are read, and pixels if
-``data.verify`` is ``full`` (`samples.TarDataset`).
+look per file; of a shard behind a url, its size and its ETag. A shard with another time is scanned
+again, and its headers, captions and attributes are compared with the digest of the scan that was
+indexed. Where they are equal, only the time is new, and it is noted in ``shard_times.json`` beside
+the index; that file is a cache, and without it all shards are scanned again. Captions are compared
+once more whenever they are read, and pixels if ``data.verify`` is ``full`` (`samples.TarDataset`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 from mclclip import files
+from mclclip.data.remote import Look, Remote, RemoteOptions, protocol_of
 from mclclip.data.sample_index import Shard
 from mclclip.data.shard_scan import ShardScan, scan_shard
 from mclclip.ranks.parent_death import map_in_pool
@@ -28,16 +29,23 @@ TIMES = "shard_times.json"
 
 
 def scan_shards(
-    shards: Sequence[Shard], workers: int, *, pixels: bool = False
+    shards: Sequence[Shard],
+    workers: int,
+    *,
+    pixels: bool = False,
+    remote: RemoteOptions | None = None,
 ) -> Generator[ShardScan, None, None]:
     """Yields the scans of the shards, in their order, by up to ``workers`` processes."""
-    calls = [(s.path, s.source, s.captions, s.attributes, pixels) for s in shards]
+    calls = [
+        (s.path, s.source, s.captions, s.attributes, pixels, s.place.look, remote) for s in shards
+    ]
     return map_in_pool(scan_shard, calls, workers)
 
 
 def times_of(shards: Sequence[Shard]) -> dict[str, int]:
-    """When each shard was last changed, in nanoseconds, by path."""
-    return {shard.path: os.stat(shard.path).st_mtime_ns for shard in shards}
+    """When each file was last changed, in nanoseconds, by path; urls have tags instead."""
+    paths = [shard.path for shard in shards if protocol_of(shard.path) is None]
+    return {path: os.stat(path).st_mtime_ns for path in paths}
 
 
 def note_times(directory: Path, times: dict[str, int]) -> None:
@@ -55,21 +63,24 @@ def _read_times(directory: Path) -> dict[str, int]:
     return times
 
 
-def check_shards(directory: Path, shards: Sequence[Shard], workers: int) -> None:
+def check_shards(
+    directory: Path, shards: Sequence[Shard], workers: int, remote: RemoteOptions | None = None
+) -> None:
     """Compares the shards with what was indexed into ``directory``; call it on one rank.
 
-    Raises FileNotFoundError where one is missing and ValueError where one has another size, or
-    other members, captions or attributes; the message names it. Shards of an index that was made
-    before digests were kept are compared by size alone.
+    Raises FileNotFoundError where one is missing and ValueError where one has another size, tag, or
+    other members, captions or attributes; the message names it; OSError where a store does not
+    answer. Shards of an index that was made before digests were kept are compared by size alone.
     """
-    for shard in shards:
-        _check_size(shard, directory)
+    now = look_at([shard.path for shard in shards], remote)
+    for shard, look in zip(shards, now, strict=True):
+        _check_look(shard, look, directory)
     times, noted = times_of(shards), _read_times(directory)
-    changed = [s for s in shards if s.digest and noted.get(s.path) != times[s.path]]
+    changed = [s for s in shards if s.digest and noted.get(s.path) != times.get(s.path)]
     if not changed:
         return
     log.info("%d shard(s) have another time than when they were indexed: read again", len(changed))
-    with closing(scan_shards(changed, workers)) as scans:
+    with closing(scan_shards(changed, workers, remote=remote)) as scans:
         shown = progress(scans, total=len(changed), description="check shards")
         for shard, scan in zip(changed, shown, strict=True):
             if scan.digest != shard.digest:
@@ -81,17 +92,36 @@ def check_shards(directory: Path, shards: Sequence[Shard], workers: int) -> None
     note_times(directory, {shard.path: times[shard.path] for shard in changed})
 
 
-def _check_size(shard: Shard, directory: Path) -> None:
+def look_at(paths: Sequence[str], remote: RemoteOptions | None = None) -> list[Look | None]:
+    """Size and tag of each path or url; None for a path where there is nothing.
+
+    Raises FileNotFoundError for a url where there is nothing, OSError where a store does not
+    answer.
+    """
+    urls = [path for path in paths if protocol_of(path) is not None]
+    told = iter(Remote(remote).look(urls))
+    return [next(told) if protocol_of(path) is not None else _look_at(path) for path in paths]
+
+
+def _look_at(path: str) -> Look | None:
     try:
-        size = os.path.getsize(shard.path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{_where(shard, directory)} is not on disk any more: put it back"
-        ) from error
-    if size != shard.size_bytes:
+        return Look(os.path.getsize(path), "")
+    except FileNotFoundError:
+        return None
+
+
+def _check_look(shard: Shard, now: Look | None, directory: Path) -> None:
+    where = _where(shard, directory)
+    if now is None:
+        raise FileNotFoundError(f"{where} is not on disk any more: put it back")
+    if now.size != shard.size_bytes:
         raise ValueError(
-            f"{_where(shard, directory)} had {shard.size_bytes} bytes when it was indexed, now "
-            f"{size}: restore it"
+            f"{where} had {shard.size_bytes} bytes when it was indexed, now {now.size}: restore it"
+        )
+    if now.tag != shard.tag:
+        raise ValueError(
+            f"{where} had the ETag {shard.tag} when it was indexed, now {now.tag}: restore it, or "
+            "index it anew with 'mclclip index --force'"
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from mclclip.data.attributes import columns_of, fields_of, parse_attributes
+from mclclip.data.remote import Look, Place, Remote, RemoteOptions, open_whole
 from mclclip.data.tar_members import Member, TarFault, read_members
 from mclclip.files import digest_array, digest_json, parse_json
 
@@ -188,7 +189,13 @@ def split_member_name(name: str) -> tuple[str, str] | None:
 
 
 def scan_shard(
-    path: str, source: str, captions: str, attributes: Sequence[str] = (), pixels: bool = False
+    path: str,
+    source: str,
+    captions: str,
+    attributes: Sequence[str] = (),
+    pixels: bool = False,
+    look: Look | None = None,
+    remote: RemoteOptions | None = None,
 ) -> ShardScan:
     """Reads the headers (and captions, ``attributes``, and with ``pixels`` images) of a tar shard.
 
@@ -197,11 +204,12 @@ def scan_shard(
     is none). A sample needs an image; an array (``.npy``) is the image of a sample that has no
     picture. A sample without a caption is kept with num_captions 0; this and missing values of
     attributes are counted in the findings. Keys get the prefix ``source/``. Raises ValueError for
-    compressed tars (no random access) and OSError where the file cannot be read.
+    compressed tars (no random access) and OSError where the file cannot be read. A shard behind a
+    url, of which its store says ``look``, is fetched whole, once, as ``remote`` says.
     """
     findings = Findings()
     text_extension = "txt" if caption_field(captions) is None else "json"
-    with open(path, "rb") as file:
+    with open_whole(Place(path, look or Look(0, "")), Remote(remote)) as file:
         _refuse_compressed(path, file.read(6))
         file.seek(0)
         groups = _group_members(_members(file, path, findings), text_extension, findings, path)

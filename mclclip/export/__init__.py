@@ -265,6 +265,7 @@ def _images(config: Config, index: SampleIndex, model: AnyModel) -> Iterator[Ten
         max_image_pixels=config.data.max_image_pixels,
         max_open_files=config.data.max_open_files,
         check_pixels=config.data.verify == "full",
+        remote=config.data.remote,
     )
     for start in range(0, len(ids), config.embed.batch_size):
         samples = dataset.__getitems__(ids[start : start + config.embed.batch_size])

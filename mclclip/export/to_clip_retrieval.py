@@ -154,9 +154,9 @@ def _captions(given: _Embedded, ids: np.ndarray) -> list[str]:
         reads_captions=False,
         max_image_pixels=data.max_image_pixels,
         max_open_files=data.max_open_files,
+        remote=data.remote,
     )
-    counts = given.index.num_captions
-    return [dataset.captions(int(i))[0] if counts[i] else "" for i in ids]
+    return [of[0] if of else "" for of in dataset.captions_of(ids.tolist())]
 
 
 def certify(source: Source, out: Path, material: Material) -> list[Certificate]:

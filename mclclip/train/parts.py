@@ -307,6 +307,7 @@ def loader_of(
         max_image_pixels=data.max_image_pixels,
         max_open_files=data.max_open_files,
         check_pixels=data.verify == "full",
+        remote=data.remote,
     )
     batches.dataset.check()
     paths = [shard.path for shard in job.index.shards]

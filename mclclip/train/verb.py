@@ -70,8 +70,8 @@ def run(
     if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
-    workers = config.data.index_workers
-    collectives.on_main(lambda: check_shards(index.directory, index.shards, workers))
+    workers, remote = config.data.index_workers, config.data.remote
+    collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
     model = parts.build_model(config, layout, stage, options, context)
     objective = parts.objective_of(job, model)
     artifact, groups = collectives.on_main(lambda: _prepare(job, force, write=True))

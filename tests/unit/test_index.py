@@ -240,14 +240,6 @@ def test_patterns_that_fail(
         names(shards, f"{shards}/{pattern}".rstrip("/"))
 
 
-@pytest.mark.parametrize(
-    "url", ["pipe:cat a.tar", "s3://bucket/a.tar", "https://x.org/{00..09}.tar", "gs://b/a.tar"]
-)
-def test_urls_are_refused_with_what_to_do(url: str) -> None:
-    with pytest.raises(ValueError, match="not a local path.*copy the shards"):
-        index.expand_shards(url, "o")
-
-
 def test_shard_named_twice(shards: Path) -> None:
     with pytest.raises(ValueError, match=r"names .*00\.tar twice"):
         names(shards, [f"{shards}/00.tar", f"{shards}/../{shards.name}/0?.tar"])

@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader
 
 from mclclip.data import samples as samples_module
 from mclclip.data.decode import decode_image
+from mclclip.data.remote import Place
 from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard, write_tables
-from mclclip.data.samples import BadSample, RawSample, Sample, ShardReader, TarDataset, TextFeatures
+from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, TextFeatures
+from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import Findings
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.matrix import kept
@@ -284,7 +286,7 @@ def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
     for number in range(3):
         paths.append(str(tmp_path / str(number)))
         Path(paths[-1]).write_bytes(bytes([number]) * 10)
-    reader = ShardReader(paths, 2)
+    reader = ShardReader([Place(path) for path in paths], 2)
     assert reader.read(0, 2, 3) == b"\0\0\0"
     reader.read(1, 0, 1)
     reader.read(0, 0, 1)
@@ -321,7 +323,7 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
     for number in range(4):
         paths.append(str(tmp_path / str(number)))
         Path(paths[-1]).write_bytes(bytes([number]) * 64)
-    reader = ShardReader(paths, 1)
+    reader = ShardReader([Place(path) for path in paths], 1)
     wrong: list[int] = []
 
     def work(seed: int) -> None:

@@ -1,0 +1,333 @@
+"""Shards behind a url: object stores and plain HTTP, through fsspec.
+
+A url is looked at once (its size and its ETag, which the index remembers) and then read by ranges
+of bytes, many in flight. A read that fails is tried again with growing pauses; one that fails for
+good is an OSError that names the shard. A server that sends more than was asked for, or an object
+whose ETag is not the remembered one, is an error and never taken for the shard.
+
+Addresses and credentials of a store come from where its library looks for them: environment
+variables (``AWS_ACCESS_KEY_ID``, ``FSSPEC_S3_ENDPOINT_URL``) and the files of fsspec and the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeVar, cast
+
+import fsspec
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from mclclip.options import STRICT
+
+T = TypeVar("T")
+log = logging.getLogger("mclclip")
+
+PROTOCOLS = ("s3", "gs", "gcs", "az", "abfs", "hf", "http", "https")
+"""Of a shard's url. A closed list: fsspec also has protocols that read other files of this machine,
+or that chain one to another."""
+
+BLOCK_BYTES = 1 << 23
+"""Of one request where a whole shard is fetched."""
+
+GAP_BYTES = 1 << 16
+"""Members that lie nearer to each other than this are read by one request."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+_TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified")
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class RemoteOptions:
+    """How shards behind urls are read."""
+
+    retries: NonNegativeInt = 6
+    """Further attempts of a read that failed, with pauses of 0.2, 0.4, ... up to 10 seconds."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time of one request (S3 and HTTP; other stores have their library's)."""
+    in_flight: PositiveInt = 16
+    """Requests that one process has under way."""
+    cache: str | None = None
+    """A folder on a local disk that keeps whole shards, shared by the processes of a node."""
+    cache_gib: PositiveFloat = 100.0
+    """Size of that folder at most. Shards that find no room are read by ranges, as without one."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a store says of an object; ``tag`` is its ETag, or else its digest or time of change."""
+
+    size: int
+    tag: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a shard lies: a path or a url, and what its store said of it when it was indexed."""
+
+    path: str
+    look: Look = Look(0, "")
+
+
+class ChangedShard(OSError):
+    """The object behind a url is not the one that was indexed."""
+
+
+def protocol_of(path: str) -> str | None:
+    """The lower-case protocol of a url; None for a path."""
+    found = _SCHEME.match(path)
+    return found[1].lower() if found else None
+
+
+def check_protocol(path: str, where: str) -> None:
+    """Raises ValueError for a url of another protocol than `PROTOCOLS`, or a chain of urls."""
+    protocol = protocol_of(path)
+    if protocol not in PROTOCOLS or "::" in path:
+        raise ValueError(
+            f"{where}: {path!r} is neither a local path nor a url that is read: wanted one of "
+            f"{', '.join(f'{known}://' for known in PROTOCOLS)}"
+        )
+
+
+class Remote:
+    """Reads objects by url; usable after a fork and in many threads. Pickles as its options."""
+
+    def __init__(self, options: RemoteOptions | None = None) -> None:
+        self.options = options or RemoteOptions()
+        self._pid = 0
+        self.tried_again = 0  # requests of this process that were repeated
+
+    def look(self, urls: Sequence[str]) -> list[Look]:
+        """Size and tag of each object, asked for side by side.
+
+        Raises FileNotFoundError where one is not there, OSError where the store does not answer or
+        says no size.
+        """
+        return self._side_by_side(lambda url: self._attempts(url, self._looked_at), urls)
+
+    def glob(self, pattern: str) -> list[str]:
+        """Urls of the objects that match; ValueError for HTTP, which has no listings."""
+        protocol = protocol_of(pattern)
+        if protocol in ("http", "https"):
+            raise ValueError(
+                f"{pattern!r}: HTTP has no listings: use braces, such as "
+                "https://host/{00000..00099}.tar, or @FILE with one url per line"
+            )
+        names = self._attempts(pattern, lambda url: self._fs(url).glob(url))
+        return [f"{protocol}://{name}" for name in names]
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int, str]]) -> list[bytes]:
+        """The bytes of each (url, offset, size, tag), in their order, neighbours by one request.
+
+        With a ``tag`` the object must still have it, as far as the store can be asked (HTTP).
+        Raises FileNotFoundError for an object that is gone, ChangedShard for one that has changed,
+        and OSError where the store does not give those bytes after all attempts.
+        """
+        pieces = _joined(ranges)
+        found = self._side_by_side(
+            lambda piece: self._attempts(
+                piece.url, lambda url: self._range(url, piece.start, piece.stop, piece.tag)
+            ),
+            pieces,
+        )
+        result = [b""] * len(ranges)
+        for piece, data in zip(pieces, found, strict=True):
+            for number in piece.numbers:
+                start = ranges[number][1] - piece.start
+                result[number] = data[start : start + ranges[number][2]]
+        return result
+
+    def fetch(self, url: str, look: Look, file: BinaryIO) -> None:
+        """Writes the whole object to ``file``; ChangedShard where it changes meanwhile."""
+        step = BLOCK_BYTES * self.options.in_flight
+        for start in range(0, look.size, step):
+            stop = min(start + step, look.size)
+            blocks = [
+                (url, at, min(BLOCK_BYTES, stop - at), look.tag)
+                for at in range(start, stop, BLOCK_BYTES)
+            ]
+            found = self._side_by_side(
+                lambda block: self._attempts(
+                    url, lambda _: self._range(url, block[1], block[1] + block[2], look.tag)
+                ),
+                blocks,
+            )
+            file.writelines(found)
+        if self.look([url]) != [look]:
+            raise ChangedShard(f"shard {url} changed while it was read: start again")
+
+    def _looked_at(self, url: str) -> Look:
+        info = self._fs(url).info(url)
+        if info.get("type") == "directory":
+            raise FileNotFoundError(url)
+        if not isinstance(info.get("size"), int):
+            raise OSError("its size is not told, so it cannot be read by ranges")
+        tags = (str(info[name]) for name in _TAGS if info.get(name))
+        return Look(info["size"], next(tags, ""))
+
+    def _range(self, url: str, start: int, stop: int, tag: str) -> bytes:
+        """The bytes [start, stop) of an object."""
+        if stop <= start:
+            return b""
+        extra: dict[str, Any] = {}
+        if (protocol_of(url) or "").startswith("http") and tag.startswith('"'):
+            extra["headers"] = {"If-Match": tag}
+        data: bytes = self._fs(url).cat_file(url, start=start, end=stop, **extra)
+        if len(data) > stop - start:
+            raise _Final(
+                f"{len(data):,} bytes came where {stop - start:,} were asked for: the server does "
+                "not serve ranges of bytes"
+            )
+        if len(data) < stop - start:
+            raise OSError(f"{len(data):,} bytes came where {stop - start:,} were asked for")
+        return data
+
+    def _attempts(self, url: str, read: Callable[[str], T]) -> T:
+        """``read(url)``, tried again after errors that may pass."""
+        for attempt in range(self.options.retries + 1):
+            try:
+                return read(url)
+            except Exception as error:  # each store's library raises errors of its own
+                _raise_final(url, error)
+                last = error
+            if attempt < self.options.retries:
+                self.tried_again += 1
+                log.debug("%s: attempt %d failed: %s", url, attempt + 1, _said(last))
+                time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
+        raise OSError(
+            f"shard {url} could not be read after {self.options.retries + 1} attempts "
+            f"({_said(last)}): look after its store, and start again"
+        ) from last
+
+    def _side_by_side(self, call: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+        if len(items) < 2:
+            return [call(item) for item in items]
+        self._in_this_process()
+        return list(self._threads.map(call, items))
+
+    def _fs(self, url: str) -> Any:
+        """fsspec's file system of a url, made anew in every process."""
+        self._in_this_process()
+        protocol = protocol_of(url) or ""
+        if protocol not in self._systems:
+            check_protocol(url, "shard")
+            options = _settings(protocol, self.options.timeout_s)
+            try:
+                self._systems[protocol] = fsspec.filesystem(protocol, **options)
+            except ImportError as error:
+                raise _Final(
+                    f"{error}: install the library of {protocol}://, for S3, GS and HTTP by "
+                    "pip install 'mclclip[remote]'"
+                ) from error
+        return self._systems[protocol]
+
+    def _in_this_process(self) -> None:
+        if self._pid != os.getpid():
+            self._systems: dict[str, Any] = {}
+            self._threads = ThreadPoolExecutor(self.options.in_flight, "remote shards")
+            self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[type[Remote], tuple[RemoteOptions]]:
+        return type(self), (self.options,)
+
+
+class _Final(OSError):
+    """An error that another attempt would not mend."""
+
+
+@dataclass
+class _Piece:
+    """One request: bytes [start, stop) of an object, and the ranges by number that lie in it."""
+
+    url: str
+    start: int
+    stop: int
+    tag: str
+    numbers: list[int]
+
+
+def _joined(ranges: Sequence[tuple[str, int, int, str]]) -> list[_Piece]:
+    """Requests for the ranges; those of an object that lie near to each other become one."""
+    pieces: list[_Piece] = []
+    for number in sorted(range(len(ranges)), key=lambda n: ranges[n][:2]):
+        url, start, size, tag = ranges[number]
+        last = pieces[-1] if pieces else None
+        if last is not None and last.url == url and start <= last.stop + GAP_BYTES:
+            last.stop = max(last.stop, start + size)
+            last.numbers.append(number)
+        else:
+            pieces.append(_Piece(url, start, start + size, tag, [number]))
+    return pieces
+
+
+def _settings(protocol: str, timeout_s: float) -> dict[str, Any]:
+    """Arguments of fsspec's file system. Nothing is remembered of listings, which may change."""
+    if protocol in ("http", "https"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        return {"client_kwargs": {"timeout": timeout}, "skip_instance_cache": True}
+    if protocol == "s3":
+        limits = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
+        return {"config_kwargs": limits, "use_listings_cache": False, "skip_instance_cache": True}
+    return {"use_listings_cache": False, "skip_instance_cache": True}
+
+
+def _raise_final(url: str, error: Exception) -> None:
+    """Raises what another attempt would not mend."""
+    if isinstance(error, _Final | ChangedShard):
+        raise type(error)(f"shard {url}: {error}") from error
+    status = _status(error)
+    if status == 412:
+        raise ChangedShard(
+            f"shard {url} has changed since it was indexed (another ETag): restore it, or index it "
+            "anew with 'mclclip index --force'"
+        ) from error
+    # fsspec says "not found" of every look over HTTP that fails, and gives the reason as its cause.
+    unanswered = (protocol_of(url) or "").startswith("http") and error.__cause__ is not None
+    if isinstance(error, FileNotFoundError) and (status in (404, 410) or not unanswered):
+        raise FileNotFoundError(f"shard {url} is not there: put it back") from error
+    if isinstance(error, PermissionError) or status in (401, 403):
+        raise PermissionError(
+            f"shard {url} may not be read ({_said(error)}): check the credentials of its store"
+        ) from error
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind an error, where there is one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(cause, "status", None)
+        if isinstance(status, int):
+            return status
+        cause = cause.__cause__
+    return None
+
+
+def _said(error: BaseException) -> str:
+    """One line on an error, which may have no words of its own."""
+    status = _status(error)
+    words = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"HTTP status {status}" if status is not None else words
+
+
+@contextmanager
+def open_whole(place: Place, remote: Remote) -> Iterator[BinaryIO]:
+    """A shard as an open file: a path's own, of a url a copy that is removed at the end."""
+    if protocol_of(place.path) is None:
+        with open(place.path, "rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryFile(prefix="mclclip-shard-") as copy:
+        remote.fetch(place.path, place.look, cast(BinaryIO, copy))
+        copy.seek(0)
+        yield cast(BinaryIO, copy)

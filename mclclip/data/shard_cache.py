@@ -1,0 +1,145 @@
+"""A folder of whole shards on a local disk, filled while their urls are read by ranges.
+
+The processes of a node share it. A shard that is asked for is fetched in the background by the
+first that wants it, and nobody waits for that: until it is there, ranges are read from its store.
+What the folder holds stays below its bound. For a new shard only such make room as nobody has
+opened for hours: a data set larger than the bound is read at random, and would otherwise push out
+what is needed next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mclclip.data.remote import Look, Remote
+from mclclip.files import digest_json
+
+log = logging.getLogger("mclclip")
+
+IDLE_S = 6 * 3600.0
+_LOCK = "cache.lock"
+
+
+class ShardCache:
+    """Finished copies of shards below ``folder``, ``max_bytes`` of them at most.
+
+    ``idle_s``: a copy that nobody has opened for so long may be removed for another shard.
+    Usable after a fork, where it begins anew with what lies in the folder. Raises OSError where the
+    folder cannot be made.
+    """
+
+    def __init__(
+        self, folder: Path, max_bytes: int, remote: Remote, idle_s: float = IDLE_S
+    ) -> None:
+        self.folder, self.max_bytes, self.idle_s = Path(folder), max_bytes, idle_s
+        self.remote = remote
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._pid = 0
+
+    def path_of(self, url: str, look: Look) -> Path | None:
+        """The copy of a shard; None where there is none yet, and then it is fetched."""
+        path = self.folder / f"{digest_json([url, look.size, look.tag])[:40]}.tar"
+        try:
+            if os.path.getsize(path) == look.size:
+                os.utime(path)
+                return path
+        except FileNotFoundError:
+            self._want(path, url, look)
+        except OSError as error:
+            self._give_up(error)
+        return None
+
+    def wait(self) -> None:
+        """Returns when everything that this process has asked for was fetched or left out."""
+        if self._pid == os.getpid():
+            self._queue.join()
+
+    def _want(self, path: Path, url: str, look: Look) -> None:
+        if self._pid != os.getpid():
+            self._pid, self._asked, self._off = os.getpid(), set[Path](), False
+            self._queue: queue.Queue[tuple[Path, str, Look]] = queue.Queue()
+            threading.Thread(target=self._work, name="shard cache", daemon=True).start()
+        if not self._off and path not in self._asked:
+            self._asked.add(path)
+            self._queue.put((path, url, look))
+
+    def _work(self) -> None:
+        while True:
+            path, url, look = self._queue.get()
+            try:
+                if not self._off:
+                    self._fetch(path, url, look)
+            except OSError as error:
+                self._give_up(error)
+            finally:
+                self._queue.task_done()
+
+    def _give_up(self, error: OSError) -> None:
+        """A cache only saves time: where it fails, shards are read from their store."""
+        self._off = True
+        log.warning("the shard cache %s is not used any more: %s", self.folder, error)
+
+    def _fetch(self, path: Path, url: str, look: Look) -> None:
+        part = self._reserve(path, look.size)
+        if part is None:
+            return
+        with open(part, "r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that somebody fills it
+                self.remote.fetch(url, look, file)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(part, path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+
+    def _reserve(self, path: Path, size: int) -> Path | None:
+        """An empty file of that size, which counts from now on; None where there is no room, or
+        where the shard is there or on its way."""
+        part = path.with_suffix(".part")
+        with self._locked():
+            self._remove_abandoned()
+            if path.exists() or part.exists() or size > self.max_bytes:
+                return None
+            held = {p: p.stat() for p in self.folder.iterdir() if p.suffix in (".tar", ".part")}
+            over = sum(stat.st_size for stat in held.values()) + size - self.max_bytes
+            long_ago = time.time() - self.idle_s
+            for old, stat in sorted(held.items(), key=lambda entry: entry[1].st_mtime):
+                if over > 0 and old.suffix == ".tar" and stat.st_mtime < long_ago:
+                    old.unlink()
+                    over -= stat.st_size
+            if over > 0:
+                return None
+            with open(part, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+                os.ftruncate(file.fileno(), size)
+            return part
+
+    def _remove_abandoned(self) -> None:
+        """Removes files that were being filled by a process that has ended."""
+        for part in self.folder.glob("*.part"):
+            with open(part, "r+b") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                part.unlink()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """No other process looks for room meanwhile."""
+        with open(self.folder / _LOCK, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def __reduce__(self) -> tuple[type[ShardCache], tuple[Path, int, Remote, float]]:
+        return type(self), (self.folder, self.max_bytes, self.remote, self.idle_s)

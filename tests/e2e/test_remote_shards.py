@@ -1,0 +1,79 @@
+"""A whole run over shards behind urls: the run on a disk, and the end of one whose store dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.e2e.conftest import Shell
+from tests.shard_server import ShardServer, serving
+
+pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ShardServer]:
+    tiny.make_data(tmp_path / "data")
+    with serving(tmp_path / "data" / "shards") as started:
+        yield started
+
+
+def config(path: Path, server: ShardServer, *overrides: str) -> Path:
+    urls = [server.url(shard.name) for shard in sorted(server.folder.glob("*.tar"))]
+    over = [f"data.sources.patterns.shards={urls}", "data.remote.retries=3", *overrides]
+    return tiny.write_config(path / "config.yaml", path / "run", server.folder.parent, *over)
+
+
+def made(run_dir: Path) -> dict[str, bytes]:
+    """Exports, embeddings and labels of a run."""
+    found = [*run_dir.rglob("*.safetensors"), *run_dir.rglob("*.npy")]
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in found}
+
+
+@pytest.mark.slow
+def test_a_run_over_http_is_the_run_on_a_disk(
+    shell: Shell, server: ShardServer, tmp_path: Path
+) -> None:
+    for name in ("local", "http"):
+        (tmp_path / name).mkdir()
+    local = tiny.write_config(
+        tmp_path / "local" / "config.yaml", tmp_path / "local" / "run", tmp_path / "data"
+    )
+    cached = f"data.remote.cache={tmp_path / 'cache'}"
+    http = config(tmp_path / "http", server, "data.num_workers=1", cached)
+    shell.ok("run", "--config", local)
+    server.fail, server.cut = 2, 1
+    shell.ok("run", "--config", http)
+    wanted = made(tmp_path / "local" / "run")
+    assert made(tmp_path / "http" / "run") == wanted and len(wanted) > 10
+    assert not server.takes("fail") and not server.takes("cut")
+    assert list((tmp_path / "cache").glob("*.tar"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["dead", "changed", "gone"])
+def test_a_store_that_fails_for_good_is_one_line_on_all_ranks(
+    shell: Shell, server: ShardServer, tmp_path: Path, fault: str
+) -> None:
+    options = config(tmp_path, server, "data.num_workers=1", "base.steps=400")
+    shell.ok("index", "--config", options)
+    shards = sorted(server.folder.glob("*.tar"))
+    if fault == "dead":
+        server.fail = -1
+    else:
+        data = shards[1].read_bytes()
+        server.after_look = lambda: (
+            shards[1].unlink() if fault == "gone" else shards[1].write_bytes(data[::-1])
+        )
+    ended = shell("train", "--stage", "0", "--config", options, ranks=2)
+    assert ended.code == 2
+    (line,) = ended.complaints()
+    wanted = {
+        "dead": "could not be read after 4 attempts (HTTP status 503)",
+        "changed": f"{shards[1].name} has changed since it was indexed",
+        "gone": f"{shards[1].name} is not there",
+    }
+    assert "http://127.0.0.1" in line and wanted[fault] in line

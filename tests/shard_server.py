@@ -1,0 +1,114 @@
+"""An HTTP server of a folder for tests of remote shards: ranges, ETags, and faults on request."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class ShardServer(ThreadingHTTPServer):
+    """Serves the files of ``folder``; faults are attributes that a test sets.
+
+    latency_s   added to every request
+    fail        this many requests of data get ``status`` (-1: all)
+    cut         this many responses of data end after half of their bytes
+    ranges      False: the whole file is sent, whatever is asked for
+    silent      True: a request of data is accepted and never answered
+    after_look  called once, before the first request of data is answered
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.latency_s, self.fail, self.cut, self.status = 0.0, 0, 0, 503
+        self.ranges, self.silent = True, False
+        self.after_look: Callable[[], object] | None = None
+        self.seen: Counter[str] = Counter()
+        self.lock = threading.Lock()
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+    def takes(self, fault: str) -> bool:
+        """Whether this request has the fault; counts down."""
+        with self.lock:
+            left = getattr(self, fault)
+            setattr(self, fault, left - (left > 0))
+            return bool(left)
+
+    def handle_error(self, *_: Any) -> None:
+        """Clients that go away in the middle are what these tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ShardServer
+
+    def do_HEAD(self) -> None:
+        self._answer(with_data=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_data=True)
+
+    def _answer(self, *, with_data: bool) -> None:
+        server = self.server
+        time.sleep(server.latency_s)
+        with server.lock:
+            server.seen[self.command] += 1
+            if with_data and server.after_look is not None:
+                server.after_look()
+                server.after_look = None
+        path = server.folder / self.path.lstrip("/").partition("?")[0]
+        if not path.is_file():
+            return self._send(404, b"")
+        if with_data and server.silent:
+            time.sleep(3600)
+        if with_data and server.takes("fail"):
+            return self._send(server.status, b"")
+        data = path.read_bytes()
+        tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+        if self.headers.get("If-Match", tag) != tag:
+            return self._send(412, b"")
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        status = 200
+        if found and server.ranges:
+            status, data = 206, data[int(found[1]) : int(found[2]) + 1]
+        self._send(status, data, tag, with_data, with_data and server.takes("cut"))
+
+    def _send(
+        self, status: int, data: bytes, tag: str = "", body: bool = True, cut: bool = False
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        if tag:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        if body:
+            self.wfile.write(data[: len(data) // 2] if cut else data)
+        if cut:
+            self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[ShardServer]:
+    server = ShardServer(folder)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()

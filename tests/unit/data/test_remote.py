@@ -1,0 +1,373 @@
+"""Shards behind urls: the same samples as from a disk, and faults that are never taken for data."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mclclip.data import remote as remote_module
+from mclclip.data.loader import Loader
+from mclclip.data.remote import (
+    GAP_BYTES,
+    ChangedShard,
+    Look,
+    Place,
+    Remote,
+    RemoteOptions,
+    check_protocol,
+    open_whole,
+)
+from mclclip.data.samples import Sample, TarDataset
+from mclclip.data.shard_cache import ShardCache
+from mclclip.data.shard_reader import ShardReader
+from mclclip.index import expand_shards
+from tests.shard_server import ShardServer, serving
+from tests.unit.data.test_samples import make_index, to_tensor, tokenize
+from tests.unit.test_index import all_keys, make_shard
+from tests.unit.test_index import run as run_index
+
+pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
+DATA = random.Random(0).randbytes(3 * GAP_BYTES + 12_345)
+FAST = RemoteOptions(retries=4, timeout_s=5.0)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "_FIRST_PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ShardServer]:
+    folder = tmp_path / "served"
+    folder.mkdir()
+    (folder / "a.tar").write_bytes(DATA)
+    with serving(folder) as started:
+        yield started
+
+
+def look(server: ShardServer, name: str = "a.tar") -> Look:
+    return Remote(FAST).look([server.url(name)])[0]
+
+
+def ranges(server: ShardServer, number: int = 40, tag: str = "") -> list[tuple[str, int, int, str]]:
+    rng = random.Random(1)
+    starts = [rng.randrange(len(DATA) - 1) for _ in range(number)]
+    url = server.url("a.tar")
+    return [(url, s, rng.randint(0, min(5000, len(DATA) - s)), tag) for s in starts]
+
+
+def read(remote: Remote, asked: list[tuple[str, int, int, str]]) -> None:
+    found = remote.read_ranges(asked)
+    assert found == [DATA[start : start + size] for _, start, size, _ in asked]
+
+
+def test_a_url_is_looked_at_and_read_in_any_order(server: ShardServer) -> None:
+    assert look(server).size == len(DATA) and look(server).tag.startswith('"')
+    read(Remote(FAST), ranges(server, tag=look(server).tag))
+    assert Remote(FAST).read_ranges([]) == []
+
+
+def test_neighbours_come_by_one_request(server: ShardServer) -> None:
+    url = server.url("a.tar")
+    read(Remote(FAST), [(url, 100, 10, ""), (url, 0, 10, ""), (url, 110 + GAP_BYTES, 7, "")])
+    assert server.seen["GET"] == 1
+    read(Remote(FAST), [(url, 0, 10, ""), (url, 11 + GAP_BYTES, 10, "")])
+    assert server.seen["GET"] == 3
+
+
+@pytest.mark.parametrize("fault", ["fail", "cut"])
+@pytest.mark.parametrize("times", [1, 4])
+def test_what_passes_is_tried_again(server: ShardServer, fault: str, times: int) -> None:
+    setattr(server, fault, times)
+    remote = Remote(RemoteOptions(retries=4, timeout_s=5.0, in_flight=1))
+    read(remote, ranges(server))
+    assert remote.tried_again == times and server.takes(fault) is False
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_shard_that_stays_dead_is_one_error_that_names_it(
+    server: ShardServer, status: int
+) -> None:
+    server.fail, server.status = -1, status
+    with pytest.raises(OSError, match=rf"a\.tar could not be read after 5 .*{status}"):
+        Remote(FAST).read_ranges(ranges(server, 1))
+    assert server.seen["GET"] == 5
+
+
+def test_a_server_that_is_silent_or_gone_is_not_waited_for_without_end(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    server.silent = True
+    impatient = Remote(RemoteOptions(retries=1, timeout_s=0.3))
+    with pytest.raises(OSError, match="could not be read after 2 attempts"):
+        impatient.read_ranges(ranges(server, 1))
+    with serving(tmp_path) as other:
+        url = other.url("x.tar")
+    for call in (impatient.look, lambda urls: impatient.read_ranges([(urls[0], 0, 9, "")])):
+        with pytest.raises(OSError, match="could not be read after 2 attempts"):
+            call([url])
+
+
+def test_errors_that_no_attempt_mends_are_not_tried_again(server: ShardServer) -> None:
+    missing = server.url("b.tar")
+    with pytest.raises(FileNotFoundError, match=r"b\.tar is not there"):
+        Remote(FAST).look([missing])
+    with pytest.raises(FileNotFoundError, match=r"b\.tar is not there"):
+        Remote(FAST).read_ranges([(missing, 0, 5, "")])
+    server.fail, server.status = 1, 403
+    with pytest.raises(PermissionError, match="credentials"):
+        Remote(FAST).read_ranges(ranges(server, 1))
+    server.ranges = False
+    with pytest.raises(OSError, match="does not serve ranges"):
+        Remote(FAST).read_ranges([(server.url("a.tar"), 0, 5, "")])
+    assert server.seen["GET"] == 4  # one of them is the second way to look
+
+
+def test_another_object_behind_a_url_is_never_read(server: ShardServer, tmp_path: Path) -> None:
+    was = look(server)
+    (server.folder / "a.tar").write_bytes(DATA[::-1])
+    with pytest.raises(ChangedShard, match=r"a\.tar has changed since it was indexed"):
+        Remote(FAST).read_ranges(ranges(server, tag=was.tag))
+    with pytest.raises(ChangedShard), open(tmp_path / "copy", "wb") as copy:
+        Remote(FAST).fetch(server.url("a.tar"), was, copy)
+
+
+@pytest.mark.parametrize("block_bytes", [1000, len(DATA) - 1, len(DATA), len(DATA) + 1])
+def test_a_whole_shard_comes_in_blocks(
+    server: ShardServer, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "BLOCK_BYTES", block_bytes)
+    server.cut = 1
+    with open_whole(Place(server.url("a.tar"), look(server)), Remote(FAST)) as file:
+        assert file.read() == DATA
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "memory://a.tar", "local://a", "s3://b/a.tar::x", "pipe:cat a"]
+)
+def test_other_protocols_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="neither a local path nor a url that is read"):
+        check_protocol(url, "data.sources.x.shards")
+
+
+def test_braces_expand_urls_and_http_has_no_globs() -> None:
+    assert expand_shards("https://x.org/{00..02}.tar?k=1", "o") == [
+        f"https://x.org/0{n}.tar?k=1" for n in range(3)
+    ]
+    with pytest.raises(ValueError, match="HTTP has no listings: use braces"):
+        expand_shards("https://x.org/*.tar", "o")
+
+
+# --- as a data set -----------------------------------------------------------------------------
+
+
+def datasets(tmp_path: Path, **options: Any) -> tuple[TarDataset, Any]:
+    """The samples of one index, from a disk and with a function that gives them from a server."""
+    reading: Any = {"reads_captions": True, "tokenizer": tokenize, "max_image_pixels": 10_000}
+    index = make_index(tmp_path)
+    local = TarDataset(index, to_tensor, **reading)
+
+    def over(server: ShardServer) -> TarDataset:
+        remote = RemoteOptions(retries=4, timeout_s=5.0, **options)
+        served = TarDataset(index, to_tensor, **reading, remote=remote)
+        urls = [server.url(Path(shard.path).name) for shard in index.shards]
+        places = [Place(url, look(server, url.rpartition("/")[2])) for url in urls]
+        served.reader = ShardReader(places, remote=Remote(remote))
+        return served
+
+    return local, over
+
+
+def assert_equal(local: TarDataset, served: TarDataset, workers: int = 0) -> None:
+    ids = torch.randperm(len(local), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = [ids[start : start + 7] for start in range(0, len(ids), 7)]
+    loader: Loader[list[Sample]] = Loader(
+        served, batches, num_workers=workers, describe=lambda *_: "batch", batched=True
+    )
+    for asked, found in zip(batches, loader, strict=True):
+        for wanted, sample in zip(local.__getitems__(asked), found, strict=True):
+            assert isinstance(wanted, Sample) and isinstance(sample, Sample)
+            assert wanted.sample_id == sample.sample_id
+            assert torch.equal(wanted.views[0], sample.views[0])
+            assert wanted.text is not None and sample.text is not None
+            assert torch.equal(wanted.text, sample.text)
+    assert served.captions_of(ids) == local.captions_of(ids)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_are_those_on_disk_under_faults(tmp_path: Path, workers: int) -> None:
+    local, over = datasets(tmp_path)
+    with serving(tmp_path / "shards") as server:
+        served = over(server)
+        assert_equal(local, served)  # its connections must not be those of forked workers
+        server.fail, server.cut = 2, 2
+        assert_equal(local, served, workers)
+        assert not server.takes("fail") and not server.takes("cut")
+
+
+def test_the_index_remembers_what_a_url_was(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    make_shard(folder / "0.tar", "a", "b")
+    make_shard(folder / "1.tar", "c")
+    with serving(folder) as server:
+        server.fail = 2
+        urls = server.url("{0..1}.tar")
+        found = run_index(tmp_path / "run", s=urls, workers=2)
+        assert all_keys(found) == ["s/a", "s/b", "s/c"]
+        assert [shard.tag for shard in found.shards] == [
+            look(server, "0.tar").tag,
+            look(server, "1.tar").tag,
+        ]
+        run_index(tmp_path / "run", s=urls)
+        make_shard(folder / "1.tar", "d")
+        with pytest.raises(ValueError, match=r"1\.tar .* had the ETag .* restore it, or index"):
+            run_index(tmp_path / "run", s=urls)
+        assert all_keys(run_index(tmp_path / "run", s=urls, force=True))[-1] == "s/d"
+        (folder / "0.tar").unlink()
+        with pytest.raises(FileNotFoundError, match=r"0\.tar is not there"):
+            run_index(tmp_path / "run", s=urls)
+
+
+# --- the cache ---------------------------------------------------------------------------------
+
+
+def test_a_cache_fills_while_shards_are_read(tmp_path: Path) -> None:
+    local, over = datasets(tmp_path, cache=str(tmp_path / "cache"))
+    with serving(tmp_path / "shards") as server:
+        served = over(server)
+        assert_equal(local, served)
+        served.reader._cache.wait()
+        before = server.seen["GET"]
+        assert_equal(local, served)
+        assert_equal(local, served, workers=2)
+        assert server.seen["GET"] == before
+    assert len(list((tmp_path / "cache").glob("*.tar"))) == len(local.index.shards)
+
+
+def cache(server: ShardServer, folder: Path, max_bytes: int, idle_s: float = 3600.0) -> ShardCache:
+    return ShardCache(folder, max_bytes, Remote(FAST), idle_s)
+
+
+def held(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".lock")
+
+
+def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> None:
+    for name in "bcd":
+        (server.folder / f"{name}.tar").write_bytes(name.encode() * 1000)
+    folder = tmp_path / "cache"
+    kept = cache(server, folder, 2500)
+    for name in "abcd":
+        assert kept.path_of(server.url(f"{name}.tar"), look(server, f"{name}.tar")) is None
+    kept.wait()
+    assert held(folder) == 2000  # a is larger than the bound, and d finds no room
+    assert kept.path_of(server.url("d.tar"), look(server, "d.tar")) is None
+    oldest = kept.path_of(server.url("b.tar"), look(server, "b.tar"))
+    assert oldest is not None and oldest.read_bytes() == b"b" * 1000
+    os.utime(oldest, (0, 0))
+    later = cache(server, folder, 2500)  # another process, hours later
+    assert later.path_of(server.url("d.tar"), look(server, "d.tar")) is None
+    later.wait()
+    copy = later.path_of(server.url("d.tar"), look(server, "d.tar"))
+    assert copy is not None and copy.read_bytes() == b"d" * 1000
+    assert not oldest.exists() and held(folder) == 2000
+
+
+_KILLED = """
+import sys, time
+from pathlib import Path
+from mclclip.data.remote import Look, Remote
+from mclclip.data.shard_cache import ShardCache
+cache = ShardCache(Path(sys.argv[1]), 10_000_000, Remote())
+cache.path_of(sys.argv[2], Look(int(sys.argv[3]), sys.argv[4]))
+while not list(Path(sys.argv[1]).glob("*.part")):
+    time.sleep(0.01)
+time.sleep(0.1)
+print("filling", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_cache_forgets_what_a_killed_process_left(server: ShardServer, tmp_path: Path) -> None:
+    server.silent, folder = True, tmp_path / "cache"
+    url, told = server.url("a.tar"), look(server)
+    words = [str(folder), url, str(told.size), told.tag]
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED, *words], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "filling\n"
+        server.silent = False
+        other = cache(server, folder, 10_000_000)
+        other.path_of(url, told)
+        other.wait()  # the part of a living process is left alone
+        assert len(list(folder.glob("*.part"))) == 1
+        process.kill()
+    again = cache(server, folder, 10_000_000)
+    again.path_of(url, told)
+    again.wait()
+    copy = again.path_of(url, told)
+    assert copy is not None and copy.read_bytes() == DATA and not list(folder.glob("*.part"))
+
+
+def test_a_cache_that_fails_costs_time_alone(
+    server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = cache(server, tmp_path / "cache", 10_000_000)
+    server.fail, server.status = -1, 403
+    assert kept.path_of(server.url("a.tar"), look(server)) is None
+    kept.wait()
+    assert "is not used any more" in caplog.text and held(tmp_path / "cache") == 0
+    server.fail = 0
+    assert kept.path_of(server.url("a.tar"), look(server)) is None
+
+
+# --- an object store -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A bucket of moto's S3 as boto3 gives it; s3fs finds it through the environment."""
+    pytest.importorskip("s3fs", reason="shards of S3 need s3fs (the extra 'remote')")
+    server_of = pytest.importorskip("moto.server", reason="moto's S3 is not installed")
+    import boto3
+
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    names = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+    for name, value in (names | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}).items():
+        monkeypatch.setenv(name, value)
+    try:
+        found = boto3.resource("s3", region_name="us-east-1").Bucket("shards")
+        found.create()
+        yield found
+    finally:
+        server.stop()
+
+
+def test_s3(bucket: Any, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    for name, keys in (("0.tar", "ab"), ("1.tar", "c")):
+        bucket.upload_file(str(make_shard(local / name, *keys)), f"train/{name}")
+    found = run_index(tmp_path / "run", s="s3://shards/train/*.tar")
+    assert all_keys(found) == ["s/a", "s/b", "s/c"]
+    assert [shard.path for shard in found.shards] == [f"s3://shards/train/{n}.tar" for n in (0, 1)]
+    reader = ShardReader([shard.place for shard in found.shards], remote=Remote(FAST))
+    for number, name in enumerate(("0.tar", "1.tar")):
+        wanted = (local / name).read_bytes()
+        assert reader.read(number, 512, 700) == wanted[512 : 512 + 700]
+    bucket.upload_file(str(make_shard(local / "1.tar", "d")), "train/1.tar")
+    with pytest.raises(ValueError, match=r"1\.tar .* had the ETag"):
+        run_index(tmp_path / "run", s="s3://shards/train/*.tar")
+    with pytest.raises(FileNotFoundError, match=r"9\.tar is not there"):
+        Remote(FAST).look(["s3://shards/train/9.tar"])
+    with pytest.raises(FileNotFoundError, match="match no file"):
+        run_index(tmp_path / "other", s="s3://shards/nothing/*.tar")
