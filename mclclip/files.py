@@ -308,8 +308,14 @@ def digest_file(path: Path) -> str:
 
 def digest_array(array: np.ndarray) -> str:
     """Digest of an array's dtype, shape and values."""
-    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).data)  # no copy: arrays may fill half the memory
+    return digest_parts(array.dtype, array.shape, [array])
+
+
+def digest_parts(dtype: np.dtype[Any], shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> str:
+    """``digest_array`` of an array whose values come in parts of its dtype, one after another."""
+    digest = hashlib.sha256(f"{dtype.str}{shape}".encode())
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data)  # no copy: arrays may fill half the memory
     return digest.hexdigest()
 
 

@@ -1,0 +1,198 @@
+"""Sorts samples by pseudo label, however many there are: count, sort blocks, merge them.
+
+Labels are read in blocks. A first pass counts the samples of each group, which is all that a plan's
+coverage needs. A second pass sorts each block alone, and stores the order in a file without a name,
+which vanishes with the process. Then ranges of groups, small enough to be sorted in memory, are
+collected from all blocks; a group larger than that is collected block by block. So the sorted ids
+come in order, and are written as they come.
+
+Memory: about 25 times 8 bytes per row of a block (0.4 GiB for the default size), and about 80 bytes
+per group while groups are counted. It does not grow with the samples. Disk: 4 bytes per sample for
+the orders of the blocks, beside the 8 bytes per sample of what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from mclclip.data.labels import label_space, require_labels
+
+Integers = npt.NDArray[np.int64]
+ROWS_PER_BLOCK = 2**21
+_DENSE = 2**21  # most possible labels that are counted in one array over all of them
+_DIGIT_BITS = 16  # numpy sorts integers of 16 bits by radix, larger ones by comparison
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSizes:
+    """Groups of samples without the samples: what a plan's coverage is counted from.
+
+    group_starts  int64 [G + 1], group g has group_starts[g + 1] - group_starts[g] samples
+    group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
+    radices       clusters per stage of the label; () for one group (no labels)
+    """
+
+    group_starts: Integers
+    group_labels: Integers
+    radices: tuple[int, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_labels)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.group_starts[-1])
+
+    def group_range(self, label: int, prefix_length: int) -> tuple[int, int]:
+        """Where the samples whose label has this prefix lie among the sorted ones: [start, stop)"""
+        width = label_space(self.radices[prefix_length:])
+        first, last = np.searchsorted(self.group_labels, [label * width, (label + 1) * width])
+        return int(self.group_starts[first]), int(self.group_starts[last])
+
+
+class LabelBlocks:
+    """Pseudo labels [N] of all samples of an index, read in blocks; they may be memory-mapped.
+
+    labels    integers, -1 for samples that no plan uses
+    radices   of the labels
+    left_out  sorted ids of further samples that are not used
+    Raises ValueError for labels beyond the radices.
+    """
+
+    def __init__(
+        self,
+        labels: npt.NDArray[np.integer],
+        radices: Iterable[int],
+        left_out: npt.NDArray[np.integer] | None = None,
+        rows_per_block: int = ROWS_PER_BLOCK,
+    ) -> None:
+        self.labels = np.asarray(labels)
+        self.radices = tuple(int(radix) for radix in radices)
+        self.left_out = np.zeros(0, np.int64) if left_out is None else left_out
+        self.rows_per_block = rows_per_block
+        require_labels(self.labels, label_space(self.radices), "pseudo labels")
+
+    def __iter__(self) -> Iterator[tuple[int, Integers]]:
+        """The id of the first sample of each block, and the block's labels, int64, in a new array;
+        -1 for all samples that are not used."""
+        for first in range(0, len(self.labels), self.rows_per_block):
+            block = np.array(self.labels[first : first + self.rows_per_block], dtype=np.int64)
+            here = np.searchsorted(self.left_out, [first, first + len(block)])
+            block[self.left_out[slice(*here)] - first] = -1
+            yield first, block
+
+    def sizes(self) -> GroupSizes:
+        """The groups and how many samples each has."""
+        space = label_space(self.radices)
+        inside = (block[block >= 0] for _, block in self)
+        if space <= min(_DENSE, len(self.labels)):
+            counts = np.zeros(space, np.int64)
+            for labels in inside:
+                counts += np.bincount(labels, minlength=space)
+            found = np.flatnonzero(counts)
+            counts = counts[found]
+        else:
+            found, counts = _count_sparse(inside)
+        return GroupSizes(np.append(0, np.cumsum(counts)), found, self.radices)
+
+    def sorted_ids(self, sizes: GroupSizes, runs: BinaryIO) -> Iterator[Integers]:
+        """Yields the ids of the samples by label, ties by id, in parts of any size.
+
+        ``sizes`` are those of these labels; ``runs`` is an empty file that takes 4 bytes per
+        sample.
+        """
+        most = max(1, self.rows_per_block // 8)  # rows that are merged at once
+        cuts = _cut(sizes.group_starts, most)
+        bounds, offset = [], 0  # of every block: where the rows of each range begin in ``runs``
+        for _, block in self:
+            rows = np.flatnonzero(block >= 0)
+            rows = rows[stable_order(block[rows])]
+            runs.write(np.ascontiguousarray(rows, dtype=np.int32).data)
+            starts = np.searchsorted(block[rows], sizes.group_labels[cuts[:-1]])
+            bounds.append(offset + np.append(starts, len(rows)))
+            offset += len(rows)
+        for number, (first, last) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+            for ids in _joined(self._parts(runs, bounds, number), most):
+                several = last - first > 1  # then it is one part
+                yield ids[stable_order(self.labels[ids])] if several else ids
+
+    def _parts(self, runs: BinaryIO, bounds: list[Integers], number: int) -> Iterator[Integers]:
+        """The ids of one range of groups, block by block."""
+        for block, places in enumerate(bounds):
+            start, stop = int(places[number]), int(places[number + 1])
+            if start < stop:
+                runs.seek(4 * start)
+                rows = np.frombuffer(runs.read(4 * (stop - start)), dtype=np.int32)
+                yield rows.astype(np.int64) + block * self.rows_per_block
+
+
+def stable_order(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
+    """The permutation that sorts integers, ties by position: ``argsort(kind="stable")``, digit by
+    digit, which is faster for labels of few digits."""
+    if not len(labels):
+        return np.zeros(0, np.intp)
+    least = int(labels.min())
+    bits, rest = (int(labels.max()) - least).bit_length(), labels - least
+    order: npt.NDArray[np.intp] | None = None
+    for shift in range(0, bits, _DIGIT_BITS):
+        digit = (rest >> shift).astype(np.uint16)  # keeps the lowest 16 bits
+        if order is None:
+            order = np.argsort(digit, kind="stable")
+        else:
+            order = order[np.argsort(digit[order], kind="stable")]
+    return np.arange(len(labels)) if order is None else order
+
+
+def _count_sparse(blocks: Iterable[Integers]) -> tuple[Integers, Integers]:
+    """The different labels of all blocks, ascending, and how often each occurs.
+
+    Counts of blocks are added up as in a binary counter, so that each is copied a few times only.
+    """
+    parts: list[tuple[Integers, Integers]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for labels in blocks:
+        parts.append(np.unique(labels, return_counts=True))
+        while len(parts) > 1 and len(parts[-2][0]) <= 2 * len(parts[-1][0]):
+            parts[-2:] = [_added(parts[-2:])]
+    return _added(parts)
+
+
+def _added(parts: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+    labels = np.concatenate([labels for labels, _ in parts])
+    counts = np.concatenate([counts for _, counts in parts])
+    if not len(labels):
+        return labels, counts
+    order = np.argsort(labels, kind="stable")
+    labels, counts = labels[order], counts[order]
+    firsts = np.flatnonzero(np.append(True, labels[1:] != labels[:-1]))
+    return labels[firsts], np.add.reduceat(counts, firsts)
+
+
+def _cut(group_starts: Integers, most: int) -> list[int]:
+    """Numbers of groups at which ranges begin, and the number of groups. A range has at most
+    ``most`` samples, or one group."""
+    cuts, num_groups = [0], len(group_starts) - 1
+    while cuts[-1] < num_groups:
+        end = group_starts[cuts[-1]] + most
+        fits = int(np.searchsorted(group_starts, end, side="right")) - 1
+        cuts.append(min(max(fits, cuts[-1] + 1), num_groups))
+    return cuts
+
+
+def _joined(parts: Iterable[Integers], most: int) -> Iterator[Integers]:
+    """The parts, one after another joined until they have more than ``most`` rows."""
+    held: list[Integers] = []
+    num_rows = 0
+    for part in parts:
+        held.append(part)
+        num_rows += len(part)
+        if num_rows > most:
+            yield np.concatenate(held)
+            held, num_rows = [], 0
+    if held:
+        yield np.concatenate(held)
