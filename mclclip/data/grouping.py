@@ -6,8 +6,8 @@ which vanishes with the process. Then ranges of groups, small enough to be sorte
 collected from all blocks; a group larger than that is collected block by block. So the sorted ids
 come in order, and are written as they come.
 
-Memory: about 25 times 8 bytes per row of a block (0.4 GiB for the default size), and about 80 bytes
-per group while groups are counted. It does not grow with the samples. Disk: 4 bytes per sample for
+Memory: about 100 bytes per row of a block (0.2 GiB for the default size), 80 bytes per group while
+groups are counted, and 1/20 byte per sample. Disk: 4 bytes per sample for
 the orders of the blocks, beside the 8 bytes per sample of what is written.
 """
 
@@ -25,6 +25,8 @@ from mclclip.data.labels import label_space, require_labels
 Integers = npt.NDArray[np.int64]
 ROWS_PER_BLOCK = 2**21
 _DENSE = 2**21  # most possible labels that are counted in one array over all of them
+_RANGES = 4096  # how many ranges of groups, or up to twice as many, are merged one after another
+_JOINED = 2**18  # most ids of one group that are yielded at once
 _DIGIT_BITS = 16  # numpy sorts integers of 16 bits by radix, larger ones by comparison
 
 
@@ -107,20 +109,21 @@ class LabelBlocks:
         ``sizes`` are those of these labels; ``runs`` is an empty file that takes 4 bytes per
         sample.
         """
-        most = max(1, self.rows_per_block // 8)  # rows that are merged at once
+        most = max(1, len(self.labels) // _RANGES)
         cuts = _cut(sizes.group_starts, most)
         bounds, offset = [], 0  # of every block: where the rows of each range begin in ``runs``
         for _, block in self:
-            rows = np.flatnonzero(block >= 0)
-            rows = rows[stable_order(block[rows])]
-            runs.write(np.ascontiguousarray(rows, dtype=np.int32).data)
-            starts = np.searchsorted(block[rows], sizes.group_labels[cuts[:-1]])
+            rows = np.flatnonzero(block >= 0).astype(np.int32)
+            inside = block[block >= 0]
+            order = stable_order(inside)
+            starts = np.searchsorted(inside, sizes.group_labels[cuts[:-1]], sorter=order)
             bounds.append(offset + np.append(starts, len(rows)))
+            runs.write(rows[order].data)
             offset += len(rows)
-        for number, (first, last) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
-            for ids in _joined(self._parts(runs, bounds, number), most):
-                several = last - first > 1  # then it is one part
-                yield ids[stable_order(self.labels[ids])] if several else ids
+        for number, num_groups in enumerate(np.diff(cuts)):
+            for ids in _joined(self._parts(runs, bounds, number), max(most, _JOINED)):
+                # Several groups have at most ``most`` rows, which come at once.
+                yield ids[stable_order(self.labels[ids])] if num_groups > 1 else ids
 
     def _parts(self, runs: BinaryIO, bounds: list[Integers], number: int) -> Iterator[Integers]:
         """The ids of one range of groups, block by block."""
@@ -141,7 +144,7 @@ def stable_order(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
     bits, rest = (int(labels.max()) - least).bit_length(), labels - least
     order: npt.NDArray[np.intp] | None = None
     for shift in range(0, bits, _DIGIT_BITS):
-        digit = (rest >> shift).astype(np.uint16)  # keeps the lowest 16 bits
+        digit = (rest >> shift if shift else rest).astype(np.uint16)  # keeps the lowest 16 bits
         if order is None:
             order = np.argsort(digit, kind="stable")
         else:
@@ -174,8 +177,8 @@ def _added(parts: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
 
 
 def _cut(group_starts: Integers, most: int) -> list[int]:
-    """Numbers of groups at which ranges begin, and the number of groups. A range has at most
-    ``most`` samples, or one group."""
+    """Numbers of groups at which ranges begin, and the number of groups. A range has one group, or
+    several with at most ``most`` samples."""
     cuts, num_groups = [0], len(group_starts) - 1
     while cuts[-1] < num_groups:
         end = group_starts[cuts[-1]] + most

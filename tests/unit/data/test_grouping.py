@@ -10,6 +10,7 @@ import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -75,10 +76,12 @@ def test_blocks_of_every_size_give_what_one_sort_gives(case) -> None:
     wanted = by_one_sort(labels, left_out)
     digest = digest_json([radices, *map(digest_array, wanted)])
     for rows in {1, 2, 3, 8, 17, 64, max(len(labels), 1), len(labels) + 1}:
-        grouped = grouped_by(LabelBlocks(labels, radices, left_out, rows))
-        for found, array in zip(arrays_of(grouped), wanted, strict=True):
-            assert found.dtype == np.int64 and np.array_equal(found, array)
-        assert grouped.digest == digest
+        for ranges, joined in ((1, 100), (5, 3), (4096, 1)):
+            with patch.multiple(grouping, _RANGES=ranges, _JOINED=joined):
+                grouped = grouped_by(LabelBlocks(labels, radices, left_out, rows))
+            for found, array in zip(arrays_of(grouped), wanted, strict=True):
+                assert found.dtype == np.int64 and np.array_equal(found, array)
+            assert grouped.digest == digest
     usable = labels.copy()
     usable[left_out] = -1
     built = GroupedIndex.build(usable, radices)
@@ -88,8 +91,9 @@ def test_blocks_of_every_size_give_what_one_sort_gives(case) -> None:
 
 @pytest.mark.parametrize("kind", ["even", "skewed", "own"])
 @pytest.mark.parametrize("rows", [1000, 4096, 100_000])
-def test_larger_labels_are_merged_from_many_blocks(tmp_path, kind, rows) -> None:
+def test_larger_labels_are_merged_from_many_blocks(tmp_path, kind, rows, monkeypatch) -> None:
     """Even groups, one group of half of the samples beside tiny ones, a group for each sample."""
+    monkeypatch.setattr(grouping, "_RANGES", 100)
     random, samples = np.random.default_rng(0), 30_000
     labels = {
         "even": random.integers(0, 100, samples),
@@ -135,6 +139,8 @@ def test_digits_sort_as_one_stable_sort_does(values, modulus) -> None:
 def test_memory_grows_neither_with_samples_nor_with_groups(tmp_path, monkeypatch) -> None:
     """Peak of numpy and Python beyond the labels: that of a block, for many groups and few."""
     monkeypatch.setattr(grouping, "_DENSE", 1000)
+    monkeypatch.setattr(grouping, "_RANGES", 256)
+    monkeypatch.setattr(grouping, "_JOINED", 1000)
     peaks = {}
     for samples in (100_000, 800_000):
         for groups in (1, 10_000):
