@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from io import BufferedRandom
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from mclclip.data.labels import label_space, require_labels
 
 Integers = npt.NDArray[np.int64]
-ROWS_PER_BLOCK = 2**21
+ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower
 _DENSE = 2**21  # most possible labels that are counted in one array over all of them
 _RANGES = 4096  # how many ranges of groups, or up to twice as many, are merged one after another
 _JOINED = 2**18  # most ids of one group that are yielded at once
@@ -103,7 +103,7 @@ class LabelBlocks:
             found, counts = _count_sparse(inside)
         return GroupSizes(np.append(0, np.cumsum(counts)), found, self.radices)
 
-    def sorted_ids(self, sizes: GroupSizes, runs: BinaryIO) -> Iterator[Integers]:
+    def sorted_ids(self, sizes: GroupSizes, runs: BufferedRandom) -> Iterator[Integers]:
         """Yields the ids of the samples by label, ties by id, in parts of any size.
 
         ``sizes`` are those of these labels; ``runs`` is an empty file that takes 4 bytes per
@@ -111,28 +111,45 @@ class LabelBlocks:
         """
         most = max(1, len(self.labels) // _RANGES)
         cuts = _cut(sizes.group_starts, most)
-        bounds, offset = [], 0  # of every block: where the rows of each range begin in ``runs``
-        for _, block in self:
-            rows = np.flatnonzero(block >= 0).astype(np.int32)
-            inside = block[block >= 0]
-            order = stable_order(inside)
-            starts = np.searchsorted(inside, sizes.group_labels[cuts[:-1]], sorter=order)
-            bounds.append(offset + np.append(starts, len(rows)))
-            runs.write(rows[order].data)
-            offset += len(rows)
+        bounds = self._sort_blocks(sizes.group_labels[cuts[:-1]], runs)
         for number, num_groups in enumerate(np.diff(cuts)):
-            for ids in _joined(self._parts(runs, bounds, number), max(most, _JOINED)):
+            ranges = bounds[:, number], bounds[:, number + 1]
+            for ids in self._collect(runs, *ranges, max(most, _JOINED)):
                 # Several groups have at most ``most`` rows, which come at once.
                 yield ids[stable_order(self.labels[ids])] if num_groups > 1 else ids
 
-    def _parts(self, runs: BinaryIO, bounds: list[Integers], number: int) -> Iterator[Integers]:
-        """The ids of one range of groups, block by block."""
-        for block, places in enumerate(bounds):
-            start, stop = int(places[number]), int(places[number + 1])
-            if start < stop:
-                runs.seek(4 * start)
-                rows = np.frombuffer(runs.read(4 * (stop - start)), dtype=np.int32)
-                yield rows.astype(np.int64) + block * self.rows_per_block
+    def _sort_blocks(self, edges: Integers, runs: BufferedRandom) -> Integers:
+        """Writes the rows of each block by label. Returns int64 [blocks, ranges + 1]: where the
+        rows of each range of labels begin in ``runs``; ``edges`` are the first labels of ranges."""
+        bounds, offset = [np.zeros((0, len(edges) + 1), np.int64)], 0
+        for _, block in self:
+            rows = np.flatnonzero(block >= 0).astype(np.int32)
+            inside = block[rows] if len(rows) < len(block) else block
+            order = stable_order(inside)
+            starts = np.searchsorted(inside, edges, sorter=order)
+            bounds.append(offset + np.append(starts, len(rows))[None])
+            runs.write(rows[order].data)
+            offset += len(rows)
+        return np.concatenate(bounds)
+
+    def _collect(
+        self, runs: BufferedRandom, starts: Integers, stops: Integers, most: int
+    ) -> Iterator[Integers]:
+        """The ids of one range of groups, from [starts, stops) of ``runs`` for each block; at once
+        as many blocks as have at most ``most``."""
+        ends, first = np.append(0, np.cumsum(stops - starts)), 0
+        while first < len(starts):
+            last = int(np.searchsorted(ends, ends[first] + most, side="right")) - 1
+            last = max(last, first + 1)
+            lengths = stops[first:last] - starts[first:last]
+            rows, at = np.empty(lengths.sum(), np.int32), 0
+            view = rows.view(np.uint8).data
+            for start, length in zip(starts[first:last].tolist(), lengths.tolist(), strict=True):
+                if length:
+                    runs.seek(4 * start)
+                    at += runs.readinto(view[at : at + 4 * length])
+            yield rows + np.repeat(np.arange(first, last) * self.rows_per_block, lengths)
+            first = last
 
 
 def stable_order(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
@@ -185,17 +202,3 @@ def _cut(group_starts: Integers, most: int) -> list[int]:
         fits = int(np.searchsorted(group_starts, end, side="right")) - 1
         cuts.append(min(max(fits, cuts[-1] + 1), num_groups))
     return cuts
-
-
-def _joined(parts: Iterable[Integers], most: int) -> Iterator[Integers]:
-    """The parts, one after another joined until they have more than ``most`` rows."""
-    held: list[Integers] = []
-    num_rows = 0
-    for part in parts:
-        held.append(part)
-        num_rows += len(part)
-        if num_rows > most:
-            yield np.concatenate(held)
-            held, num_rows = [], 0
-    if held:
-        yield np.concatenate(held)
