@@ -76,6 +76,23 @@ class GroupedIndex(GroupSizes):
             return str(_read_header(self.directory)["digest"])
         return digest_json([self.radices, *(digest_array(getattr(self, a)) for a in _ARRAYS)])
 
+    def position(self, sample_id: int, start: int, stop: int) -> int:
+        """Where a sample lies in sample_ids, in [start, stop), which are whole groups.
+
+        Searches all of them at once by bisection: their ids ascend, and few of them are read.
+        Raises LookupError where it is in none.
+        """
+        first, last = np.searchsorted(self.group_starts, [start, stop])
+        low, ends = self.group_starts[first:last], self.group_starts[first + 1 : last + 1]
+        high = ends
+        while (searched := low < high).any():
+            middle = np.minimum((low + high) // 2, stop - 1)
+            before = self.sample_ids[middle] < sample_id
+            low = np.where(searched & before, middle + 1, low)
+            high = np.where(searched & ~before, middle, high)
+        low = low[low < ends]
+        return int(low[np.flatnonzero(self.sample_ids[low] == sample_id)[0]])
+
     def save(self, directory: str | Path) -> None:
         """Writes the index as ``write_grouped`` does."""
         write_grouped(Path(directory), self, [self.sample_ids])

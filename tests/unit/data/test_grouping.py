@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -125,6 +126,18 @@ def test_the_digest_is_that_of_older_versions() -> None:
     parts = [hashlib.sha256(f"<i8({len(a)},)".encode() + a.tobytes()) for a in arrays]
     text = json.dumps([[3], *(part.hexdigest() for part in parts)], separators=(",", ":"))
     assert grouped.digest == hashlib.sha256(text.encode()).hexdigest()
+
+
+@stable
+@given(labelled())
+def test_a_sample_is_found_among_whole_groups(case) -> None:
+    labels, radices, _ = case
+    grouped = GroupedIndex.build(labels, radices)
+    for start, stop in {(0, grouped.num_samples), *pairwise(grouped.group_starts.tolist())}:
+        for place in range(start, stop):
+            assert grouped.position(int(grouped.sample_ids[place]), start, stop) == place
+    with pytest.raises(LookupError):
+        grouped.position(len(labels), 0, grouped.num_samples)
 
 
 @stable
