@@ -93,11 +93,6 @@ def of_a_process(handed: tuple[Any, ...], rank: int, ranks: int, batch: int, ste
     return SimpleNamespace(first_s=first_s, **{name: after[name] - before[name] for name in after})
 
 
-def warm(_: int) -> None:
-    """Something to do for each process, so that all of them have begun."""
-    time.sleep(1)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """An index of each size, read by several processes."""
     parser = timing.parser(__doc__)
@@ -118,12 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             handed = (root / "index", "", *grouped.__reduce__())
             number = options.processes
             with ProcessPoolExecutor(number, mp_context=get_context("spawn")) as pool:
-                list(pool.map(warm, range(number)))
-                asked = [
-                    pool.submit(of_a_process, handed, rank, number, options.batch, options.steps)
-                    for rank in range(number)
-                ]
-                found = [one.result() for one in asked]
+                for _ in range(2):  # the first time, modules are imported as well
+                    asked = [
+                        pool.submit(
+                            of_a_process, handed, rank, number, options.batch, options.steps
+                        )
+                        for rank in range(number)
+                    ]
+                    found = [one.result() for one in asked]
         names = ("Anonymous", "Pss", "Rss", "first_s")
         worst = [max(getattr(one, name) for one in found) for name in names]
         rows.append([f"{samples:,}", *map(timing.number, worst)])

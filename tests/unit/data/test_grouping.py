@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mclclip import files
 from mclclip.data import grouping
 from mclclip.data.grouping import LabelBlocks, stable_order
 from mclclip.data.groups import GroupedIndex, StageGroups
@@ -187,3 +189,17 @@ except OSError as error:
     )
     assert done.stdout.startswith(str(tmp_path / "groups"))
     assert list((tmp_path / "groups").iterdir()) == []
+
+
+def test_who_is_handed_an_index_maps_it_without_a_comparison(tmp_path, monkeypatch) -> None:
+    """One process reads all of it, for its digests; loader workers and other ranks do not."""
+    grouped = written(tmp_path, LabelBlocks(np.arange(5000) % 7, (7,)))
+    sent = pickle.dumps(grouped)
+
+    def fail(block: bytes) -> str:
+        raise AssertionError("compared")
+
+    monkeypatch.setattr(files, "_digest_block", fail)
+    assert np.array_equal(pickle.loads(sent).sample_ids, grouped.sample_ids)
+    with pytest.raises(AssertionError, match="compared"):
+        GroupedIndex.open(tmp_path)
