@@ -17,7 +17,8 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,8 +309,14 @@ def digest_file(path: Path) -> str:
 
 def digest_array(array: np.ndarray) -> str:
     """Digest of an array's dtype, shape and values."""
-    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).data)  # no copy: arrays may fill half the memory
+    return digest_parts(array.dtype, array.shape, [array])
+
+
+def digest_parts(dtype: np.dtype[Any], shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> str:
+    """``digest_array`` of an array whose values come in parts of its dtype, one after another."""
+    digest = hashlib.sha256(f"{dtype.str}{shape}".encode())
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data)  # no copy: arrays may fill half the memory
     return digest.hexdigest()
 
 
@@ -326,6 +333,7 @@ def digest_keys(keys: Iterable[str]) -> str:
 
 BLOCK_BYTES = 2**20
 _DIGITS = 16  # of the digest of a block, in base 16: 64 bits, which find damage, not forgery
+_ALONE = 256  # fewer blocks than these are digested by one thread
 SEAL = "checksum"
 
 
@@ -362,6 +370,20 @@ def records_of(directory: Path, *names: str) -> dict[str, Record]:
     return {name: record_of(Path(directory) / name) for name in names}
 
 
+def _digests(file: BinaryIO, numbers: Sequence[int]) -> Iterator[str]:
+    """The digests of these blocks of a file; of many blocks by several threads."""
+
+    def digest(number: int) -> str:
+        return _digest_block(os.pread(file.fileno(), BLOCK_BYTES, number * BLOCK_BYTES))
+
+    if len(numbers) < _ALONE:
+        yield from map(digest, numbers)
+        return
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for first in range(0, len(numbers), _ALONE):  # so that an error does not wait for all
+            yield from pool.map(digest, numbers[first : first + _ALONE])
+
+
 class Checked:
     """A file that is compared with its record block by block, each block once, when it is read.
 
@@ -391,9 +413,8 @@ class Checked:
         if not missing:
             return
         with open(self.path, "rb") as file:
-            for number in missing:
-                file.seek(number * BLOCK_BYTES)
-                if _digest_block(file.read(BLOCK_BYTES)) != self.record.digest(number):
+            for number, digest in zip(missing, _digests(file, missing), strict=True):
+                if digest != self.record.digest(number):
                     raise RuntimeError(
                         f"{self.path} is damaged (from byte {number * BLOCK_BYTES:,} on it is not "
                         f"what was written): {self.again}"

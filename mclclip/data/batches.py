@@ -307,7 +307,7 @@ class TrainingBatches(Dataset[Batch]):
         sample's position.
         """
         start, stop = self.grouped.group_range(label, prefix_length)
-        own = start + int(np.flatnonzero(self.grouped.sample_ids[start:stop] == sample_id)[0])
+        own = self.grouped.position(sample_id, start, stop)
         key = int(mix(self._seed, epoch, _REPLACEMENT, sample_id))
         tried = range(0)
         for length in range(len(self.grouped.radices), -1, -1):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mclclip.data.grouping import GroupSizes, LabelBlocks
 from mclclip.data.groups import (
     ALONE,
-    GroupedIndex,
     Level,
     Policy,
     build_levels,
@@ -86,14 +86,12 @@ class Coverage:
         )
 
 
-def coverage_report(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
+def coverage_report(grouped: GroupSizes, global_batch: int, policy: Policy) -> Coverage:
     """Counts what a plan uses. Raises ValueError for an unknown policy or a batch size below 1."""
     return _count(grouped, build_levels(grouped, global_batch, policy), global_batch, policy)
 
 
-def _count(
-    grouped: GroupedIndex, levels: list[Level], global_batch: int, policy: Policy
-) -> Coverage:
+def _count(grouped: GroupSizes, levels: list[Level], global_batch: int, policy: Policy) -> Coverage:
     sizes, scheduled = levels[0].sizes, num_scheduled(levels, global_batch, policy)
     small = sizes[sizes < global_batch]
     by_prefix = dict.fromkeys((level.prefix_length for level in levels), 0)
@@ -139,7 +137,7 @@ def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
     return compared / (steps * global_batch) - 1.0
 
 
-def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> Coverage:
+def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Coverage:
     """Logs and returns the report; call it before training.
 
     With more labels than Eq. 4's bound (K^j > M / B) it raises ValueError under "drop" and "carry"
@@ -168,19 +166,11 @@ def check_coverage(grouped: GroupedIndex, global_batch: int, policy: Policy) -> 
     return report
 
 
-def build_groups(
-    labels: np.ndarray,
-    radices: tuple[int, ...],
-    bad_ids: np.ndarray,
-    global_batch: int,
-    policy: Policy,
-) -> GroupedIndex:
-    """Groups the samples by label, those of ``bad_ids`` left out, and logs the coverage.
+def plan_groups(labels: LabelBlocks, global_batch: int, policy: Policy) -> GroupSizes:
+    """Counts the groups of the labels, and logs the coverage.
 
     Raises ValueError where the groups do not fit the batch size (see ``check_coverage``).
     """
-    usable = labels.copy()
-    usable[bad_ids] = -1
-    grouped = GroupedIndex.build(usable, radices)
-    check_coverage(grouped, global_batch, policy)
-    return grouped
+    sizes = labels.sizes()
+    check_coverage(sizes, global_batch, policy)
+    return sizes

@@ -13,10 +13,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from mclclip.data.grouping import Integers
 from mclclip.data.groups import (
     ALONE,
     GroupedIndex,
-    Integers,
     Level,
     Policy,
     build_levels,

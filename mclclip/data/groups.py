@@ -15,7 +15,8 @@ batches of its own, B being the global batch. The policy decides what happens to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,12 +25,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.data.arrays import open_npy, save_npy
-from mclclip.data.labels import check_labels, label_space
+from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
+from mclclip.data.grouping import GroupSizes, Integers, LabelBlocks
 from mclclip.files import (
     Record,
     digest_array,
     digest_json,
+    digest_parts,
+    naming,
     read_json,
     records_of,
     sealed,
@@ -38,48 +41,33 @@ from mclclip.files import (
 )
 
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
-Integers = npt.NDArray[np.int64]
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
 ALONE = ("drop", "carry")  # policies that never put leftovers of two groups into one batch
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedIndex:
+class GroupedIndex(GroupSizes):
     """Sample ids by group. Pickles as its path when it was opened from one.
 
-    sample_ids    int64 [M], sorted by pseudo label, ties by id
-    group_starts  int64 [G + 1], group g is sample_ids[group_starts[g] : group_starts[g + 1]]
-    group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
-    radices       clusters per stage of the label; () for one group (no labels)
+    group_starts, group_labels, radices  see ``GroupSizes``
+    sample_ids  int64 [M], sorted by pseudo label, ties by id; those of group g are
+                sample_ids[group_starts[g] : group_starts[g + 1]]
     """
 
     sample_ids: Integers
-    group_starts: Integers
-    group_labels: Integers
-    radices: tuple[int, ...]
     directory: Path | None = None
 
     @classmethod
     def build(cls, labels: npt.NDArray[np.integer], radices: tuple[int, ...]) -> GroupedIndex:
-        """From the pseudo labels int64 [N] of all samples of the index; -1 is left out.
+        """In memory, from the pseudo labels int64 [N] of all samples; -1 is left out.
 
         Raises ValueError for labels beyond the radices.
         """
-        radices = tuple(int(radix) for radix in radices)
-        checked = check_labels(labels, label_space(radices), "pseudo labels")
-        inside = np.flatnonzero(checked >= 0)
-        inside = inside[np.argsort(checked[inside], kind="stable")]
-        group_labels, starts = np.unique(checked[inside], return_index=True)
-        group_starts = np.append(starts, len(inside)).astype(np.int64)
-        return cls(inside.astype(np.int64), group_starts, group_labels, radices)
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.group_labels)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.sample_ids)
+        blocks = LabelBlocks(labels, radices)
+        sizes = blocks.sizes()
+        with tempfile.TemporaryFile() as runs:
+            ids = np.concatenate([np.zeros(0, np.int64), *blocks.sorted_ids(sizes, runs)])
+        return cls(sizes.group_starts, sizes.group_labels, sizes.radices, ids)
 
     @cached_property
     def digest(self) -> str:
@@ -88,33 +76,44 @@ class GroupedIndex:
             return str(_read_header(self.directory)["digest"])
         return digest_json([self.radices, *(digest_array(getattr(self, a)) for a in _ARRAYS)])
 
-    def group_range(self, label: int, prefix_length: int) -> tuple[int, int]:
-        """Where the samples whose label has this prefix lie: [start, stop) of sample_ids."""
-        width = label_space(self.radices[prefix_length:])
-        first, last = np.searchsorted(self.group_labels, [label * width, (label + 1) * width])
-        return int(self.group_starts[first]), int(self.group_starts[last])
+    def position(self, sample_id: int, start: int, stop: int) -> int:
+        """Where a sample lies in sample_ids, in [start, stop), which are whole groups.
+
+        Searches all of them at once by bisection: their ids ascend, and few of them are read.
+        Raises LookupError where it is in none.
+        """
+        first, last = np.searchsorted(self.group_starts, [start, stop])
+        low, ends = self.group_starts[first:last], self.group_starts[first + 1 : last + 1]
+        high = ends
+        while (searched := low < high).any():
+            middle = np.minimum((low + high) // 2, stop - 1)
+            before = self.sample_ids[middle] < sample_id
+            low = np.where(searched & before, middle + 1, low)
+            high = np.where(searched & ~before, middle, high)
+        low = low[low < ends]
+        return int(low[np.flatnonzero(self.sample_ids[low] == sample_id)[0]])
 
     def save(self, directory: str | Path) -> None:
-        """Writes three .npy files, then grouped_index.json, without which none of them counts."""
-        directory = Path(directory)
-        header: dict[str, Any] = {"radices": list(self.radices), "digest": self.digest}
-        counts = {"num_samples": self.num_samples, "num_groups": self.num_groups}
-        (directory / "grouped_index.json").unlink(missing_ok=True)
-        for name in _ARRAYS:
-            save_npy(directory / f"{name}.npy", getattr(self, name))
-        records = records_of(directory, *(f"{name}.npy" for name in _ARRAYS))
-        header |= counts | {"records": {name: asdict(records[name]) for name in records}}
-        write_json(directory / "grouped_index.json", sealed(header))
+        """Writes the index as ``write_grouped`` does."""
+        write_grouped(Path(directory), self, [self.sample_ids])
 
     @classmethod
     def open(cls, directory: str | Path) -> GroupedIndex:
         """Memory-mapped, read only. FileNotFoundError where there is no finished index,
-        RuntimeError where its files do not fit each other or are not what was written."""
-        directory = Path(directory)
+        RuntimeError where its files do not fit each other or are not what was written.
+
+        All of them is read once, for this comparison. A process that the index is handed to maps
+        the files without it.
+        """
+        return cls._map(Path(directory), compare=True)
+
+    @classmethod
+    def _map(cls, directory: Path, compare: bool = False) -> GroupedIndex:
         header = _read_header(directory)
-        records = {name: Record(**entry) for name, entry in header.get("records", {}).items()}
+        records = header.get("records", {}) if compare else {}
+        known = {name: Record(**entry) for name, entry in records.items()}
         ids, starts, labels = (
-            open_npy(directory / f"{name}.npy", "train", records.get(f"{name}.npy"))
+            open_npy(directory / f"{name}.npy", "train", known.get(f"{name}.npy"))
             for name in _ARRAYS
         )
         got = (len(ids), len(labels), len(starts))
@@ -124,13 +123,41 @@ class GroupedIndex:
                 f"grouped index {directory}: its arrays have {got} rows, its header says {wanted}: "
                 "run 'mclclip train --force' to train again"
             )
-        return cls(ids, np.asarray(starts), np.asarray(labels), tuple(header["radices"]), directory)
+        return cls(np.asarray(starts), np.asarray(labels), tuple(header["radices"]), ids, directory)
 
     def __reduce__(self) -> tuple[Callable[..., GroupedIndex], tuple[Any, ...]]:
         if self.directory is not None:  # loader workers map the files instead of copying them
-            return GroupedIndex.open, (self.directory,)
-        arrays = (self.sample_ids, self.group_starts, self.group_labels)
-        return GroupedIndex, (*arrays, self.radices)
+            return GroupedIndex._map, (self.directory,)
+        return GroupedIndex, (self.group_starts, self.group_labels, self.radices, self.sample_ids)
+
+
+def write_grouped(directory: Path, sizes: GroupSizes, parts: Iterable[Integers]) -> None:
+    """Writes a grouped index: three .npy files, then grouped_index.json, without which none counts.
+
+    ``parts`` are its sample ids in order; each is written, and added to the digest, as it comes.
+    """
+    (directory / "grouped_index.json").unlink(missing_ok=True)
+    shape = (sizes.num_samples,)
+    with write_npy_parts(directory / "sample_ids.npy", shape, np.int64) as append:
+
+        def written() -> Iterator[Integers]:
+            for part in parts:
+                append(part)
+                yield part
+
+        ids_digest = digest_parts(np.dtype(np.int64), shape, written())
+    others = sizes.group_starts, sizes.group_labels
+    for name, array in zip(_ARRAYS[1:], others, strict=True):
+        save_npy(directory / f"{name}.npy", array)
+    header: dict[str, Any] = {
+        "radices": list(sizes.radices),
+        "digest": digest_json([sizes.radices, ids_digest, *map(digest_array, others)]),
+        "num_samples": sizes.num_samples,
+        "num_groups": sizes.num_groups,
+    }
+    records = records_of(directory, *(f"{name}.npy" for name in _ARRAYS))
+    header["records"] = {name: asdict(records[name]) for name in records}
+    write_json(directory / "grouped_index.json", sealed(header))
 
 
 def _read_header(directory: Path) -> dict[str, Any]:
@@ -167,7 +194,7 @@ class Level:
     first_child: Integers  # [n] into the level below (leaves: into sample_ids)
 
 
-def build_levels(grouped: GroupedIndex, global_batch: int, policy: Policy) -> list[Level]:
+def build_levels(grouped: GroupSizes, global_batch: int, policy: Policy) -> list[Level]:
     """The tree, leaves first; nothing in it depends on the epoch."""
     if policy not in get_args(Policy):
         raise ValueError(f"policy is {policy!r}: wanted one of {', '.join(get_args(Policy))}")
@@ -277,9 +304,12 @@ class StageGroups:
             return str(error)
         return None
 
-    def write(self, grouped: GroupedIndex, bad_ids: np.ndarray) -> None:
-        """Saves the grouped index and the ids that were left out of it."""
-        grouped.save(self.directory)
+    def write(self, labels: LabelBlocks, sizes: GroupSizes, bad_ids: np.ndarray) -> None:
+        """Groups the samples, whose groups have ``sizes``, on disk; and saves the undecodable
+        ``bad_ids`` that were left out."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with naming(self.directory), tempfile.TemporaryFile(dir=self.directory) as runs:
+            write_grouped(self.directory, sizes, labels.sorted_ids(sizes, runs))
         # Last: marks the grouped index as whole.
         known_bad = sealed({"known_bad": [int(i) for i in bad_ids]})
         write_json(self.directory / "known_bad.json", known_bad)

@@ -45,11 +45,8 @@ def label_space(radices: Sequence[int]) -> int:
     return space
 
 
-def check_labels(
-    labels: npt.NDArray[np.integer], num_labels: int, name: str = "labels"
-) -> Integers:
-    """The labels as int64 [N], after a check that they are integers in [-1, num_labels)."""
-    labels = np.asarray(labels)
+def require_labels(labels: np.ndarray, num_labels: int, name: str = "labels") -> None:
+    """Raises ValueError where labels are not integers [N] in [-1, num_labels). Copies nothing."""
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
             f"{name} have shape {labels.shape} and type {labels.dtype}: wanted integers [N]"
@@ -59,6 +56,14 @@ def check_labels(
             f"{name} run from {labels.min()} to {labels.max()}: wanted -1 (outside) to "
             f"{num_labels - 1:,}; the labels and their radices are not of one run"
         )
+
+
+def check_labels(
+    labels: npt.NDArray[np.integer], num_labels: int, name: str = "labels"
+) -> Integers:
+    """The labels as int64 [N], after a check that they are integers in [-1, num_labels)."""
+    labels = np.asarray(labels)
+    require_labels(labels, num_labels, name)
     return labels.astype(np.int64, copy=False)
 
 

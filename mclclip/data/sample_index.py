@@ -226,10 +226,6 @@ class SampleIndex:
             else None
             for name in (TEXT_CRC, IMAGE_CRC)
         )
-        for number, shard in enumerate(self.shards):
-            ends = self.shard_of[[shard.start, shard.stop - 1]] if shard.start < shard.stop else ()
-            if any(end != number for end in ends):
-                raise ValueError(f"shard {number} begins or ends at another row")
         self._codes: dict[str, npt.NDArray[np.int32]] = {
             name.removeprefix(attributes.COLUMN): table[name].chunk(0).to_numpy(zero_copy_only=True)
             for name in table.column_names
@@ -245,7 +241,17 @@ class SampleIndex:
         """
         manifest = read_manifest(Path(directory), KIND)
         manifest.check(Path(directory))
-        return cls(Path(directory), manifest.digest)
+        index = cls(Path(directory), manifest.digest)
+        with own(index.directory / SAMPLES, _AGAIN):
+            index._check_shards()
+        return index
+
+    def _check_shards(self) -> None:
+        """Compares the rows of every shard, of which each would map a page in every process."""
+        for number, shard in enumerate(self.shards):
+            ends = self.shard_of[[shard.start, shard.stop - 1]] if shard.start < shard.stop else ()
+            if any(end != number for end in ends):
+                raise ValueError(f"shard {number} begins or ends at another row")
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -409,12 +409,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
 
 class BadSamples:
-    """The undecodable samples of an index that one verb knows of."""
+    """The undecodable samples of an index that one verb knows of; every rank makes one at once."""
 
     def __init__(self, index: SampleIndex, max_bad_fraction: float) -> None:
         self.index = index
         self.max_bad_fraction = max_bad_fraction
-        self.known = {int(sample_id) for sample_id in index.bad_ids()}
+        # Asked of one process: where there are some, all keys of the index are read for them.
+        self.known = set(collectives.on_main(index.bad_ids).tolist())
 
     def share(self, found: Mapping[int, str]) -> int:
         """Tells all ranks which samples this rank found (sample_id -> reason); returns the number

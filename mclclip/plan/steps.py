@@ -9,14 +9,8 @@ import numpy as np
 from mclclip.config import Config, TrainConfig
 from mclclip.data.coverage import Coverage, coverage_report
 from mclclip.data.epoch_plan import check_samples, steps_per_epoch, total_steps
-from mclclip.data.groups import (
-    ALONE,
-    GroupedIndex,
-    Policy,
-    StageGroups,
-    build_levels,
-    require_steps,
-)
+from mclclip.data.grouping import GroupSizes, LabelBlocks
+from mclclip.data.groups import ALONE, Policy, StageGroups, build_levels, require_steps
 from mclclip.data.labels import label_space, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.run import artifacts
@@ -177,7 +171,7 @@ def _on_disk(
         return None
     layout = Layout.of(config, variant)
     bad, inputs = index.bad_ids(), {"index": index.digest}
-    labels, radices = np.zeros(len(index), np.int64), tuple[int, ...]()
+    labels, radices = np.broadcast_to(np.int64(0), len(index)), tuple[int, ...]()
     if stage > 0 and _radices(config, stage, variant):
         directory = layout.pseudo_labels(stage)
         if not artifacts.is_finished(directory):
@@ -186,13 +180,11 @@ def _on_disk(
     begun = StageGroups(layout.train(stage) / "grouped_index")
     made_of = artifacts.made_of(layout.train(stage)).get("inputs", {})
     if begun.written and inputs.items() <= made_of.items():
-        grouped = begun.read()[0]
+        grouped: GroupSizes = begun.read()[0]
     elif radices and variant != "mcl" and len(bad):
         return None  # which groups of random labels lose a bad sample depends on the draw
     else:
-        labels = labels.copy()
-        labels[left_out] = -1
-        grouped = GroupedIndex.build(labels, radices)
+        grouped = LabelBlocks(labels, radices, left_out).sizes()
     batch, policy = options.global_batch, options.plan.policy
     require_steps(build_levels(grouped, batch, policy), batch, policy)
     return coverage_report(grouped, batch, policy)
@@ -227,8 +219,8 @@ def _epoch(sizes: str, report: Coverage) -> dict[str, Any]:
     }
 
 
-def _grouped(num_samples: int, radices: tuple[int, ...], sizes: str) -> GroupedIndex:
-    """All labels of ``radices`` with the sizes that are assumed; it holds no sample ids."""
+def _grouped(num_samples: int, radices: tuple[int, ...], sizes: str) -> GroupSizes:
+    """All labels of ``radices`` with the sizes that are assumed."""
     share = np.ones(1)
     for radix in radices:
         cluster = np.ones(radix) if sizes == "equal" else 1 / np.arange(1, radix + 1)
@@ -236,5 +228,4 @@ def _grouped(num_samples: int, radices: tuple[int, ...], sizes: str) -> GroupedI
     starts = np.round(np.append(0.0, np.cumsum(share)) * num_samples).astype(np.int64)
     starts[-1] = num_samples
     filled = np.flatnonzero(np.diff(starts))
-    nobody = np.broadcast_to(np.int64(0), num_samples)
-    return GroupedIndex(nobody, np.append(starts[filled], num_samples), filled, radices)
+    return GroupSizes(np.append(starts[filled], num_samples), filled, radices)

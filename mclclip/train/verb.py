@@ -15,8 +15,9 @@ import numpy as np
 
 from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, TrainConfig, to_tree
-from mclclip.data.coverage import build_groups, coverage_report
+from mclclip.data.coverage import coverage_report, plan_groups
 from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
+from mclclip.data.grouping import GroupSizes, LabelBlocks
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
@@ -63,13 +64,15 @@ def run(
     """
     layout = Layout.of(config, variant)
     options = _options(config, layout, stage)
-    index = SampleIndex.open(layout.index)
+    # Compared with its record once; what the other ranks are handed is the path, which they map.
+    index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     check_ranks("train" if stage else "base", options.global_batch, context.world_size)
     peaks = PeakMemory(context.device)
     job = Job(config, options, context, layout, stage, index, layout.train(stage), peaks)
     if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
+    job.class_labels = collectives.on_main(lambda: job.class_labels)
     workers, remote = config.data.index_workers, config.data.remote
     collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
     model = parts.build_model(config, layout, stage, options, context)
@@ -117,7 +120,6 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
 
     With ``write=False`` it only checks whether the artifact is finished.
     """
-    labels, radices, inputs = _labels(job)
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
     if job.options.evaluate.metric is None:  # figures that are only recorded
         del options["evaluate"]
@@ -134,14 +136,13 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         config["steps"] = steps
     groups = StageGroups(job.directory / "grouped_index")
     opened = partial(
-        Artifact.open, job.directory, kind="train", config=config, inputs=inputs, force=force
+        Artifact.open, job.directory, kind="train", config=config, inputs=_inputs(job), force=force
     )
     artifact = opened(write=False)
     if artifact.finished or not write:
         return artifact, groups
-    plan, bad_ids = job.options.plan, job.index.bad_ids()
-    build = partial(build_groups, labels, radices, bad_ids, job.options.global_batch, plan.policy)
-    grouped = None if groups.written else build()
+    bad_ids = job.index.bad_ids()
+    planned = None if groups.written else _planned(job, bad_ids)
     if force and groups.damage() is not None:
         move_aside(job.directory)
     artifact = opened(write=True)
@@ -157,7 +158,7 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
                 job.stage, len(ids), len(job.index), what,
             )  # fmt: skip
     if not groups.written:  # with --force the ones found before may have been moved aside
-        groups.write(grouped or build(), bad_ids)
+        groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
     return artifact, groups
 
 
@@ -184,38 +185,49 @@ def _controlled_steps(job: Job) -> int | None:
     return total_steps(None, options.epochs, report.steps)
 
 
-def _labels(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
-    """Labels [N] (-1: left out), their radices, and the digests of the artifacts they depend on."""
+def _planned(job: Job, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
+    """The labels of the samples that are trained on, and their groups, which fit the batch."""
+    labels = _labels(job, bad_ids)
+    return labels, plan_groups(labels, job.options.global_batch, job.options.plan.policy)
+
+
+def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
+    """The labels of all samples, without those that this training leaves out."""
     left_out = np.union1d(job.without_caption, job.without_attribute)
     left_out = np.union1d(left_out, job.outside_of_share)
-    labels, radices, inputs = _labels_of_all(job)
-    if len(left_out):
-        labels = labels.copy()
-        labels[left_out] = -1
+    labels, radices = np.broadcast_to(np.int64(0), len(job.index)), tuple[int, ...]()
+    if _reads_groups(job):
+        directory = job.layout.pseudo_labels(job.stage)
+        labels, radices, _ = read_pseudo_labels(directory, job.index)
     if radices and job.layout.variant == "random_groups":
+        labels = np.array(labels)
+        labels[left_out] = -1
         labels = permute_labels(labels, job.seed, job.stage)
-    return labels, radices, inputs
+    return LabelBlocks(labels, radices, np.union1d(left_out, bad_ids))
 
 
-def _labels_of_all(job: Job) -> tuple[np.ndarray, tuple[int, ...], dict[str, str]]:
-    """``_labels`` before samples are left out and labels permuted."""
+def _reads_groups(job: Job) -> bool:
+    reads = job.options.objective.reads.groups
+    return reads and job.stage > 0 and job.layout.method != "ungrouped"
+
+
+def _inputs(job: Job) -> dict[str, str]:
+    """The digests of the artifacts that a training depends on."""
     inputs = {"index": job.index.digest}
     if job.options.objective.reads.attribute is not None and job.class_labels is not None:
         inputs["attribute"] = job.class_labels.digest
-    labels = np.zeros(len(job.index), dtype=np.int64)
-    radices: tuple[int, ...] = ()
     if job.stage == 0:
-        return labels, radices, inputs
+        return inputs
     inputs["base"] = artifacts.read_manifest(job.layout.export(0), "export").digest
     if job.uses_cached_text:
         text = artifacts.read_manifest(job.layout.text_embeddings, "text_embeddings")
         inputs["text_embeddings"] = text.digest
     if job.options.objective.reads.clusters and job.class_labels is not None:
         inputs["clusters"] = job.class_labels.digest
-    if job.options.objective.reads.groups and job.layout.method != "ungrouped":
+    if _reads_groups(job):
         directory = job.layout.pseudo_labels(job.stage)
-        labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, job.index)
-    return labels, radices, inputs
+        inputs["pseudo_labels"] = artifacts.read_manifest(directory, "pseudo_labels").digest
+    return inputs
 
 
 def _train(
@@ -227,12 +239,12 @@ def _train(
     ``identity`` is the digest of all that the weights depend on.
     """
     options, context, how = job.options, job.context, job.options.plan
-    grouped, known_bad = groups.read()
+    grouped, known_bad = collectives.on_main(groups.read)
     engine = parts.engine_of(job, trainee)
     plan = EpochPlan(
         grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
     )
-    total = _controlled_steps(job) or total_steps(
+    total = collectives.on_main(lambda: _controlled_steps(job)) or total_steps(
         options.steps, options.epochs, plan.steps_per_epoch
     )
     checkpoints = Checkpoints(

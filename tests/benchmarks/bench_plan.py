@@ -1,10 +1,9 @@
-"""What an epoch plan costs at scale: building it, one batch of it, and its memory.
+"""What an epoch plan costs at scale: grouping the samples, a plan, one batch, and their memory.
 
+Labels lie in a memory-mapped file, and are grouped into files, as ``train`` does it once a stage.
 A plan is made of group sizes and steps, never of samples, so an epoch of millions is begun in
 milliseconds; the reference is numpy's shuffle of all sample ids, which a sampler with a
-permutation needs at every epoch. The larger grouped index is written as memory-mapped files
-directly (its content does not matter here); building one takes the labels and their sort in
-memory, and is measured at the smaller size.
+permutation needs at every epoch.
 """
 
 from __future__ import annotations
@@ -21,14 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mclclip.data.arrays import write_npy_parts
+from mclclip.data.coverage import plan_groups
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex, Policy
-from mclclip.files import write_json
-from tests.benchmarks import timing
+from mclclip.data.grouping import LabelBlocks
+from mclclip.data.groups import GroupedIndex, Policy, StageGroups
+from tests.benchmarks import memory, timing
 
 Integers = npt.NDArray[np.int64]
 RADICES = (10, 10, 10)
-CHUNK = 1 << 24
+CHUNK = 1 << 22
 
 
 def group_sizes(num_samples: int, seed: int = 0) -> Integers:
@@ -42,28 +43,35 @@ def group_sizes(num_samples: int, seed: int = 0) -> Integers:
     return sizes
 
 
-def labels_of(sizes: Integers) -> Integers:
-    """Pseudo labels int64 [N] in random order, with these group sizes."""
-    labels = np.repeat(np.arange(len(sizes)), sizes)
-    np.random.default_rng(1).shuffle(labels)
-    return labels
+def write_labels(path: Path, num_samples: int) -> None:
+    """Pseudo labels int64 [N] in random order, in groups of unequal sizes."""
+    random = np.random.default_rng(1)
+    with write_npy_parts(path, (num_samples,), np.int64) as append:
+        for first in range(0, num_samples, CHUNK):
+            sizes = group_sizes(min(CHUNK, num_samples - first))
+            append(random.permutation(np.repeat(np.arange(len(sizes)), sizes)))
 
 
-def write_grouped(directory: Path, sizes: Integers) -> None:
-    """A grouped index as files, whose sample ids simply count up."""
-    directory.mkdir(parents=True)
-    total = int(sizes.sum())
-    ids = np.lib.format.open_memmap(
-        directory / "sample_ids.npy", mode="w+", dtype=np.int64, shape=(total,)
+def group(labels_path: Path, directory: Path) -> None:
+    """Groups the labels on disk; prints what that took, in this process, which did nothing else."""
+    labels = np.load(labels_path, mmap_mode="r")
+    labels.max()  # maps all of them, so that they are not counted as memory of the grouping
+    spent = []
+
+    def work() -> None:
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        blocks = LabelBlocks(labels, RADICES)
+        sizes = plan_groups(blocks, 8192, "backoff")
+        spent.append(time.perf_counter() - start_s)
+        StageGroups(directory).write(blocks, sizes, np.zeros(0, np.int64))
+        spent.extend([time.perf_counter() - start_s, time.process_time() - start_cpu_s])
+
+    peak = memory.peak_mib(work)
+    print(
+        f"\ngrouped {len(labels):,} labels: {spent[1]:.2f} s wall ({spent[0]:.2f} s of it for the "
+        f"sizes of groups), {spent[2]:.2f} s CPU; peak {peak:,.0f} MiB beside the labels' "
+        f"{labels.nbytes / 2**20:,.0f} MiB; {timing.machine()}"
     )
-    for first in range(0, total, CHUNK):
-        ids[first : first + CHUNK] = np.arange(first, min(first + CHUNK, total))
-    ids.flush()
-    np.save(directory / "group_starts.npy", np.append(0, np.cumsum(sizes)))
-    np.save(directory / "group_labels.npy", np.arange(len(sizes)))
-    counts = {"num_samples": total, "num_groups": len(sizes)}
-    header = {"radices": list(RADICES), "digest": "synthetic"}
-    write_json(directory / "grouped_index.json", header | counts)
 
 
 def drop_cache(path: Path) -> None:
@@ -79,7 +87,7 @@ def plan_of(grouped: GroupedIndex, batch: int, policy: Policy, epoch: int = 0) -
     return EpochPlan(grouped, batch, policy, "proportional", seed=0, stage=3, epoch=epoch)
 
 
-def peak_mib(make: Callable[[], object]) -> float:
+def held_mib(make: Callable[[], object]) -> float:
     """Largest memory that numpy and Python held at once while it ran."""
     tracemalloc.start()
     try:
@@ -124,7 +132,7 @@ def measure(directory: Path, batch: int, rounds: int, shuffle: bool) -> None:
             timing.number(1000 * timings.wall_s(name)),
             timing.number(1000 * timings.cpu_s(name)),
             timing.number(timings.ratio(name, "plan, backoff")),
-            timing.number(peak_mib(call)),
+            timing.number(held_mib(call)),
         ]
         for name, call in variants.items()
     ]
@@ -140,44 +148,27 @@ def measure(directory: Path, batch: int, rounds: int, shuffle: bool) -> None:
     print(f"\nfirst batch from a dropped cache: {np.median(cold):,.1f} ms (median of {rounds})")
 
 
-def build(sizes: Integers, directory: Path) -> None:
-    """Building and writing the grouped index from labels, once."""
-    labels = labels_of(sizes)
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    grouped = GroupedIndex.build(labels, RADICES)
-    wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    start_s = time.perf_counter()
-    grouped.save(directory)
-    saved_s = time.perf_counter() - start_s
-    peak = peak_mib(lambda: GroupedIndex.build(labels, RADICES))
-    print(
-        f"\ngrouped index of {len(labels):,} labels: build {wall_s:.2f} s wall, {cpu_s:.2f} s CPU, "
-        f"peak {peak:,.0f} MiB beside the labels; save (digest, fsync) {saved_s:.2f} s"
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """12 million samples, then 400 million from memory-mapped files where the disk has room."""
+    """12, 50 and 400 million samples, as far as the disk has room."""
     parser = timing.parser(__doc__)
-    parser.add_argument("--samples", type=int, default=12_000_000)
-    parser.add_argument("--mapped", type=int, default=400_000_000, help="0: leave it out")
-    parser.add_argument("--batch", type=int, default=8192)
-    parser.add_argument("--mapped-batch", type=int, default=32_768)
-    options = timing.parse(
-        parser, arguments, samples=200_000, mapped=1_000_000, batch=256, mapped_batch=1024
+    parser.add_argument(
+        "--samples", type=int, nargs="+", default=[12_000_000, 50_000_000, 400_000_000]
     )
+    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument("--folder", help="where the files are written, and removed; default: /tmp")
+    options = timing.parse(parser, arguments, samples=[200_000, 1_000_000], batch=256)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temporary:
-        small, large = Path(temporary) / "small", Path(temporary) / "large"
-        build(group_sizes(options.samples), small)
-        measure(small, options.batch, options.rounds, shuffle=True)
-        status = os.statvfs(temporary)
-        free = status.f_bavail * status.f_frsize
-        if options.mapped and free > 3 * 8 * options.mapped:
-            write_grouped(large, group_sizes(options.mapped))
-            measure(large, options.mapped_batch, options.rounds, shuffle=False)
-        elif options.mapped:
-            print(f"\n{options.mapped:,} samples left out: {free / 2**30:.0f} GiB free on the disk")
+    for number, samples in enumerate(options.samples):
+        with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+            status = os.statvfs(temporary)
+            free = status.f_bavail * status.f_frsize
+            if free < 3 * 8 * samples:
+                print(f"\n{samples:,} samples left out: {free / 2**30:.0f} GiB free on the disk")
+                continue
+            labels, directory = Path(temporary) / "labels.npy", Path(temporary) / "grouped"
+            write_labels(labels, samples)
+            memory.in_fresh_process(group, labels, directory)
+            measure(directory, options.batch, options.rounds, shuffle=number == 0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from mclclip import checkpoint, cluster, demo, doctor, embed, export, index, pipeline
 from mclclip.config import Config, dump
 from mclclip.data.batches import Batch, TrainingBatches
-from mclclip.data.coverage import build_groups
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
@@ -46,7 +45,8 @@ def _batches(where: Where) -> TrainingBatches:
     index.run(config, Context())
     samples = SampleIndex.open(Layout.of(config).index)
     labels = np.arange(len(samples)) % 3
-    grouped: GroupedIndex = build_groups(labels, (3,), samples.bad_ids(), 24, "backoff")
+    labels[samples.bad_ids()] = -1
+    grouped = GroupedIndex.build(labels, (3,))
     model = load_clip(tiny.MODEL, seed=0)
     return TrainingBatches(
         index=samples,

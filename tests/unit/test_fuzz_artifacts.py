@@ -21,7 +21,8 @@ from mclclip import cluster, files
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config
 from mclclip.data.embeddings import left_out
-from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.grouping import LabelBlocks
+from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
@@ -116,7 +117,8 @@ def prepared(prepared_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     run_dir = shutil.copytree(prepared_run, root / "run")
     train = run_dir / "stage_1/train"
     labels = np.load(run_dir / "stage_1/pseudo_labels/pseudo_labels.npy")[:, 0]
-    StageGroups(train / "grouped_index").write(GroupedIndex.build(labels, (3,)), np.array([5, 9]))
+    blocks = LabelBlocks(labels, (3,))
+    StageGroups(train / "grouped_index").write(blocks, blocks.sizes(), np.array([5, 9]))
     Checkpoints(train / "checkpoints", keep=2, identity=IDENTITY).save(4, Source(4))
     return run_dir
 

@@ -339,7 +339,7 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
         tmp_path / "ids.npy", mode="w+", dtype=np.int64, shape=(samples,)
     )
     starts = np.linspace(0, samples, groups + 1).astype(np.int64)
-    grouped = GroupedIndex(ids, starts, np.arange(groups), (10, 30))
+    grouped = GroupedIndex(starts, np.arange(groups), (10, 30), ids)
     for policy in POLICIES:
         tracemalloc.start()
         plan = EpochPlan(grouped, size, policy, "proportional", 0, 1, 0)

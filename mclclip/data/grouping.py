@@ -1,0 +1,204 @@
+"""Sorts samples by pseudo label, however many there are: count, sort blocks, merge them.
+
+Labels are read in blocks. A first pass counts the samples of each group, which is all that a plan's
+coverage needs. A second pass sorts each block alone, and stores the order in a file without a name,
+which vanishes with the process. Then ranges of groups, small enough to be sorted in memory, are
+collected from all blocks; a group larger than that is collected block by block. So the sorted ids
+come in order, and are written as they come.
+
+Memory: about 100 bytes per row of a block (0.2 GiB for the default size), 80 bytes per group while
+groups are counted, and 1/20 byte per sample. Disk: 4 bytes per sample for
+the orders of the blocks, beside the 8 bytes per sample of what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import BufferedRandom
+
+import numpy as np
+import numpy.typing as npt
+
+from mclclip.data.labels import label_space, require_labels
+
+Integers = npt.NDArray[np.int64]
+ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower
+_DENSE = 2**21  # most possible labels that are counted in one array over all of them
+_RANGES = 4096  # how many ranges of groups, or up to twice as many, are merged one after another
+_JOINED = 2**18  # most ids of one group that are yielded at once
+_DIGIT_BITS = 16  # numpy sorts integers of 16 bits by radix, larger ones by comparison
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSizes:
+    """Groups of samples without the samples: what a plan's coverage is counted from.
+
+    group_starts  int64 [G + 1], group g has group_starts[g + 1] - group_starts[g] samples
+    group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
+    radices       clusters per stage of the label; () for one group (no labels)
+    """
+
+    group_starts: Integers
+    group_labels: Integers
+    radices: tuple[int, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_labels)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.group_starts[-1])
+
+    def group_range(self, label: int, prefix_length: int) -> tuple[int, int]:
+        """Where the samples whose label has this prefix lie among the sorted ones: [start, stop)"""
+        width = label_space(self.radices[prefix_length:])
+        first, last = np.searchsorted(self.group_labels, [label * width, (label + 1) * width])
+        return int(self.group_starts[first]), int(self.group_starts[last])
+
+
+class LabelBlocks:
+    """Pseudo labels [N] of all samples of an index, read in blocks; they may be memory-mapped.
+
+    labels    integers, -1 for samples that no plan uses
+    radices   of the labels
+    left_out  sorted ids of further samples that are not used
+    Raises ValueError for labels beyond the radices.
+    """
+
+    def __init__(
+        self,
+        labels: npt.NDArray[np.integer],
+        radices: Iterable[int],
+        left_out: npt.NDArray[np.integer] | None = None,
+        rows_per_block: int = ROWS_PER_BLOCK,
+    ) -> None:
+        self.labels = np.asarray(labels)
+        self.radices = tuple(int(radix) for radix in radices)
+        self.left_out = np.zeros(0, np.int64) if left_out is None else left_out
+        self.rows_per_block = rows_per_block
+        require_labels(self.labels, label_space(self.radices), "pseudo labels")
+
+    def __iter__(self) -> Iterator[tuple[int, Integers]]:
+        """The id of the first sample of each block, and the block's labels, int64, in a new array;
+        -1 for all samples that are not used."""
+        for first in range(0, len(self.labels), self.rows_per_block):
+            block = np.array(self.labels[first : first + self.rows_per_block], dtype=np.int64)
+            here = np.searchsorted(self.left_out, [first, first + len(block)])
+            block[self.left_out[slice(*here)] - first] = -1
+            yield first, block
+
+    def sizes(self) -> GroupSizes:
+        """The groups and how many samples each has."""
+        space = label_space(self.radices)
+        inside = (block[block >= 0] for _, block in self)
+        if space <= min(_DENSE, len(self.labels)):
+            counts = np.zeros(space, np.int64)
+            for labels in inside:
+                counts += np.bincount(labels, minlength=space)
+            found = np.flatnonzero(counts)
+            counts = counts[found]
+        else:
+            found, counts = _count_sparse(inside)
+        return GroupSizes(np.append(0, np.cumsum(counts)), found, self.radices)
+
+    def sorted_ids(self, sizes: GroupSizes, runs: BufferedRandom) -> Iterator[Integers]:
+        """Yields the ids of the samples by label, ties by id, in parts of any size.
+
+        ``sizes`` are those of these labels; ``runs`` is an empty file that takes 4 bytes per
+        sample.
+        """
+        most = max(1, len(self.labels) // _RANGES)
+        cuts = _cut(sizes.group_starts, most)
+        bounds = self._sort_blocks(sizes.group_labels[cuts[:-1]], runs)
+        for number, num_groups in enumerate(np.diff(cuts)):
+            ranges = bounds[:, number], bounds[:, number + 1]
+            for ids in self._collect(runs, *ranges, max(most, _JOINED)):
+                # Several groups have at most ``most`` rows, which come at once.
+                yield ids[stable_order(self.labels[ids])] if num_groups > 1 else ids
+
+    def _sort_blocks(self, edges: Integers, runs: BufferedRandom) -> Integers:
+        """Writes the rows of each block by label. Returns int64 [blocks, ranges + 1]: where the
+        rows of each range of labels begin in ``runs``; ``edges`` are the first labels of ranges."""
+        bounds, offset = [np.zeros((0, len(edges) + 1), np.int64)], 0
+        for _, block in self:
+            rows = np.flatnonzero(block >= 0).astype(np.int32)
+            inside = block[rows] if len(rows) < len(block) else block
+            order = stable_order(inside)
+            starts = np.searchsorted(inside, edges, sorter=order)
+            bounds.append(offset + np.append(starts, len(rows))[None])
+            runs.write(rows[order].data)
+            offset += len(rows)
+        return np.concatenate(bounds)
+
+    def _collect(
+        self, runs: BufferedRandom, starts: Integers, stops: Integers, most: int
+    ) -> Iterator[Integers]:
+        """The ids of one range of groups, from [starts, stops) of ``runs`` for each block; at once
+        as many blocks as have at most ``most``."""
+        ends, first = np.append(0, np.cumsum(stops - starts)), 0
+        while first < len(starts):
+            last = int(np.searchsorted(ends, ends[first] + most, side="right")) - 1
+            last = max(last, first + 1)
+            lengths = stops[first:last] - starts[first:last]
+            rows, at = np.empty(lengths.sum(), np.int32), 0
+            view = rows.view(np.uint8).data
+            for start, length in zip(starts[first:last].tolist(), lengths.tolist(), strict=True):
+                if length:
+                    runs.seek(4 * start)
+                    at += runs.readinto(view[at : at + 4 * length])
+            yield rows + np.repeat(np.arange(first, last) * self.rows_per_block, lengths)
+            first = last
+
+
+def stable_order(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
+    """The permutation that sorts integers, ties by position: ``argsort(kind="stable")``, digit by
+    digit, which is faster for labels of few digits."""
+    if not len(labels):
+        return np.zeros(0, np.intp)
+    least = int(labels.min())
+    bits, rest = (int(labels.max()) - least).bit_length(), labels - least
+    order: npt.NDArray[np.intp] | None = None
+    for shift in range(0, bits, _DIGIT_BITS):
+        digit = (rest >> shift if shift else rest).astype(np.uint16)  # keeps the lowest 16 bits
+        if order is None:
+            order = np.argsort(digit, kind="stable")
+        else:
+            order = order[np.argsort(digit[order], kind="stable")]
+    return np.arange(len(labels)) if order is None else order
+
+
+def _count_sparse(blocks: Iterable[Integers]) -> tuple[Integers, Integers]:
+    """The different labels of all blocks, ascending, and how often each occurs.
+
+    Counts of blocks are added up as in a binary counter, so that each is copied a few times only.
+    """
+    parts: list[tuple[Integers, Integers]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for labels in blocks:
+        parts.append(np.unique(labels, return_counts=True))
+        while len(parts) > 1 and len(parts[-2][0]) <= 2 * len(parts[-1][0]):
+            parts[-2:] = [_added(parts[-2:])]
+    return _added(parts)
+
+
+def _added(parts: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+    labels = np.concatenate([labels for labels, _ in parts])
+    counts = np.concatenate([counts for _, counts in parts])
+    if not len(labels):
+        return labels, counts
+    order = np.argsort(labels, kind="stable")
+    labels, counts = labels[order], counts[order]
+    firsts = np.flatnonzero(np.append(True, labels[1:] != labels[:-1]))
+    return labels[firsts], np.add.reduceat(counts, firsts)
+
+
+def _cut(group_starts: Integers, most: int) -> list[int]:
+    """Numbers of groups at which ranges begin, and the number of groups. A range has one group, or
+    several with at most ``most`` samples."""
+    cuts, num_groups = [0], len(group_starts) - 1
+    while cuts[-1] < num_groups:
+        end = group_starts[cuts[-1]] + most
+        fits = int(np.searchsorted(group_starts, end, side="right")) - 1
+        cuts.append(min(max(fits, cuts[-1] + 1), num_groups))
+    return cuts
