@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GIB = 2**30
-# An A100 in bf16 by its data sheet, and the share of it that OpenCLIP's largest published rate is
-# (ViT-L-14: 178 samples per second and GPU at 526 GFLOP each); most of its rates are lower.
+# An A100 in bf16 by its data sheet, and the share of it that the best of OpenCLIP's published rates
+# of a ViT-L-14 reaches (178 samples per second and GPU, 526 GFLOP each). Most reach half of it.
 PEAK_TFLOPS, SHARE = 312.0, 0.3
 # Peak of other formats, as a share of that of bf16: an A100's, without TF32.
 PEAK_OF = {"bf16": 1.0, "fp16": 1.0, "fp32": 1 / 16, "float64": 1 / 32}

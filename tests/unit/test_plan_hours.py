@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mclclip import config, plan
+from mclclip import cli, config, plan
 from mclclip.config import Config
 from mclclip.plan import Machine, Speed, hours, memory, network, steps, table
 from mclclip.plan.machine import PEAK_TFLOPS, SHARE
 from tests import tiny
-from tests.matrix import in_soak
+from tests.matrix import in_soak, kept
 
 CC12M = 10_968_539
 # Of the tiny model, by hand: 32 pixels in patches of 8, width 32, 3 blocks, 17 tokens, 8 features.
@@ -239,13 +241,17 @@ GRADIENTS, PARAMETERS = "reduce-scatter of gradients", "all-gather of parameters
 
 @pytest.mark.parametrize(
     ("engine", "trained", "whole"),
-    [
-        ("{name: ddp}", {"all-reduce of gradients": 1}, {}),
-        ("{name: deepspeed, zero_stage: 2}", {GRADIENTS: 1, PARAMETERS: 1}, {}),
-        ("{name: deepspeed, zero_stage: 3}", {GRADIENTS: 1}, {PARAMETERS: 2}),
-        ("{name: fsdp}", {GRADIENTS: 1}, {PARAMETERS: 1}),  # twice, in half precision
-        ("{name: fsdp, micro_batch: 2}", {GRADIENTS: 1}, {PARAMETERS: 4.5}),
-    ],
+    kept(
+        [
+            ("{name: ddp}", {"all-reduce of gradients": 1}, {}),
+            ("{name: deepspeed, zero_stage: 2}", {GRADIENTS: 1, PARAMETERS: 1}, {}),
+            ("{name: deepspeed, zero_stage: 3}", {GRADIENTS: 1}, {PARAMETERS: 2}),
+            ("{name: fsdp}", {GRADIENTS: 1}, {PARAMETERS: 1}),  # twice, in half precision
+            ("{name: fsdp, micro_batch: 2}", {GRADIENTS: 1}, {PARAMETERS: 4.5}),
+        ],
+        0,
+        4,
+    ),  # fmt: skip
 )
 def test_messages_of_a_step(
     engine: str, trained: dict[str, float], whole: dict[str, float]
@@ -302,3 +308,23 @@ def test_hours_are_unknown_without_a_number_of_samples() -> None:
     assert found["passes"][0]["samples_per_s"] > 0
     (line,) = [line for line in table._hours({"hours": found}) if line.startswith("in all")]
     assert line.split()[2:] == ["unknown", "unknown"]
+
+
+SCALE = (tiny.ROOT / "launch" / "SCALE.md").read_text()
+SHOWN = re.findall(r"```bash\nmclclip (config [^\n]*)\n```\n\n```text\n(.*?)```", SCALE, re.DOTALL)
+
+
+def test_the_page_has_two_plans() -> None:
+    assert len(SHOWN) == 2 and all("\nhours " in shown for _, shown in SHOWN)
+
+
+@in_soak
+@pytest.mark.parametrize(("command", "shown"), SHOWN)
+def test_the_page_shows_what_its_commands_print(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    cli._config(cli._parse(shlex.split(command)))
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in shown.splitlines() if line not in printed] == []
