@@ -141,7 +141,8 @@ def _config(args: argparse.Namespace) -> object:
         from mclclip import plan
 
         machine = plan.Machine.described(args.nodes, args.gpus_per_node, args.gpu_memory_gib)
-        plan.run(options, machine, samples=args.samples, as_json=args.json)
+        speed = plan.Speed(args.peak_tflops, args.share, args.samples_per_s, args.images_per_s)
+        plan.run(options, machine, samples=args.samples, as_json=args.json, speed=speed)
     else:
         print(config.dump(options), end="")
     return None
@@ -216,15 +217,27 @@ def _add_standalone(verbs: Any) -> None:
     verb.set_defaults(standalone=_alone)
     verb = _add(verbs, "config", "check a configuration and print it resolved, or its plan")
     _add_config_options(verb)
+    _add_plan(verb)
+    verb.set_defaults(standalone=_config)
+
+
+def _add_plan(verb: argparse.ArgumentParser) -> None:
     group = verb.add_argument_group("plan", "what the run will do and need; uses no GPU")
-    group.add_argument("--plan", action="store_true", help="print steps, memory and disk instead")
+    group.add_argument("--plan", action="store_true", help="print steps, memory, hours and disk")
     group.add_argument("--nodes", type=int, metavar="N", help="default 1")
     gpus = "default 1; with this or --nodes a too small disk here is a warning"
     group.add_argument("--gpus-per-node", type=int, metavar="G", help=gpus)
     group.add_argument("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
     group.add_argument("--samples", type=int, metavar="N", help="used where there is no index yet")
     group.add_argument("--json", action="store_true", help="sizes in bytes")
-    verb.set_defaults(standalone=_config)
+    peak = "of a GPU in bf16, dense (default 312, an A100; fp32 is a sixteenth of it)"
+    group.add_argument("--peak-tflops", type=float, metavar="P", help=peak)
+    share = "of that peak which training and embedding reach (default 0.3)"
+    group.add_argument("--share", type=float, metavar="F", help=share)
+    rate = "measured in training on one GPU; used for its hours instead of peak and share"
+    group.add_argument("--samples-per-s", type=float, metavar="S", help=rate)
+    images = "measured in embedding on one GPU, likewise"
+    group.add_argument("--images-per-s", type=float, metavar="S", help=images)
 
 
 def _add_make_dataset(verbs: Any) -> None:

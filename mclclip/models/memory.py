@@ -1,4 +1,4 @@
-"""Measures how much memory a model's training takes, without allocating it.
+"""Measures how much memory and how many operations a model's training takes, without running it.
 
 A model is built on torch's "meta" device, where tensors have shapes and no values, and run forward
 and backward on fake tensors (`torch._subclasses.fake_tensor`), which follow every rule of views,
@@ -7,6 +7,8 @@ and sums the bytes that torch's allocator would be asked for. So no kind of towe
 its own, and ViT-H-14 takes seconds.
 
 Memory that kernels take for themselves (workspaces of cuDNN) and fragmentation are not counted.
+Operations are counted in the same way, by torch's own formulas (`torch.utils.flop_counter`); its
+FlopCounterMode also follows modules, which fails in attention pools without a graph.
 """
 
 import weakref
@@ -18,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from mclclip.models.clip import load_image_encoder
 from mclclip.models.image_encoder import ImageEncoder
@@ -87,6 +91,24 @@ def peak_bytes(work: Callable[[], object], existing: Iterable[Tensor] = ()) -> i
     return meter.peak
 
 
+def operations(work: Callable[[], object]) -> int:
+    """Floating-point operations of the matrix products and convolutions that `work` does.
+
+    A multiplication and an addition count as two. Everything that runs is counted, backward passes
+    and repeated forward passes too; attention as its two products, without a mask. What works on
+    elements alone (norms, activations) is left out, as is usual.
+    """
+    counter = _Counter()
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # one kernel for a layer, without a formula
+    try:
+        with sdpa_kernel(SDPBackend.MATH), counter:  # the CPU's own attention has no formula
+            work()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+    return counter.total
+
+
 class _StayOnMeta(TorchFunctionMode):
     """Makes `Tensor.to` leave a tensor on the "meta" device there."""
 
@@ -135,6 +157,38 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live -= num_bytes
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sums the operations of what runs, by torch's formula of each function."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = _FORMULAS.get(func.overloadpacket)
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=result))
+        return result
+
+
+def _of_convolution_backward(
+    out_gradient: Tensor, inputs: Tensor, weight: Tensor, *others: Any, out_val: Any
+) -> int:
+    """As many as forward for each of the gradients of input and weight that is asked for.
+
+    torch's own formula multiplies those of the weight by the number of groups.
+    """
+    transposed, wanted = others[4], others[7]
+    count: Any = conv_flop_count
+    forward = int(count(inputs.shape, weight.shape, out_gradient.shape, transposed))
+    return forward * (int(wanted[0]) + int(wanted[1]))
+
+
+_FORMULAS = flop_registry | {torch.ops.aten.convolution_backward: _of_convolution_backward}
 
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:

@@ -2,7 +2,8 @@
 
 Reads the run directory where there is one and writes nothing. Steps are counted from the index and
 the pseudo labels, or from a number of samples (``steps``); memory is measured on tensors without
-values (``memory``); ``disk`` adds up files; ``table`` prints.
+values (``memory``), operations too (``operations``), of which ``hours`` makes times; ``network``
+and ``disk`` add up messages and files; ``table`` prints.
 """
 
 from __future__ import annotations
@@ -14,22 +15,29 @@ from typing import Any
 from mclclip.config import Config
 from mclclip.data.epoch_plan import check_ranks
 from mclclip.files import shown_lines
-from mclclip.plan import disk, memory, steps, table
-from mclclip.plan.machine import GIB, Machine
+from mclclip.plan import disk, hours, memory, network, steps, table
+from mclclip.plan.machine import GIB, Machine, Speed
 
-__all__ = ["Machine", "make", "run"]
+__all__ = ["Machine", "Speed", "make", "run"]
 
 log = logging.getLogger("mclclip")
 
 
-def run(config: Config, machine: Machine, *, samples: int | None, as_json: bool) -> None:
-    """Prints the plan of ``config``; see ``make`` for ``samples``.
+def run(
+    config: Config,
+    machine: Machine,
+    *,
+    samples: int | None,
+    as_json: bool,
+    speed: Speed | None = None,
+) -> None:
+    """Prints the plan of ``config``; see ``make`` for ``samples`` and ``speed``.
 
     Raises ValueError, one line, for what cannot run: options that exclude each other before
     anything is printed, too little memory or disk after the plan. For a machine elsewhere too
     little disk here is logged as a warning.
     """
-    plan = make(config, machine, samples)
+    plan = make(config, machine, samples, speed)
     print(json.dumps(plan, indent=2) if as_json else shown_lines(table.text(plan)))
     for name, options in config.trainings.items():
         memory.check(plan["memory"][name], name, options, machine)
@@ -37,10 +45,13 @@ def run(config: Config, machine: Machine, *, samples: int | None, as_json: bool)
         log.warning("%s", warning)
 
 
-def make(config: Config, machine: Machine, samples: int | None = None) -> dict[str, Any]:
+def make(
+    config: Config, machine: Machine, samples: int | None = None, speed: Speed | None = None
+) -> dict[str, Any]:
     """The plan as plain nested mappings; sizes in bytes.
 
-    ``samples``: of the index, for a run directory that has none (None: unknown).
+    ``samples``: of the index, for a run directory that has none (None: unknown). ``speed``: what
+    hours are counted by.
     """
     options = config.trainings
     if not options:
@@ -58,5 +69,9 @@ def make(config: Config, machine: Machine, samples: int | None = None) -> dict[s
         "samples": counted["samples"],
         "trainings": counted["trainings"],
         "memory": measured,
+        "network": {
+            name: network.count(options[name], measured[name], machine) for name in options
+        },
+        "hours": hours.count(config, counted, measured, machine, speed or Speed()),
         "disk": disk.count(config, counted, measured),
     }

@@ -1,10 +1,15 @@
-"""The machine that a plan is made for."""
+"""The machine that a plan is made for, and how fast it is taken to be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 GIB = 2**30
+# An A100 in bf16 by its data sheet, and the share of it that the best of OpenCLIP's published rates
+# of a ViT-L-14 reaches (178 samples per second and GPU, 526 GFLOP each). Most reach half of it.
+PEAK_TFLOPS, SHARE = 312.0, 0.3
+# Peak of other formats, as a share of that of bf16: an A100's, without TF32.
+PEAK_OF = {"bf16": 1.0, "fp16": 1.0, "fp32": 1 / 16, "float64": 1 / 32}
 
 
 @dataclass(frozen=True)
@@ -39,3 +44,32 @@ class Machine:
     def ranks(self) -> int:
         """One process per GPU."""
         return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one GPU is taken to be, where nobody has measured it.
+
+    ``peak_tflops``: its largest rate of products in bf16, dense, by its data sheet (None:
+    ``PEAK_TFLOPS``). ``share``: what of it a pass reaches (None: ``SHARE``). Measured rates of one
+    GPU decide instead where they are given: ``samples_per_s`` of a training, ``images_per_s`` of an
+    embedding pass.
+    """
+
+    peak_tflops: float | None = None
+    share: float | None = None
+    samples_per_s: float | None = None
+    images_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"--{name.replace('_', '-')} is {value}: wanted more than 0")
+        if self.share is not None and self.share > 1:
+            raise ValueError(f"--share is {self.share}: wanted a share of the peak, at most 1")
+
+    def operations_per_s(self, precision: str) -> float:
+        """Operations per second of a GPU in this number format: peak x share."""
+        peak = PEAK_TFLOPS if self.peak_tflops is None else self.peak_tflops
+        share = SHARE if self.share is None else self.share
+        return 1e12 * peak * share * PEAK_OF[precision]

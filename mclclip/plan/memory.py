@@ -1,4 +1,4 @@
-"""Memory of one rank during a training, by part, and whether its GPU can hold it."""
+"""What one rank holds and computes during a training, and whether its GPU can hold it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mclclip.models.loading import AnyModel, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise
 from mclclip.objectives import base as objectives
 from mclclip.objectives.base import Objective, Setting
+from mclclip.plan import operations
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
@@ -42,7 +43,7 @@ _CONTEXT, _NCCL = GIB, GIB // 2
 
 
 def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
-    """Bytes of one rank by part (``parts``, ``sum``), and what they follow from.
+    """Bytes of one rank by part (``parts``, ``sum``), what they follow from, and ``operations``.
 
     Raises ValueError where the training would refuse its options.
     """
@@ -52,6 +53,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     named = config.model_of(name)
     model = memory.load_shapes(named.name, text=named.text, projector=named.projector)
     with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
+        encoder = operations.of_encoder(model)
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
         trainee = Trainee(model, _outline(model, options), options.precision)
@@ -74,6 +76,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "batch": memory.size_bytes(batch.tensors()),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
+        counted = operations.of_training(trainee, batch, _step, twice=micro < local)
         workers = config.data.num_workers
         return {
             "global_batch": options.global_batch,
@@ -92,6 +95,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "checkpoint": sizes.parameters + sizes.moments + sizes.average + cost.checkpoint,
             "export": sizes.parameters,
             "trained": sizes.trained,
+            "operations": encoder | counted,
             "notes": _notes(model, name, options, machine, sizes),
         }
 

@@ -11,7 +11,7 @@ from mclclip.objectives.class_centers.cost import (
     PRODUCTS_PER_S,
 )
 from mclclip.plan import steps
-from mclclip.plan.machine import GIB
+from mclclip.plan.machine import GIB, PEAK_OF
 from mclclip.plan.memory import PARTS
 
 
@@ -23,6 +23,9 @@ def text(plan: dict[str, Any]) -> str:
     blocks += [_batches(plan), _parameters(plan), _memory(plan)]
     heads = [kind["objective"] for kind in plan["memory"].values() if kind["objective"]]
     blocks += [_class_centers(head) for head in heads]
+    blocks += [_network(plan)] if plan["ranks"] > 1 else []
+    caches = plan["hours"]["trunk_cache"].items()
+    blocks += [_hours(plan), *(_trunk_cache(name, cache) for name, cache in caches)]
     return "\n\n".join("\n".join(block) for block in (*blocks, _disk(plan)))
 
 
@@ -124,6 +127,67 @@ def _class_centers(head: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def _network(plan: dict[str, Any]) -> Iterator[str]:
+    found = plan["network"]
+    names = dict.fromkeys(name for kind in found.values() for name in kind["collectives"])
+    rows = [["network, a step", *found]]
+    for name in names:
+        sizes = [kind["collectives"].get(name) for kind in found.values()]
+        rows.append([f"MB, {name}", *("" if n is None else f"{n / 1e6:,.1f}" for n in sizes)])
+    rows.append(["ms, expected", *(f"{1e3 * kind['seconds']:,.1f}" for kind in found.values())])
+    steps_s = [_step_s(plan, name) for name in found]
+    rows.append(["ms of a step's operations, estimate", *(f"{1e3 * s:,.0f}" for s in steps_s)])
+    yield from _aligned(rows)
+    yield f"note: at {NETWORK_BYTES_PER_S / 1e9:g} GB/s per GPU, nothing overlapped"
+
+
+def _step_s(plan: dict[str, Any], name: str) -> float:
+    """Seconds of a step of the training ``base`` or ``train``, as its hours have it."""
+    rates = [of["samples_per_s"] for of in plan["hours"]["passes"] if of.get("option") == name]
+    return float(plan["memory"][name]["local_batch"] / rates[0])
+
+
+def _hours(plan: dict[str, Any]) -> Iterator[str]:
+    found = plan["hours"]
+    rows = [["hours", "samples", "GFLOP each", "per s and GPU", "hours", "GPU-hours", ""]]
+    for of in found["passes"]:
+        name = _name(of) if of["name"] == "training" else f"stage {of['stage']}, embed {of['name']}"
+        cells = [_range(of["samples"]), _figure(of["sample"] / 1e9), _figure(of["samples_per_s"])]
+        cells += [_range(of[key]) for key in ("hours", "gpu_hours")]
+        rows.append([name, *cells, "as given" if of["given"] else "estimate"])
+    sums = [_range(found[key]) for key in ("hours", "gpu_hours")]
+    rows.append(["in all", "", "", "", *sums, ""])
+    yield from _aligned(rows)
+    if not all(of["given"] for of in found["passes"]):
+        yield from _assumption(found)
+
+
+def _assumption(found: dict[str, Any]) -> Iterator[str]:
+    speed = found["speed"]
+    peaks = {of["precision"]: PEAK_OF[of["precision"]] for of in found["passes"]}
+    of_peaks = ", ".join(
+        f"{speed['peak_tflops'] * of:,.4g} in {name}" for name, of in peaks.items()
+    )
+    yield f"note: estimates are at {100 * speed['share']:.3g} % of a GPU's TFLOP/s, {of_peaks}"
+    yield "(--share, --peak-tflops), without evaluation, k-means, and waiting for data; measured"
+    yield "rates of a GPU replace them: --samples-per-s of a training, --images-per-s of embedding"
+
+
+def _trunk_cache(name: str, cache: dict[str, Any]) -> Iterator[str]:
+    rows = [[f"a cache of {name}'s frozen trunk", ""]]
+    rows.append(["frozen blocks", f"{cache['blocks']} of {cache['of_blocks']}"])
+    rows.append(["KB of a crop", f"{cache['bytes_each'] / 1e3:,.1f}"])
+    size = cache["bytes_per_crop"]
+    shown = "unknown" if size is None else _figure(size / 1e12)
+    rows.append(["TB, one crop of every sample", shown])
+    rows.append(["GFLOP of a sample without it", _figure(cache["sample"] / 1e9)])
+    rows.append(["GFLOP of a sample with it", _figure(cache["sample_cached"] / 1e9)])
+    rows.append(["times faster, at most", f"{cache['faster']:.2f}"])
+    rows.append(["GB/s that each GPU then reads", f"{cache['bytes_per_s'] / 1e9:,.2f}"])
+    yield from _aligned(rows)
+    yield "note: mclclip has no such cache; it would give every epoch the same crops"
+
+
 def _disk(plan: dict[str, Any]) -> Iterator[str]:
     disk = plan["disk"]
     rows = [["GiB on disk", "each", "kept", "in all"]]
@@ -141,11 +205,17 @@ def _name(training: dict[str, Any]) -> str:
     return f"stage {training['stage']}{variant}"
 
 
-def _range(value: Sequence[int] | None) -> str:
+def _range(value: Sequence[float] | None) -> str:
     if value is None:
         return "unknown"
-    low, high = value
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    low, high = (f"{end:,}" if isinstance(end, int) else _figure(end) for end in value)
+    return low if low == high else f"{low} to {high}"
+
+
+def _figure(value: float) -> str:
+    """Three digits that count, and all before the point."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:,.{digits}f}"
 
 
 def _gib(size_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""README.md, launch/README.md and eval/README.md say what is so: tree, commands, options, links."""
+"""README.md and the pages of launch and eval say what is so: tree, commands, options, links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mclclip.objectives.base import kinds, options_class
 
 ROOT = Path(__file__).resolve().parents[2]
 README, LAUNCH, EVAL = "README.md", "launch/README.md", "eval/README.md"
-PAGES = [README, LAUNCH, EVAL]
+PAGES = [README, LAUNCH, "launch/SCALE.md", EVAL]
 LINKED = [*PAGES, "slurm/README.md", "tests/benchmarks/README.md", "CONTRIBUTING.md", "NOTICE.md"]
 TEXT = {page: (ROOT / page).read_text() for page in LINKED}
 # What a command of the pages may start with, and the words that it puts before what it is given.

@@ -108,3 +108,58 @@ def test_nothing_is_fetched_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_size_bytes() -> None:
     layer = nn.Linear(3, 5)
     assert memory.size_bytes(layer.parameters()) == 4 * (15 + 5)
+
+
+# --- operations --------------------------------------------------------------------------------
+
+
+def of_vit(layers: int, width: int, tokens: int) -> int:
+    """Blocks of a transformer: 12 width^2 weights and two products of the attention per token."""
+    return layers * (2 * 12 * width**2 * tokens + 2 * 2 * tokens**2 * width)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "patch", "width", "layers", "dim", "text_width", "published"),
+    [
+        ("ViT-B-32", 7, 32, 768, 12, 512, 512, (14.8, 5.96)),
+        ("ViT-L-14", 16, 14, 1024, 24, 768, 768, (175, 13.3)),
+    ],
+)
+def test_operations_of_towers_are_those_that_are_published(
+    name: str, grid: int, patch: int, width: int, layers: int, dim: int, text_width: int,
+    published: tuple[float, float],
+) -> None:  # fmt: skip
+    """By hand, and both towers and the text tower in GFLOP by open_clip's model_profile.csv."""
+    model = memory.load_shapes(name)
+    with memory.faked(model.eval()), torch.no_grad():
+        image = memory.operations(lambda: model.encode_image(torch.empty(1, 3, 224, 224)))
+        text = memory.operations(lambda: model.encode_text(torch.zeros(1, 77, dtype=torch.int64)))
+    pixels = 3 * patch**2
+    by_hand = 2 * grid**2 * pixels * width + of_vit(layers, width, grid**2 + 1) + 2 * width * dim
+    assert image == by_hand
+    assert text == of_vit(12, text_width, 77) + 2 * text_width * dim
+    both, text_alone = published
+    assert (image + text) / 1e9 == pytest.approx(both, rel=0.003)
+    assert text / 1e9 == pytest.approx(text_alone, rel=0.003)
+
+
+def test_operations_of_backward_passes() -> None:
+    """Gradients of input and weight take a forward each, also of convolutions in groups."""
+    linear = nn.Linear(5, 7)
+    depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+    rows, images = torch.ones(3, 5), torch.ones(2, 6, 4, 4)
+    assert memory.operations(lambda: linear(rows)) == 2 * 3 * 5 * 7
+    assert memory.operations(lambda: linear(rows).sum().backward()) == 2 * 2 * 3 * 5 * 7
+    rows.requires_grad_()
+    assert memory.operations(lambda: linear(rows).sum().backward()) == 3 * 2 * 3 * 5 * 7
+    forward = 2 * 2 * 6 * 16 * 9
+    assert memory.operations(lambda: depthwise(images)) == forward
+    images.requires_grad_()
+    assert memory.operations(lambda: depthwise(images).sum().backward()) == 3 * forward
+
+
+def test_counting_operations_leaves_torch_as_it_was() -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises(ZeroDivisionError):
+        memory.operations(lambda: 1 // 0)
+    assert torch.backends.mha.get_fastpath_enabled() == before

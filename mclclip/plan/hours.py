@@ -1,0 +1,146 @@
+"""Hours and GPU-hours of every training and every embedding pass, and what a cache would save.
+
+Time is operations by peak x share of a GPU, or samples by the samples per second that were
+measured. Evaluation, k-means, checkpoints and waiting for data are not part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mclclip.config import Config
+from mclclip.plan import operations
+from mclclip.plan.machine import PEAK_TFLOPS, SHARE, Machine, Speed
+from mclclip.plan.steps import Range
+
+_HALF = ("bf16", "fp16")
+
+
+def count(
+    config: Config,
+    counted: dict[str, Any],
+    measured: dict[str, Any],
+    machine: Machine,
+    speed: Speed,
+) -> dict[str, Any]:
+    """Every pass in the order of a run, sums over all of them, and the trunk's cache by training.
+
+    A pass: ``name`` (``training``, ``images``, ``captions``), stage, variant, ``option`` (``base``
+    or ``train``, of a training), ``samples`` as [fewest, most], operations of a ``sample``,
+    ``precision``, ``samples_per_s`` of a GPU, whether that was ``given``, and ``hours`` and
+    ``gpu_hours``, [fewest, most]. Samples and hours are None where their number is unknown.
+    ``speed`` has what was given or assumed.
+    """
+    trainings = [_training(config, of, measured, machine, speed) for of in counted["trainings"]]
+    first = [of for of in trainings if of["stage"] == 0]
+    later = [of for of in trainings if of["stage"] > 0 and of["variant"] == "mcl"]
+    controls = [of for of in trainings if of["variant"] != "mcl"]
+    passes = [*first]
+    for stage, training in enumerate(later):
+        passes += [*_embeddings(config, stage, counted["samples"], measured, machine, speed)]
+        passes += [training]
+    passes += controls
+    sums = {name: _sum([of[name] for of in passes]) for name in ("hours", "gpu_hours")}
+    caches = {
+        name: _cache(config, name, counted, measured[name], passes)
+        for name in config.trainings
+        if measured[name]["operations"]["trunk"]
+    }
+    given = {"peak_tflops": PEAK_TFLOPS, "share": SHARE}
+    assumed = given | {name: value for name, value in vars(speed).items() if value is not None}
+    return {"passes": passes, **sums, "trunk_cache": caches, "speed": assumed}
+
+
+def _training(
+    config: Config, of: dict[str, Any], measured: dict[str, Any], machine: Machine, speed: Speed
+) -> dict[str, Any]:
+    """A training; the rate that was given is that of stages after stage 0 where there are any."""
+    name, kind = of["option"], measured[of["option"]]
+    options = config.trainings[name]
+    sample = kind["operations"]["sample"]
+    step_s = kind["local_batch"] * sample / speed.operations_per_s(options.precision)
+    # The products of class centers have an estimate of their own.
+    step_s += sum(kind["objective"].get("seconds", {}).values())
+    given = speed.samples_per_s if name == "train" or len(config.trainings) == 1 else None
+    rate = kind["local_batch"] / step_s if given is None else given
+    what = {"name": "training", "option": name} | {key: of[key] for key in ("stage", "variant")}
+    timed = _timed(of["samples_seen"], rate, machine)
+    return what | _kind(sample, options.precision, given) | {"samples_per_s": rate} | timed
+
+
+def _embeddings(
+    config: Config,
+    stage: int,
+    samples: dict[str, Any],
+    measured: dict[str, Any],
+    machine: Machine,
+    speed: Speed,
+) -> list[dict[str, Any]]:
+    """The pass over all images with the encoder of a stage; at stage 0 that over captions too."""
+    encoder = _encoder(config, stage, measured)
+    precision = config.embed.precision
+    passes = [("images", samples["number"], encoder["image"], speed.images_per_s)]
+    if stage == 0 and config.needs_text_embeddings:
+        passes.append(("captions", samples["captions"], encoder["text"] or 0, None))
+    found = []
+    for name, number, each, given in passes:
+        rate = speed.operations_per_s(precision) / max(each, 1) if given is None else given
+        seen = None if number is None else (number, number)
+        what = {"name": name, "stage": stage, "variant": "mcl"}
+        timed = _timed(seen, rate, machine)
+        found.append(what | _kind(each, precision, given) | {"samples_per_s": rate} | timed)
+    return found
+
+
+def _encoder(config: Config, stage: int, measured: dict[str, Any]) -> dict[str, Any]:
+    """Operations of the encoder that a stage leaves; that of stage 0 may be another model."""
+    name = "train" if stage or "base" not in measured else "base"
+    if stage == 0 and config.model_of(name) is not config.model:
+        return operations.of_named_encoder(config.model)
+    counted: dict[str, Any] = measured[name]["operations"]
+    return counted
+
+
+def _kind(sample: int, precision: str, given: float | None) -> dict[str, Any]:
+    return {"sample": sample, "precision": precision, "given": given is not None}
+
+
+def _timed(seen: Range | None, rate: float, machine: Machine) -> dict[str, Any]:
+    """``rate``: samples per second of one GPU."""
+    gpu_hours = None if seen is None else tuple(number / rate / 3600 for number in seen)
+    hours = None if gpu_hours is None else tuple(number / machine.ranks for number in gpu_hours)
+    return {"samples": seen, "hours": hours, "gpu_hours": gpu_hours}
+
+
+def _sum(values: list[tuple[float, float] | None]) -> tuple[float, float] | None:
+    """Sums of both ends; None where one is unknown."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(low for low, _ in known), sum(high for _, high in known)
+
+
+def _cache(
+    config: Config,
+    name: str,
+    counted: dict[str, Any],
+    measured: dict[str, Any],
+    passes: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """What a cache of the frozen trunk's output would take for one crop of every sample, how much
+    faster a step could be at most, and what each GPU would have to read for that."""
+    options, found = config.trainings[name], measured["operations"]
+    trunk: dict[str, Any] = found["trunk"]
+    half = options.precision in _HALF
+    each = trunk["values"] * (2 if half else 8 if options.precision == "float64" else 4)
+    number = counted["samples"]["usable"]
+    faster = found["sample"] / trunk["sample_cached"]
+    rates = [of["samples_per_s"] for of in passes if of.get("option") == name]
+    views = options.objective.num_views
+    return trunk | {
+        "sample": found["sample"],
+        "bytes_each": each,
+        "bytes_per_crop": None if number is None else number * each,
+        "faster": faster,
+        "bytes_per_s": rates[0] * faster * each * views,
+    }

@@ -1,0 +1,330 @@
+"""Hours by operations or by measured rates, messages, and what a cache of the trunk would save."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import cli, config, plan
+from mclclip.config import Config
+from mclclip.plan import Machine, Speed, hours, memory, network, steps, table
+from mclclip.plan.machine import PEAK_TFLOPS, SHARE
+from tests import tiny
+from tests.matrix import in_soak, kept
+
+CC12M = 10_968_539
+# Of the tiny model, by hand: 32 pixels in patches of 8, width 32, 3 blocks, 17 tokens, 8 features.
+BLOCK = 2 * 12 * 32**2 * 17 + 4 * 17**2 * 32
+PATCHES, PROJECTION = 2 * 16 * (3 * 8**2) * 32, 2 * 32 * 8
+IMAGE = PATCHES + 3 * BLOCK + PROJECTION
+TEXT = 2 * 12 * 16**2 * 20 + 4 * 20**2 * 16 + 2 * 16 * 8
+
+
+def tiny_config(*overrides: str, locked_text: bool = True) -> Config:
+    given = ("base=null", *overrides)
+    return tiny.make_config(Path("run"), Path("data"), *given, locked_text=locked_text)
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return config.load(tiny.ROOT / "launch" / "recipes" / f"{name}.yaml", overrides)
+
+
+def measured(options: Config, machine: Machine = Machine()) -> dict[str, Any]:  # noqa: B008
+    """What is measured of the trainings of a configuration."""
+    return {n: memory.measure(options, n, t, machine) for n, t in options.trainings.items()}
+
+
+@cache
+def of_sample(*overrides: str, locked_text: bool = True) -> dict[str, Any]:
+    """Operations of a training of the tiny model."""
+    found = measured(tiny_config(*overrides, locked_text=locked_text))["train"]["operations"]
+    return dict(found)
+
+
+# --- operations --------------------------------------------------------------------------------
+
+
+def test_frozen_blocks_count_once_and_trained_blocks_three_times() -> None:
+    found = of_sample()
+    assert (found["image"], found["text"]) == (IMAGE, TEXT)
+    assert found["sample"] == PATCHES + BLOCK + 3 * (2 * BLOCK + PROJECTION)
+    # The patches need no gradient of the pixels, only of their weights.
+    whole = of_sample("train.lock.image_blocks=all")
+    assert whole["sample"] == 2 * PATCHES + 3 * (3 * BLOCK + PROJECTION)
+    assert whole["trunk"] is None
+
+
+def test_the_text_tower_counts_by_its_lock() -> None:
+    cached = of_sample()["sample"]
+    assert of_sample("train.cached_text=false")["sample"] == cached + TEXT
+    assert of_sample(locked_text=False)["sample"] == cached + 3 * TEXT
+
+
+def test_what_runs_again_counts_again() -> None:
+    """Gradient caching: one forward pass more. Recomputation: that of the trained blocks, but for
+    the last product of each, whose result nobody needs again."""
+    plain, tail = of_sample()["sample"], 2 * (BLOCK - 2 * 4 * 32**2 * 17)
+    assert of_sample("train.engine.micro_batch=8")["sample"] == plain + IMAGE
+    assert of_sample("train.engine.grad_checkpointing=true")["sample"] == plain + tail
+    both = ("train.engine={micro_batch: 8, grad_checkpointing: true}",)
+    assert of_sample(*both)["sample"] == plain + IMAGE + tail
+
+
+def test_a_view_more_is_a_pass_more() -> None:
+    two = of_sample("train.objective={kind: nt_xent}")
+    assert two["sample"] == 2 * of_sample()["sample"]
+    assert two["trunk"]["values"] == 17 * 32
+
+
+# --- hours -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def counted() -> tuple[Config, dict[str, Any], dict[str, Any]]:
+    """A configuration with a control, its steps, and what is measured of it."""
+    options = tiny_config("controls=[ungrouped]")
+    return options, steps.count(options, 192), measured(options, Machine(1, 4))
+
+
+Counted = tuple[Config, dict[str, Any], dict[str, Any]]
+
+
+def hours_of(counted: Counted, machine: Machine, **speed: float) -> dict[str, Any]:
+    return hours.count(*counted, machine, Speed(**speed))
+
+
+def test_every_training_and_every_embedding_pass_is_there(counted: Counted) -> None:
+    found = hours_of(counted, Machine(1, 4))["passes"]
+    assert [(of["name"], of["stage"], of["variant"]) for of in found] == [
+        ("images", 0, "mcl"), ("captions", 0, "mcl"), ("training", 1, "mcl"),
+        ("images", 1, "mcl"), ("training", 2, "mcl"),
+        ("training", 1, "ungrouped"), ("training", 2, "ungrouped"),
+    ]  # fmt: skip
+    assert [of["samples"] for of in found] == [(n, n) for n in (192, 192, 144, 192, 144, 144, 144)]
+
+
+def test_hours_are_operations_by_what_a_gpu_does(counted: Counted) -> None:
+    machine = Machine(1, 4)
+    found = hours_of(counted, machine)
+    images, captions, training, *_ = found["passes"]
+    per_s = PEAK_TFLOPS * 1e12 * SHARE / 16  # of fp32
+    assert images["hours"][0] == pytest.approx(192 * IMAGE / per_s / 4 / 3600)
+    assert captions["hours"][0] == pytest.approx(192 * TEXT / per_s / 4 / 3600)
+    sample = training["sample"]
+    assert training["hours"][0] == pytest.approx(6 * 24 * sample / per_s / 4 / 3600)
+    assert not any(of["given"] for of in found["passes"])
+    for of in (*found["passes"], found):
+        assert [4 * h for h in of["hours"]] == pytest.approx(of["gpu_hours"])
+    assert found["hours"][0] == pytest.approx(sum(of["hours"][0] for of in found["passes"]))
+    for speed in ({"peak_tflops": 2 * PEAK_TFLOPS}, {"share": 2 * SHARE}):
+        faster = hours_of(counted, machine, **speed)
+        assert faster["hours"][0] == pytest.approx(found["hours"][0] / 2)
+
+
+def test_hours_grow_with_the_steps_and_shrink_with_the_gpus() -> None:
+    options = tiny_config("train.steps=12")
+    kind = measured(options)
+    short = steps.count(tiny_config(), 192)
+    once, more = (hours.count(options, n, kind, Machine(), Speed())["passes"][2]
+                  for n in (short, steps.count(options, 192)))  # fmt: skip
+    assert more["hours"][0] == pytest.approx(2 * once["hours"][0])
+    apart = hours.count(options, short, kind, Machine(2, 3), Speed())["passes"][2]
+    assert apart["hours"][0] == pytest.approx(once["hours"][0] / 6)
+    assert apart["gpu_hours"] == pytest.approx(once["gpu_hours"])
+
+
+def test_bf16_is_sixteen_times_as_fast() -> None:
+    options, half = tiny_config(), tiny_config("embed.precision=bf16", "train.precision=bf16")
+    sides = [hours.count(o, steps.count(o, 192), measured(o), Machine(), Speed())
+             for o in (options, half)]  # fmt: skip
+    assert sides[0]["hours"][0] == pytest.approx(16 * sides[1]["hours"][0])
+
+
+def test_measured_rates_replace_the_estimate(counted: Counted) -> None:
+    found = hours_of(counted, Machine(1, 4), samples_per_s=100.0, images_per_s=50.0)["passes"]
+    by_name = {(of["name"], of["stage"]): of for of in found}
+    assert by_name["training", 2]["gpu_hours"][0] == pytest.approx(144 / 100 / 3600)
+    assert by_name["images", 1]["hours"][0] == pytest.approx(192 / 50 / 3600 / 4)
+    assert by_name["training", 2]["given"] and by_name["images", 1]["given"]
+    assert not by_name["captions", 0]["given"]
+    assert by_name["training", 2]["sample"] > IMAGE
+
+
+def test_a_rate_of_stages_is_not_that_of_stage_zero() -> None:
+    options = tiny.make_config(Path("run"), Path("data"), locked_text=True)
+    found = hours.count(options, steps.count(options, 192), measured(options), Machine(),
+                        Speed(samples_per_s=7.0))["passes"]  # fmt: skip
+    trainings = {of["stage"]: of for of in found if of["name"] == "training"}
+    assert not trainings[0]["given"] and trainings[1]["given"] and trainings[2]["given"]
+    alone = tiny.make_config(Path("run"), Path("data"), "num_stages=0")
+    (only,) = hours.count(alone, steps.count(alone, 192), measured(alone), Machine(),
+                          Speed(samples_per_s=7.0))["passes"]  # fmt: skip
+    assert only["given"] and only["gpu_hours"][0] == pytest.approx(144 / 7 / 3600)
+
+
+def test_the_clustered_encoder_may_be_another_one() -> None:
+    small = {**tiny.MODEL, "vision_cfg": {**tiny.MODEL["vision_cfg"], "layers": 1}}
+    tree = tiny.tree(Path("run"), Path("data")) | {"base": None, "num_stages": 1}
+    tree["model"] = {"name": small}
+    tree["trained_model"] = {"name": tiny.MODEL}
+    tree["train"]["objective"] = {"kind": "mlcd", "labels_per_sample": 1, "sample_rate": 0.5}
+    options = config.from_tree(tree)
+    kind = measured(options)
+    images, training = hours.count(options, steps.count(options, 192), kind, Machine(),
+                                   Speed())["passes"]  # fmt: skip
+    assert images["sample"] == IMAGE - 2 * BLOCK
+    # The products of the class centers come on top of the model's.
+    seconds = 24 * training["sample"] / (PEAK_TFLOPS * 1e12 * SHARE / 16)
+    head = sum(kind["train"]["objective"]["seconds"].values())
+    assert head > 0 and 24 / training["samples_per_s"] == pytest.approx(seconds + head)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"share": 1.2}, "--share is 1.2: wanted a share of the peak, at most 1"),
+        ({"share": 0.0}, "--share is 0.0: wanted more than 0"),
+        ({"peak_tflops": -1.0}, "--peak-tflops is -1.0"),
+        ({"samples_per_s": float("nan")}, "--samples-per-s is nan"),
+        ({"images_per_s": float("inf")}, "--images-per-s is inf"),
+    ],
+)
+def test_speeds_that_no_gpu_has_are_refused(given: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Speed(**given)
+
+
+# --- a cache of the trunk ------------------------------------------------------------------------
+
+
+def test_what_a_cache_of_the_trunk_takes_and_saves(counted: Counted) -> None:
+    cache = hours_of(counted, Machine(1, 4), samples_per_s=100.0)["trunk_cache"]["train"]
+    assert (cache["blocks"], cache["of_blocks"], cache["values"]) == (1, 3, 17 * 32)
+    assert cache["bytes_per_crop"] == 192 * cache["bytes_each"] == 192 * 17 * 32 * 4
+    assert cache["sample_cached"] == 3 * (2 * BLOCK + PROJECTION)
+    assert cache["faster"] == cache["sample"] / cache["sample_cached"]
+    assert cache["bytes_per_s"] == pytest.approx(100 * cache["faster"] * 17 * 32 * 4)
+
+
+def test_a_cached_trunk_is_not_run_by_either_pass_of_gradient_caching() -> None:
+    found = of_sample("train.engine.micro_batch=8")
+    assert found["trunk"]["sample_cached"] == 4 * (2 * BLOCK + PROJECTION)
+
+
+@in_soak
+def test_the_cache_of_cc12m_at_vit_l_14() -> None:
+    """257 tokens of 1,024 values in bf16: 5.8 TB; the last six of 24 blocks remain, three times."""
+    options = recipe("cc12m_vitl14")
+    found = hours.count(options, steps.count(options, CC12M), measured(options, Machine(1, 8)),
+                        Machine(1, 8), Speed())  # fmt: skip
+    cache = found["trunk_cache"]["train"]
+    assert cache["bytes_per_crop"] == CC12M * 257 * 1024 * 2
+    assert cache["bytes_per_crop"] / 1e12 == pytest.approx(5.8, abs=0.05)
+    block = 2 * 12 * 1024**2 * 257 + 4 * 257**2 * 1024
+    patches, projection = 2 * 256 * (3 * 14**2) * 1024, 2 * 1024 * 768
+    tail = 3 * (6 * block + projection)
+    assert cache["faster"] == (patches + 18 * block + tail) / tail
+    assert cache["faster"] == pytest.approx(2.0, abs=0.01)
+
+
+# --- messages ----------------------------------------------------------------------------------
+
+
+GRADIENTS, PARAMETERS = "reduce-scatter of gradients", "all-gather of parameters"
+
+
+@pytest.mark.parametrize(
+    ("engine", "trained", "whole"),
+    kept(
+        [
+            ("{name: ddp}", {"all-reduce of gradients": 1}, {}),
+            ("{name: deepspeed, zero_stage: 2}", {GRADIENTS: 1, PARAMETERS: 1}, {}),
+            ("{name: deepspeed, zero_stage: 3}", {GRADIENTS: 1}, {PARAMETERS: 2}),
+            ("{name: fsdp}", {GRADIENTS: 1}, {PARAMETERS: 1}),  # twice, in half precision
+            ("{name: fsdp, micro_batch: 2}", {GRADIENTS: 1}, {PARAMETERS: 4.5}),
+        ],
+        0,
+        4,
+    ),  # fmt: skip
+)
+def test_messages_of_a_step(
+    engine: str, trained: dict[str, float], whole: dict[str, float]
+) -> None:
+    """As many times the trained parameters, or all of them, as the engine exchanges."""
+    options = tiny_config(f"train.engine={engine}", "train.precision=bf16")
+    kind = measured(options, Machine(1, 4))["train"]
+    found = network.count(options.train, kind, Machine(1, 4))
+    expected = {name: n * kind["trained"] for name, n in trained.items()}
+    expected |= {name: n * kind["export"] for name, n in whole.items()}
+    expected["all-gather of features"] = 24 * 2 * 8 * 4  # of both towers
+    expected["reduce-scatter of their gradients"] = 24 * 8 * 4  # captions come from disk
+    assert found["collectives"] == expected
+    sent = sum(size * (2 if "all-reduce" in name else 1) for name, size in expected.items())
+    assert found["seconds"] == pytest.approx(0.75 * sent / 20e9)
+
+
+def test_one_rank_sends_nothing(counted: Counted) -> None:
+    options, _, kind = counted
+    assert network.count(options.train, kind["train"], Machine()) == {
+        "collectives": {}, "seconds": 0.0
+    }  # fmt: skip
+
+
+# --- what is shown -----------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_it_assumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = tiny_config("embed.precision=bf16")
+    found = plan.make(options, Machine(1, 4), 192)
+    assert json.loads(json.dumps(found))["hours"]["speed"] == {"peak_tflops": 312.0, "share": 0.3}
+    fields = {"name", "stage", "variant", "option", "sample", "precision", "given",
+              "samples_per_s", "samples", "hours", "gpu_hours"}  # fmt: skip
+    assert all(of.keys() | {"option"} == fields for of in found["hours"]["passes"])
+    shown = table.text(found)
+    assert "note: estimates are at 30 % of a GPU's TFLOP/s, 312 in bf16, 19.5 in fp32" in shown
+    lines = [line for line in shown.splitlines() if line.startswith("stage 0, embed")]
+    assert len(lines) == 2 and all(line.endswith("  estimate") for line in lines)
+    assert "network, a step" in shown and "MB, all-reduce of gradients" in shown
+    assert "a cache of train's frozen trunk" in shown and "1 of 3" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    given = plan.make(tiny_config(locked_text=False), Machine(), 192, Speed(None, None, 9.0, 8.0))
+    shown = table.text(given)
+    assert "estimates are at" not in shown and shown.count("  as given\n") == 4
+    assert "network, a step" not in shown
+
+
+def test_hours_are_unknown_without_a_number_of_samples() -> None:
+    options = tiny_config("train.steps=null")
+    found = hours.count(options, steps.count(options, None), measured(options), Machine(), Speed())
+    assert found["hours"] is None and found["passes"][0]["gpu_hours"] is None
+    assert found["trunk_cache"]["train"]["bytes_per_crop"] is None
+    assert found["passes"][0]["samples_per_s"] > 0
+    (line,) = [line for line in table._hours({"hours": found}) if line.startswith("in all")]
+    assert line.split()[2:] == ["unknown", "unknown"]
+
+
+SCALE = (tiny.ROOT / "launch" / "SCALE.md").read_text()
+SHOWN = re.findall(r"```bash\nmclclip (config [^\n]*)\n```\n\n```text\n(.*?)```", SCALE, re.DOTALL)
+
+
+def test_the_page_has_two_plans() -> None:
+    assert len(SHOWN) == 2 and all("\nhours " in shown for _, shown in SHOWN)
+
+
+@in_soak
+@pytest.mark.parametrize(("command", "shown"), SHOWN)
+def test_the_page_shows_what_its_commands_print(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    cli._config(cli._parse(shlex.split(command)))
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in shown.splitlines() if line not in printed] == []
