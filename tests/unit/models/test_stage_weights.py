@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mclclip.torchvision_fix  # noqa: F401
@@ -13,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from mclclip.models import stage_weights
-from mclclip.models.clip import ClipModel
+from mclclip.models.clip import ClipModel, architecture, load_clip
 from mclclip.models.concat import (
     ConcatEncoder,
     join_image_features,
@@ -21,6 +23,8 @@ from mclclip.models.concat import (
     load_model,
     save_concat,
 )
+from mclclip.models.loading import load_any
+from mclclip.models.memory import load_image_shapes, load_shapes
 from mclclip.models.stage_weights import StageWeights, fit
 from tests.unit.models.stages import save_stages
 
@@ -234,3 +238,14 @@ def test_weights_of_a_query_are_checked(
         with pytest.raises(ValueError, match="weights of stages are .*wanted"):
             encoder.query_text(tokens, wrong)
     assert encoder.query_text(tokens, (0.5, 0.5)).shape == (len(tokens), encoder.embed_dim)
+
+
+def test_what_wants_one_model_refuses_a_joined_encoder(vit: ClipModel, tmp_path: Path) -> None:
+    """Its configuration is that of one stage: nothing may go on with that, and without weights."""
+    save_concat(save_stages(vit, tmp_path, 2), "weighted", tmp_path / "c", None, learned(0.3, 0.7))
+    whole = [load_any, load_clip, architecture, load_shapes, load_image_shapes]
+    readers: list[Callable[[str], object]] = [*whole, partial(load_any, text=False)]
+    for read in readers:
+        for name in (str(tmp_path / "c"), f"local-dir:{tmp_path / 'c'}"):
+            with pytest.raises(ValueError, match="is a joined encoder, which can be eval.*soup"):
+                read(name)
