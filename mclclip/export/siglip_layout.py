@@ -190,7 +190,7 @@ def write_tokenizer(source: Source, model: ClipModel, out: Path) -> None:
     FileNotFoundError where the tokenizer cannot be had.
     """
     own = transformers_layout.at_hand(source.directory, model.tokenizer)
-    inner = getattr(own, "tokenizer", None)
+    inner: Any = getattr(own, "tokenizer", None)
     if getattr(inner, "backend_tokenizer", None) is None:  # CLIP's, or one without this format
         transformers_layout.write_tokenizer(source.directory, own, out)
         return
