@@ -24,7 +24,7 @@ _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 # Parsed names that are not arguments of the function that a verb calls.
 _COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone"}
 # Those of export to another library's layout.
-_CONVERSION = ("to", "model", "out", "images", "texts", "precision")
+_CONVERSION = ("to", "model", "out", "images", "texts", "precision", "push", "public")
 # Those of soup that say what soups are measured on.
 _JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
 
@@ -396,10 +396,11 @@ def _add_blindspots(verb: argparse.ArgumentParser) -> None:
 
 def _add_conversion(export: argparse.ArgumentParser) -> None:
     group = export.add_argument_group("another library's layout; needs no configuration")
-    targets = ["hf", "onnx", "timm", "llava", "clip_retrieval"]
-    to = "hf: transformers; llava: a vision tower for LLaVA; clip_retrieval: a stage's embeddings"
+    targets = ["hf", "onnx", "timm", "llava", "open_clip", "clip_retrieval"]
+    to = "hf: transformers; llava: a vision tower for LLaVA; clip_retrieval: embeddings"
     group.add_argument("--to", choices=targets, help=to)
-    export_ = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings"
+    export_ = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "
+    export_ += "concat of embedded stages"
     group.add_argument("--model", type=Path, metavar="FOLDER", help=export_)
     group.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write")
     pictures = "folder of pictures for the certificate (default: drawn ones)"
@@ -408,6 +409,10 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     group.add_argument("--texts", type=Path, metavar="FILE", help=texts)
     precision = "of onnx: numbers in which weights are stored (default: fp32)"
     group.add_argument("--precision", choices=["fp32", "fp16"], help=precision)
+    push = "upload it to this repository of the Hugging Face hub, a private one if it is new"
+    group.add_argument("--push", metavar="ORG/NAME", help=push)
+    public = "of --push: a repository that everybody may read"
+    group.add_argument("--public", action="store_true", default=None, help=public)
 
 
 # --- main --------------------------------------------------------------------------------------

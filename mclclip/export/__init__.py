@@ -303,6 +303,8 @@ def written(
             "diverged: train it again with a lower lr, in another run directory or with --force"
         )
     digests = {path.name: files.digest_file(path) for path in written}
+    if (joined := directory / weights.CONCAT).is_file():  # how stages are joined, and their weights
+        digests[joined.name] = files.digest_file(joined)
     config = weights.read_config(directory)
     artifact.finish(
         counts,

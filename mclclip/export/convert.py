@@ -9,13 +9,16 @@ import glob
 import logging
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from mclclip import files
 from mclclip.data.decode import MAX_IMAGE_PIXELS
 from mclclip.export import certificate, model_card
+from mclclip.export.push import open_repository
 from mclclip.export.target import Material, Precision, Source, Target
 from mclclip.models import weights
 from mclclip.run import artifacts
@@ -24,7 +27,7 @@ from mclclip.run.lock import start_of_process
 
 log = logging.getLogger("mclclip")
 
-To = Literal["hf", "onnx", "timm", "llava", "clip_retrieval"]
+To = Literal["hf", "onnx", "timm", "llava", "open_clip", "clip_retrieval"]
 CERTIFICATE = "certificate.json"
 
 
@@ -37,30 +40,57 @@ def run(
     texts: Path | None = None,
     precision: Precision | None = None,
     num_images: int = 64,
+    push: str | None = None,
+    public: bool | None = None,
+    hub: Any = None,
     force: Force = False,
 ) -> Path:
     """Writes the encoder in ``model`` (an export: a stage, a soup, a concat; for `clip_retrieval` a
     stage's embeddings in its run directory) as a folder that library ``to`` reads; returns it.
 
     ``images``, ``texts``: a folder of pictures and a file with a text per line, on which the two
-    are compared (default: drawn ones); what was found is in ``certificate.json``. Raises
-    FileNotFoundError where there is no such model, and ValueError where the other library cannot
-    hold it, ``out`` holds other files, a package is missing or features differ; nothing is left
-    then.
+    are compared (default: drawn ones); what was found is in ``certificate.json``. ``push``: a
+    repository ORG/NAME that gets the finished export, by the client ``hub``; everybody may read it
+    if ``public``. Raises FileNotFoundError where there is no such model, ValueError where the other
+    library cannot hold it, ``out`` holds other files, a package is missing or features differ, and
+    before all work the errors of ``open_repository``; nothing is left then.
     """
     target = cast(Target, import_module(f"mclclip.export.to_{to}"))
     source = _source(to, model, precision)
     out = out if out.name not in ("", "..") else out.resolve()  # a name is needed beside it
     _check_place(out, source)
+    if public and push is None:
+        raise ValueError("--public is of --push ORG/NAME: give that too, or leave it out")
     material = _material(images, texts, num_images)
     pictures = material.digest_of_images if images is not None else None
     lines = material.digest_of_texts if texts is not None else None
     fields = {"to": to, "precision": source.precision, "images": pictures, "texts": lines}
-    inputs = {"model": source.digest}
-    opened = {"kind": "converted", "config": fields, "inputs": inputs}
-    if not force and Artifact.open(out, **opened, write=False).finished:  # type: ignore[arg-type]
+    further = getattr(target, "inputs", None)
+    inputs = {"model": source.digest} | (further(source) if further is not None else {})
+    opened = partial(
+        Artifact.open, out, kind="converted", config=fields, inputs=inputs, force=force
+    )
+    finished = not force and opened(write=False).finished
+    repository = None
+    if push is not None:
+        repository = open_repository(to, push, public=bool(public), api=hub)
+    if finished:
         log.info("%s is finished: skipped", out)
-        return out
+    else:
+        _write(to, target, source, out, material, opened)
+    if repository is not None:
+        repository.upload(out)
+    return out
+
+
+def _write(
+    to: To,
+    target: Target,
+    source: Source,
+    out: Path,
+    material: Material,
+    opened: Callable[[], Artifact],
+) -> None:
     # Nothing is in `out` before all certificates hold, and an old folder stays where they do not.
     _remove_leftovers(out)
     begun = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -72,7 +102,7 @@ def run(
         _check(source, to, found)
         files.write_json(begun / CERTIFICATE, {"runtimes": [proof.as_dict() for proof in found]})
         files.write_bytes(begun / model_card.FILE, model_card.text(to, source, found).encode())
-        artifact = Artifact.open(out, **opened, force=force)  # type: ignore[arg-type]
+        artifact = opened()
         for path in sorted(begun.iterdir()):
             if (out / path.name).is_dir():
                 shutil.rmtree(out / path.name)
@@ -85,7 +115,6 @@ def run(
     artifact.finish(counts | {"runtimes": len(found)}, records=records)
     for proof in found:
         _tell(out, proof)
-    return out
 
 
 def _check_place(out: Path, source: Source) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mclclip import files
 from mclclip.export import transformers_layout
 from mclclip.export.target import Source
 from mclclip.export.transformers_layout import Converted
+from mclclip.models import config_check
 from mclclip.models.clip_model import ClipModel
 
 _WHAT = "transformers' SiglipModel"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _VISION = {
     "patch_embed.proj": "embeddings.patch_embedding",
     "norm": "post_layernorm",
@@ -174,3 +179,50 @@ def convert(source: Source, model: ClipModel) -> Converted:
     documents = {"config.json": config(model, found), "preprocessor_config.json": look}
     encoded = {name: json.dumps(tree, indent=2).encode() for name, tree in documents.items()}
     return Converted(encoded, found)
+
+
+def write_tokenizer(source: Source, model: ClipModel, out: Path) -> None:
+    """Writes the tokenizer, with what open_clip does to a text before it as its first normalizer.
+
+    SigLIP was trained on texts in lower case without punctuation (`clean: canonicalize`), and the
+    files of its tokenizer do not say so. What the format cannot express is the repair of broken
+    Unicode and of HTML's entities; the certificate counts texts whose tokens differ. Raises
+    FileNotFoundError where the tokenizer cannot be had.
+    """
+    own = transformers_layout.at_hand(source.directory, model.tokenizer)
+    inner: Any = getattr(own, "tokenizer", None)
+    if getattr(inner, "backend_tokenizer", None) is None:  # CLIP's, or one without this format
+        transformers_layout.write_tokenizer(source.directory, own, out)
+        return
+    from tokenizers import Tokenizer, normalizers
+
+    transformers = config_check.library()
+    whole = Tokenizer.from_str(inner.backend_tokenizer.to_str())
+    whole.no_padding()
+    whole.no_truncation()
+    options = model.config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}
+    steps = _cleaning(options.get("clean", "whitespace"))
+    whole.normalizer = normalizers.Sequence([*steps, *filter(None, [whole.normalizer])])
+    named = {name: getattr(inner, name, None) for name in _SPECIAL}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=whole,
+        padding_side=inner.padding_side,
+        model_max_length=own.context_length,
+        **{name: str(token) for name, token in named.items() if token is not None},
+    ).save_pretrained(str(out))
+    path = out / config_check.TOKENIZER_CONFIG
+    record = files.read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files.write_json(path, record)  # under the name that version 4 of transformers knows too
+
+
+def _cleaning(clean: str) -> list[Any]:
+    """open_clip's function of this name as normalizers of the package tokenizers."""
+    from tokenizers import Regex, normalizers
+
+    steps: list[Any] = [normalizers.NFC()]
+    if clean == "canonicalize":
+        marks = "".join(f"\\{mark}" for mark in string.punctuation if mark != "_")
+        steps += [normalizers.Replace("_", " "), normalizers.Replace(Regex(f"[{marks}]"), "")]
+    if clean != "whitespace":
+        steps.append(normalizers.Lowercase())
+    return [*steps, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]

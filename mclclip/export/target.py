@@ -1,6 +1,7 @@
 """The interface of a target: another library's layout, which `mclclip export --to NAME` writes.
 
 A target is one module of this folder, `to_NAME.py`, with the two functions of `Target`, and a test.
+It may have a third, `inputs(source)`: digests by name of what is read beside the source's files.
 `convert` does the rest: it finds the source, writes into a folder of its own and moves all of it in
 place once every certificate holds.
 """

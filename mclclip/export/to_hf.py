@@ -26,7 +26,7 @@ def write(source: Source, out: Path) -> None:
         model = source.single("transformers' CLIPModel")
         if siglip_layout.is_siglip(model.config):
             siglip_layout.convert(source, model).write(out)
-            transformers_layout.write_tokenizer(source.directory, model.tokenizer, out)
+            siglip_layout.write_tokenizer(source, model, out)
         else:
             layout = transformers_layout.convert(source.directory, model.config, model.tokenizer)
             layout.write(out)

@@ -109,6 +109,11 @@ def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
     pixels = {n: source.encoder.preprocess_val(image) for n, image in material.images.items()}
     runtime = f"transformers {transformers.__version__}, {what}, tokens before the last block"
     notes = [_seen(source)]
+    if isinstance(source.encoder, concat.ConcatEncoder) and source.encoder.stage_weights:
+        notes.append(
+            "LLaVA joins the states of the stages as they are: the learned weights of the stages "
+            "are of the features alone, and its projector learns weights of its own"
+        )
     return [certificate.compare_images(_Own(source.stages), other, runtime, pixels, notes=notes)]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mclclip import files
-from mclclip.models import weights
+from mclclip.models import config_check, tokenizer, weights
 
 WEIGHTS = "model.safetensors"
 _BLOCK = {
@@ -212,12 +212,28 @@ def tokenizer_files(own: Any, context_length: int, pad: str = _END) -> dict[str,
 
 def write_tokenizer(source: Path, own: Any, out: Path) -> None:
     """Writes the tokenizer ``own`` of the model in ``source``: CLIP's, padded as open_clip pads, or
-    a copy of the files in ``source``."""
+    another one's files, from ``source`` or the hub's cache. Raises FileNotFoundError for one that
+    is in neither."""
     if not hasattr(own, "bpe_ranks"):
+        found = at_hand(source, own)
         weights.copy_tokenizer(source, out)
+        if not (out / config_check.TOKENIZER_CONFIG).is_file():
+            found.save_pretrained(str(out))
         return
     for name, content in tokenizer_files(own, int(own(["a"]).shape[1]), pad="!").items():
         files.write_bytes(out / name, content)
+
+
+def at_hand(source: Path, own: Any) -> Any:
+    """The tokenizer ``own`` itself, which its model fetches when it is used. Raises
+    FileNotFoundError, which says what to do, where it is neither in ``source`` nor to be had."""
+    try:
+        return tokenizer.fetched(own)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{source} has no files of its tokenizer, without which it is not converted: {error}; "
+            f"or put {config_check.TOKENIZER_CONFIG} and tokenizer.json into {source}"
+        ) from error
 
 
 @dataclass(frozen=True)

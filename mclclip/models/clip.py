@@ -194,6 +194,7 @@ def _override(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
 def architecture(name: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """open_clip's configuration of a model; that of an image encoder has no ``text_cfg``. Reads no
     weights. Raises the errors of ``load_clip``."""
+    weights.refuse_joined(name)
     found: dict[str, Any] = _resolve(name, None, None, load_weights=False)[0]["model_cfg"]
     if "text_cfg" in found:
         _check_is_clip(name, found)

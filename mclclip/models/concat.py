@@ -27,7 +27,7 @@ from mclclip.models import transformers_encoder, weights
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.image_model import unit
 from mclclip.models.loading import AnyModel, common_config, load_any
-from mclclip.models.stage_weights import StageWeights, Variant
+from mclclip.models.stage_weights import StageWeights, Variant, check_weights
 from mclclip.options import first_problem, shown
 
 CONCAT_WEIGHTS = "concat_model.safetensors"
@@ -66,6 +66,21 @@ def join_text_features(features: Sequence[Tensor], stage_weights: Sequence[float
     same text feature. `stage_weights` are those of the variant `weighted`.
     """
     return unit(torch.cat(_scaled([unit(f) for f in features], stage_weights), dim=-1))
+
+
+def join_query_features(features: Sequence[Tensor], stage_weights: Sequence[float]) -> Tensor:
+    """S features [B, D] of texts, or of images -> [B, S*D]: queries [w_s f_s] sqrt(S).
+
+    They are for an index whose rows are [z_s] / sqrt(S), which is what `join_image_features` makes
+    for `stage_norm`. The inner product of a query and a row is sum_s w_s c_s, the similarity of the
+    variant `weighted` with these weights: one index serves all weights. A query has the length
+    sqrt(S sum_s w_s^2), which is 1 for equal weights only, so a search by cosine finds the same
+    rows in the same order, and similarities that are divided by this number. Raises ValueError
+    for weights that are negative or do not sum to 1.
+    """
+    check_weights(stage_weights, len(features))
+    parts = [w * unit(f) for w, f in zip(stage_weights, features, strict=True)]
+    return math.sqrt(len(features)) * torch.cat(parts, dim=-1)
 
 
 def _scaled(parts: Sequence[Tensor], stage_weights: Sequence[float]) -> list[Tensor]:
@@ -131,12 +146,38 @@ class ConcatEncoder(nn.Module):
     @torch.no_grad()
     def encode_text(self, tokens: Tensor) -> Tensor:
         """[B, context] int64 -> unit [B, S*D]: each stage's text, or the shared one tiled."""
+        return join_text_features(self.stage_text_features(tokens), self.stage_weights)
+
+    @torch.no_grad()
+    def stage_text_features(self, tokens: Tensor) -> list[Tensor]:
+        """[B, context] int64 -> the raw text features [B, D] of every stage."""
         models, tokens = self._models(), tokens.to(self.device)
         if self.shared_text:
-            features = [models[0].encode_text(tokens)] * len(models)
-        else:
-            features = [model.encode_text(tokens) for model in models]
-        return join_text_features(features, self.stage_weights)
+            return [models[0].encode_text(tokens)] * len(models)
+        return [model.encode_text(tokens) for model in models]
+
+    def query_text(self, tokens: Tensor, stage_weights: Sequence[float] | None = None) -> Tensor:
+        """[B, context] int64 -> queries [B, S*D] of an index [z_s] / sqrt(S) (`--to clip_retrieval`
+        writes one), whose inner products weigh the stages; see `join_query_features`.
+
+        Without `stage_weights` they are the encoder's own: the learned ones, or equal ones. Raises
+        ValueError for `raw`, whose weights are lengths of images, and for weights that are wrong.
+        """
+        return join_query_features(self.stage_text_features(tokens), self._query(stage_weights))
+
+    def query_image(self, images: Tensor, stage_weights: Sequence[float] | None = None) -> Tensor:
+        """[B, 3, H, W] -> queries [B, S*D], as `query_text`: a search by an image."""
+        return join_query_features(self.stage_features(images), self._query(stage_weights))
+
+    def _query(self, stage_weights: Sequence[float] | None) -> Sequence[float]:
+        if stage_weights is not None:
+            return stage_weights
+        if self.variant == "raw":
+            raise ValueError(
+                "the variant raw weighs stages by the lengths of image features, which no query "
+                "knows: give stage_weights, or take stage_norm or weighted"
+            )
+        return self.stage_weights or [1 / len(self.stages)] * len(self.stages)
 
 
 def _check_variant(variant: object) -> None:
@@ -153,13 +194,11 @@ def _check_learned(variant: Variant, learned: StageWeights | None, stages: int) 
         )
     if learned is None:
         return
-    numbers = (*learned.weights, learned.logit_scale)
-    if len(learned.weights) != stages or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"weights of stages are {shown(learned.weights)}: wanted {stages} numbers")
-    if min(numbers) < 0 or abs(sum(learned.weights) - 1) > 1e-6:
+    check_weights(learned.weights, stages)
+    if not 0 <= learned.logit_scale < math.inf:
         raise ValueError(
-            f"weights of stages are {shown(learned.weights)}, with the logit scale "
-            f"{shown(learned.logit_scale)}: wanted none below 0, and weights that sum to 1"
+            f"the logit scale of weights of stages is {shown(learned.logit_scale)}: wanted a "
+            "number from 0 on"
         )
 
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from mclclip.models import weights
 from mclclip.models.clip import load_image_encoder
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.loading import AnyModel, load_any
@@ -42,6 +43,7 @@ def load_shapes(
     Raises ValueError and FileNotFoundError as `load_any`, and ValueError for a model on the hub,
     which would have to be fetched.
     """
+    weights.refuse_joined(name)
     if isinstance(name, str) and name.startswith("hf-hub:"):
         raise ValueError(
             f"model.name is {name!r}, whose configuration lies on the hub: give local-dir:PATH of "
@@ -56,6 +58,7 @@ def load_image_shapes(name: str | Path | Mapping[str, Any]) -> ImageEncoder:
 
     Raises ValueError and FileNotFoundError as `load_image_encoder`.
     """
+    weights.refuse_joined(name)
     with torch.device("meta"), _StayOnMeta():
         return load_image_encoder(name, load_weights=False)
 

@@ -11,6 +11,7 @@ logit scale that goes with them. It is computed in float64 and draws nothing at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 
-from mclclip.options import STRICT
+from mclclip.options import STRICT, shown
 
 Variant = Literal["raw", "stage_norm", "weighted"]
 """How a concat joins the features of its stages (see ``concat.join_image_features``)."""
@@ -59,6 +60,16 @@ class StageWeights:
     loss: float
     equal_loss: float
     pairs: int
+
+
+def check_weights(given: Sequence[float], stages: int) -> None:
+    """Raises ValueError unless these are weights of so many stages: none negative, their sum 1."""
+    if len(given) != stages or not all(map(math.isfinite, given)):
+        raise ValueError(f"weights of stages are {shown(given)}: wanted {stages} numbers")
+    if min(given) < 0 or abs(sum(given) - 1) > 1e-6:
+        raise ValueError(
+            f"weights of stages are {shown(given)}: wanted none below 0, and weights that sum to 1"
+        )
 
 
 def fit(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[str]) -> StageWeights:

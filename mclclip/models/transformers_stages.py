@@ -52,6 +52,11 @@ class StagesVisionConfig(PretrainedConfig):  # type: ignore[misc]
         projection_dim: int = 32,
         **kwargs: Any,
     ) -> None:
+        if (variant == "weighted") != (stage_weights is not None):
+            raise ValueError(
+                f"variant is {variant} and stage_weights is {stage_weights}: weighted, and it "
+                "alone, has a weight for each of its stages; export the encoder again"
+            )
         self.num_stages, self.num_trunk_blocks = num_stages, num_trunk_blocks
         self.variant, self.stage_weights = variant, stage_weights
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size

@@ -141,14 +141,27 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
             files.write_bytes(Path(directory) / path.name, path.read_bytes())
 
 
+def refuse_joined(name: object) -> None:
+    """Raises ValueError where a model's name is the directory of a concat: its configuration is
+    that of one stage, and a reader of it alone would lose the others, and their weights."""
+    if not isinstance(name, str | Path):
+        return
+    directory = Path(str(name).removeprefix("local-dir:"))
+    if (directory / CONCAT).is_file():
+        raise ValueError(
+            f"{directory} is a joined encoder, which can be evaluated and converted, but is no one "
+            "model to train, embed or average: give one of its stages or the soup "
+            "(mclclip.load_model loads it in Python)"
+        )
+
+
 def find_weights(directory: Path) -> Path:
     """Returns the weights file of a model's directory, safetensors first.
 
     Raises FileNotFoundError where there is none and ValueError where the directory is a concat.
     """
     directory = Path(directory)
-    if (directory / CONCAT).is_file():
-        raise ValueError(f"{directory} is a concatenated encoder: load it with mclclip.load_model")
+    refuse_joined(directory)
     if (directory / WEIGHTS).is_file():
         return directory / WEIGHTS
     for suffix in ("safetensors", "bin", "pth", "pt"):

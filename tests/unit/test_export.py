@@ -209,6 +209,8 @@ def test_weights_of_stages_are_fitted_on_held_out_pairs(indexed: Config, tmp_pat
     assert tuple(learned["weights"]) == encoder.stage_weights
     assert sum(learned["weights"]) == pytest.approx(1)
     assert learned["loss"] <= learned["equal_loss"] and learned["pairs"] == 30
+    # The same tensors, joined in another way, are another encoder.
+    assert manifest.digest != artifacts.read_manifest(joined["concat_stage_norm"], "concat").digest
     before = written(joined["concat_weighted"])
     export.join(indexed, SINGLE)
     assert written(joined["concat_weighted"]) == before
@@ -216,6 +218,10 @@ def test_weights_of_stages_are_fitted_on_held_out_pairs(indexed: Config, tmp_pat
     again = replace(indexed, export=replace(indexed.export, weights=other))
     with pytest.raises(ValueError, match=r"inputs\.held_out was"):
         export.join(again, SINGLE)
+    base = replace(indexed.model, name=str(joined["concat_weighted"]), pretrained=None)
+    trained = replace(indexed, run_dir=str(tmp_path / "trained"), model=base)
+    with pytest.raises(ValueError, match="concat_weighted is a joined encoder, which can be eval"):
+        export.stage(trained, SINGLE, stage=0)
 
 
 def test_pairs_that_are_not_held_out_are_refused(indexed: Config, tmp_path: Path) -> None:

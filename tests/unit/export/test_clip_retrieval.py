@@ -11,18 +11,25 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 
 from mclclip import config, embed, export, files, index
 from mclclip.data import embeddings
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TarDataset
 from mclclip.eval.results import Result
 from mclclip.export import convert, model_card, to_clip_retrieval
 from mclclip.export.target import Source
+from mclclip.models.clip import ClipModel, save_export
+from mclclip.models.concat import ConcatEncoder, load_model, save_concat
+from mclclip.models.loading import load_any
+from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests import tiny
 from tests.unit.export.test_convert import the_certificate
+from tests.unit.models.stages import vary
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +221,96 @@ def test_a_card_gives_the_unit_of_every_row() -> None:
     assert "| benchmark | metric | value | unit |" in text
     assert "| a | top1 | 12.5 | % | 5.0 to 25.0 |" in text
     assert "| b | loss | 2.346 | nats | 2.000 to 2.500 |" in text
+
+
+@pytest.fixture(scope="module")
+def joined(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run with an embedded stage 1 of other weights and joined encoders."""
+    root = tmp_path_factory.mktemp("joined") / "mine"
+    shutil.copytree(run, root)
+    options = config.load(root / "config.yaml", [f"run_dir={root}", "train.lock.text=false"])
+    (root / "config.yaml").write_text(config.dump(options))
+    layout = Layout(root)
+    model = load_any(layout.export(0))
+    assert isinstance(model, ClipModel)
+    model.lock(2, image_norm=True, image_projection=True, text=False, logit_scale=False)
+    vary(model, 1)
+
+    def write(folder: Path) -> dict[str, Any]:
+        save_export(model, folder)
+        return {}
+
+    export.written(layout.export(1), "export", {"stage": 1}, {}, False, write)
+    embed.run(options, SINGLE, stage=1)
+    stages = [layout.export(0), layout.export(1)]
+    for kind, found in (("stage_norm", None), ("raw", None), ("weighted", LEARNED)):
+        to, names = layout.joined(f"concat_{kind}"), ["stage_0", "stage_1"]
+        save_concat(stages, kind, to, names, found)  # type: ignore[arg-type]
+    return root
+
+
+LEARNED = StageWeights((0.25, 0.75), 30.0, loss=1.0, equal_loss=1.1, pairs=64)
+
+
+def test_an_index_of_a_joined_encoder_serves_all_weights(joined: Path, tmp_path: Path) -> None:
+    """Written once: inner products are the similarities of the weighted encoder."""
+    layout, out = Layout(joined), tmp_path / "out"
+    convert.run("clip_retrieval", layout.joined("concat_stage_norm"), out)
+    images, texts, table = read(out)
+    np.testing.assert_allclose(np.linalg.norm(images, axis=1), 1.0, atol=1e-6)
+    assert images.shape == texts.shape == (95, 16)
+    weighted = load_model(layout.joined("concat_weighted"))
+    queried = load_model(layout.joined("concat_stage_norm"))
+    assert isinstance(weighted, ConcatEncoder) and isinstance(queried, ConcatEncoder)
+    samples = SampleIndex.open(layout.index)
+    data = TarDataset(
+        samples, transform=weighted.preprocess_val, reads_captions=False, max_image_pixels=10_000
+    )
+    ids = [int(number) for number in samples.ids_of(list(table["key"][:12]))]
+    drawn = data.__getitems__(ids)
+    pixels = torch.stack([sample.views[0] for sample in drawn])  # type: ignore[union-attr]
+    tokens = weighted.tokenizer(list(table["caption"][:12]))
+    wanted = weighted.encode_image(pixels) @ weighted.encode_text(tokens).T
+    query = queried.query_text(tokens, LEARNED.weights)
+    found = torch.from_numpy(images[:12]) @ query.T
+    torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)
+    turned = torch.from_numpy(texts[:12]) @ queried.query_image(pixels, LEARNED.weights).T
+    torch.testing.assert_close(turned, wanted.T, atol=2e-6, rtol=0)
+    assert (wanted - torch.from_numpy(images[:12] @ texts[:12].T)).abs().max() > 1e-3
+    notes = the_certificate(out)["notes"]
+    assert "rows are [z_s] / sqrt(2) of 2 stages, of 8 numbers each" in notes[-1]
+    assert "# concat_stage_norm" in (out / "README.md").read_text()
+
+
+def test_embeddings_that_a_joined_encoder_cannot_use_are_refused(
+    joined: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(joined, tmp_path / "run")
+    layout, out = Layout(tmp_path / "run"), tmp_path / "out"
+    with pytest.raises(ValueError, match="any length .raw.*give concat_stage_norm"):
+        convert.run("clip_retrieval", layout.joined("concat_raw"), out)
+    other, source = load_any(layout.export(1)), layout.joined("concat_weighted")
+    run_once = convert.run("clip_retrieval", source, tmp_path / "kept")
+    assert convert.run("clip_retrieval", source, run_once) == run_once
+    path = layout.embeddings(1) / "manifest.json"
+    kept = path.read_text()
+    fields = files.unsealed(json.loads(kept), path)
+    path.write_text(json.dumps(files.sealed(fields | {"digest": "made again"})))
+    with pytest.raises(ValueError, match="other settings: inputs.stage_1 was"):
+        convert.run("clip_retrieval", source, run_once)
+    changed = fields | {"config": fields["config"] | {"feature": "pooled"}}
+    path.write_text(json.dumps(files.sealed(changed)))
+    with pytest.raises(ValueError, match="before the projection.*embed.feature=projected"):
+        convert.run("clip_retrieval", source, out)
+    path.write_text(kept)
+    vary(other, 2)
+    save_export(other, layout.export(1))
+    with pytest.raises(RuntimeError, match="are not of the stage_1 that .* embed --stage 1"):
+        convert.run("clip_retrieval", source, out)
+    shutil.rmtree(layout.embeddings(1))
+    with pytest.raises(FileNotFoundError, match="no finished embeddings at .*stage_1"):
+        convert.run("clip_retrieval", source, out)
+    shutil.copytree(source, tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match="lies in no run directory"):
+        convert.run("clip_retrieval", tmp_path / "moved", out)
+    assert not out.exists()

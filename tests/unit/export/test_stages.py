@@ -15,7 +15,7 @@ from PIL import Image
 import mclclip
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import decode_image
-from mclclip.export import certificate, convert, to_llava
+from mclclip.export import certificate, convert, stages_layout, to_llava
 from mclclip.export.image_pixels import own_processor
 from mclclip.export.target import Source
 from mclclip.models import weights
@@ -74,14 +74,29 @@ def test_the_code_in_an_export_is_not_run(tmp_path: Path) -> None:
     out = convert.run("hf", joined(tmp_path), tmp_path / "hf")
     for path in out.glob("*.py"):
         path.write_text("raise SystemExit('it ran')")
-    from mclclip.export import stages_layout
-
     stages_layout.load(out)
     own_processor(out)
     clip = convert.run("hf", tmp_path / "stage_0", tmp_path / "clip")
     for path in clip.glob("*.py"):
         path.write_text("raise SystemExit('it ran')")
     mclclip.load_model(f"hf:{clip}")
+
+
+def test_weights_of_stages_are_never_overlooked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A configuration that has lost them is refused, and a tower without features says so."""
+    out = convert.run("hf", joined(tmp_path, "weighted"), tmp_path / "hf")
+    described = json.loads((out / "config.json").read_text())
+    assert described["vision_config"]["stage_weights"] == [0.5, 0.2, 0.3]
+    for part in ({"stage_weights": None}, {"variant": "stage_norm"}):
+        changed = described | {"vision_config": described["vision_config"] | part}
+        (out / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match="weighted, and it alone, has a weight for each"):
+            stages_layout.load(out)
+    with caplog.at_level("WARNING", logger="mclclip"):
+        convert.run("llava", tmp_path / "concat", tmp_path / "llava")
+    assert "the learned weights of the stages are of the features alone" in caplog.text
 
 
 def tiny_llava(vision: Any, layers: Any) -> Any:

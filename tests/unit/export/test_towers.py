@@ -82,6 +82,67 @@ def test_siglip_gives_the_same_features_in_transformers(
     assert wanted[0].std() > 0.05 and the_certificate(out, 1)["pixels"] == 0.0
 
 
+def with_a_tokenizer_of_its_own(source: Path, clean: str) -> None:
+    """Makes the export one whose texts are read by a tokenizer of the hub, with `clean` first."""
+    path = source / "open_clip_config.json"
+    tree = json.loads(path.read_text())
+    tree["model_cfg"]["text_cfg"] |= {
+        "hf_tokenizer_name": "timm/ViT-B-16-SigLIP", "tokenizer_kwargs": {"clean": clean},
+    }  # fmt: skip
+    path.write_text(json.dumps(tree))
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of whole words, which knows nothing of cases and punctuation."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = [
+        "<pad>",
+        "</s>",
+        "<unk>",
+        *"a photo of the dog DOG cat it s its two , ! red_cups".split(),
+    ]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("clean", kept(["canonicalize", "lower", "whitespace"], 0))
+def test_siglips_own_tokenizer_reads_texts_as_open_clip_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: str
+) -> None:
+    """In lower case and without punctuation, which the files of the tokenizer do not say."""
+    transformers = pytest.importorskip("transformers")
+    source = siglip(tmp_path / "own", monkeypatch)
+    with_a_tokenizer_of_its_own(source, clean)
+    save_tokenizer(source)
+    out = convert.run("hf", source, tmp_path / "hf")
+    texts = ["A photo, of the DOG!", "  it's\ta  cat ", "two red_cups", "", "dog " * 50]
+    own = mclclip.load_model(source).tokenizer(texts)
+    read = transformers.AutoTokenizer.from_pretrained(out)
+    found = read(texts, padding="max_length", truncation=True, return_tensors="pt")
+    assert torch.equal(found["input_ids"], own) and len({*own[0].tolist()}) > 4
+    assert the_certificate(out)["tokens_of"] == ["rock &amp; roll"]  # HTML's entities
+    described = json.loads((out / "tokenizer_config.json").read_text())
+    assert described["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_a_tokenizer_that_cannot_be_had_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = siglip(tmp_path / "own", monkeypatch)
+    with_a_tokenizer_of_its_own(source, "canonicalize")
+    with pytest.raises(FileNotFoundError, match="own has no files of its tokenizer, .*SigLIP.*put"):
+        convert.run("hf", source, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_siglip_without_its_bias_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mclclip.torchvision_fix  # noqa: F401
@@ -13,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from mclclip.models import stage_weights
-from mclclip.models.clip import ClipModel
+from mclclip.models.clip import ClipModel, architecture, load_clip
 from mclclip.models.concat import (
     ConcatEncoder,
     join_image_features,
@@ -21,6 +23,8 @@ from mclclip.models.concat import (
     load_model,
     save_concat,
 )
+from mclclip.models.loading import load_any
+from mclclip.models.memory import load_image_shapes, load_shapes
 from mclclip.models.stage_weights import StageWeights, fit
 from tests.unit.models.stages import save_stages
 
@@ -190,3 +194,58 @@ def test_weights_of_strangers_are_checked(vit: ClipModel, tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=r"'learned' in .*concat\.json is damaged") as error:
             load_model(tmp_path / "c")
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_one_index_serves_all_weights(
+    vit: ClipModel, tmp_path: Path, images: torch.Tensor, tokens: torch.Tensor, text: bool
+) -> None:
+    """Rows [z_s] / sqrt(S), which are those of `stage_norm`, and queries [w_s t_s] sqrt(S)."""
+    stages = save_stages(vit, tmp_path, 3, text=text)
+    save_concat(stages, "stage_norm", tmp_path / "index")
+    encoder = load_model(tmp_path / "index")
+    assert isinstance(encoder, ConcatEncoder)
+    index = encoder.encode_image(images)
+    for weights in ((0.6, 0.4, 0.0), (0.2, 0.3, 0.5), (1.0, 0.0, 0.0)):
+        save_concat(stages, "weighted", tmp_path / str(weights), learned=learned(*weights))
+        other = load_model(tmp_path / str(weights))
+        assert isinstance(other, ConcatEncoder)
+        wanted = other.encode_image(images) @ other.encode_text(tokens).T
+        query = encoder.query_text(tokens, weights)
+        torch.testing.assert_close(index @ query.T, wanted, atol=1e-6, rtol=0)
+        assert torch.equal(other.query_text(tokens), query)  # the learned ones are its own
+        length = math.sqrt(3 * sum(weight**2 for weight in weights))
+        torch.testing.assert_close(query.norm(dim=1), torch.full((len(query),), length))
+        own = other.encode_image(images)
+        pictures = index @ encoder.query_image(images, weights).T
+        torch.testing.assert_close(pictures, own @ own.T, atol=1e-6, rtol=0)
+    equal = index @ encoder.query_text(tokens).T
+    wanted = index @ encoder.encode_text(tokens).T
+    torch.testing.assert_close(equal, wanted, atol=1e-6, rtol=0)
+    apart = (equal - index @ encoder.query_text(tokens, (1.0, 0.0, 0.0)).T).abs().max()
+    assert apart > 1e-3  # the weights do something
+
+
+def test_weights_of_a_query_are_checked(
+    vit: ClipModel, tmp_path: Path, tokens: torch.Tensor
+) -> None:
+    save_concat(save_stages(vit, tmp_path, 2), "raw", tmp_path / "c")
+    encoder = load_model(tmp_path / "c")
+    assert isinstance(encoder, ConcatEncoder)
+    with pytest.raises(ValueError, match="raw weighs stages by the lengths .* give stage_weights"):
+        encoder.query_text(tokens)
+    for wrong in ((0.5, 0.4), (1.5, -0.5), (1.0,), (), (float("nan"), 1.0)):
+        with pytest.raises(ValueError, match="weights of stages are .*wanted"):
+            encoder.query_text(tokens, wrong)
+    assert encoder.query_text(tokens, (0.5, 0.5)).shape == (len(tokens), encoder.embed_dim)
+
+
+def test_what_wants_one_model_refuses_a_joined_encoder(vit: ClipModel, tmp_path: Path) -> None:
+    """Its configuration is that of one stage: nothing may go on with that, and without weights."""
+    save_concat(save_stages(vit, tmp_path, 2), "weighted", tmp_path / "c", None, learned(0.3, 0.7))
+    whole = [load_any, load_clip, architecture, load_shapes, load_image_shapes]
+    readers: list[Callable[[str], object]] = [*whole, partial(load_any, text=False)]
+    for read in readers:
+        for name in (str(tmp_path / "c"), f"local-dir:{tmp_path / 'c'}"):
+            with pytest.raises(ValueError, match="is a joined encoder, which can be eval.*soup"):
+                read(name)
