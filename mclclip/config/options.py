@@ -13,7 +13,7 @@ from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
 from mclclip.config.image_blocks import check_image_blocks
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
-from mclclip.data.decode import MAX_IMAGE_PIXELS
+from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.epoch_plan import Order
 from mclclip.data.groups import Policy
 from mclclip.data.labels import LabelMode
@@ -48,6 +48,9 @@ class DataConfig:
     """Processes that scan shards side by side."""
     max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS
     """Images with more pixels (width times height) are refused as decompression bombs."""
+    pixels: Pixels = "exact"
+    """How training makes pixels. ``exact``: open_clip's own transform, by PIL; ``fast``: simplejpeg
+    and torch's resize, the same crops within 2/255 of its pixels. Nothing but training changes."""
     max_bad_fraction: float = 0.01
     """Share of the index's samples that may be undecodable, and of the shards that may be damaged
     or cut short; above it a verb stops on all ranks."""

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from mclclip.data.epoch_plan import EpochPlan, Order
 from mclclip.data.groups import GroupedIndex, Policy
@@ -51,7 +51,8 @@ _AUGMENTATION, _CAPTION, _REPLACEMENT = (
 class Batch:
     """One rank's columns of one global batch; b = global_batch / world_size.
 
-    views          one or more [b, C, H, W]: the images, transformed once for each view
+    views          one or more [b, C, H, W]: the images, transformed once for each view; float32
+                   and normalised, or uint8 from a transform that leaves this to the device
     text           int64 [b, context], or None (captions are not read, or text_features instead)
     text_features  float32 [b, D] text embeddings from disk, or None
     labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
@@ -230,7 +231,7 @@ class TrainingBatches(Dataset[Batch]):
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
         classes = self._class_labels
         return Batch(
-            views=[torch.stack(view) for view in zip(*(s.views for s in samples), strict=True)],
+            views=[_stacked(view) for view in zip(*(s.views for s in samples), strict=True)],
             labels=torch.from_numpy(labels[:, None]),
             classes=None if classes is None else torch.from_numpy(classes[sample_id]),
             sample_id=torch.from_numpy(sample_id),
@@ -323,6 +324,12 @@ class TrainingBatches(Dataset[Batch]):
         group = int(np.searchsorted(self.grouped.group_starts, position, side="right")) - 1
         label = np.asarray(self.grouped.group_labels[group : group + 1])
         return int(truncate(label, self.grouped.radices, prefix_length)[0])
+
+
+def _stacked(rows: tuple[Tensor, ...]) -> Tensor:
+    """The rows in one tensor, which in a loader's worker lies in shared memory from the start."""
+    stacked: Tensor = default_collate(list(rows))
+    return stacked
 
 
 def _stack(rows: list[Tensor | None]) -> Tensor | None:

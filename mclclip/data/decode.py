@@ -8,17 +8,21 @@ applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's t
 the same pixels as on the file opened by PIL. For others there are two differences: open_clip does
 not rotate pictures, and it resizes before it converts, which picks nearest neighbours in palette
 pictures and weights colours by alpha. PIL's global state is not changed.
+
+`decode_pixels` gives the same pixels as an array, faster for JPEGs where simplejpeg is installed.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 import logging
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +35,10 @@ MAX_IMAGE_PIXELS = 100_000_000
 """Pixels (width x height) of an image at most, unless an option says otherwise."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+
+Pixels = Literal["exact", "fast"]
+"""How training makes pixels of a picture: ``exact`` is open_clip's own transform of a PIL image,
+``fast`` is `decode_pixels` and `models.fast_pixels`."""
 
 _ARRAY_MAGIC = b"\x93NUMPY"
 _ORIENTATION_TAG = 0x0112
@@ -73,27 +81,74 @@ def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
     Raises `DecodeError` for everything that is wrong with the data, whatever PIL raised for it,
     and ValueError if ``max_image_pixels`` is below 1.
     """
-    _check_arguments(data, max_image_pixels)
-    with _quiet_warnings(), _as_decode_error():
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width < 1 or height < 1:
-                raise DecodeError("broken", f"{width} x {height} pixels")
-            _check_pixels(width, height, max_image_pixels)
-            image.load()
-            return _upright(_to_rgb(image), _orientation(image))
+    with _opened(data, max_image_pixels) as image:
+        return _decoded(image)
+
+
+def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
+    """The pixels of `decode_image` as an array uint8 [H, W, 3] that can be written to.
+
+    PIL reads the header, which decides about size, kind and orientation, as in `decode_image`. Grey
+    and RGB JPEGs that simplejpeg reads without a complaint are decoded by it, with the same
+    algorithm (never its faster and coarser ones); all others are decoded by PIL, which then also
+    says what is wrong with them. Raises as `decode_image` does, and a plain ValueError where
+    simplejpeg is not installed.
+    """
+    simplejpeg = jpeg_library()
+    with _opened(data, max_image_pixels) as image:
+        pixels = _decoded_jpeg(simplejpeg, data, image)
+        if pixels is None:
+            return np.array(_decoded(image))
+        orientation = _orientation(image)
+        if orientation in _ORIENTATIONS:
+            return np.array(_upright(Image.fromarray(pixels), orientation))
+        return pixels
+
+
+@functools.cache
+def jpeg_library() -> Any:
+    """The package simplejpeg; ValueError, in one line, where it is not installed."""
+    try:
+        return importlib.import_module("simplejpeg")
+    except ModuleNotFoundError:
+        raise ValueError(
+            "data.pixels=fast needs the package simplejpeg, which is not installed: pip install "
+            "'mclclip[fast]', or set data.pixels=exact"
+        ) from None
+
+
+def _decoded_jpeg(simplejpeg: Any, data: bytes, image: Image.Image) -> npt.NDArray[np.uint8] | None:
+    """RGB pixels [H, W, 3] of a JPEG as they are stored; None where PIL has to decode it."""
+    if image.format != "JPEG" or image.mode not in ("RGB", "L"):
+        return None
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+        if (width, height) != image.size:  # nothing larger than what was checked is decoded
+            return None
+        found: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            data, "RGB", fastdct=False, fastupsample=False, strict=True
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # also what the library only warns of, and KeyError for odd headers
+        logger.debug("decoded by PIL: %s", error)
+        return None
+    return found
 
 
 def decode(
-    data: bytes, max_image_pixels: int, reads_arrays: bool
+    data: bytes, max_image_pixels: int, reads_arrays: bool, reads_pixels: bool = False
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """An upright RGB picture, or an array uint8 [H, W, C], whichever the bytes hold.
 
-    ``reads_arrays``: whether the transform that comes next takes arrays. Raises as `decode_image`
-    and `decode_array` do, and a plain ValueError for an array if it does not.
+    ``reads_arrays``: whether the transform that comes next takes arrays of ``.npy`` files.
+    ``reads_pixels``: whether it takes pictures as the arrays [H, W, 3] of `decode_pixels`.
+    Raises as `decode_image` and `decode_array` do, and a plain ValueError for an array if the
+    transform does not take it.
     """
     if not is_array(data):
-        return decode_image(data, max_image_pixels)
+        how = decode_pixels if reads_pixels else decode_image
+        return how(data, max_image_pixels)
     array = decode_array(data, max_image_pixels)
     if not reads_arrays:
         raise ValueError(
@@ -142,6 +197,25 @@ def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
             raise DecodeError(reason, f"{found} bytes of pixels, the header says {wanted}")
         flat = np.frombuffer(data, np.uint8, offset=file.tell())
         return flat.reshape(shape, order="F" if fortran else "C").copy()
+
+
+@contextmanager
+def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
+    """The picture with its header read and its size checked; what is wrong is a `DecodeError`."""
+    _check_arguments(data, max_image_pixels)
+    with _quiet_warnings(), _as_decode_error():
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width < 1 or height < 1:
+                raise DecodeError("broken", f"{width} x {height} pixels")
+            _check_pixels(width, height, max_image_pixels)
+            yield image
+
+
+def _decoded(image: Image.Image) -> Image.Image:
+    """8-bit RGB and upright, by PIL."""
+    image.load()
+    return _upright(_to_rgb(image), _orientation(image))
 
 
 def _check_arguments(data: bytes, max_image_pixels: int) -> None:

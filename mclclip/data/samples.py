@@ -165,7 +165,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
     ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
     validation transform); one with an attribute ``reads_arrays`` that is true takes uint8 [H, W, C]
-    as well (`models.transforms`). It may be None where only `captions` and `read_many` are wanted.
+    as well (`models.transforms`), and one whose ``reads_pixels`` is true takes pictures as arrays
+    only (`models.fast_pixels`). It may be None where just `captions` and `read_many` are wanted.
     ``remote`` says how shards behind urls are read. ``check_pixels`` compares every image with its
     checksum in the index (``data.verify=full``); captions are compared always. ``reads_captions``
     says whether samples carry text: False gives images alone, and caption members are not read.
@@ -316,8 +317,9 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
     def _decode(self, raw: RawSample, transform: Transform) -> Any:
         arrays = bool(getattr(transform, "reads_arrays", False))
+        pixels = bool(getattr(transform, "reads_pixels", False))
         try:
-            return decode(raw.image, self.max_image_pixels, arrays)
+            return decode(raw.image, self.max_image_pixels, arrays, pixels)
         except DecodeError:
             raise
         except ValueError as error:

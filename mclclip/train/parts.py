@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.decode import Pixels, jpeg_library
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
@@ -21,6 +25,8 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
+from mclclip.models.clip import architecture
+from mclclip.models.fast_pixels import check_fast, fast_transform, normalized
 from mclclip.models.loading import AnyModel, load_any, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.tokenizer import fetched
@@ -210,7 +216,12 @@ def trainer_of(
             lr=options.lr,
             schedule=options.schedule,
         ),
-        prepare=partial(_to, options=options, context=context),
+        prepare=partial(
+            prepared,
+            options=options,
+            context=context,
+            normalization=tuple(v.to(context.device) for v in trainee.model.normalization),
+        ),
         seed_words=(job.seed, job.stage),
         checkpoint_every=options.checkpoint.every,
         steps_per_epoch=plan.steps_per_epoch,
@@ -290,7 +301,7 @@ def loader_of(
     batches = TrainingBatches(
         index=job.index,
         grouped=grouped,
-        transform=model.preprocess_train,
+        transform=transform_of(data.pixels, model),
         num_views=options.objective.num_views,
         reads_captions=reads.captions,
         tokenizer=fetched(model.tokenizer) if reads.captions and text is None else None,
@@ -325,8 +336,30 @@ def loader_of(
     )
 
 
-def _to(batch: Batch, options: TrainConfig, context: Context) -> Batch:
+def check_pixels(config: Config, models: Iterable[ModelConfig]) -> None:
+    """Raises ValueError, before anything is done, where the models cannot be trained with
+    ``data.pixels``: a package is missing, or an augmentation does more than to crop."""
+    if config.data.pixels == "fast":
+        jpeg_library()
+        for model in models:
+            check_fast(model.augmentation, architecture(model.name))
+
+
+def transform_of(pixels: Pixels, model: AnyModel) -> Callable[[Any], Tensor]:
+    """The training transform, from a PIL image or (``fast``) from an array of pixels."""
+    return fast_transform(model.preprocess_train) if pixels == "fast" else model.preprocess_train
+
+
+def prepared(
+    batch: Batch, options: TrainConfig, context: Context, normalization: tuple[Tensor, ...]
+) -> Batch:
+    """The batch on the device, normalised (mean and deviation in ``normalization``) if its views
+    are uint8, in the training's number format."""
     batch = batch.to(context.device)
+    batch.views = [
+        normalized(view, *normalization) if view.dtype == torch.uint8 else view
+        for view in batch.views
+    ]
     if options.precision == "float64":
         batch.views = [view.double() for view in batch.views]
         if batch.text_features is not None:

@@ -72,6 +72,7 @@ def run(
     if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
+    collectives.together(lambda: parts.check_pixels(config, [job.model]))
     job.class_labels = collectives.on_main(lambda: job.class_labels)
     workers, remote = config.data.index_workers, config.data.remote
     collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
@@ -130,6 +131,8 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         "model": to_tree(job.model),
         "train": options,
     }
+    if job.config.data.pixels != "exact":  # absent where training has ever been as it is
+        config["data"] = {"pixels": job.config.data.pixels}
     if job.layout.is_pilot:
         config["share"] = job.config.pilot.share
     if (steps := _controlled_steps(job)) is not None:

@@ -4,7 +4,8 @@ Both decode the same files with the same open_clip training transform and tokeni
 process; then both fetch bytes only, from warm and from dropped file caches. Then a whole loader
 with one worker stands beside that of open_clip's own training code, each in a process of its own,
 on one core (``make peers`` makes the environment that it needs). Real photographs are measured
-where the small real data sets are present.
+where the small real data sets are present. First come the ways to make pixels (``data.pixels``),
+from bytes to a training crop, beside open_clip's own transform (``--only pixels``: these alone).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.ranks.process_group import SINGLE
-from tests.benchmarks import peers, timing
+from tests.benchmarks import peers, pixels, timing
 
 BATCH = 32
 MAX_PIXELS = 100_000_000
@@ -258,10 +259,15 @@ def _images(source: Path, row: dict[str, str]) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Rendered shards, then real ones where they are."""
-    options = timing.parse(timing.parser(__doc__), arguments)
+    """Pixels of single images; rendered shards, then real ones where they are."""
+    parser = timing.parser(__doc__)
+    parser.add_argument("--only", choices=["pixels"], help="measure this alone")
+    options = timing.parse(parser, arguments)
     rounds = options.rounds
     torch.set_num_threads(1)
+    pixels.report(rounds, count=4 if options.short else 32)
+    if options.only == "pixels":
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shards = rendered(folder / "rendered", 256 if options.short else 1024)

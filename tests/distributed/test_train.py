@@ -73,6 +73,18 @@ def test_float64_weights_agree_to_1e9(
         np.testing.assert_allclose(many["weights"][name], weights, atol=1e-9, rtol=0, err_msg=name)
 
 
+def test_fast_pixels_are_the_same_on_two_ranks(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("simplejpeg", reason="simplejpeg is not installed (mclclip[fast])")
+    found = []
+    for world_size in (1, 2):
+        options = options_for(data, tmp_path / str(world_size), "float64", tiny.MODEL)
+        options["data"]["pixels"] = "fast"
+        found.append(run_on(ranks, world_size, options))
+    for name, weights in found[0]["weights"].items():
+        other = found[1]["weights"][name]
+        np.testing.assert_allclose(other, weights, atol=1e-9, rtol=0, err_msg=name)
+
+
 @in_soak
 def test_fp32_losses_and_weights_agree(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     one = run_on(ranks, 1, options_for(data, tmp_path / "one", "fp32", tiny.MODEL))

@@ -140,7 +140,7 @@ def test_an_image_is_decoded_once_for_all_its_views(
     dataset = TarDataset(make_index(tmp_path, {2: b"x"}), to_tensor, **TEXTS)
     decoded, inside, seen = [], [""], []
 
-    def decode(data: bytes, max_image_pixels: int, reads_arrays: bool) -> Image.Image:
+    def decode(data: bytes, max_image_pixels: int, *reads: bool) -> Image.Image:
         decoded.append(data)
         return decode_image(data, max_image_pixels)
 

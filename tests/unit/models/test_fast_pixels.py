@@ -1,0 +1,164 @@
+"""The fast training transform: open_clip's crops, within 2/255 of its pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import PIL
+import pytest
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
+from torchvision.transforms import RandomResizedCrop
+
+from mclclip.data.decode import decode_image, decode_pixels
+from mclclip.models import backbones, clip
+from mclclip.models.fast_pixels import (
+    check_fast,
+    choose_rows_first,
+    crop_box,
+    fast_transform,
+    normalized,
+    rows_first,
+)
+from tests import tiny
+from tests.unit.data.test_decode import LIMIT, encode
+
+RATIO = (3 / 4, 4 / 3)
+SIZES = [(1, 1), (1, 300), (300, 1), (2, 3), (60, 61), (75, 500), (500, 75), (223, 224), (300, 230)]
+SIZES += [(230, 300), (333, 500), (500, 333), (700, 640)]
+
+
+def picture(height: int, width: int, kind: str) -> Image.Image:
+    """Noise, black and white (whose edges overshoot), or smooth colours."""
+    rng = np.random.default_rng([height, width])
+    if kind == "black and white":
+        values = rng.integers(0, 2, (height, width, 1)) * np.full(3, 255)
+        return Image.fromarray(values.astype(np.uint8))
+    if kind == "noise":
+        return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+    coarse = rng.integers(0, 256, (height // 9 + 1, width // 9 + 1, 3), np.uint8)
+    return Image.fromarray(coarse).resize((width, height))
+
+
+def open_clips(size: int, scale: tuple[float, float]) -> Any:
+    """open_clip's training transform with values between 0 and 1."""
+    settings = PreprocessCfg(size=size, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    return image_transform_v2(settings, is_train=True, aug_cfg={"scale": scale})
+
+
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)], ids=str)
+@pytest.mark.parametrize("size", [32, 224])
+@pytest.mark.parametrize("kind", ["noise", "black and white", "smooth"])
+def test_pixels_are_within_two_of_open_clips(
+    kind: str, size: int, scale: tuple[float, float]
+) -> None:
+    pytest.importorskip("simplejpeg", reason="simplejpeg is not installed (mclclip[fast])")
+    exact = open_clips(size, scale)
+    fast, differences = fast_transform(exact), []
+    for number, (height, width) in enumerate(SIZES):
+        mode = ("RGB", "L", "CMYK")[number % 3]
+        data = encode(picture(height, width, kind).convert(mode), "JPEG", quality=90)
+        torch.manual_seed(number)
+        wanted = exact(decode_image(data, LIMIT)).mul(255).round()
+        state = torch.get_rng_state()
+        torch.manual_seed(number)
+        found = fast(decode_pixels(data, LIMIT))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert found.dtype == torch.uint8 and found.shape == (3, size, size)
+        differences.append((found - wanted).abs())
+    every = torch.stack(differences)
+    assert every.max() <= 2 and every.median() == 0 and every.mean() < 0.1
+
+
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0), (1.0, 1.0)], ids=str)
+def test_boxes_are_torchvisions_with_the_same_draws(scale: tuple[float, float]) -> None:
+    boxes = set()
+    for seed in range(40):
+        for height, width in SIZES:
+            torch.manual_seed(seed)
+            wanted = RandomResizedCrop.get_params(
+                torch.empty(3, height, width), list(scale), list(RATIO)
+            )
+            state = torch.get_rng_state()
+            torch.manual_seed(seed)
+            assert crop_box(height, width, scale, RATIO) == wanted
+            assert torch.equal(torch.get_rng_state(), state)
+            boxes.add(wanted)
+    assert len(boxes) >= len(SIZES)
+
+
+def test_the_order_of_the_two_passes_is_that_of_the_installed_pillow() -> None:
+    """Black and white noise shows which of width and height was resized first."""
+    rng, told = np.random.default_rng(0), 0
+    rule = choose_rows_first(PIL.__version__)
+    for _ in range(300):
+        h, w, high, wide = rng.integers(8, 90, 4).tolist()
+        image = picture(h, w, "black and white").convert("L")
+        resized, rows, columns = (
+            np.asarray(steps)
+            for steps in (
+                image.resize((wide, high), Image.Resampling.BICUBIC),
+                image.resize((w, high), Image.Resampling.BICUBIC).resize(
+                    (wide, high), Image.Resampling.BICUBIC
+                ),
+                image.resize((wide, h), Image.Resampling.BICUBIC).resize(
+                    (wide, high), Image.Resampling.BICUBIC
+                ),
+            )
+        )
+        if not np.array_equal(rows, columns):
+            first = rows_first((h, w), (high, wide), rule)
+            assert np.array_equal(resized, rows if first else columns), (h, w, high, wide)
+            told += 1
+    assert told > 100
+
+
+def test_versions_of_pillow_have_their_order() -> None:
+    assert choose_rows_first("12.3.0") == "never" and choose_rows_first("13.0.0") == "shrunk"
+    assert rows_first((300, 230), (224, 224), "shrunk")
+    assert not rows_first((300, 300), (224, 224), "shrunk")
+    assert not rows_first((300, 230), (224, 224), "never")
+
+
+def test_normalising_later_gives_open_clips_bits() -> None:
+    settings = PreprocessCfg(size=16)
+    image = picture(16, 16, "noise")
+    wanted = image_transform_v2(settings, is_train=False)(image)
+    mean, deviation = (torch.tensor(v)[:, None, None] for v in (settings.mean, settings.std))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    found = normalized(torch.stack([pixels, pixels]), mean, deviation)
+    assert torch.equal(found, torch.stack([wanted, wanted])) and pixels.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("augmentation", "named"),
+    [
+        ({"color_jitter": (0.1, 0.1, 0.1, 0.1), "color_jitter_prob": 0.5}, "color_jitter"),
+        ({"gray_scale_prob": 0.5}, "gray_scale"),
+        ({"kind": "simclr"}, "SimCLRTransform|kind"),
+        ({"kind": "none"}, "PlainTransform|kind"),
+        ({"use_timm": True}, "RandomResizedCropAndInterpolation|use_timm"),
+    ],
+)
+def test_what_does_more_than_crop_is_refused(augmentation: dict[str, Any], named: str) -> None:
+    model = clip.load_clip(tiny.MODEL, augmentation=augmentation)
+    message = f"only crops and resizes, and the augmentation asks for .*({named}).*set data.pixels="
+    with pytest.raises(ValueError, match=message):
+        fast_transform(model.preprocess_train)
+    with pytest.raises(ValueError, match=message):
+        check_fast(augmentation, tiny.MODEL)
+
+
+def test_backbones_are_refused_for_their_default() -> None:
+    config = {"vision_cfg": {backbones.KEY: "mclclip:small_conv"}}
+    with pytest.raises(ValueError, match="asks for kind .simclr, the default of backbones"):
+        check_fast({}, config)
+
+
+def test_a_scale_is_taken_over() -> None:
+    augmentation = {"scale": (0.4, 0.5)}
+    check_fast(augmentation, tiny.MODEL)
+    found = fast_transform(clip.load_clip(tiny.MODEL, augmentation=augmentation).preprocess_train)
+    assert found.scale == (0.4, 0.5) and found.size == (32, 32) and found.ratio == RATIO

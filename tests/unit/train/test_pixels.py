@@ -1,0 +1,209 @@
+"""Training on fast pixels: the batches, where they are normalised, and what a run records of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from mclclip import checkpoint, index, pipeline, train
+from mclclip.config import Config
+from mclclip.data import decode
+from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.sample_index import SampleIndex
+from mclclip.models import clip
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
+from mclclip.train import parts
+from tests import tiny
+
+SIMPLEJPEG = "simplejpeg is not installed (mclclip[fast])"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("simplejpeg", reason=SIMPLEJPEG)
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=96)
+
+
+def trained(run_dir: Path, data: Path, pixels: str, *overrides: str) -> Path:
+    """The directory of a training of stage 0 in four steps of 24 samples."""
+    options = ("base.steps=4", "base.log_every=1", f"data.pixels={pixels}")
+    settled = tiny.make_config(run_dir, data, *options, *overrides)
+    index.run(settled, SINGLE)
+    return train.run(settled, SINGLE, stage=0)
+
+
+def losses(directory: Path) -> list[float]:
+    rows = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row)["loss"] for row in rows]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    states = [checkpoint.load_model_state(path / "checkpoints", 4) for path in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.fixture(scope="module")
+def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A training for either way to make pixels."""
+    root = tmp_path_factory.mktemp("done")
+    return {pixels: trained(root / pixels, data, pixels) for pixels in ("exact", "fast")}
+
+
+def batches_of(config: Config, pixels: decode.Pixels, model: Any, **options: Any) -> Any:
+    samples = SampleIndex.open(Path(config.run_dir) / "index")
+    given: dict[str, Any] = dict(
+        index=samples,
+        grouped=GroupedIndex.build(torch.zeros(len(samples), dtype=torch.int64).numpy(), ()),
+        transform=parts.transform_of(pixels, model),
+        num_views=2,
+        reads_captions=True,
+        tokenizer=model.tokenizer,
+        global_batch=24,
+        policy="backoff",
+        order="proportional",
+        seed=5,
+        stage=1,
+        max_image_pixels=10_000,
+    )
+    return TrainingBatches(**(given | options))
+
+
+def prepared(batch: Batch, config: Config, model: Any) -> Batch:
+    assert config.base is not None
+    return parts.prepared(batch, config.base, SINGLE, model.normalization)
+
+
+def test_batches_are_open_clips_within_two_of_255(data: Path, tmp_path: Path) -> None:
+    """The same samples, captions and crops, in every view."""
+    config = tiny.make_config(tmp_path, data)
+    index.run(config, SINGLE)
+    model = clip.load_clip(tiny.MODEL, augmentation={"scale": (0.3, 1.0)})
+    exact, fast = (batches_of(config, pixels, model) for pixels in ("exact", "fast"))
+    step = 2 * torch.tensor(1 / 255) / model.normalization[1]
+    for number in (0, 5):
+        one, other = exact[number], fast[number]
+        assert all(v.dtype == torch.uint8 and v.is_contiguous() for v in other.views)
+        assert torch.equal(one.sample_id, other.sample_id) and torch.equal(one.text, other.text)
+        other = prepared(other, config, model)
+        for view, wanted in zip(other.views, prepared(one, config, model).views, strict=True):
+            assert view.dtype == torch.float32 and ((view - wanted).abs() <= step + 1e-5).all()
+        assert not torch.equal(*other.views)
+
+
+def test_neither_workers_nor_ranks_change_a_batch(data: Path, tmp_path: Path) -> None:
+    config = tiny.make_config(tmp_path, data)
+    index.run(config, SINGLE)
+    model = clip.load_clip(tiny.MODEL)
+    here = batches_of(config, "fast", model)
+    loader = DataLoader(here, batch_size=None, sampler=range(1, 4), num_workers=2)
+    for batch in loader:
+        wanted = here[batch.step]
+        assert all(map(torch.equal, batch.views, wanted.views))
+        assert all(view.is_shared() for view in batch.views)
+        for rank in range(3):
+            of_rank = batches_of(config, "fast", model, rank=rank, world_size=3)[batch.step]
+            rows = wanted.rows(8 * rank, 8 * rank + 8)
+            assert all(map(torch.equal, of_rank.views, rows.views))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("float64", torch.float64)]
+)
+def test_batches_that_are_normalised_are_left_alone(
+    tmp_path: Path, precision: str, dtype: torch.dtype
+) -> None:
+    config = tiny.make_config(tmp_path, tmp_path, f"base.precision={precision}")
+    model = clip.load_clip(tiny.MODEL)
+    pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    views = [pixels.float(), pixels]
+    ids = torch.arange(2)
+    batch = Batch(views=views, labels=ids[:, None], sample_id=ids, step=0, group_size=2)
+    found = prepared(batch, config, model)
+    mean, deviation = model.normalization
+    wanted = pixels.float().div(255).sub(mean).div(deviation)
+    assert torch.equal(found.views[0], pixels.to(dtype))
+    assert torch.equal(found.views[1], wanted.to(dtype))
+
+
+def test_training_learns_nearly_the_same(done: dict[str, Path]) -> None:
+    exact, fast = losses(done["exact"]), losses(done["fast"])
+    assert len(fast) == 4 and fast != exact
+    assert fast == pytest.approx(exact, rel=2e-2)
+
+
+def test_gradient_caching_sees_the_same_pixels(
+    done: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    cached = trained(tmp_path, data, "fast", "base.engine.micro_batch=8")
+    assert losses(cached) == pytest.approx(losses(done["fast"]), rel=1e-5)
+
+
+def test_it_resumes_with_the_same_bits(done: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(done["fast"].parents[1], run_dir)
+    directory = run_dir / "stage_0" / "train"
+    (directory / "manifest.json").unlink()
+    shutil.rmtree(directory / "checkpoints" / "step_00000004")
+    assert trained(run_dir, data, "fast") == directory
+    assert_same_weights(directory, done["fast"])
+
+
+def test_the_manifest_holds_the_option_and_refuses_another(
+    done: dict[str, Path], data: Path
+) -> None:
+    manifests = {name: read_manifest(path, "train") for name, path in done.items()}
+    assert manifests["fast"].config["data"] == {"pixels": "fast"}
+    assert "data" not in manifests["exact"].config  # as it was before there was a choice
+    for name, other in (("exact", "fast"), ("fast", "exact")):
+        with pytest.raises(ValueError, match="was made with other settings: config.data.pixels"):
+            trained(done[name].parents[1], data, other)
+
+
+@pytest.mark.parametrize("verb", ["run", "train"])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.augmentation={gray_scale_prob: 0.2}"],
+            "asks for gray_scale_prob: set data.pixels",
+        ),
+        (["model.augmentation={kind: simclr}"], "asks for kind: set data.pixels"),
+        ([], "needs the package simplejpeg, which is not installed: pip install"),
+    ],
+    ids=["gray", "simclr", "missing"],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    message: str,
+    verb: str,
+) -> None:
+    config = tiny.make_config(tmp_path / "run", data, "data.pixels=fast", *overrides)
+    if verb == "train":
+        index.run(config, SINGLE)
+    if not overrides:
+        monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    decode.jpeg_library.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=message) as raised:
+            if verb == "run":
+                pipeline.run(config, SINGLE)
+            else:
+                train.run(config, SINGLE, stage=0)
+    finally:
+        decode.jpeg_library.cache_clear()
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run" / "stage_0").exists()
+    assert verb == "train" or not (tmp_path / "run").exists()
