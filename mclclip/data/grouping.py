@@ -6,9 +6,9 @@ which vanishes with the process. Then ranges of groups, small enough to be sorte
 collected from all blocks; a group larger than that is collected block by block. So the sorted ids
 come in order, and are written as they come.
 
-Memory: about 100 bytes per row of a block (0.2 GiB for the default size), 80 bytes per group while
-groups are counted, and 1/20 byte per sample. Disk: 4 bytes per sample for
-the orders of the blocks, beside the 8 bytes per sample of what is written.
+Memory: about 100 bytes per row of a block (50 MiB for the default size), 80 bytes per group while
+groups are counted, and at most 1/8 byte per sample. Disk: 4 bytes per sample for the orders of the
+blocks, beside the 8 bytes per sample of what is written.
 """
 
 from __future__ import annotations
