@@ -145,13 +145,17 @@ class _Rows:
 
 
 def inputs(source: Source) -> dict[str, str]:
-    """Digests of the embeddings of the stages of a joined encoder, by stage: what the export is
-    made from beside the encoder itself."""
+    """Digests of the embeddings of the stages of a joined encoder, by stage, and of the captions':
+    what the export is made from beside the encoder itself."""
     if not source.is_concat:
         return {}
     found = _opened(source)
-    directories = {stage.directory.parent.name: stage.directory for stage in found.stages}
-    return {n: artifacts.read_manifest(p, "embeddings").digest for n, p in directories.items()}
+    own = {stage.directory.parent.name: stage.directory for stage in found.stages}
+    digests = {n: artifacts.read_manifest(p, "embeddings").digest for n, p in own.items()}
+    if found.have_texts:
+        texts = Layout(found.stages[0].run).text_embeddings
+        digests["texts"] = artifacts.read_manifest(texts, "text_embeddings").digest
+    return digests
 
 
 def _opened(source: Source) -> _Rows:
