@@ -152,7 +152,8 @@ def _hours(plan: dict[str, Any]) -> Iterator[str]:
     rows = [["hours", "samples", "GFLOP each", "per s and GPU", "hours", "GPU-hours", ""]]
     for of in found["passes"]:
         name = _name(of) if of["name"] == "training" else f"stage {of['stage']}, embed {of['name']}"
-        cells = [_range(of["samples"]), _figure(of["sample"] / 1e9), _figure(of["samples_per_s"])]
+        most = of["samples"] and of["samples"][1:] * 2  # the fewest are among the steps
+        cells = [_range(most), _figure(of["sample"] / 1e9), _figure(of["samples_per_s"])]
         cells += [_range(of[key]) for key in ("hours", "gpu_hours")]
         rows.append([name, *cells, "as given" if of["given"] else "estimate"])
     sums = [_range(found[key]) for key in ("hours", "gpu_hours")]
