@@ -316,6 +316,8 @@ def _status(error: BaseException) -> int | None:
 def _said(error: BaseException) -> str:
     """One line on an error, which may have no words of its own."""
     status = _status(error)
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__  # the url alone says nothing
     words = " ".join(str(error).split())[:200] or type(error).__name__
     return f"HTTP status {status}" if status is not None else words
 

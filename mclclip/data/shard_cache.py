@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from mclclip.data.remote import Look, Remote
 from mclclip.files import digest_json
@@ -88,12 +89,12 @@ class ShardCache:
         log.warning("the shard cache %s is not used any more: %s", self.folder, error)
 
     def _fetch(self, path: Path, url: str, look: Look) -> None:
-        part = self._reserve(path, look.size)
-        if part is None:
+        file = self._reserve(path, look.size)
+        if file is None:
             return
-        with open(part, "r+b") as file:
+        part = Path(file.name)
+        with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that somebody fills it
                 self.remote.fetch(url, look, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -102,9 +103,9 @@ class ShardCache:
                 part.unlink(missing_ok=True)
                 raise
 
-    def _reserve(self, path: Path, size: int) -> Path | None:
-        """An empty file of that size, which counts from now on; None where there is no room, or
-        where the shard is there or on its way."""
+    def _reserve(self, path: Path, size: int) -> BinaryIO | None:
+        """An empty file of that size, which counts from now on; its lock says that it is being
+        filled; None where there is no room, or where the shard is there or on its way."""
         part = path.with_suffix(".part")
         with self._locked():
             self._remove_abandoned()
@@ -119,10 +120,16 @@ class ShardCache:
                     over -= stat.st_size
             if over > 0:
                 return None
-            with open(part, "xb") as file:
+            file = open(part, "x+b")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.posix_fallocate(file.fileno(), 0, max(size, 1))
                 os.ftruncate(file.fileno(), size)
-            return part
+            except BaseException:
+                file.close()
+                part.unlink()
+                raise
+            return file
 
     def _remove_abandoned(self) -> None:
         """Removes files that were being filled by a process that has ended."""
@@ -139,7 +146,10 @@ class ShardCache:
         """No other process looks for room meanwhile."""
         with open(self.folder / _LOCK, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:  # not by closing: a process that was forked meanwhile has the file open too
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     def __reduce__(self) -> tuple[type[ShardCache], tuple[Path, int, Remote, float]]:
         return type(self), (self.folder, self.max_bytes, self.remote, self.idle_s)

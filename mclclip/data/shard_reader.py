@@ -51,6 +51,7 @@ class ShardReader:
 
         What was prefetched before and not read is forgotten. Raises as ``read`` does.
         """
+        self._in_this_process()
         self._ahead.clear()
         wanted = [r for r in ranges if r[0] in self._looks and self._copy(r[0]) is None]
         if wanted:
@@ -63,10 +64,7 @@ class ShardReader:
 
         Raises FileNotFoundError if the shard is gone, OSError if it cannot be read.
         """
-        if self._pid != os.getpid():
-            # After a fork: the inherited lock may be held for ever, so it is made anew. Closing the
-            # inherited handles does not affect the parent.
-            self._start_empty(close=list(self._handles.values()))
+        self._in_this_process()
         if (ahead := self._ahead.pop((shard, offset, size), None)) is not None:
             return ahead
         note_place(shard)  # for whoever waits for it
@@ -101,6 +99,12 @@ class ShardReader:
         if self._cache is None or shard not in self._looks:
             return None
         return self._cache.path_of(self._paths[shard], self._looks[shard])
+
+    def _in_this_process(self) -> None:
+        if self._pid != os.getpid():
+            # After a fork: the inherited lock may be held for ever, so it is made anew. Closing the
+            # inherited handles does not affect the parent.
+            self._start_empty(close=list(self._handles.values()))
 
     def _start_empty(self, close: Iterable[int] = ()) -> None:
         for handle in close:

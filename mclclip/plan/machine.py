@@ -37,7 +37,7 @@ class Machine:
         for name, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node)):
             if value < 1:
                 raise ValueError(f"--{name} is {value}: wanted at least 1")
-        if self.memory_gib is not None and self.memory_gib <= 0:
+        if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
             raise ValueError(f"--gpu-memory-gib is {self.memory_gib}: wanted more than 0")
 
     @property

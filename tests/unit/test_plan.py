@@ -404,7 +404,10 @@ def test_what_the_run_would_refuse(overrides: tuple[str, ...], samples: int, mes
     assert message in refusal(tiny_config("base=null", *overrides), Machine(1, 4), samples)
 
 
-@pytest.mark.parametrize("wrong", [{"nodes": 0}, {"gpus_per_node": -1}, {"memory_gib": 0.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"nodes": 0}, {"gpus_per_node": -1}, {"memory_gib": 0.0}, {"memory_gib": float("nan")}],
+)
 def test_a_machine_without_gpus_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="wanted"):
         Machine(**wrong)

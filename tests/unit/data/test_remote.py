@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -315,6 +318,42 @@ def test_a_cache_forgets_what_a_killed_process_left(server: ShardServer, tmp_pat
     again.wait()
     copy = again.path_of(url, told)
     assert copy is not None and copy.read_bytes() == DATA and not list(folder.glob("*.part"))
+
+
+def test_a_cache_leaves_alone_what_another_process_has_just_begun(tmp_path: Path) -> None:
+    one, other = (ShardCache(tmp_path, 10_000, Remote(FAST)) for _ in range(2))
+    with one._reserve(tmp_path / "a.tar", 1000) as begun:  # type: ignore[union-attr]
+        assert other._reserve(tmp_path / "a.tar", 1000) is None
+        assert os.path.samestat(os.stat(tmp_path / "a.part"), os.fstat(begun.fileno()))
+
+
+def test_a_process_forked_while_a_cache_looks_for_room_does_not_keep_its_lock(
+    tmp_path: Path,
+) -> None:
+    kept = ShardCache(tmp_path, 10_000, Remote(FAST))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    with kept._locked():
+        child.start()
+    try:
+        with open(tmp_path / "cache.lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_what_a_forked_process_prefetches_it_reads(server: ShardServer) -> None:
+    reader = ShardReader([Place(server.url("a.tar"), look(server))], remote=Remote(FAST))
+    reader._pid = -1  # as after a fork
+    reader.prefetch([(0, 0, 100), (0, 200, 100)])
+    before = server.seen["GET"]
+    assert reader.read(0, 0, 100) + reader.read(0, 200, 100) == DATA[:100] + DATA[200:300]
+    assert server.seen["GET"] == before
+
+
+def test_why_a_host_does_not_answer_is_said() -> None:
+    with pytest.raises(OSError, match="(?i)connect"):
+        Remote(RemoteOptions(retries=0, timeout_s=2.0)).look(["http://127.0.0.1:9/a.tar"])
 
 
 def test_a_cache_that_fails_costs_time_alone(
