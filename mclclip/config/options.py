@@ -29,7 +29,7 @@ class SourceConfig:
 
     shards: str | list[str]
     """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line; paths, or
-    urls of S3, GS, Azure, Hugging Face and HTTP."""
+    urls of S3, GS and HTTP."""
     captions: str = "txt"
     """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
     attributes: list[str] = field(default_factory=list)

@@ -210,7 +210,7 @@ def check_ranks(name: str, global_batch: int, num_ranks: int) -> None:
     ``name`` is the training's option, ``base`` or ``train``.
     """
     if global_batch % num_ranks:
-        near = range(1, max(2 * num_ranks, 128) + 1)
+        near = range(1, min(max(2 * num_ranks, 128), global_batch) + 1)
         fits = [number for number in near if global_batch % number == 0]
         raise ValueError(
             f"{name}.global_batch={global_batch} cannot be cut over {num_ranks} ranks: use one of "

@@ -1,9 +1,10 @@
 """Shards behind a url: object stores and plain HTTP, through fsspec.
 
-A url is looked at once (its size and its ETag, which the index remembers) and then read by ranges
-of bytes, many in flight. A read that fails is tried again with growing pauses; one that fails for
-good is an OSError that names the shard. A server that sends more than was asked for, or an object
-whose ETag is not the remembered one, is an error and never taken for the shard.
+A url is looked at when a verb begins (its size and its ETag, which the index remembers) and then
+read by ranges of bytes, many in flight. A read that fails is tried again with growing pauses; one
+that fails for good is an OSError that names the shard. A server that sends more than was asked for
+is an error, and so is an object whose ETag is not the remembered one: when it is looked at, and
+over HTTP with every read, as far as the server gives strong ETags.
 
 Addresses and credentials of a store come from where its library looks for them: environment
 variables (``AWS_ACCESS_KEY_ID``, ``FSSPEC_S3_ENDPOINT_URL``) and the files of fsspec and the store.
@@ -15,6 +16,7 @@ import logging
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from mclclip.options import STRICT
@@ -31,7 +33,7 @@ from mclclip.options import STRICT
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
-PROTOCOLS = ("s3", "gs", "gcs", "az", "abfs", "hf", "http", "https")
+PROTOCOLS = ("s3", "gs", "gcs", "http", "https")
 """Of a shard's url. A closed list: fsspec also has protocols that read other files of this machine,
 or that chain one to another."""
 
@@ -50,11 +52,11 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 class RemoteOptions:
     """How shards behind urls are read."""
 
-    retries: NonNegativeInt = 6
+    retries: int = Field(default=6, ge=0, le=1000)
     """Further attempts of a read that failed, with pauses of 0.2, 0.4, ... up to 10 seconds."""
     timeout_s: PositiveFloat = 60.0
     """Longest time of one request (S3 and HTTP; other stores have their library's)."""
-    in_flight: PositiveInt = 16
+    in_flight: int = Field(default=16, ge=1, le=1024)
     """Requests that one process has under way."""
     cache: str | None = None
     """A folder on a local disk that keeps whole shards, shared by the processes of a node."""
@@ -89,13 +91,24 @@ def protocol_of(path: str) -> str | None:
 
 
 def check_protocol(path: str, where: str) -> None:
-    """Raises ValueError for a url of another protocol than `PROTOCOLS`, or a chain of urls."""
-    protocol = protocol_of(path)
-    if protocol not in PROTOCOLS or "::" in path:
+    """Raises ValueError for a url of another protocol than `PROTOCOLS`, a chain of urls, and one
+    that holds a password, which would be stored in the index and shown in messages."""
+    if "::" in path or not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
-            f"{where}: {path!r} is neither a local path nor a url that is read: wanted one of "
-            f"{', '.join(f'{known}://' for known in PROTOCOLS)}"
+            f"{where}: {shown_url(path)!r} is neither a local path nor a url that is read: wanted "
+            f"one of {', '.join(f'{known}://' for known in PROTOCOLS)}"
         )
+    if "@" in path.split("/")[2]:
+        raise ValueError(
+            f"{where}: {shown_url(path)!r} holds a user or a password: leave them out, and put "
+            "them where the store's library looks for them (HTTP: ~/.netrc, S3: ~/.aws/credentials)"
+        )
+
+
+def shown_url(url: str) -> str:
+    """A url without what may be secret: user, password and the query of a signed one."""
+    url, query, _ = url.partition("?")
+    return re.sub(r"://[^/]*@", "://...@", url) + ("?..." if query else "")
 
 
 class Remote:
@@ -122,8 +135,8 @@ class Remote:
                 f"{pattern!r}: HTTP has no listings: use braces, such as "
                 "https://host/{00000..00099}.tar, or @FILE with one url per line"
             )
-        names = self._attempts(pattern, lambda url: self._fs(url).glob(url))
-        return [f"{protocol}://{name}" for name in names]
+        found = self._attempts(pattern, lambda url: self._fs(url).glob(url, detail=True))
+        return [f"{protocol}://{name}" for name, info in found.items() if info["type"] == "file"]
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int, str]]) -> list[bytes]:
         """The bytes of each (url, offset, size, tag), in their order, neighbours by one request.
@@ -163,7 +176,7 @@ class Remote:
             )
             file.writelines(found)
         if self.look([url]) != [look]:
-            raise ChangedShard(f"shard {url} changed while it was read: start again")
+            raise ChangedShard(f"shard {shown_url(url)} changed while it was read: start again")
 
     def _looked_at(self, url: str) -> Look:
         info = self._fs(url).info(url)
@@ -199,12 +212,14 @@ class Remote:
             except Exception as error:  # each store's library raises errors of its own
                 _raise_final(url, error)
                 last = error
+            if not threading.main_thread().is_alive():
+                break  # the program ends, and waits for its threads
             if attempt < self.options.retries:
                 self.tried_again += 1
                 log.debug("%s: attempt %d failed: %s", url, attempt + 1, _said(last))
                 time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
         raise OSError(
-            f"shard {url} could not be read after {self.options.retries + 1} attempts "
+            f"shard {shown_url(url)} could not be read after {self.options.retries + 1} attempts "
             f"({_said(last)}): look after its store, and start again"
         ) from last
 
@@ -275,7 +290,9 @@ def _settings(protocol: str, timeout_s: float) -> dict[str, Any]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        return {"client_kwargs": {"timeout": timeout}, "skip_instance_cache": True}
+        # trust_env: passwords of ~/.netrc, and proxies of the environment.
+        client = {"timeout": timeout, "trust_env": True}
+        return {"client_kwargs": client, "skip_instance_cache": True}
     if protocol == "s3":
         limits = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
         return {"config_kwargs": limits, "use_listings_cache": False, "skip_instance_cache": True}
@@ -285,20 +302,21 @@ def _settings(protocol: str, timeout_s: float) -> dict[str, Any]:
 def _raise_final(url: str, error: Exception) -> None:
     """Raises what another attempt would not mend."""
     if isinstance(error, _Final | ChangedShard):
-        raise type(error)(f"shard {url}: {error}") from error
+        raise type(error)(f"shard {shown_url(url)}: {error}") from error
     status = _status(error)
     if status == 412:
         raise ChangedShard(
-            f"shard {url} has changed since it was indexed (another ETag): restore it, or index it "
-            "anew with 'mclclip index --force'"
+            f"shard {shown_url(url)} has changed since it was indexed (another ETag): restore it, "
+            "or index it anew with 'mclclip index --force'"
         ) from error
     # fsspec says "not found" of every look over HTTP that fails, and gives the reason as its cause.
     unanswered = (protocol_of(url) or "").startswith("http") and error.__cause__ is not None
     if isinstance(error, FileNotFoundError) and (status in (404, 410) or not unanswered):
-        raise FileNotFoundError(f"shard {url} is not there: put it back") from error
+        raise FileNotFoundError(f"shard {shown_url(url)} is not there: put it back") from error
     if isinstance(error, PermissionError) or status in (401, 403):
         raise PermissionError(
-            f"shard {url} may not be read ({_said(error)}): check the credentials of its store"
+            f"shard {shown_url(url)} may not be read ({_said(error)}): check the credentials of "
+            "its store"
         ) from error
 
 

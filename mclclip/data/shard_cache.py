@@ -43,10 +43,12 @@ class ShardCache:
         self.folder, self.max_bytes, self.idle_s = Path(folder), max_bytes, idle_s
         self.remote = remote
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._pid = 0
+        self._pid, self._off = 0, False
 
     def path_of(self, url: str, look: Look) -> Path | None:
         """The copy of a shard; None where there is none yet, and then it is fetched."""
+        if self._off:
+            return None
         path = self.folder / f"{digest_json([url, look.size, look.tag])[:40]}.tar"
         try:
             if os.path.getsize(path) == look.size:
@@ -65,10 +67,10 @@ class ShardCache:
 
     def _want(self, path: Path, url: str, look: Look) -> None:
         if self._pid != os.getpid():
-            self._pid, self._asked, self._off = os.getpid(), set[Path](), False
+            self._pid, self._asked = os.getpid(), set[Path]()
             self._queue: queue.Queue[tuple[Path, str, Look]] = queue.Queue()
             threading.Thread(target=self._work, name="shard cache", daemon=True).start()
-        if not self._off and path not in self._asked:
+        if path not in self._asked:
             self._asked.add(path)
             self._queue.put((path, url, look))
 
@@ -79,12 +81,15 @@ class ShardCache:
                 if not self._off:
                     self._fetch(path, url, look)
             except OSError as error:
-                self._give_up(error)
+                if error.errno is None:  # of its store, which whoever reads it will hear of
+                    log.warning("a shard is not kept in %s: %s", self.folder, error)
+                else:
+                    self._give_up(error)
             finally:
                 self._queue.task_done()
 
     def _give_up(self, error: OSError) -> None:
-        """A cache only saves time: where it fails, shards are read from their store."""
+        """A cache only saves time: where its folder fails, shards are read from their store."""
         self._off = True
         log.warning("the shard cache %s is not used any more: %s", self.folder, error)
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ class ShardReader:
 
     Reads are positional (``pread``), so a file handle carries no state: processes that inherit it
     over a fork do not disturb each other. Handles are not pickled. Threads may share a reader;
-    their reads take turns. Shards behind urls are read by ``remote``; many ranges of them are best
-    asked for by `prefetch` first.
+    their reads take turns, and only one of them prefetches. Shards behind urls are read by
+    ``remote``; many ranges of them are best asked for by `prefetch` first.
 
     Raises ValueError for ``max_open_files`` below 1.
     """
@@ -43,7 +44,9 @@ class ShardReader:
         options, self._cache = self._remote.options, None
         if self._looks and options.cache is not None:
             max_bytes = int(options.cache_gib * 2**30)
-            self._cache = ShardCache(Path(options.cache).expanduser(), max_bytes, self._remote)
+            # With few requests under way, which those that somebody waits for do not stand behind.
+            patient = Remote(replace(options, in_flight=2))
+            self._cache = ShardCache(Path(options.cache).expanduser(), max_bytes, patient)
         self._start_empty()
 
     def prefetch(self, ranges: Iterable[Range]) -> None:

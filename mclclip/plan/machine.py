@@ -8,6 +8,7 @@ GIB = 2**30
 # An A100 in bf16 by its data sheet, and the share of it that the best of OpenCLIP's published rates
 # of a ViT-L-14 reaches (178 samples per second and GPU, 526 GFLOP each). Most reach half of it.
 PEAK_TFLOPS, SHARE = 312.0, 0.3
+_MOST = 100_000  # nodes, and GPUs of one
 # Peak of other formats, as a share of that of bf16: an A100's, without TF32.
 PEAK_OF = {"bf16": 1.0, "fp16": 1.0, "fp32": 1 / 16, "float64": 1 / 32}
 
@@ -35,8 +36,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node)):
-            if value < 1:
-                raise ValueError(f"--{name} is {value}: wanted at least 1")
+            if not 1 <= value <= _MOST:
+                raise ValueError(f"--{name} is {value}: wanted 1 to {_MOST:,}")
         if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
             raise ValueError(f"--gpu-memory-gib is {self.memory_gib}: wanted more than 0")
 

@@ -90,6 +90,10 @@ class Job:
             return np.zeros(0, dtype=np.int64)
         return self.index.without_attribute(name, self._reader)
 
+    def check_samples(self) -> None:
+        """Raises ValueError where no sample has what the objective reads."""
+        _ = self.without_caption, self.without_attribute
+
     @cached_property
     def outside_of_share(self) -> np.ndarray:
         """Ids of the samples left out because the pilot draws only a share of them."""

@@ -216,6 +216,7 @@ def _reads_groups(job: Job) -> bool:
 
 def _inputs(job: Job) -> dict[str, str]:
     """The digests of the artifacts that a training depends on."""
+    job.check_samples()  # first: no other verb makes what the samples lack
     inputs = {"index": job.index.digest}
     if job.options.objective.reads.attribute is not None and job.class_labels is not None:
         inputs["attribute"] = job.class_labels.digest

@@ -154,11 +154,32 @@ def test_a_whole_shard_comes_in_blocks(
 
 
 @pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "memory://a.tar", "local://a", "s3://b/a.tar::x", "pipe:cat a"]
+    "url",
+    [
+        "S3://bucket/a.tar",
+        "az://b/a.tar",
+        "file:///etc/passwd",
+        "memory://a.tar",
+        "local://a",
+        "s3://b/a.tar::x",
+        "pipe:cat a",
+    ],
 )
 def test_other_protocols_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="neither a local path nor a url that is read"):
         check_protocol(url, "data.sources.x.shards")
+
+
+@pytest.mark.parametrize("user", ["me:s3cret@", "s3cret@", ":s3cret@"])
+def test_secrets_are_neither_taken_nor_shown(user: str, server: ShardServer) -> None:
+    for url in (f"https://{user}host/a.tar", f"ftp://{user}host/a.tar?s3cret"):
+        with pytest.raises(ValueError) as raised:
+            expand_shards(url, "data.sources.x.shards")
+        assert "s3cret" not in str(raised.value) and "host/a.tar" in str(raised.value)
+    signed = server.url("b.tar?signature=s3cret")
+    with pytest.raises(FileNotFoundError) as gone:
+        Remote(FAST).look([signed])
+    assert "s3cret" not in str(gone.value) and "b.tar?..." in str(gone.value)
 
 
 def test_braces_expand_urls_and_http_has_no_globs() -> None:
@@ -359,13 +380,24 @@ def test_why_a_host_does_not_answer_is_said() -> None:
 def test_a_cache_that_fails_costs_time_alone(
     server: ShardServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = cache(server, tmp_path / "cache", 10_000_000)
+    folder = tmp_path / "cache"
+    kept, other = cache(server, folder, 10_000_000), server.folder / "b.tar"
+    other.write_bytes(b"b" * 1000)
     server.fail, server.status = -1, 403
     assert kept.path_of(server.url("a.tar"), look(server)) is None
     kept.wait()
-    assert "is not used any more" in caplog.text and held(tmp_path / "cache") == 0
+    assert "a shard is not kept" in caplog.text and held(folder) == 0
     server.fail = 0
-    assert kept.path_of(server.url("a.tar"), look(server)) is None
+    kept.path_of(server.url("b.tar"), look(server, "b.tar"))
+    kept.wait()
+    assert held(folder) == 1000  # one shard that cannot be had is not the end of the cache
+    (folder / "cache.lock").unlink()
+    (folder / "cache.lock").mkdir()
+    (server.folder / "c.tar").write_bytes(b"c")
+    kept.path_of(server.url("c.tar"), look(server, "c.tar"))
+    kept.wait()
+    assert caplog.text.count("is not used any more") == 1
+    assert kept.path_of(server.url("b.tar"), look(server, "b.tar")) is None
 
 
 # --- an object store -----------------------------------------------------------------------------
