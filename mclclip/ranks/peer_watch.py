@@ -128,7 +128,7 @@ class PeerWatch:
                 # The peer had the same request, and was quicker to answer it?
                 asked = signals.counted_for()
                 signals.ignore()  # the launcher ends the ranks that are left
-                raise (asked or self._gone()) from error
+                raise (asked or self._why_gone()) from error
             if error is not None:
                 self.tell(error)
         finally:
@@ -158,6 +158,16 @@ class PeerWatch:
                     return Preempted(word["reason"], word["requeue"])
                 return LostPeer(f"{self._names[rank]} has ended: {word['failed']}")
         return None
+
+    def _why_gone(self) -> BaseException:
+        """What the peer said, or the request that this rank has recorded, or who is gone.
+
+        A peer that left for a request may have taken its last word with it, where it held the
+        store; this rank then has the same request and did not come to the boundary to obey it.
+        """
+        found = self._gone()
+        asked = signals.asked_within(0.0) if self._heard_last() is None else None
+        return asked or found
 
     def _gone(self) -> LostPeer | Preempted:
         """The error of a rank whose peer is gone: what the peer said, or who it is.

@@ -237,6 +237,7 @@ def _start_clock() -> None:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)
     sys.unraisablehook = _Unraisable(sys.unraisablehook)
+    sys.excepthook = _OfThreads(sys.excepthook)
     threading.Thread(target=_watch, args=(read,), name="signals", daemon=True).start()
 
 
@@ -294,3 +295,17 @@ class _Unraisable:
             end_within(0.0)
         else:
             self.before(unraisable)
+
+
+class _OfThreads:
+    """``sys.excepthook``: what a thread of a library fails at while the process ends by request,
+    such as the pipe of a loader worker that has ended, is not told; other errors ``before`` tells.
+    """
+
+    def __init__(self, before: Callable[[type[BaseException], BaseException, Any], object]) -> None:
+        self.before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        of_thread = threading.current_thread() is not threading.main_thread()
+        if not (of_thread and (_Requests.ending or counted_for() is not None)):
+            self.before(kind, error, trace)

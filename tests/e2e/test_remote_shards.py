@@ -9,6 +9,7 @@ import pytest
 
 from tests import tiny
 from tests.e2e.conftest import Shell
+from tests.matrix import kept
 from tests.shard_server import ShardServer, serving
 
 pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
@@ -54,7 +55,7 @@ def test_a_run_over_http_is_the_run_on_a_disk(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["dead", "changed", "gone"])
+@pytest.mark.parametrize("fault", kept(["dead", "changed", "gone"], 0))
 def test_a_store_that_fails_for_good_is_one_line_on_all_ranks(
     shell: Shell, server: ShardServer, tmp_path: Path, fault: str
 ) -> None:

@@ -21,6 +21,7 @@ from mclclip import cli
 from mclclip.export import convert, libraries
 from mclclip.export.push import open_repository
 from tests import tiny
+from tests.matrix import in_soak
 from tests.unit.export.hub_server import Hub, running
 from tests.unit.export.test_convert import exported, the_certificate
 from tests.unit.export.test_onnx import concat_of, stages
@@ -72,6 +73,7 @@ def pushed_twice(hub: Hub, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=own, timeout=300)
 
 
+@in_soak
 def test_an_export_is_uploaded_by_the_hubs_own_client(tmp_path: Path) -> None:
     """Into a private repository, and again into what it holds then, which this hub refuses."""
     source, out = exported(tmp_path / "own"), tmp_path / "out"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
 import pytest
 
-from mclclip.ranks import peer_watch
+from mclclip.ranks import peer_watch, signals
 from mclclip.ranks.peer_watch import PeerWatch, is_lost_peer
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.signals import Preempted
@@ -153,6 +154,26 @@ def test_where_nobody_is_heard_of_the_store_is_lost(watch: PeerWatch) -> None:
     watch.period_s = 0.02
     watch._reports = {rank: ("1 7 x.py:1", time.monotonic()) for rank in range(3)}
     assert "head:29500 cannot be reached" in str(watch._gone())
+
+
+@pytest.mark.parametrize("said", [None, "failed", "asked"])
+def test_a_request_of_its_own_stands_for_a_peer_that_cannot_be_heard(
+    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    """The first rank held the store and left for the same signal, which this rank had recorded."""
+    watch.period_s = 0.02
+    watch._reports = {rank: ("1 7 x.py:1", time.monotonic()) for rank in range(3)}
+    words = {"failed": {"failed": "a mistake"}, "asked": {"reason": "SIGHUP", "requeue": True}}
+    if said is not None:
+        watch._reports[1] = (f"last word {json.dumps(words[said])}", time.monotonic())
+    assert isinstance(watch._why_gone(), Preempted) is (said == "asked")
+    monkeypatch.setattr(signals._Requests, "name", "SIGUSR1")
+    found = watch._why_gone()
+    if said == "failed":
+        assert str(found) == "rank 1 (host h1, process 1) has ended: a mistake"
+    else:
+        assert isinstance(found, Preempted)
+        assert found.reason == ("SIGUSR1" if said is None else "SIGHUP")
 
 
 class _SlowStore:

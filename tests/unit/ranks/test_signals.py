@@ -113,6 +113,20 @@ def test_a_second_interrupt_ends_a_cleaning_up_that_hangs() -> None:
     assert done.stderr == "mclclip: interrupted\n"
 
 
+@pytest.mark.parametrize("ending", [True, False])
+def test_what_a_thread_fails_at_is_told_unless_the_process_ends(ending: bool) -> None:
+    """As multiprocessing's threads report what they fail at."""
+    done = run(
+        CLOCK + "import sys, threading\n"
+        "def fail():\n"
+        "    try: raise BrokenPipeError('a worker has ended')\n"
+        "    except BrokenPipeError: sys.excepthook(*sys.exc_info())\n"
+        f"if {ending}: signals.ignore()\n"
+        "thread = threading.Thread(target=fail); thread.start(); thread.join()\n"
+    )
+    assert done.returncode == 0 and ("a worker has ended" in done.stderr) is not ending
+
+
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 85), ("SIGINT", 130)])
 def test_what_is_lost_in_a_destructor_ends_the_process(name: str, code: int) -> None:
     done = run(
