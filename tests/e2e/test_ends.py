@@ -48,6 +48,7 @@ ANSWERED_ELSEWHERE = (
     "ranks/parent_death.py:_end_patiently",
     "ranks/signals.py:_forget",
     "run/runlog.py:_Formatter.formatMessage",
+    "files.py:shown",
 )
 PACKAGE = str(Path(mclclip.__file__).parent)
 EVAL = str(Path(mclclip.__file__).resolve().parents[1] / "eval")
