@@ -348,7 +348,7 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
     for old in known:
         now = by_name.pop((old.source, old.path), None)
         where = f"shard {old.path} of source {old.source} in {directory}"
-        if now is None and not os.path.exists(old.path):
+        if now is None and protocol_of(old.path) is None and not os.path.exists(old.path):
             raise FileNotFoundError(f"{where} is not on disk any more: put it back")
         if now is None:
             raise ValueError(f"{where} is not in data.sources any more: name it again")

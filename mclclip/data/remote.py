@@ -7,7 +7,7 @@ is an error, and so is an object whose ETag is not the remembered one: when it i
 over HTTP with every read, as far as the server gives strong ETags.
 
 Addresses and credentials of a store come from where its library looks for them: environment
-variables (``AWS_ACCESS_KEY_ID``, ``FSSPEC_S3_ENDPOINT_URL``) and the files of fsspec and the store.
+variables (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``), ``~/.aws`` and ``~/.netrc``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
@@ -66,7 +66,11 @@ class RemoteOptions:
 
 @dataclass(frozen=True)
 class Look:
-    """What a store says of an object; ``tag`` is its ETag, or else its digest or time of change."""
+    """Size and version of an object, as its store tells them.
+
+    size  in bytes
+    tag   its ETag; where a store has none, its digest or the time of its last change; else empty
+    """
 
     size: int
     tag: str
@@ -88,6 +92,10 @@ def protocol_of(path: str) -> str | None:
     """The lower-case protocol of a url; None for a path."""
     found = _SCHEME.match(path)
     return found[1].lower() if found else None
+
+
+def _is_http(url: str) -> bool:
+    return protocol_of(url) in ("http", "https")
 
 
 def check_protocol(path: str, where: str) -> None:
@@ -130,7 +138,7 @@ class Remote:
     def glob(self, pattern: str) -> list[str]:
         """Urls of the objects that match; ValueError for HTTP, which has no listings."""
         protocol = protocol_of(pattern)
-        if protocol in ("http", "https"):
+        if _is_http(pattern):
             raise ValueError(
                 f"{pattern!r}: HTTP has no listings: use braces, such as "
                 "https://host/{00000..00099}.tar, or @FILE with one url per line"
@@ -146,14 +154,8 @@ class Remote:
         and OSError where the store does not give those bytes after all attempts.
         """
         pieces = _joined(ranges)
-        found = self._side_by_side(
-            lambda piece: self._attempts(
-                piece.url, lambda url: self._range(url, piece.start, piece.stop, piece.tag)
-            ),
-            pieces,
-        )
         result = [b""] * len(ranges)
-        for piece, data in zip(pieces, found, strict=True):
+        for piece, data in zip(pieces, self._read(pieces), strict=True):
             for number in piece.numbers:
                 start = ranges[number][1] - piece.start
                 result[number] = data[start : start + ranges[number][2]]
@@ -165,16 +167,10 @@ class Remote:
         for start in range(0, look.size, step):
             stop = min(start + step, look.size)
             blocks = [
-                (url, at, min(BLOCK_BYTES, stop - at), look.tag)
+                _Piece(url, at, min(at + BLOCK_BYTES, stop), look.tag)
                 for at in range(start, stop, BLOCK_BYTES)
             ]
-            found = self._side_by_side(
-                lambda block: self._attempts(
-                    url, lambda _: self._range(url, block[1], block[1] + block[2], look.tag)
-                ),
-                blocks,
-            )
-            file.writelines(found)
+            file.writelines(self._read(blocks))
         if self.look([url]) != [look]:
             raise ChangedShard(f"shard {shown_url(url)} changed while it was read: start again")
 
@@ -187,21 +183,31 @@ class Remote:
         tags = (str(info[name]) for name in _TAGS if info.get(name))
         return Look(info["size"], next(tags, ""))
 
-    def _range(self, url: str, start: int, stop: int, tag: str) -> bytes:
-        """The bytes [start, stop) of an object."""
-        if stop <= start:
+    def _read(self, pieces: Sequence[_Piece]) -> list[bytes]:
+        """The bytes of each piece, asked for side by side."""
+
+        def read(piece: _Piece) -> bytes:
+            return self._attempts(piece.url, lambda _: self._once(piece))
+
+        return self._side_by_side(read, pieces)
+
+    def _once(self, piece: _Piece) -> bytes:
+        """The bytes of a piece, by one request."""
+        wanted = piece.stop - piece.start
+        if not wanted:
             return b""
         extra: dict[str, Any] = {}
-        if (protocol_of(url) or "").startswith("http") and tag.startswith('"'):
-            extra["headers"] = {"If-Match": tag}
-        data: bytes = self._fs(url).cat_file(url, start=start, end=stop, **extra)
-        if len(data) > stop - start:
+        if _is_http(piece.url) and piece.tag.startswith('"'):  # no weak one
+            extra["headers"] = {"If-Match": piece.tag}
+        fs = self._fs(piece.url)
+        data: bytes = fs.cat_file(piece.url, start=piece.start, end=piece.stop, **extra)
+        if len(data) > wanted:
             raise _Final(
-                f"{len(data):,} bytes came where {stop - start:,} were asked for: the server does "
-                "not serve ranges of bytes"
+                f"{len(data):,} bytes came where {wanted:,} were asked for: the server does not "
+                "serve ranges of bytes"
             )
-        if len(data) < stop - start:
-            raise OSError(f"{len(data):,} bytes came where {stop - start:,} were asked for")
+        if len(data) < wanted:
+            raise OSError(f"{len(data):,} bytes came where {wanted:,} were asked for")
         return data
 
     def _attempts(self, url: str, read: Callable[[str], T]) -> T:
@@ -216,10 +222,11 @@ class Remote:
                 break  # the program ends, and waits for its threads
             if attempt < self.options.retries:
                 self.tried_again += 1
-                log.debug("%s: attempt %d failed: %s", url, attempt + 1, _said(last))
+                level = logging.WARNING if self.tried_again == 1 else logging.DEBUG
+                log.log(level, "%s is read again: %s", shown_url(url), _said(last))
                 time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
         raise OSError(
-            f"shard {shown_url(url)} could not be read after {self.options.retries + 1} attempts "
+            f"shard {shown_url(url)} could not be read after {attempt + 1} attempts "
             f"({_said(last)}): look after its store, and start again"
         ) from last
 
@@ -235,8 +242,8 @@ class Remote:
         protocol = protocol_of(url) or ""
         if protocol not in self._systems:
             check_protocol(url, "shard")
-            options = _settings(protocol, self.options.timeout_s)
             try:
+                options = _settings(protocol, self.options.timeout_s)
                 self._systems[protocol] = fsspec.filesystem(protocol, **options)
             except ImportError as error:
                 raise _Final(
@@ -267,7 +274,7 @@ class _Piece:
     start: int
     stop: int
     tag: str
-    numbers: list[int]
+    numbers: list[int] = field(default_factory=list)
 
 
 def _joined(ranges: Sequence[tuple[str, int, int, str]]) -> list[_Piece]:
@@ -310,7 +317,7 @@ def _raise_final(url: str, error: Exception) -> None:
             "or index it anew with 'mclclip index --force'"
         ) from error
     # fsspec says "not found" of every look over HTTP that fails, and gives the reason as its cause.
-    unanswered = (protocol_of(url) or "").startswith("http") and error.__cause__ is not None
+    unanswered = _is_http(url) and error.__cause__ is not None
     if isinstance(error, FileNotFoundError) and (status in (404, 410) or not unanswered):
         raise FileNotFoundError(f"shard {shown_url(url)} is not there: put it back") from error
     if isinstance(error, PermissionError) or status in (401, 403):

@@ -375,7 +375,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         return self._member(sample_id, self.index.text_offset, self.index.text_size)
 
     def _ranges(self, sample_id: int) -> Iterator[Range]:
-        """What `_read` reads of a sample."""
+        """Yields the ranges of the members that `_read` reads of a sample."""
         yield self._range(sample_id, self.index.image_offset, self.index.image_size)
         if self.tokenizer is not None:
             yield self._range(sample_id, self.index.text_offset, self.index.text_size)

@@ -118,13 +118,15 @@ class ShardCache:
                 return None
             held = {p: p.stat() for p in self.folder.iterdir() if p.suffix in (".tar", ".part")}
             over = sum(stat.st_size for stat in held.values()) + size - self.max_bytes
-            long_ago = time.time() - self.idle_s
+            long_ago, leaving = time.time() - self.idle_s, []
             for old, stat in sorted(held.items(), key=lambda entry: entry[1].st_mtime):
                 if over > 0 and old.suffix == ".tar" and stat.st_mtime < long_ago:
-                    old.unlink()
+                    leaving.append(old)
                     over -= stat.st_size
             if over > 0:
                 return None
+            for old in leaving:
+                old.unlink()
             file = open(part, "x+b")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -117,7 +117,7 @@ def _client() -> Any:
 
 
 def _info(api: Any, name: str) -> Any:
-    """What the hub tells of a repository; None where there is none that the token sees."""
+    """Returns huggingface_hub's ModelInfo of a repository; None where the token sees none."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:

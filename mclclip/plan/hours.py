@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from mclclip.config import Config
+from mclclip.engines.engine import HALF
 from mclclip.plan import operations
 from mclclip.plan.machine import PEAK_TFLOPS, SHARE, Machine, Speed
 from mclclip.plan.steps import Range
-
-_HALF = ("bf16", "fp16")
 
 
 def count(
@@ -127,11 +126,15 @@ def _cache(
     measured: dict[str, Any],
     passes: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """What a cache of the frozen trunk's output would take for one crop of every sample, how much
-    faster a step could be at most, and what each GPU would have to read for that."""
+    """Returns the trunk's fields of ``operations``, and what a cache of its output would be.
+
+    ``bytes_each`` of a sample, ``bytes_per_crop`` of one crop of all (None: their number is
+    unknown), ``faster``: how many times a step could be so at most, and ``bytes_per_s`` that each
+    GPU would then read.
+    """
     options, found = config.trainings[name], measured["operations"]
     trunk: dict[str, Any] = found["trunk"]
-    half = options.precision in _HALF
+    half = options.precision in HALF
     each = trunk["values"] * (2 if half else 8 if options.precision == "float64" else 4)
     number = counted["samples"]["usable"]
     faster = found["sample"] / trunk["sample_cached"]

@@ -1,4 +1,4 @@
-"""What one rank holds and computes during a training, and whether its GPU can hold it."""
+"""Measures the memory and the operations of one rank in a training; refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
+from mclclip.engines.engine import HALF
 from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory
 from mclclip.models.loading import AnyModel, prepare_model
@@ -24,7 +25,6 @@ from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 
-_HALF = ("bf16", "fp16")
 # What a rank holds, in the order of the table, as it is called there.
 PARTS = {
     "parameters": "parameters",
@@ -52,7 +52,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     gpu = config.device != "cpu"
     named = config.model_of(name)
     model = memory.load_shapes(named.name, text=named.text, projector=named.projector)
-    with memory.faked(model, gpu_autocast=gpu and options.precision in _HALF):
+    with memory.faked(model, gpu_autocast=gpu and options.precision in HALF):
         encoder = operations.of_encoder(model)
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
@@ -67,7 +67,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             machine.ranks,
             shard_ranks=how.shard_ranks,
             zero_stage=how.zero_stage,
-            half=options.precision in _HALF,
+            half=options.precision in HALF,
             caching=micro < local,
         ) | {
             "activations": memory.peak_bytes(_step(trainee, batch.rows(0, micro)), existing),

@@ -1,14 +1,13 @@
-"""What the ranks send each other in a step, by the engine: bytes, and the time that they take."""
+"""Counts the bytes that the ranks send each other in a step, by engine, and the time for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mclclip.config import TrainConfig
+from mclclip.engines.engine import HALF
 from mclclip.objectives.class_centers.cost import NETWORK_BYTES_PER_S
 from mclclip.plan.machine import Machine
-
-_HALF = ("bf16", "fp16")
 
 
 def count(options: TrainConfig, measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
@@ -41,6 +40,6 @@ def _of_engine(options: TrainConfig, measured: dict[str, Any]) -> dict[str, int]
         return {"reduce-scatter of gradients": trained, "all-gather of parameters": trained}
     micro = measured["micro_batches"]
     passes = 2 if micro == 1 else 3 * micro
-    half = how.name == "fsdp" and options.precision in _HALF
+    half = how.name == "fsdp" and options.precision in HALF
     gathered = passes * whole // (2 if half else 1)
     return {"reduce-scatter of gradients": trained, "all-gather of parameters": gathered}

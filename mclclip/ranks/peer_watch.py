@@ -160,7 +160,8 @@ class PeerWatch:
         return None
 
     def _why_gone(self) -> BaseException:
-        """What the peer said, or the request that this rank has recorded, or who is gone.
+        """Returns the error to leave with: what the peer said, or else the request that this rank
+        has recorded, or else who is gone.
 
         A peer that left for a request may have taken its last word with it, where it held the
         store; this rank then has the same request and did not come to the boundary to obey it.

@@ -134,6 +134,28 @@ def test_errors_that_no_attempt_mends_are_not_tried_again(server: ShardServer) -
     assert server.seen["GET"] == 4  # one of them is the second way to look
 
 
+@pytest.mark.parametrize(("url", "missing"), [("http://h/a.tar", "aiohttp"), ("s3://b/a", "s3fs")])
+def test_a_missing_library_is_one_line_at_once(
+    url: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    known = sys.modules["fsspec.registry"]._registry  # classes that were imported before
+    monkeypatch.delitem(known, url.partition(":")[0], raising=False)
+    remote = Remote(FAST)
+    with pytest.raises(OSError, match=r"install the library of .*mclclip\[remote\]"):
+        remote.look([url])
+    assert remote.tried_again == 0
+
+
+def test_the_first_repetition_is_told(
+    server: ShardServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.fail = 3
+    read(Remote(FAST), ranges(server, 1))
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(told) == 1 and told[0].endswith("a.tar is read again: HTTP status 503")
+
+
 def test_another_object_behind_a_url_is_never_read(server: ShardServer, tmp_path: Path) -> None:
     was = look(server)
     (server.folder / "a.tar").write_bytes(DATA[::-1])
@@ -258,6 +280,8 @@ def test_the_index_remembers_what_a_url_was(tmp_path: Path) -> None:
         (folder / "0.tar").unlink()
         with pytest.raises(FileNotFoundError, match=r"0\.tar is not there"):
             run_index(tmp_path / "run", s=urls)
+        with pytest.raises(ValueError, match=r"0\.tar .* is not in data\.sources any more"):
+            run_index(tmp_path / "run", s=server.url("1.tar"))
 
 
 # --- the cache ---------------------------------------------------------------------------------
@@ -297,6 +321,11 @@ def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> N
     oldest = kept.path_of(server.url("b.tar"), look(server, "b.tar"))
     assert oldest is not None and oldest.read_bytes() == b"b" * 1000
     os.utime(oldest, (0, 0))
+    (server.folder / "e.tar").write_bytes(b"e" * 2400)
+    large = cache(server, folder, 2500)  # room for it is not made by one old shard alone
+    large.path_of(server.url("e.tar"), look(server, "e.tar"))
+    large.wait()
+    assert oldest.exists() and held(folder) == 2000
     later = cache(server, folder, 2500)  # another process, hours later
     assert later.path_of(server.url("d.tar"), look(server, "d.tar")) is None
     later.wait()
