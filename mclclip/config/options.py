@@ -12,10 +12,9 @@ from mclclip.clustering.rows import Algorithm
 from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
 from mclclip.config.image_blocks import check_image_blocks
+from mclclip.config.plan import PlanConfig
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
-from mclclip.data.epoch_plan import Order
-from mclclip.data.groups import Policy
 from mclclip.data.labels import LabelMode
 from mclclip.data.remote import RemoteOptions
 from mclclip.models.lora import Targets
@@ -34,6 +33,9 @@ class SourceConfig:
     """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
     attributes: list[str] = field(default_factory=list)
     """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
+    weight: NonNegativeFloat = 1.0
+    """How often an epoch of a training draws each of its samples (0: never; they are still indexed,
+    embedded and clustered)."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -157,16 +159,6 @@ class ClusterConfig:
                 f"entry {stage}: give one K per clustered stage, or one number for all"
             )
         return self.num_clusters[stage]
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class PlanConfig:
-    """Which samples form a batch."""
-
-    policy: Policy = "backoff"
-    """What happens to samples that do not fill a batch of their group (see ``data.groups``)."""
-    order: Order = "proportional"
-    """``round_robin``: Algorithm 1 of MCL; ``proportional``: a seeded shuffle of all batches."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -484,6 +476,11 @@ class Config:
         """The trainings that a run has, by the name of their option: ``base``, ``train``."""
         base = {} if self.base is None else {"base": self.base}
         return base | ({"train": self.train} if self.has_stages else {})
+
+    def draws(self, training: TrainConfig, share: float = 1.0) -> dict[str, Any]:
+        """How often a training draws samples: arguments of ``SampleWeights.open``."""
+        by_source = {name: source.weight for name, source in self.data.sources.items()}
+        return training.plan.draws(by_source, share)
 
     def model_of(self, training: str) -> ModelConfig:
         """Options of the encoder that the training ``base`` or ``train`` starts from."""

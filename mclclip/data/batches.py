@@ -137,7 +137,8 @@ class TrainingBatches(Dataset[Batch]):
     bad_ids       samples known to be unusable: never tried as a replacement
 
     A sample's augmentation is keyed by (seed, stage, epoch, sample_id), and in views after the
-    first also by the number of the view; the choice of its caption is keyed by the same four.
+    first also by the number of the view; the choice of its caption is keyed by the same four. Where
+    samples have weights, both are keyed by the sample's occurrence in the epoch too.
     The head of this module says how undecodable samples are replaced. Where captions are read, a
     sample without one counts as undecodable.
     Raises ValueError where world_size does not divide global_batch, rank is outside the world,
@@ -219,13 +220,15 @@ class TrainingBatches(Dataset[Batch]):
         labels = planned.labels[mine].copy()
         samples: list[Sample] = []
         replaced: dict[int, str] = {}
-        for row, sample in enumerate(self._samples(planned.ids[mine], epoch)):
+        occurrence = None if planned.occurrence is None else planned.occurrence[mine]
+        for row, sample in enumerate(self._samples(planned.ids[mine], epoch, occurrence)):
             if isinstance(sample, BadSample):
                 replaced[sample.sample_id] = sample.reason
                 positions = self._candidates(
                     sample.sample_id, first + row, int(labels[row]), planned.prefix_length, epoch
                 )
-                sample, position = self._replacement(sample, positions, in_batch, epoch)
+                again = None if occurrence is None else occurrence[row : row + 1]
+                sample, position = self._replacement(sample, positions, in_batch, epoch, again)
                 labels[row] = self._label_at(position, planned.prefix_length)
             samples.append(sample)
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
@@ -244,12 +247,16 @@ class TrainingBatches(Dataset[Batch]):
         )
 
     def caption_numbers(
-        self, sample_ids: npt.NDArray[np.int64] | Sequence[int], epoch: int
+        self,
+        sample_ids: npt.NDArray[np.int64] | Sequence[int],
+        epoch: int,
+        occurrence: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.int64]:
         """Which caption of each sample an epoch draws: int64 [n], keyed by (seed, stage, epoch,
-        sample_id)."""
+        sample_id), and by the occurrence of the sample where samples have weights."""
         num_captions = self.dataset.index.num_captions[np.asarray(sample_ids, dtype=np.int64)]
-        keys = self._keys(_CAPTION, epoch, sample_ids)
+        further = () if occurrence is None else (occurrence,)
+        keys = self._keys(_CAPTION, epoch, sample_ids, *further)
         return (keys % np.maximum(num_captions, 1).astype(np.uint64)).astype(np.int64)
 
     def _keys(
@@ -257,39 +264,54 @@ class TrainingBatches(Dataset[Batch]):
         purpose: int,
         epoch: int,
         sample_ids: npt.NDArray[np.int64] | Sequence[int],
-        *further: int,
+        *further: int | npt.NDArray[np.int64],
     ) -> npt.NDArray[np.uint64]:
         ids = np.asarray(sample_ids, dtype=np.int64)
         words = mix(self._seed, self._stage, epoch, purpose, ids, *further)
         return np.asarray(words, dtype=np.uint64)
 
     def _view_keys(
-        self, epoch: int, sample_ids: npt.NDArray[np.int64] | Sequence[int]
+        self,
+        epoch: int,
+        sample_ids: npt.NDArray[np.int64] | Sequence[int],
+        occurrence: npt.NDArray[np.int64] | None,
     ) -> npt.NDArray[np.uint64]:
-        """uint64 [n, num_views]: keys of the augmentation; the first view has no view number."""
-        views = [[], *([view] for view in range(1, self.num_views))]
-        return np.stack([self._keys(_AUGMENTATION, epoch, sample_ids, *v) for v in views], axis=1)
+        """uint64 [n, num_views]: keys of the augmentation. Without occurrences the first view has
+        no number."""
+        keys = []
+        for view in range(self.num_views):
+            further = ([view] if view else []) if occurrence is None else [view, occurrence]
+            keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *further))
+        return np.stack(keys, axis=1)
 
     def _samples(
-        self, sample_ids: npt.NDArray[np.int64] | Sequence[int], epoch: int
+        self,
+        sample_ids: npt.NDArray[np.int64] | Sequence[int],
+        epoch: int,
+        occurrence: npt.NDArray[np.int64] | None,
     ) -> list[Sample | BadSample]:
         """The samples, augmented and with a caption; the result does not depend on the others."""
         raws = self.dataset.read_many(sample_ids)
-        numbers = self.caption_numbers(sample_ids, epoch).tolist()
-        keys = self._view_keys(epoch, sample_ids).tolist()
+        numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
+        keys = self._view_keys(epoch, sample_ids, occurrence).tolist()
         return [
             self.dataset.prepare(raw, number, contexts=[keyed_rng(key) for key in of_sample])
             for raw, number, of_sample in zip(raws, numbers, keys, strict=True)
         ]
 
     def _replacement(
-        self, bad: BadSample, positions: Iterable[int], in_batch: frozenset[int], epoch: int
+        self,
+        bad: BadSample,
+        positions: Iterable[int],
+        in_batch: frozenset[int],
+        epoch: int,
+        occurrence: npt.NDArray[np.int64] | None,
     ) -> tuple[Sample, int]:
         for position in positions:
             candidate = int(self.grouped.sample_ids[position])
             if candidate in in_batch or candidate in self._bad_ids:
                 continue
-            sample = self._samples([candidate], epoch)[0]
+            sample = self._samples([candidate], epoch, occurrence)[0]
             if isinstance(sample, Sample):
                 return sample, position
         key = self.dataset.index.keys([bad.sample_id])[0]

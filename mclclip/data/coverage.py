@@ -27,14 +27,16 @@ class Coverage:
 
     policy: Policy
     global_batch: int
-    num_samples: int
+    num_samples: int  # draws of an epoch: the number of samples, unless these have weights
+    distinct: int  # samples
+    weighted: bool
     groups: dict[str, float]  # labels.size_statistics
     groups_below_batch: int
     share_below_batch: float  # of the samples
     label_space: int  # K^j, which Eq. 4 bounds by M / B: samples per global batch
     steps: int
-    scheduled: int  # distinct samples per epoch
-    remainder: int  # samples left out of an epoch; they change with the epoch
+    scheduled: int  # distinct samples, or draws of weighted ones, per epoch
+    remainder: int  # of num_samples, those left out of an epoch; they change with the epoch
     steps_by_prefix: dict[int, int]  # prefix length of the mask -> steps
     mixed_steps: int  # steps of policy "mask" whose rows are of several groups
     negatives: float  # other samples that a row is compared with, mean over the rows of an epoch
@@ -58,6 +60,16 @@ class Coverage:
     def within_bound(self) -> bool:
         return self.label_space * self.global_batch <= self.num_samples
 
+    def _weights(self) -> list[str]:
+        """A line on weights, where samples have some; numbers of samples are of draws then."""
+        if self.weighted:
+            drawn = self.num_samples / max(self.distinct, 1)
+            return [
+                f"  weights    {self.distinct:,} samples, drawn {self.num_samples:,} times "
+                f"({drawn:.2f} each on average); below, samples are draws"
+            ]
+        return []
+
     def text(self) -> str:
         """The report, several lines."""
         groups, percent = self.groups, 100 / max(self.num_samples, 1)
@@ -69,6 +81,7 @@ class Coverage:
         return "\n".join(
             (
                 f"coverage of one epoch, policy {self.policy}, global batch {self.global_batch:,}",
+                *self._weights(),
                 f"  groups     {groups['num_groups']:,} of {self.num_samples:,} samples, effective "
                 f"{groups['effective_groups']:.1f}, max share {100 * groups['max_share']:.1f} %",
                 f"  sizes      smallest {groups['smallest']:,}, median {groups['median']:,.0f}, "
@@ -100,14 +113,16 @@ def _count(grouped: GroupSizes, levels: list[Level], global_batch: int, policy: 
     return Coverage(
         policy=policy,
         global_batch=global_batch,
-        num_samples=grouped.num_samples,
+        num_samples=grouped.num_draws,
+        distinct=grouped.num_samples,
+        weighted=grouped.draws is not None,
         groups=size_statistics(sizes),
         groups_below_batch=int((small > 0).sum()),
         share_below_batch=float(small.sum() / max(sizes.sum(), 1)),
         label_space=label_space(grouped.radices),
         steps=sum(by_prefix.values()),
         scheduled=scheduled,
-        remainder=grouped.num_samples - scheduled,
+        remainder=grouped.num_draws - scheduled,
         steps_by_prefix=by_prefix,
         mixed_steps=int(levels[-1].batches.sum()) if policy == "mask" else 0,
         negatives=_negatives(levels, global_batch, policy),

@@ -27,7 +27,12 @@ from mclclip.data.labels import truncate
 from mclclip.randomness import mix, permute
 
 Order = Literal["round_robin", "proportional"]
-_SAMPLES, _GROUP_ORDER, _STEP_ORDER = 1, 2, 3  # purposes of the randomness, part of its key
+_SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW = (
+    1,
+    2,
+    3,
+    4,
+)  # purposes of the randomness, part of its key
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +44,14 @@ class PlannedBatch:
     prefix_length  number of leading stages whose labels the Eq. 3 mask of this step compares
     group_size     number of samples that a row is compared with, itself included; the mean over
                    rows. It is B except in the mixed batches of "mask", where rows differ in prefix.
+    occurrence     int64 [B], tells draws of one sample in an epoch apart; None without weights
     """
 
     ids: Integers
     labels: Integers
     prefix_length: int
     group_size: int
+    occurrence: Integers | None = None
 
 
 class _Tree:
@@ -113,7 +120,7 @@ class EpochPlan:
         self._tree = _Tree(grouped, global_batch, policy, order)
         self.steps_per_epoch = self._tree.num_steps
         self.scheduled = self._tree.scheduled
-        self.remainder = grouped.num_samples - self.scheduled
+        self.remainder = grouped.num_draws - self.scheduled
         self._set_epoch(seed, stage, epoch)
 
     def of_epoch(self, epoch: int) -> EpochPlan:
@@ -143,8 +150,10 @@ class EpochPlan:
         if tree.policy == "mask" and depth > 0:
             counts = np.unique(labels, return_counts=True)[1]
             group_size = round(float((counts**2).sum()) / tree.global_batch)
-        ids = np.asarray(grouped.sample_ids[grouped.group_starts[leaf] + position], dtype=np.int64)
-        return PlannedBatch(ids, labels, length, group_size)
+        keys = mix(*self._key, _DRAW, grouped.group_labels[leaf])
+        rows, occurrence = grouped.rows(leaf, position, np.asarray(keys))
+        ids = np.asarray(grouped.sample_ids[rows], dtype=np.int64)
+        return PlannedBatch(ids, labels, length, group_size, occurrence)
 
     def _resolve(self, depth: int, node: int, number: int) -> tuple[Integers, Integers]:
         """(leaf, position in the shuffled leaf), int64 [global_batch] each, of a node's batch.

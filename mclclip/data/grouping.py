@@ -14,13 +14,14 @@ blocks, beside the 8 bytes per sample of what is written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedRandom
 
 import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.labels import label_space, require_labels
+from mclclip.data.sample_weights import SampleWeights
 
 Integers = npt.NDArray[np.int64]
 ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower
@@ -37,15 +38,28 @@ class GroupSizes:
     group_starts  int64 [G + 1], group g has group_starts[g + 1] - group_starts[g] samples
     group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
     radices       clusters per stage of the label; () for one group (no labels)
+    draws         int64 [G], how often an epoch draws a sample of each group, where samples have
+                  weights (``sample_weights``); None: each sample once
     """
 
     group_starts: Integers
     group_labels: Integers
     radices: tuple[int, ...]
+    draws: Integers | None = field(default=None, kw_only=True)
 
     @property
     def num_groups(self) -> int:
         return len(self.group_labels)
+
+    @property
+    def sizes(self) -> Integers:
+        """int64 [G]: draws of an epoch from each group."""
+        return np.diff(self.group_starts) if self.draws is None else self.draws
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of an epoch: without weights, the number of samples."""
+        return int(self.sizes.sum())
 
     @property
     def num_samples(self) -> int:
@@ -64,6 +78,7 @@ class LabelBlocks:
     labels    integers, -1 for samples that no plan uses
     radices   of the labels
     left_out  sorted ids of further samples that are not used
+    weights   of the samples; those of weight 0 are not used either
     Raises ValueError for labels beyond the radices.
     """
 
@@ -73,11 +88,12 @@ class LabelBlocks:
         radices: Iterable[int],
         left_out: npt.NDArray[np.integer] | None = None,
         rows_per_block: int = ROWS_PER_BLOCK,
+        weights: SampleWeights | None = None,
     ) -> None:
         self.labels = np.asarray(labels)
         self.radices = tuple(int(radix) for radix in radices)
         self.left_out = np.zeros(0, np.int64) if left_out is None else left_out
-        self.rows_per_block = rows_per_block
+        self.rows_per_block, self.weights = rows_per_block, weights
         require_labels(self.labels, label_space(self.radices), "pseudo labels")
 
     def __iter__(self) -> Iterator[tuple[int, Integers]]:
@@ -87,21 +103,37 @@ class LabelBlocks:
             block = np.array(self.labels[first : first + self.rows_per_block], dtype=np.int64)
             here = np.searchsorted(self.left_out, [first, first + len(block)])
             block[self.left_out[slice(*here)] - first] = -1
+            if self.weights is not None:
+                block[self.weights.units(np.arange(first, first + len(block))) == 0] = -1
             yield first, block
 
+    def _amounts(self) -> Iterator[tuple[Integers, Integers]]:
+        """The labels [n] of the used samples of each block, and int64 [k, n], what is added up by
+        label: 1 for the number of samples, and the weights where there are some."""
+        for first, block in self:
+            rows = np.flatnonzero(block >= 0)
+            ones = np.ones((1, len(rows)), np.int64)
+            if self.weights is None:
+                yield block[rows], ones
+            else:
+                yield block[rows], np.concatenate([ones, self.weights.units(first + rows)[None]])
+
     def sizes(self) -> GroupSizes:
-        """The groups and how many samples each has."""
+        """The groups, how many samples each has, and how often they are drawn."""
         space = label_space(self.radices)
-        inside = (block[block >= 0] for _, block in self)
         if space <= min(_DENSE, len(self.labels)):
-            counts = np.zeros(space, np.int64)
-            for labels in inside:
-                counts += np.bincount(labels, minlength=space)
-            found = np.flatnonzero(counts)
-            counts = counts[found]
+            sums = np.zeros((1 if self.weights is None else 2, space), np.int64)
+            for labels, amounts in self._amounts():
+                sums[0] += np.bincount(labels, minlength=space)
+                for total, amount in zip(sums[1:], amounts[1:], strict=True):
+                    # Sums of a block stay far below 2^53, up to which float64 is exact.
+                    total += np.bincount(labels, amount, space).astype(np.int64)
+            found = np.flatnonzero(sums[0])
+            sums = sums[:, found]
         else:
-            found, counts = _count_sparse(inside)
-        return GroupSizes(np.append(0, np.cumsum(counts)), found, self.radices)
+            found, sums = _add_sparse(self._amounts(), 1 if self.weights is None else 2)
+        draws = None if self.weights is None else self.weights.draws(sums[1])
+        return GroupSizes(np.append(0, np.cumsum(sums[0])), found, self.radices, draws=draws)
 
     def sorted_ids(self, sizes: GroupSizes, runs: BufferedRandom) -> Iterator[Integers]:
         """Yields the ids of the samples by label, ties by id, in parts of any size.
@@ -169,14 +201,17 @@ def stable_order(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
     return np.arange(len(labels)) if order is None else order
 
 
-def _count_sparse(blocks: Iterable[Integers]) -> tuple[Integers, Integers]:
-    """The different labels of all blocks, ascending, and how often each occurs.
+def _add_sparse(
+    blocks: Iterable[tuple[Integers, Integers]], num_amounts: int
+) -> tuple[Integers, Integers]:
+    """The different labels [G] of all blocks, ascending, and the sums [k, G] of their amounts.
 
-    Counts of blocks are added up as in a binary counter, so that each is copied a few times only.
+    Sums of blocks are added up as in a binary counter, so that each is copied a few times only.
     """
-    parts: list[tuple[Integers, Integers]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
-    for labels in blocks:
-        parts.append(np.unique(labels, return_counts=True))
+    nothing = np.zeros(0, np.int64), np.zeros((num_amounts, 0), np.int64)
+    parts: list[tuple[Integers, Integers]] = [nothing]
+    for block in blocks:
+        parts.append(_added([block]))
         while len(parts) > 1 and len(parts[-2][0]) <= 2 * len(parts[-1][0]):
             parts[-2:] = [_added(parts[-2:])]
     return _added(parts)
@@ -184,13 +219,13 @@ def _count_sparse(blocks: Iterable[Integers]) -> tuple[Integers, Integers]:
 
 def _added(parts: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
     labels = np.concatenate([labels for labels, _ in parts])
-    counts = np.concatenate([counts for _, counts in parts])
+    amounts = np.concatenate([amounts for _, amounts in parts], axis=1)
     if not len(labels):
-        return labels, counts
+        return labels, amounts
     order = np.argsort(labels, kind="stable")
-    labels, counts = labels[order], counts[order]
+    labels, amounts = labels[order], amounts[:, order]
     firsts = np.flatnonzero(np.append(True, labels[1:] != labels[:-1]))
-    return labels[firsts], np.add.reduceat(counts, firsts)
+    return labels[firsts], np.add.reduceat(amounts, firsts, axis=1)
 
 
 def _cut(group_starts: Integers, most: int) -> list[int]:

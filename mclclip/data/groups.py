@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,6 +28,7 @@ import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.grouping import GroupSizes, Integers, LabelBlocks
+from mclclip.data.sample_weights import SampleWeights, drawn_rows
 from mclclip.files import (
     Record,
     digest_array,
@@ -41,6 +43,7 @@ from mclclip.files import (
 )
 
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
+_WEIGHTED = ("draws", "weight_sums")  # further arrays where samples have weights
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
 ALONE = ("drop", "carry")  # policies that never put leftovers of two groups into one batch
 
@@ -52,29 +55,53 @@ class GroupedIndex(GroupSizes):
     group_starts, group_labels, radices  see ``GroupSizes``
     sample_ids  int64 [M], sorted by pseudo label, ties by id; those of group g are
                 sample_ids[group_starts[g] : group_starts[g + 1]]
+    weight_sums int64 [M], running sums of their weights in the same order; None without weights
     """
 
     sample_ids: Integers
     directory: Path | None = None
+    weight_sums: Integers | None = None
 
     @classmethod
-    def build(cls, labels: npt.NDArray[np.integer], radices: tuple[int, ...]) -> GroupedIndex:
+    def build(
+        cls,
+        labels: npt.NDArray[np.integer],
+        radices: tuple[int, ...],
+        weights: SampleWeights | None = None,
+    ) -> GroupedIndex:
         """In memory, from the pseudo labels int64 [N] of all samples; -1 is left out.
 
         Raises ValueError for labels beyond the radices.
         """
-        blocks = LabelBlocks(labels, radices)
+        blocks = LabelBlocks(labels, radices, weights=weights)
         sizes = blocks.sizes()
         with tempfile.TemporaryFile() as runs:
             ids = np.concatenate([np.zeros(0, np.int64), *blocks.sorted_ids(sizes, runs)])
-        return cls(sizes.group_starts, sizes.group_labels, sizes.radices, ids)
+        sums = None if weights is None else np.cumsum(weights.units(ids))
+        plain = sizes.group_starts, sizes.group_labels, sizes.radices
+        return cls(*plain, ids, weight_sums=sums, draws=sizes.draws)
+
+    def rows(
+        self, group: Integers, number: Integers, keys: npt.NDArray[np.uint64]
+    ) -> tuple[Integers, Integers | None]:
+        """Where the samples of these draws lie in sample_ids, int64 [B], and their occurrence.
+
+        The occurrence tells draws of one sample apart (``drawn_rows``). It is None without weights,
+        where draw n of a group is its sample n. ``keys`` are those of the groups' random numbers.
+        """
+        starts = self.group_starts[group]
+        if self.weight_sums is None or self.draws is None:
+            return starts + number, None
+        ranges = np.stack([starts, self.group_starts[group + 1]], axis=1)
+        return drawn_rows(self.weight_sums, ranges, self.draws[group], number, keys)
 
     @cached_property
     def digest(self) -> str:
         """Digest of the contents; read from disk when the index was opened from there."""
         if self.directory is not None:
             return str(_read_header(self.directory)["digest"])
-        return digest_json([self.radices, *(digest_array(getattr(self, a)) for a in _ARRAYS)])
+        arrays = [getattr(self, name) for name in (*_ARRAYS, *_WEIGHTED)]
+        return digest_json([self.radices, *(digest_array(a) for a in arrays if a is not None)])
 
     def position(self, sample_id: int, start: int, stop: int) -> int:
         """Where a sample lies in sample_ids, in [start, stop), which are whole groups.
@@ -95,7 +122,7 @@ class GroupedIndex(GroupSizes):
 
     def save(self, directory: str | Path) -> None:
         """Writes the index as ``write_grouped`` does."""
-        write_grouped(Path(directory), self, [self.sample_ids])
+        write_grouped(Path(directory), self, [(self.sample_ids, self.weight_sums)])
 
     @classmethod
     def open(cls, directory: str | Path) -> GroupedIndex:
@@ -112,50 +139,83 @@ class GroupedIndex(GroupSizes):
         header = _read_header(directory)
         records = header.get("records", {}) if compare else {}
         known = {name: Record(**entry) for name, entry in records.items()}
-        ids, starts, labels = (
-            open_npy(directory / f"{name}.npy", "train", known.get(f"{name}.npy"))
-            for name in _ARRAYS
-        )
-        got = (len(ids), len(labels), len(starts))
-        wanted = (header["num_samples"], header["num_groups"], header["num_groups"] + 1)
-        if got != wanted:
+        names = _arrays(bool(header.get("weighted")))
+        arrays = [
+            open_npy(directory / f"{name}.npy", "train", known.get(f"{name}.npy")) for name in names
+        ]
+        num_samples, num_groups = header["num_samples"], header["num_groups"]
+        wanted = [num_samples, num_groups + 1, num_groups, num_groups, num_samples][: len(names)]
+        if (got := [len(array) for array in arrays]) != wanted:
             raise RuntimeError(
                 f"grouped index {directory}: its arrays have {got} rows, its header says {wanted}: "
                 "run 'mclclip train --force' to train again"
             )
-        return cls(np.asarray(starts), np.asarray(labels), tuple(header["radices"]), ids, directory)
+        ids, starts, labels = arrays[:3]
+        draws, sums = (np.asarray(arrays[3]), arrays[4]) if arrays[3:] else (None, None)
+        plain = np.asarray(starts), np.asarray(labels), tuple(header["radices"])
+        return cls(*plain, ids, directory, sums, draws=draws)
 
     def __reduce__(self) -> tuple[Callable[..., GroupedIndex], tuple[Any, ...]]:
         if self.directory is not None:  # loader workers map the files instead of copying them
             return GroupedIndex._map, (self.directory,)
-        return GroupedIndex, (self.group_starts, self.group_labels, self.radices, self.sample_ids)
+        weighted = partial(GroupedIndex, weight_sums=self.weight_sums, draws=self.draws)
+        return weighted, (self.group_starts, self.group_labels, self.radices, self.sample_ids)
 
 
-def write_grouped(directory: Path, sizes: GroupSizes, parts: Iterable[Integers]) -> None:
-    """Writes a grouped index: three .npy files, then grouped_index.json, without which none counts.
+def _arrays(weighted: bool) -> tuple[str, ...]:
+    return (*_ARRAYS, *(_WEIGHTED if weighted else ()))
 
-    ``parts`` are its sample ids in order; each is written, and added to the digest, as it comes.
+
+Parts = Iterable[tuple[Integers, Integers | None]]
+"""Sample ids of a grouped index in order, and the running sums of their weights (or None)."""
+
+
+def _with_sums(parts: Iterable[Integers], weights: SampleWeights | None) -> Parts:
+    total = np.zeros(1, np.int64)
+    for ids in parts:
+        sums = None if weights is None else total[-1] + np.cumsum(weights.units(ids))
+        yield ids, sums
+        total = total if sums is None or not len(sums) else sums
+
+
+def write_grouped(directory: Path, sizes: GroupSizes, parts: Parts) -> None:
+    """Writes a grouped index: .npy files, then grouped_index.json, without which none counts.
+
+    Each of the ``parts`` is written, and added to the digest, as it comes.
     """
     (directory / "grouped_index.json").unlink(missing_ok=True)
-    shape = (sizes.num_samples,)
-    with write_npy_parts(directory / "sample_ids.npy", shape, np.int64) as append:
+    shape, weighted = (sizes.num_samples,), sizes.draws is not None
+    with ExitStack() as stack:
+        append, append_sums = (
+            stack.enter_context(write_npy_parts(directory / f"{name}.npy", shape, np.int64))
+            if name == "sample_ids" or weighted
+            else None
+            for name in ("sample_ids", "weight_sums")
+        )
 
         def written() -> Iterator[Integers]:
-            for part in parts:
-                append(part)
-                yield part
+            for ids, sums in parts:
+                assert append is not None
+                append(ids)
+                if append_sums is not None and sums is not None:
+                    append_sums(sums)
+                yield ids
 
         ids_digest = digest_parts(np.dtype(np.int64), shape, written())
-    others = sizes.group_starts, sizes.group_labels
-    for name, array in zip(_ARRAYS[1:], others, strict=True):
+    others = [sizes.group_starts, sizes.group_labels]
+    others += [] if sizes.draws is None else [sizes.draws]
+    for name, array in zip(_arrays(weighted)[1:4], others, strict=True):
         save_npy(directory / f"{name}.npy", array)
+    if weighted:
+        others.append(open_npy(directory / "weight_sums.npy", "train"))
     header: dict[str, Any] = {
         "radices": list(sizes.radices),
         "digest": digest_json([sizes.radices, ids_digest, *map(digest_array, others)]),
         "num_samples": sizes.num_samples,
         "num_groups": sizes.num_groups,
     }
-    records = records_of(directory, *(f"{name}.npy" for name in _ARRAYS))
+    header |= {"weighted": True} if weighted else {}
+    records = records_of(directory, *(f"{name}.npy" for name in _arrays(weighted)))
     header["records"] = {name: asdict(records[name]) for name in records}
     write_json(directory / "grouped_index.json", sealed(header))
 
@@ -201,7 +261,7 @@ def build_levels(grouped: GroupSizes, global_batch: int, policy: Policy) -> list
     if global_batch < 1:
         raise ValueError(f"global_batch is {global_batch}: wanted at least 1")
     length, labels = len(grouped.radices), np.asarray(grouped.group_labels)
-    sizes = np.diff(grouped.group_starts)
+    sizes = grouped.sizes
     level = _level(length, labels, sizes, global_batch, np.asarray(grouped.group_starts[:-1]))
     if policy == "wrap":
         batches = -(-sizes // global_batch)
@@ -309,7 +369,8 @@ class StageGroups:
         ``bad_ids`` that were left out."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with naming(self.directory), tempfile.TemporaryFile(dir=self.directory) as runs:
-            write_grouped(self.directory, sizes, labels.sorted_ids(sizes, runs))
+            parts = _with_sums(labels.sorted_ids(sizes, runs), labels.weights)
+            write_grouped(self.directory, sizes, parts)
         # Last: marks the grouped index as whole.
         known_bad = sealed({"known_bad": [int(i) for i in bad_ids]})
         write_json(self.directory / "known_bad.json", known_bad)

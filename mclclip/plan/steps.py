@@ -13,6 +13,7 @@ from mclclip.data.grouping import GroupSizes, LabelBlocks
 from mclclip.data.groups import ALONE, Policy, StageGroups, build_levels, require_steps
 from mclclip.data.labels import label_space, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_weights import SampleWeights
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
 
@@ -84,14 +85,19 @@ def _training(
     groups, epoch, coverage = (1, most), None, []
     if usable is not None:
         _check_samples(config, name, options, known, usable, stage, most)
-        groups, epoch = (1, min(most, usable)), steps_per_epoch(usable, batch, policy, most)
-    on_disk = _on_disk(config, index, stage, variant, options, left_out)
+        groups = 1, min(most, usable)
+    weights = None
+    if index is not None:
+        weights = SampleWeights.open(index, **config.draws(options), option=f"{name}.plan")
+    drawn = _drawn(options, weights, usable)
+    on_disk = _on_disk(config, index, stage, variant, options, left_out, weights)
     if on_disk is not None:
         found = int(on_disk.groups["num_groups"])
         groups, epoch = (found, found), (on_disk.steps, on_disk.steps)
         coverage = [_epoch("found", on_disk)] if radices else []
-    elif usable is not None and radices:
-        coverage = assumed_epochs(usable, radices, batch, policy)
+    elif drawn is not None:
+        epoch = steps_per_epoch(drawn, batch, policy, most)
+        coverage = assumed_epochs(drawn, radices, batch, policy) if radices else []
     total = _total(options, epoch)
     return {
         "stage": stage,
@@ -104,6 +110,13 @@ def _training(
         "exact": on_disk is not None or (samples["exact"] and not radices),
         "coverage": coverage,
     }
+
+
+def _drawn(options: TrainConfig, weights: SampleWeights | None, usable: int | None) -> int | None:
+    """Draws of an epoch, as far as they are known without labels."""
+    if weights is not None:
+        return weights.num_draws
+    return options.plan.samples_per_epoch or usable
 
 
 def _left_out(index: SampleIndex | None, name: str, options: TrainConfig) -> np.ndarray:
@@ -162,6 +175,7 @@ def _on_disk(
     variant: str,
     options: TrainConfig,
     left_out: np.ndarray,
+    weights: SampleWeights | None,
 ) -> Coverage | None:
     """The coverage of a training that has begun on today's labels, or whose labels are there.
 
@@ -177,6 +191,7 @@ def _on_disk(
         if not artifacts.is_finished(directory):
             return None
         labels, radices, inputs["pseudo_labels"] = read_pseudo_labels(directory, index)
+    inputs |= {} if weights is None else {"weights": weights.digest}
     begun = StageGroups(layout.train(stage) / "grouped_index")
     made_of = artifacts.made_of(layout.train(stage)).get("inputs", {})
     if begun.written and inputs.items() <= made_of.items():
@@ -184,7 +199,7 @@ def _on_disk(
     elif radices and variant != "mcl" and len(bad):
         return None  # which groups of random labels lose a bad sample depends on the draw
     else:
-        grouped = LabelBlocks(labels, radices, left_out).sizes()
+        grouped = LabelBlocks(labels, radices, left_out, weights=weights).sizes()
     batch, policy = options.global_batch, options.plan.policy
     require_steps(build_levels(grouped, batch, policy), batch, policy)
     return coverage_report(grouped, batch, policy)

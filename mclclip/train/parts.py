@@ -22,6 +22,7 @@ from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
 from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
@@ -102,9 +103,21 @@ class Job:
             return np.zeros(0, dtype=np.int64)
         return outside_of_share(len(self.index), share, self.seed)
 
+    @cached_property
+    def weights(self) -> SampleWeights | None:
+        """How often an epoch draws each sample; None: once. Raises its errors (``open``)."""
+        share = self.config.pilot.share if self.layout.is_pilot else None
+        draws = self.config.draws(self.options, share or 1.0)
+        return SampleWeights.open(self.index, **draws, option=f"{self._name}.plan")
+
+    @property
+    def _name(self) -> str:
+        """The training's option."""
+        return "train" if self.stage else "base"
+
     @property
     def _reader(self) -> str:
-        return self.options.reader("train" if self.stage else "base")
+        return self.options.reader(self._name)
 
     @property
     def uses_cached_text(self) -> bool:

@@ -122,6 +122,7 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
     With ``write=False`` it only checks whether the artifact is finished.
     """
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
+    options["plan"] = job.options.plan.identity()
     if job.options.evaluate.metric is None:  # figures that are only recorded
         del options["evaluate"]
     config = {
@@ -206,7 +207,7 @@ def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
         labels = np.array(labels)
         labels[left_out] = -1
         labels = permute_labels(labels, job.seed, job.stage)
-    return LabelBlocks(labels, radices, np.union1d(left_out, bad_ids))
+    return LabelBlocks(labels, radices, np.union1d(left_out, bad_ids), weights=job.weights)
 
 
 def _reads_groups(job: Job) -> bool:
@@ -220,6 +221,8 @@ def _inputs(job: Job) -> dict[str, str]:
     inputs = {"index": job.index.digest}
     if job.options.objective.reads.attribute is not None and job.class_labels is not None:
         inputs["attribute"] = job.class_labels.digest
+    if job.weights is not None:
+        inputs["weights"] = job.weights.digest
     if job.stage == 0:
         return inputs
     inputs["base"] = artifacts.read_manifest(job.layout.export(0), "export").digest

@@ -1,0 +1,221 @@
+"""Weights of samples: how often epochs draw them, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from mclclip.data.coverage import coverage_report
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.grouping import LabelBlocks
+from mclclip.data.groups import GroupedIndex, Policy, StageGroups
+from mclclip.data.sample_weights import UNIT, SampleWeights, drawn_rows
+from mclclip.files import write_json
+from mclclip.run.artifacts import INTENT
+from tests.matrix import kept
+
+NUM_SAMPLES, RADICES = 600, (3, 2)
+RNG = np.random.default_rng(7)
+LABELS = RNG.integers(-1, 6, NUM_SAMPLES)
+WEIGHTS = RNG.choice(np.array([0, 0.3, 1, 1, 2.5, 6], np.float32), NUM_SAMPLES)
+USED = (LABELS >= 0) & (WEIGHTS > 0)
+
+
+def weights(values: np.ndarray | None = WEIGHTS, per_epoch: int | None = None) -> SampleWeights:
+    return SampleWeights(values, np.ones(1), np.zeros(NUM_SAMPLES, np.int32), per_epoch)
+
+
+def plan_of(grouped: GroupedIndex, policy: Policy, epoch: int = 0) -> EpochPlan:
+    return EpochPlan(grouped, 16, policy, "proportional", seed=3, stage=1, epoch=epoch)
+
+
+def counts(plan: EpochPlan) -> np.ndarray:
+    ids = [plan.batch(step).ids for step in range(plan.steps_per_epoch)]
+    return np.bincount(np.concatenate(ids), minlength=NUM_SAMPLES)
+
+
+@pytest.mark.parametrize("num_rows", kept([1, 2, 63, 64, 65, 1000, 5000], 1, 65, 1000))
+def test_a_group_draws_every_row_as_often_as_its_weight_says(num_rows: int) -> None:
+    """Against the definition: pieces of equal weight, one random point in each."""
+    rng = np.random.default_rng(num_rows)
+    units = np.rint(rng.choice([0.01, 0.5, 1, 3.7], num_rows) * UNIT).astype(np.int64)
+    ends, draws = np.cumsum(units), max(1, int(units.sum() // UNIT))
+    number = np.arange(draws)
+    found = np.zeros(num_rows)
+    epochs = 40
+    for key in range(epochs):
+        rows, occurrence = drawn_rows(
+            ends,
+            np.tile([[0, num_rows]], (draws, 1)),
+            np.full(draws, draws),
+            number,
+            np.full(draws, key, np.uint64),
+        )
+        assert (np.diff(rows) >= 0).all()  # one in each piece, and pieces follow each other
+        assert (ends[rows] > number * ends[-1] / draws - 1).all()
+        assert ((ends - units)[rows] < (number + 1) * ends[-1] / draws).all()
+        assert len({*zip(rows.tolist(), occurrence.tolist(), strict=True)}) == draws
+        per_row = np.bincount(rows, minlength=num_rows)
+        expected = units * draws / ends[-1]
+        assert (np.abs(per_row - expected) < 2).all()
+        found += per_row
+    # The mean of 40 epochs deviates by at most 5 standard errors of a fraction (1/2) in each.
+    assert np.abs(found / epochs - units * draws / ends[-1]).max() < 5 * 0.5 / np.sqrt(epochs)
+
+
+def test_huge_groups_do_not_overflow() -> None:
+    """The last draws of a group of 400 M draws and weights up to the largest."""
+    ends = np.cumsum(np.full(1000, 10_000 * UNIT, np.int64)) + 2**52
+    ends[0] = 2**52
+    draws = 400_000_000
+    number = np.array([0, 1, draws // 2, draws - 1])
+    starts = np.tile([[0, 1000]], (4, 1))
+    rows, occurrence = drawn_rows(
+        ends, starts, np.full(4, draws), number, np.arange(4, dtype=np.uint64)
+    )
+    exact = [(int(n) * int(ends[-1])) // draws for n in number]
+    assert rows.tolist() == [int(np.searchsorted(ends, point, side="right")) for point in exact]
+    assert (occurrence >= 0).all()
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+def test_epochs_draw_by_weight_under_every_policy(policy: Policy) -> None:
+    grouped = GroupedIndex.build(LABELS, RADICES, weights())
+    plan = plan_of(grouped, policy)
+    drawn = np.array([counts(plan.of_epoch(epoch)) for epoch in range(20)])
+    assert not drawn[:, ~USED].any()
+    steps = plan.steps_per_epoch
+    assert (drawn.sum(1) == 16 * steps).all()
+    assert grouped.num_draws == pytest.approx(WEIGHTS[USED].sum(), abs=6)
+    if policy in ("backoff", "mask"):  # they leave out fewer than a batch
+        error = drawn.mean(0)[USED] - WEIGHTS[USED] * 16 * steps / grouped.num_draws
+        assert np.abs(error).max() < 0.7
+        assert abs(error.mean()) < 0.01
+    report = coverage_report(grouped, 16, policy)
+    assert report.num_samples == report.scheduled + report.remainder == grouped.num_draws
+    assert f"{USED.sum():,} samples, drawn {grouped.num_draws:,} times" in report.text()
+
+
+def test_equal_weights_draw_every_sample_once() -> None:
+    grouped = GroupedIndex.build(LABELS, RADICES, weights(np.ones(NUM_SAMPLES)))
+    plain = GroupedIndex.build(LABELS, RADICES)
+    drawn, same = plan_of(grouped, "wrap"), plan_of(plain, "wrap")
+    for step in range(same.steps_per_epoch):
+        batch, wanted = drawn.batch(step), same.batch(step)
+        np.testing.assert_array_equal(batch.ids, wanted.ids)
+        assert wanted.occurrence is None
+        assert batch.occurrence is not None
+        assert not batch.occurrence.any()
+    assert "weights" not in coverage_report(plain, 16, "wrap").text()
+
+
+def test_virtual_epochs_scale_all_weights() -> None:
+    for per_epoch in (160, 4800):
+        grouped = GroupedIndex.build(LABELS, RADICES, weights(per_epoch=per_epoch))
+        assert grouped.num_draws == per_epoch
+        plain = GroupedIndex.build(LABELS, RADICES, weights(None, per_epoch))
+        assert plan_of(plain, "backoff").steps_per_epoch == per_epoch // 16
+
+
+@pytest.mark.parametrize("radices", [RADICES, (10**6, 10**6)])  # counted densely and sparsely
+def test_on_disk_in_any_blocks_the_same(tmp_path: Path, radices: tuple[int, ...]) -> None:
+    labels = np.where(LABELS < 0, -1, LABELS * (10**11 if radices[0] > 3 else 1))
+    wanted = GroupedIndex.build(labels, radices, weights())
+    for rows in (7, 100, 10_000):
+        blocks = LabelBlocks(labels, radices, rows_per_block=rows, weights=weights())
+        groups = StageGroups(tmp_path / str(rows))
+        groups.write(blocks, blocks.sizes(), np.zeros(0, np.int64))
+        opened, _ = groups.read()
+        for found in (opened, pickle.loads(pickle.dumps(opened))):
+            for name in ("sample_ids", "weight_sums", "draws", "group_starts"):
+                np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+        assert opened.digest == wanted.digest
+    again = pickle.loads(pickle.dumps(wanted))
+    np.testing.assert_array_equal(plan_of(again, "drop").batch(0).ids,
+                                  plan_of(opened, "drop").batch(0).ids)  # fmt: skip
+
+
+# --- from files and sources --------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., SampleWeights | None]:
+    """Opens weights for an index of six samples in two shards of two sources."""
+    shards = [SimpleNamespace(source="a"), SimpleNamespace(source="b")]
+    index: Any = type("Index", (), {"__len__": lambda self: 6})()
+    index.shards, index.shard_of = shards, np.array([0, 0, 0, 0, 1, 1], np.int32)
+    index.digest, index.directory = "of this index", tmp_path
+
+    def open_(
+        values: object = None, per_epoch: int | None = None, **by_source: float
+    ) -> SampleWeights | None:
+        path = tmp_path / "w.npy"
+        if isinstance(values, bytes):
+            path.write_bytes(values)
+        elif values is not None:
+            np.save(path, np.array(values), allow_pickle=True)
+        given = None if values is None else str(path)
+        return SampleWeights.open(
+            index, path=given, by_source=by_source, per_epoch=per_epoch, option="train.plan"
+        )
+
+    return open_
+
+
+def test_weights_of_samples_and_sources_multiply(opened: Callable[..., Any]) -> None:
+    assert opened() is None
+    assert opened(a=1.0, b=1.0) is None
+    all_ids = np.arange(6)
+    assert (opened(b=3.0).units(all_ids) / UNIT).tolist() == [1, 1, 1, 1, 3, 3]
+    both = opened([0, 1, 2, 0.5, 1, 1e-9], b=0.5)
+    assert both.units(all_ids).tolist() == [0, UNIT, 2 * UNIT, UNIT // 2, UNIT // 2, 1]
+    assert opened(per_epoch=100).num_draws == 100
+    assert opened(b=3.0).num_draws == 10
+    digests = {opened(b=3.0).digest, opened(b=2.0).digest, opened(b=3.0, per_epoch=9).digest,
+               opened([1] * 6, b=3.0).digest, opened([1] * 5 + [2], b=3.0).digest}  # fmt: skip
+    assert len(digests) == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ([1, 1], r"shape \(2,\), the index has 6 samples: give one weight"),
+        (np.ones((6, 1)), "shape"),
+        ([1, 1, -1, 1, 1, 1], "sample 2 is -1.0, wanted numbers from 0"),
+        ([1, np.nan, 1, 1, 1, 1], "sample 1 is nan"),
+        ([1, 1, 1, np.inf, 1, 1], "sample 3 is inf"),
+        ([0] * 6, "all weights are 0"),
+        (["x"] * 6, "no .npy file of numbers"),
+        ([object()] * 6, "no .npy file of numbers"),
+        (b"text", "no .npy file of numbers"),
+    ],
+)
+def test_what_is_no_weights_is_one_line(
+    opened: Callable[..., Any], values: object, word: str
+) -> None:
+    with pytest.raises(ValueError, match=word) as caught:
+        opened(values)
+    assert "train.plan.weights" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_another_index_or_missing(tmp_path: Path, opened: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"data.sources.NAME.weight: all weights are 0"):
+        opened(a=0.0, b=0.0)
+    made = {"kind": "blindspots", "config": {}, "inputs": {"index": "of this index"}}
+    write_json(tmp_path / INTENT, made)
+    assert opened([1, 2, 3, 4, 5, 6]) is not None
+    write_json(tmp_path / INTENT, made | {"inputs": {"index": "of another"}})
+    with pytest.raises(ValueError, match="other sample keys"):
+        opened([1, 2, 3, 4, 5, 6])
+    (tmp_path / "w.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"train.plan.weights: no file .*w.npy"):
+        SampleWeights.open(SimpleNamespace(shards=[], directory=tmp_path),  # type: ignore[arg-type]
+                           path=str(tmp_path / "w.npy"), by_source={}, per_epoch=None,
+                           option="train.plan")  # fmt: skip
