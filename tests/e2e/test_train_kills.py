@@ -7,7 +7,7 @@ by the same command, until it finishes. No published checkpoint may be lost or u
 steps than those since the last one, and the end must be that of an undisturbed training, bit for
 bit: weights, moments and rows.
 
-Five kills by default. ``MCLCLIP_SOAK=1``: a hundred; finished rounds are kept in
+Three kills by default. ``MCLCLIP_SOAK=1``: a hundred; finished rounds are kept in
 ``.soak/train_kills.json``, so that an interrupted soak goes on with the remaining ones. Another
 ``MCLCLIP_SOAK_SEED`` strikes at other moments. ``pytest -s`` shows a line per kill.
 """
@@ -35,7 +35,7 @@ from tests.matrix import SOAK
 
 pytestmark = pytest.mark.slow
 
-NUM_KILLS = 100 if SOAK else 5
+NUM_KILLS = 100 if SOAK else 3
 KILLS_PER_ROUND = 5 if SOAK else 3
 STEPS = 40
 MOST_STEPS = 8  # new checkpoints before a kill
@@ -65,7 +65,7 @@ class Saving:
         return self.every * (2 if self.asynchronous else 1)
 
 
-SAVINGS = (Saving(1, False), Saving(2, True), Saving(1, True), Saving(2, False))
+SAVINGS = (Saving(2, True), Saving(1, False), Saving(1, True), Saving(2, False))
 
 
 @dataclass
