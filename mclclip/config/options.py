@@ -12,6 +12,7 @@ from mclclip.clustering.rows import Algorithm
 from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
 from mclclip.config.image_blocks import check_image_blocks
+from mclclip.config.sources import SourceConfig
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.epoch_plan import Order
@@ -21,19 +22,6 @@ from mclclip.data.remote import RemoteOptions
 from mclclip.models.lora import Targets
 from mclclip.objectives.base import AnyObjective, Facts, parse
 from mclclip.options import STRICT
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class SourceConfig:
-    """One data source: WebDataset shards with images and captions."""
-
-    shards: str | list[str]
-    """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line; paths, or
-    urls of S3, GS and HTTP."""
-    captions: str = "txt"
-    """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
-    attributes: list[str] = field(default_factory=list)
-    """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
