@@ -25,14 +25,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mclclip.data.remote import Place, Remote, RemoteOptions, open_whole, shown_url
+from mclclip.data.remote import Place, Remote, RemoteOptions, open_whole, protocol_of, shown_url
 from mclclip.files import digest_parts, parse_json
 
 log = logging.getLogger("mclclip")
 
 UID = np.dtype("u8,u8")
 MAX_METADATA_BYTES = 1 << 32
-"""Of the columns that are read of one parquet, before compression."""
+"""Of one parquet, before compression."""
 
 MAX_METADATA_ROWS = 1 << 26
 _UIDS_AT_ONCE = 1 << 20
@@ -158,12 +158,26 @@ def digest_uids(path: str) -> str:
     """
     uids = open_uids(path)
     log.info("index: reading %s, %s uids", path, f"{len(uids):,}")
-    return digest_parts(UID, uids.shape, _in_order(path, len(uids), getattr(uids, "offset", 0)))
+    repeated: list[int] = []
+    blocks = _in_order(path, len(uids), getattr(uids, "offset", 0), repeated)
+    digest = digest_parts(UID, uids.shape, blocks)
+    if any(repeated):
+        log.warning(
+            "index: %s names %s samples again that it has named: each is taken once",
+            path,
+            f"{sum(repeated):,}",
+        )
+    return digest
 
 
-def _in_order(path: str, number: int, offset: int) -> Iterator[npt.NDArray[np.void]]:
-    """The uids block by block, not through the map, whose pages would count as memory in use."""
-    last = np.zeros(1, UID)
+def _in_order(
+    path: str, number: int, offset: int, repeated: list[int]
+) -> Iterator[npt.NDArray[np.void]]:
+    """The uids block by block, not through the map, whose pages would count as memory in use.
+
+    The number of those that are equal to the one before is added to ``repeated``, by block.
+    """
+    last = np.zeros(0, UID)
     with open(path, "rb") as file:
         file.seek(offset)
         for start in range(0, number, _UIDS_AT_ONCE):
@@ -171,12 +185,13 @@ def _in_order(path: str, number: int, offset: int) -> Iterator[npt.NDArray[np.vo
             both = np.concatenate([last, block])
             # Upper halves decide nearly all, so that few lower ones are compared.
             doubtful = np.flatnonzero(both["f0"][1:] <= both["f0"][:-1])
-            wrong = doubtful[_is_less(both[doubtful + 1], both[doubtful])]
-            if wrong.size:
+            before, after = both[doubtful], both[doubtful + 1]
+            if (wrong := doubtful[_is_less(after, before)]).size:
                 raise ValueError(
-                    f"{path} is not sorted: uid number {start + int(wrong[0])} is less than the "
-                    "one before. Sort it (uids.sort() in numpy) and save it again"
+                    f"{path} is not sorted: uid number {start + int(wrong[0]) + 1 - len(last)} is "
+                    "less than the one before. Sort it (uids.sort() in numpy) and save it again"
                 )
+            repeated.append(int((after == before).sum()))
             last = block[-1:]
             yield block
 
@@ -236,14 +251,14 @@ def read_metadata(
         try:
             parquet = pq.ParquetFile(file)
             names = parquet.schema_arrow.names
-            if missing := [name for name in ("key", *columns) if name not in names]:
-                raise ValueError(f"{shown} has no column {missing[0]}, it has {', '.join(names)}")
             wanted = list(dict.fromkeys(["key", *columns, *(n for n in names if n == "uid")]))
-            _check_size(parquet.metadata, wanted, shown)
-            table = parquet.read(columns=wanted)
-        except (pa.ArrowException, OSError) as error:
+            _check_columns(parquet.metadata, names, wanted, shown)
+            table = parquet.read(columns=wanted, use_threads=False)
+            table.validate(full=True)  # text that is no UTF-8, too
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            told = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"{shown} cannot be read as parquet ({str(error).splitlines()[0]}): fetch it again"
+                f"{shown} cannot be read as parquet ({told}): fetch it again"
             ) from error
     if not _is_text(table["key"].type):
         raise ValueError(f"{shown} has keys of type {table['key'].type}, wanted text")
@@ -252,19 +267,20 @@ def read_metadata(
     return table, pc.fill_null(place_of, -1).to_numpy().astype(np.int64)
 
 
-def _check_size(metadata: Any, wanted: Sequence[str], shown: str) -> None:
-    """Raises ValueError for more rows or bytes than a shard's metadata can have."""
-    size = 0
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        columns = (group.column(k) for k in range(group.num_columns))
-        size += sum(
-            c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in wanted
-        )
+def _check_columns(metadata: Any, names: Sequence[str], wanted: Sequence[str], shown: str) -> None:
+    """Raises ValueError for a column that is not there once, and for more rows or bytes than a
+    shard's metadata can have."""
+    for name in wanted:
+        if (number := names.count(name)) != 1:
+            there = ", ".join(names[:50])
+            raise ValueError(f"{shown} has {number or 'no'} column {name}, it has {there}")
+    # Not of single columns: pyarrow ends the process over damage in their statistics.
+    groups = range(metadata.num_row_groups)
+    size = sum(metadata.row_group(number).total_byte_size for number in groups)
     if metadata.num_rows > MAX_METADATA_ROWS or size > MAX_METADATA_BYTES:
         raise ValueError(
-            f"{shown} has {metadata.num_rows:,} rows and {size:,} bytes in the columns "
-            f"{', '.join(wanted)}, which is too much for one shard"
+            f"{shown} has {metadata.num_rows:,} rows and {size:,} bytes, which is too much for one "
+            "shard"
         )
 
 
@@ -295,6 +311,11 @@ class ShardFilter:
         conditions = tuple(parse_condition(text) for text in where)
         if subset is None:
             return cls(None, "", conditions) if conditions else None
+        if protocol_of(subset) is not None:
+            raise ValueError(
+                f"subset is {shown_url(subset)!r}, wanted a file on a disk: uids are searched at "
+                "random, so fetch it"
+            )
         path = os.path.abspath(os.path.expanduser(subset))
         return cls(path, digest_uids(path), conditions)
 
@@ -326,9 +347,9 @@ class ShardFilter:
             _set(reasons, rows < 0, "no_metadata")
         if self.subset is not None:
             self._check_uids(reasons, shard, *self._uids(reasons, table, rows, read_json))
-        if table is not None:
+        if self.metadata is not None and table is not None:
             for condition in self.where:
-                _compare(condition, table[condition.column], rows, reasons)
+                _compare(condition, table[condition.column], rows, reasons, self.metadata.path)
         return reasons
 
     def _uids(
@@ -373,11 +394,12 @@ def _compare(
     column: pa.ChunkedArray,
     rows: npt.NDArray[np.int64],
     reasons: list[str | None],
+    path: str,
 ) -> None:
     try:
         holds = condition.holds(column)
-    except pa.ArrowException as error:
-        raise ValueError(f"{condition} cannot be compared ({error})") from error
+    except (pa.ArrowException, ValueError) as error:
+        raise ValueError(f"{shown_url(path)}: {' '.join(str(error).split())}") from error
     _set(reasons, ~np.append(_has_value(column), True)[rows], f"no_value:{condition}")
     _set(reasons, ~np.append(holds, True)[rows], f"where:{condition}")
 

@@ -227,7 +227,11 @@ def test_shards_behind_urls_have_their_parquets_there(tmp_path: Path, pool: Pool
             ValueError,
             r"data\.sources\.s \(where\): got 'similarity=1'",
         ),
-        ({"where": ["status<3"]}, ValueError, "status<3 compares a number, and column status"),
+        (
+            {"where": ["status<3"]},
+            ValueError,
+            r"00000\.parquet: status<3 compares a number, and column status",
+        ),
         ({"subset": "/none.npy"}, FileNotFoundError, r"sources\.s \(subset, where\): there is no"),
         ({"where": ["similarity>7"]}, ValueError, "no usable sample in 3 shard.*loosen where"),
         ({"subset": []}, ValueError, "no usable sample .* 60 samples that the subset lacks"),
