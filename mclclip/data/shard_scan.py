@@ -50,7 +50,7 @@ REASONS = {
     "subset": "samples that the subset lacks, left out",
     "where": "samples that do not meet a condition, left out",
     "no_value": "samples without a value of a condition's column, left out",
-    "no_metadata": "samples of which no row of a parquet, or no uid, tells anything, left out",
+    "no_metadata": "samples without a row in their shard's parquet or without a uid, left out",
     "large_image": "samples with an image of more than 1 GiB, left out",
     "large_caption": "samples with a caption file of more than 16 MiB, kept as without a caption",
     "bad_json": "samples whose .json does not parse, kept as without a caption",

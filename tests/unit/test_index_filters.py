@@ -154,6 +154,8 @@ def test_conditions_choose_exactly_what_meets_them(
     assert sum(counted.values()) + len(found) == 60
     line = f"source s has {len(found)} samples, its filters left out {60 - len(found)} ("
     assert line in caplog.text and "10 where:similarity>=0.28" in caplog.text
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 2 and all("without a value of a condition's" in w for w in warned)
 
 
 def test_a_subset_and_conditions_both_hold_and_processes_change_nothing(
