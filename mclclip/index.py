@@ -12,7 +12,8 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,15 @@ from mclclip.data.sample_index import (
     write_tables,
 )
 from mclclip.data.shard_check import check_shards, look_at, note_times, scan_shards, times_of
-from mclclip.data.shard_scan import IMAGE_CRC, REASONS, UNREADABLE, Findings, caption_field
+from mclclip.data.shard_filter import ShardFilter
+from mclclip.data.shard_scan import (
+    IMAGE_CRC,
+    LEFT_OUT,
+    REASONS,
+    UNREADABLE,
+    Findings,
+    caption_field,
+)
 from mclclip.files import move_aside, records_of, remove_leftovers
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -64,9 +73,9 @@ def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
     The log and the manifest count, by reason, what is left out of the index and the samples without
     a caption. Rank 0 works and the others wait; an error is raised on all. Raises ValueError for
     sources that are wrong, hold no usable sample, or differ from the indexed ones (a changed shard,
-    one that is not named any more, other captions or attributes), and FileNotFoundError for missing
-    shards. With ``force`` an old index is moved aside instead: any, or with ``unfit`` one that is
-    damaged or that raised these errors.
+    one that is not named any more, other captions, attributes, subset or conditions), and
+    FileNotFoundError for missing shards and parquets. With ``force`` an old index is moved aside
+    instead: any, or with ``unfit`` one that is damaged or that raised these errors.
     """
     directory = Layout.of(config).index
     collectives.on_main(lambda: _index(config, directory, force))
@@ -74,7 +83,8 @@ def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
 
 
 def _index(config: Config, directory: Path, force: Force) -> None:
-    wanted = _wanted_shards(config.data.sources, config.data.remote)
+    filters = _filters(config.data.sources)
+    wanted = _wanted_shards(config.data.sources, filters, config.data.remote)
     workers, remote = config.data.index_workers, config.data.remote
     known, new = _known_and_new(directory, wanted, config.data, force)
     old = read_manifest(directory, KIND) if is_finished(directory) else None
@@ -93,8 +103,11 @@ def _index(config: Config, directory: Path, force: Force) -> None:
     else:  # all shards are scanned, in the order of the index that there is
         table, num_known, to_scan = None, 0, [*known, *new]
     findings = Findings(old.counts["findings"] if old is not None else None)
+    before = old.counts["sources"] if old is not None else {}
+    left_out = {s: Counter(before.get(s, {}).get("left_out", {})) for s in filters}
     times, rows, scanned = times_of(to_scan), [], []
-    with closing(scan_shards(to_scan, workers, pixels=pixels, remote=remote)) as scans:
+    scans = scan_shards(to_scan, workers, pixels=pixels, remote=remote, filters=filters)
+    with closing(scans):
         shown = progress(scans, total=len(to_scan), description="index")
         for shard, scan in zip(to_scan, shown, strict=True):
             if shard.digest and is_finished(directory) and scan.digest != shard.digest:
@@ -105,9 +118,13 @@ def _index(config: Config, directory: Path, force: Force) -> None:
             rows.append(scan.rows)
             scanned.append(dataclasses.replace(shard, digest=scan.digest))
             findings.merge(scan.findings)
+            for reason, entry in scan.findings.only(LEFT_OUT).to_json().items():
+                left_out[shard.source][reason] += entry["count"]
     _check_unreadable(findings, len(known) + len(new), config.data.max_bad_fraction)
     table = join_rows(table, num_known, rows, findings)
-    manifest = _write(directory, table, [*known[:num_known], *scanned], findings)
+    if num_known == 0 and is_finished(directory):
+        _check_keys(directory, table)
+    manifest = _write(directory, table, [*known[:num_known], *scanned], findings, left_out)
     note_times(directory, times)
     _log_summary(manifest, findings, len(to_scan))
 
@@ -134,13 +151,31 @@ def _known_and_new(
     return known, new
 
 
+def _check_keys(directory: Path, table: pa.Table) -> None:
+    """Raises ValueError where shards that were scanned again have not the rows of the old index.
+
+    The shards are what they were, so the parquets that filters read are not.
+    """
+    old = read_table(directory)["key"]
+    if not table["key"].slice(0, len(old)).equals(old):
+        raise ValueError(
+            f"the parquets beside the shards choose other samples than those of {directory}: "
+            "restore them, or use --force"
+        )
+
+
 def _write(
-    directory: Path, table: pa.Table, shards: Sequence[Shard], findings: Findings
+    directory: Path,
+    table: pa.Table,
+    shards: Sequence[Shard],
+    findings: Findings,
+    left_out: Mapping[str, Mapping[str, int]],
 ) -> Manifest:
     if not len(table):
+        loosen = ": check the file of subset, or loosen where" if any(left_out.values()) else ""
         raise ValueError(
             f"no usable sample in {len(shards)} shard(s) of data.sources: "
-            f"{'; '.join(findings.lines(REASONS)) or 'they are empty'}"
+            f"{'; '.join(findings.lines(REASONS)) or 'they are empty'}{loosen}"
         )
     ends = np.cumsum(np.bincount(table["shard"].to_numpy(), minlength=len(shards))).tolist()
     placed = [
@@ -158,7 +193,7 @@ def _write(
         "captions": int(np.sum(num_captions, dtype=np.int64)),
         "without_caption": int((num_captions == 0).sum()),
         "shards": len(placed),
-        "sources": _count_sources(placed, num_captions),
+        "sources": _count_sources(placed, num_captions, left_out),
         "findings": findings.to_json(),
     }
     if IMAGE_CRC in table.column_names:
@@ -182,7 +217,9 @@ def _check_unreadable(findings: Findings, num_shards: int, max_bad_fraction: flo
         )
 
 
-def _count_sources(shards: Sequence[Shard], num_captions: np.ndarray) -> dict[str, dict[str, Any]]:
+def _count_sources(
+    shards: Sequence[Shard], num_captions: np.ndarray, left_out: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, Any]]:
     counts: dict[str, dict[str, Any]] = {}
     for shard in shards:
         zero = {"captions": shard.captions, "shards": 0, "samples": 0, "without_caption": 0}
@@ -190,6 +227,8 @@ def _count_sources(shards: Sequence[Shard], num_captions: np.ndarray) -> dict[st
         entry["shards"] += 1
         entry["samples"] += shard.stop - shard.start
         entry["without_caption"] += int((num_captions[shard.start : shard.stop] == 0).sum())
+    for source in counts.keys() & left_out.keys():
+        counts[source]["left_out"] = dict(sorted(left_out[source].items()))
     return counts
 
 
@@ -201,20 +240,47 @@ def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> No
         num_scanned,
     )
     for source, entry in counts["sources"].items():
+        if "left_out" in entry:
+            reasons = [f"{number} {reason}" for reason, number in entry["left_out"].items()]
+            log.info(
+                "index: source %s has %d samples, its filters left out %d (%s)",
+                source,
+                entry["samples"],
+                sum(entry["left_out"].values()),
+                ", ".join(reasons) or "none",
+            )
         if not entry["samples"]:
             log.warning("index: no usable sample in source %s", source)
         elif entry["samples"] == entry["without_caption"]:
             log.warning(
                 "index: no sample of source %s has a caption in %s", source, entry["captions"]
             )
-    for line in findings.lines(REASONS):
+    # What a filter is there to leave out has been told above.
+    unasked = [reason for reason in REASONS if reason not in ("subset", "where")]
+    for line in findings.only(unasked).lines(REASONS):
         log.warning("index: %s", line)
 
 
 # --- which shards, in which order --------------------------------------------------------------
 
 
-def _wanted_shards(sources: dict[str, SourceConfig], remote: RemoteOptions) -> list[Shard]:
+def _filters(sources: Mapping[str, SourceConfig]) -> dict[str, ShardFilter]:
+    """The filters of those sources that have one; reads the files of subsets."""
+    found = {}
+    for name, source in sources.items():
+        try:
+            chosen = ShardFilter.of(source.subset, source.where)
+        except (ValueError, FileNotFoundError) as error:
+            option = "where" if source.subset is None else "subset, where"
+            raise type(error)(f"data.sources.{name} ({option}): {error}") from None
+        if chosen is not None:
+            found[name] = chosen
+    return found
+
+
+def _wanted_shards(
+    sources: Mapping[str, SourceConfig], filters: Mapping[str, ShardFilter], remote: RemoteOptions
+) -> list[Shard]:
     """The shards of all sources in the order of a first indexing, without their rows."""
     if not sources:
         raise ValueError("data.sources is empty: set data.sources.NAME.shards=...")
@@ -231,12 +297,25 @@ def _wanted_shards(sources: dict[str, SourceConfig], remote: RemoteOptions) -> l
             attributes = check_names(source.attributes)
         except ValueError as error:
             raise ValueError(f"{option}.attributes: {error}") from None
+        chosen = filters.get(name)
+        subset, where = (chosen.digest, chosen.texts) if chosen is not None else ("", ())
         paths = expand_shards(source.shards, f"{option}.shards", remote)
         for path, look in zip(paths, look_at(paths, remote), strict=True):
             if look is None:
                 raise FileNotFoundError(f"{option}.shards: {path} is not there any more")
             wanted.append(
-                Shard(path, name, source.captions, 0, 0, look.size, attributes, tag=look.tag)
+                Shard(
+                    path,
+                    name,
+                    source.captions,
+                    0,
+                    0,
+                    look.size,
+                    attributes,
+                    tag=look.tag,
+                    subset=subset,
+                    where=where,
+                )  # fmt: skip
             )
     return wanted
 
@@ -366,4 +445,16 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
                 f"{where} was indexed with attributes={list(old.attributes)}, now "
                 f"{list(now.attributes)}"
             )
+        if now.subset != old.subset:
+            raise ValueError(
+                f"{where} was indexed with {_named(old.subset)}, now with {_named(now.subset)}"
+            )
+        if set(now.where) != set(old.where):
+            raise ValueError(
+                f"{where} was indexed with where={list(old.where)}, now {list(now.where)}"
+            )
     return list(by_name.values())
+
+
+def _named(subset: str) -> str:
+    return f"a subset of digest {subset[:12]}" if subset else "no subset"

@@ -5,10 +5,10 @@ from mclclip.config.options import (
     Config,
     DataConfig,
     ModelConfig,
-    SourceConfig,
     TrainConfig,
 )
 from mclclip.config.reading import dump, from_tree, load, to_tree
+from mclclip.config.sources import SourceConfig
 
 __all__ = [
     "BenchmarkConfig",

@@ -13,6 +13,7 @@ from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
 from mclclip.config.image_blocks import check_image_blocks
 from mclclip.config.plan import PlanConfig
+from mclclip.config.sources import SourceConfig
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.labels import LabelMode
@@ -20,22 +21,6 @@ from mclclip.data.remote import RemoteOptions
 from mclclip.models.lora import Targets
 from mclclip.objectives.base import AnyObjective, Facts, parse
 from mclclip.options import STRICT
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class SourceConfig:
-    """One data source: WebDataset shards with images and captions."""
-
-    shards: str | list[str]
-    """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line; paths, or
-    urls of S3, GS and HTTP."""
-    captions: str = "txt"
-    """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
-    attributes: list[str] = field(default_factory=list)
-    """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
-    weight: NonNegativeFloat = 1.0
-    """How often an epoch of a training draws each of its samples (0: never; they are still indexed,
-    embedded and clustered)."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)

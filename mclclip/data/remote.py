@@ -133,7 +133,21 @@ class Remote:
         Raises FileNotFoundError where one is not there, OSError where the store does not answer or
         says no size.
         """
-        return self._side_by_side(lambda url: self._attempts(url, self._looked_at), urls)
+        return self._side_by_side(self._look, urls)
+
+    def find(self, urls: Sequence[str]) -> list[Look | None]:
+        """The same, with None for an object that is not there."""
+
+        def find(url: str) -> Look | None:
+            try:
+                return self._look(url)
+            except FileNotFoundError:
+                return None
+
+        return self._side_by_side(find, urls)
+
+    def _look(self, url: str) -> Look:
+        return self._attempts(url, self._looked_at)
 
     def glob(self, pattern: str) -> list[str]:
         """Urls of the objects that match; ValueError for HTTP, which has no listings."""

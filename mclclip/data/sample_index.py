@@ -62,7 +62,8 @@ class Shard:
     """One tar shard: its samples are rows [start, stop) of the index.
 
     ``path`` may be a url. ``digest`` is that of its scan; it is empty in indexes of older versions.
-    ``tag`` is a url's ETag, or what its store tells instead; paths have none.
+    ``tag`` is a url's ETag, or what its store tells instead; paths have none. ``subset`` is the
+    digest of the uids that its samples were chosen by, ``where`` are the conditions on them.
     """
 
     path: str
@@ -74,6 +75,8 @@ class Shard:
     attributes: tuple[str, ...] = ()
     digest: str = ""
     tag: str = ""
+    subset: str = ""
+    where: tuple[str, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -81,9 +84,10 @@ class Shard:
         return Place(self.path, Look(self.size_bytes, self.tag))
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields; attributes and tag only where there are some."""
+        """Its fields; attributes, tag, subset and where only where there are some."""
         fields = dataclasses.asdict(self)
-        return {k: v for k, v in fields.items() if v or k not in ("attributes", "tag")}
+        rare = ("attributes", "tag", "subset", "where")
+        return {k: v for k, v in fields.items() if v or k not in rare}
 
 
 # --- building --------------------------------------------------------------------------------
@@ -159,10 +163,11 @@ def read_shards(directory: Path) -> list[Shard]:
     path = directory / SHARDS
     with own(path, _AGAIN):
         entries = read_json(path) if path.exists() else []
-        shards = [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
+        lists = ("attributes", "where")
+        shards = [Shard(**(e | {n: tuple(e.get(n, ())) for n in lists})) for e in entries]
         for before, shard in zip([None, *shards], shards, strict=False):
-            texts = (shard.path, shard.source, shard.captions, shard.tag, *shard.attributes)
-            if not all(isinstance(text, str) for text in texts):
+            texts = (shard.path, shard.source, shard.captions, shard.tag, shard.subset)
+            if not all(isinstance(t, str) for t in (*texts, *shard.attributes, *shard.where)):
                 raise TypeError(f"{shard} has fields of other types")
             if not (before.stop if before else 0) == shard.start <= shard.stop:
                 raise ValueError(f"the rows of {shard.path} do not follow those before")

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from mclclip import files
-from mclclip.data.remote import Look, Remote, RemoteOptions, protocol_of
+from mclclip.data.remote import Look, Place, Remote, RemoteOptions, protocol_of, shown_url
 from mclclip.data.sample_index import Shard
+from mclclip.data.shard_filter import ShardFilter, metadata_path
 from mclclip.data.shard_scan import ShardScan, scan_shard
 from mclclip.ranks.parent_death import map_in_pool
 from mclclip.run.runlog import progress
@@ -34,12 +36,45 @@ def scan_shards(
     *,
     pixels: bool = False,
     remote: RemoteOptions | None = None,
+    filters: Mapping[str, ShardFilter] | None = None,
 ) -> Generator[ShardScan, None, None]:
-    """Yields the scans of the shards, in their order, by up to ``workers`` processes."""
+    """Yields the scans of the shards, in their order, by up to ``workers`` processes.
+
+    ``filters``: those of sources, by name. Raises FileNotFoundError where one has conditions, and
+    shards have no parquet beside them. Digests of scans do not depend on filters.
+    """
+    filled = _with_metadata(shards, filters or {}, remote)
     calls = [
-        (s.path, s.source, s.captions, s.attributes, pixels, s.place.look, remote) for s in shards
+        (s.path, s.source, s.captions, s.attributes, pixels, s.place.look, remote, chosen)
+        for s, chosen in zip(shards, filled, strict=True)
     ]
     return map_in_pool(scan_shard, calls, workers)
+
+
+def _with_metadata(
+    shards: Sequence[Shard], filters: Mapping[str, ShardFilter], remote: RemoteOptions | None
+) -> list[ShardFilter | None]:
+    """The filter of each shard, with the place of the parquet beside it."""
+    paths = [metadata_path(shard.path) for shard in shards if shard.source in filters]
+    looks = iter(look_at(paths, remote, missing_urls=True))
+    found: list[ShardFilter | None] = []
+    missing: dict[str, list[str]] = {}
+    for shard in shards:
+        chosen = filters.get(shard.source)
+        if chosen is not None:
+            path, look = metadata_path(shard.path), next(looks)
+            chosen = replace(chosen, metadata=None if look is None else Place(path, look))
+            if look is None and chosen.where:
+                missing.setdefault(shard.source, []).append(path)
+        found.append(chosen)
+    for source, lacking in missing.items():
+        number = sum(shard.source == source for shard in shards)
+        raise FileNotFoundError(
+            f"data.sources.{source}.where: {len(lacking)} of {number} shards have no parquet "
+            f"beside them, such as {shown_url(lacking[0])}: fetch those that img2dataset wrote "
+            "with the shards, or leave where out"
+        )
+    return found
 
 
 def times_of(shards: Sequence[Shard]) -> dict[str, int]:
@@ -92,14 +127,17 @@ def check_shards(
     note_times(directory, {shard.path: times[shard.path] for shard in changed})
 
 
-def look_at(paths: Sequence[str], remote: RemoteOptions | None = None) -> list[Look | None]:
+def look_at(
+    paths: Sequence[str], remote: RemoteOptions | None = None, *, missing_urls: bool = False
+) -> list[Look | None]:
     """Size and tag of each path or url; None for a path where there is nothing.
 
-    Raises FileNotFoundError for a url where there is nothing, OSError where a store does not
-    answer.
+    Raises FileNotFoundError for a url where there is nothing (with ``missing_urls`` it is None
+    too), OSError where a store does not answer.
     """
     urls = [path for path in paths if protocol_of(path) is not None]
-    told = iter(Remote(remote).look(urls))
+    store = Remote(remote)
+    told: Iterator[Look | None] = iter((store.find if missing_urls else store.look)(urls))
     return [next(told) if protocol_of(path) is not None else _look_at(path) for path in paths]
 
 

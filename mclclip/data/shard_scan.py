@@ -13,13 +13,13 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from mclclip.data.attributes import columns_of, fields_of, parse_attributes
 from mclclip.data.remote import Look, Place, Remote, RemoteOptions, open_whole
+from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.tar_members import Member, TarFault, read_members
 from mclclip.files import digest_array, digest_json, parse_json
 
@@ -47,6 +47,10 @@ REASONS = {
     "zero_byte_image": "samples with an image of zero bytes, left out",
     "zero_byte_caption": "samples with a caption file of zero bytes, kept as without a caption",
     "no_attribute": "samples without a value of an attribute, kept: classes of it leave them out",
+    "subset": "samples that the subset lacks, left out",
+    "where": "samples that do not meet a condition, left out",
+    "no_value": "samples without a value of a condition's column, left out",
+    "no_metadata": "samples without a row in their shard's parquet or without a uid, left out",
     "large_image": "samples with an image of more than 1 GiB, left out",
     "large_caption": "samples with a caption file of more than 16 MiB, kept as without a caption",
     "bad_json": "samples whose .json does not parse, kept as without a caption",
@@ -60,6 +64,8 @@ REASONS = {
     "unreadable_shard": "shards that are no tar files, left out",
     "empty_shard": "shards without members",
 }
+# Of these, those of a source's filter.
+LEFT_OUT = ("subset", "where", "no_value", "no_metadata")
 UNREADABLE = ("truncated_shard", "damaged_shard", "unreadable_shard")
 
 
@@ -84,8 +90,9 @@ class Findings:
             self.add(reason, *examples, count=total)
 
     def only(self, reasons: Sequence[str]) -> Findings:
-        """The finds of these reasons."""
-        return Findings({r: entry for r, entry in self.to_json().items() if r in reasons})
+        """The finds of these reasons, ``REASON:NAME`` too."""
+        found = self.to_json().items()
+        return Findings({r: entry for r, entry in found if r.partition(":")[0] in reasons})
 
     def total(self) -> int:
         """The number of finds of all reasons."""
@@ -143,22 +150,24 @@ class ShardScan:
 
     rows: the columns of ROW and TEXT_CRC, IMAGE_CRC if pixels were read, and one per attribute that
     was asked for (`attributes.columns_of`).
+    digest: of the members, captions and attributes of all samples, also of those that a filter left
+    out; not of the pixels. So it says of a shard whether it has changed, without its filter.
     """
 
     rows: pa.RecordBatch
     findings: Findings
+    digest: str
 
-    @cached_property
-    def digest(self) -> str:
-        """Digest of the members, captions and attributes; not of the pixels."""
-        columns = {
-            name: column.to_pylist()
-            if pa.types.is_large_string(column.type) or pa.types.is_dictionary(column.type)
-            else digest_array(column.to_numpy())
-            for name, column in zip(self.rows.schema.names, self.rows.columns, strict=True)
-            if name != IMAGE_CRC
-        }
-        return digest_json(columns)
+
+def _digest(rows: pa.RecordBatch) -> str:
+    columns = {
+        name: column.to_pylist()
+        if pa.types.is_large_string(column.type) or pa.types.is_dictionary(column.type)
+        else digest_array(column.to_numpy())
+        for name, column in zip(rows.schema.names, rows.columns, strict=True)
+        if name != IMAGE_CRC
+    }
+    return digest_json(columns)
 
 
 @dataclass(slots=True)
@@ -196,6 +205,7 @@ def scan_shard(
     pixels: bool = False,
     look: Look | None = None,
     remote: RemoteOptions | None = None,
+    chosen: ShardFilter | None = None,
 ) -> ShardScan:
     """Reads the headers (and captions, ``attributes``, and with ``pixels`` images) of a tar shard.
 
@@ -203,49 +213,100 @@ def scan_shard(
     ``txt`` or ``json:FIELD``; text_offset and text_size point at that member (0 and 0 where there
     is none). A sample needs an image; an array (``.npy``) is the image of a sample that has no
     picture. A sample without a caption is kept with num_captions 0; this and missing values of
-    attributes are counted in the findings. Keys get the prefix ``source/``. Raises ValueError for
-    compressed tars (no random access) and OSError where the file cannot be read. A shard behind a
-    url, of which its store says ``look``, is fetched whole, once, as ``remote`` says.
+    attributes are counted in the findings. Keys get the prefix ``source/``. Samples that are not
+    ``chosen`` are counted by the filter's reasons and have no row. Raises ValueError for compressed
+    tars (no random access), OSError where the file cannot be read, and the errors of the filter. A
+    shard behind a url, of which its store says ``look``, is fetched whole, once, as ``remote``
+    says.
     """
-    findings = Findings()
+    findings, unseen = Findings(), Findings()
     text_extension = "txt" if caption_field(captions) is None else "json"
+    rows = _Rows(attributes, pixels)
     with open_whole(Place(path, look or Look(0, "")), Remote(remote)) as file:
         _refuse_compressed(path, file.read(6))
         file.seek(0)
         groups = _group_members(_members(file, path, findings), text_extension, findings, path)
-        rows, values, checksums = [], [], []
-        for key, group in groups.items():
+        reasons = _left_out(chosen, path, groups, file, remote)
+        for (key, group), reason in zip(groups.items(), reasons, strict=True):
             full = f"{source}/{key}"
-            if group.num_images > 1:
-                findings.add("several_images", full)
-            if group.repeated:
-                findings.add("duplicate_key", full, count=max(group.repeated.values()))
-            image = group.image or group.array
-            if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
-                findings.add(_why_unusable(image), full)
-                continue
-            num_captions, reason = _count_captions(file, group.text, captions)
             if reason is not None:
                 findings.add(reason, full)
-            text = None if reason == "large_caption" else group.text
-            rows.append((full, *image, *(text or (0, 0)), num_captions))
-            members = (text, image) if pixels else (text,)
-            checksums.append([zlib.crc32(_read(file, m)) if m else 0 for m in members])
-            if attributes:
-                fits = group.json is not None and group.json[1] <= MAX_TEXT_BYTES
-                data = _read(file, group.json) if group.json and fits else b""
-                values.append(parse_attributes(data, attributes))
-                for name, value in zip(attributes, values[-1], strict=True):
-                    if value is None:
-                        findings.add(f"no_attribute:{name}", full)
-    columns: Any = list(zip(*rows, strict=True)) or [[] for _ in ROW]
-    arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
-    names = (TEXT_CRC, IMAGE_CRC) if pixels else (TEXT_CRC,)
-    arrays += [pa.array([row[k] for row in checksums], pa.uint32()) for k in range(len(names))]
-    arrays += columns_of(attributes, values)
-    extra = [pa.field(name, pa.uint32()) for name in names]
-    schema = pa.schema([*ROW, *extra, *fields_of(attributes)])
-    return ShardScan(pa.RecordBatch.from_arrays(arrays, schema=schema), findings)
+            rows.add(file, full, group, captions, reason is None, unseen if reason else findings)
+    table = rows.table()
+    digest = _digest(table)
+    return ShardScan(
+        table if all(rows.taken) else table.filter(pa.array(rows.taken)), findings, digest
+    )
+
+
+def _left_out(
+    chosen: ShardFilter | None,
+    path: str,
+    groups: Mapping[str, _Group],
+    file: BinaryIO,
+    remote: RemoteOptions | None,
+) -> list[str | None]:
+    """Why each sample is left out by the filter; None for those that are taken."""
+    if chosen is None:
+        return [None] * len(groups)
+    members = [group.json for group in groups.values()]
+    return chosen.why_not(path, list(groups), lambda n: _read_bounded(file, members[n]), remote)
+
+
+class _Rows:
+    """The rows of a shard's samples, while it is scanned."""
+
+    def __init__(self, attributes: Sequence[str], pixels: bool) -> None:
+        self.attributes, self.pixels = attributes, pixels
+        self.taken: list[bool] = []
+        self._rows: list[tuple[Any, ...]] = []
+        self._values: list[list[str | None]] = []
+        self._checksums: list[list[int]] = []
+
+    def add(
+        self,
+        file: BinaryIO,
+        full: str,
+        group: _Group,
+        captions: str,
+        taken: bool,
+        findings: Findings,
+    ) -> None:
+        """Adds the row of a sample with the key ``full``, if it has an image."""
+        if group.num_images > 1:
+            findings.add("several_images", full)
+        if group.repeated:
+            findings.add("duplicate_key", full, count=max(group.repeated.values()))
+        image = group.image or group.array
+        if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
+            findings.add(_why_unusable(image), full)
+            return
+        num_captions, reason = _count_captions(file, group.text, captions)
+        if reason is not None:
+            findings.add(reason, full)
+        text = None if reason == "large_caption" else group.text
+        self.taken.append(taken)
+        self._rows.append((full, *image, *(text or (0, 0)), num_captions))
+        members = (text, image if taken else None) if self.pixels else (text,)
+        self._checksums.append([zlib.crc32(_read(file, m)) if m else 0 for m in members])
+        if self.attributes:
+            values = parse_attributes(_read_bounded(file, group.json), self.attributes)
+            self._values.append(values)
+            for name, value in zip(self.attributes, values, strict=True):
+                if value is None:
+                    findings.add(f"no_attribute:{name}", full)
+
+    def table(self) -> pa.RecordBatch:
+        """All rows, with their checksums and attributes."""
+        columns: Any = list(zip(*self._rows, strict=True)) or [[] for _ in ROW]
+        arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
+        names = (TEXT_CRC, IMAGE_CRC) if self.pixels else (TEXT_CRC,)
+        sums = ([row[k] for row in self._checksums] for k in range(len(names)))
+        arrays += [pa.array(values, pa.uint32()) for values in sums]
+        arrays += columns_of(self.attributes, self._values)
+        extra = [pa.field(name, pa.uint32()) for name in names]
+        schema = pa.schema([*ROW, *extra, *fields_of(self.attributes)])
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _refuse_compressed(path: str, head: bytes) -> None:
@@ -331,3 +392,8 @@ def _count_captions(
 def _read(file: BinaryIO, place: tuple[int, int]) -> bytes:
     offset, size = place
     return os.pread(file.fileno(), size, offset)
+
+
+def _read_bounded(file: BinaryIO, place: tuple[int, int] | None) -> bytes:
+    """A ``.json`` member; empty where there is none or it is too large to be read."""
+    return b"" if place is None or place[1] > MAX_TEXT_BYTES else _read(file, place)

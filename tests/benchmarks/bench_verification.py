@@ -5,6 +5,8 @@ written as the verbs write them; its shards are empty files, since opening looks
 but size and time. Each is read with the records of its manifest and without. Embeddings are read
 block by block as k-means does; batches come from rendered pictures, with their captions compared,
 and with their pixels too. Files are in the page cache, where the share of digests is largest.
+
+Last, what it takes to choose samples by a file of uids and by the parquets beside their shards.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from mclclip import files, index, make_dataset
 from mclclip.config import from_tree
 from mclclip.data.arrays import NpyBlocks, open_npy, save_npy
 from mclclip.data.groups import GroupedIndex
+from mclclip.data.remote import Place
 from mclclip.data.sample_index import KIND, SAMPLES, SHARDS, SampleIndex, Shard, write_tables
 from mclclip.data.samples import TarDataset
 from mclclip.data.shard_check import check_shards, note_times, times_of
+from mclclip.data.shard_filter import UID, ShardFilter, digest_uids, parse_condition
 from mclclip.data.shard_scan import ROW, TEXT_CRC
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, read_manifest
@@ -174,6 +179,45 @@ def batches(root: Path, num_samples: int) -> dict[str, Callable[[], object]]:
     }
 
 
+def filters(root: Path, num_uids: int, num_shards: int) -> dict[str, Callable[[], object]]:
+    """Choosing the samples of shards of 10,000, half of which are among the uids of a subset."""
+    rng = np.random.default_rng(0)
+    uids = np.lib.format.open_memmap(root / "u.npy", "w+", UID, (num_uids,))
+    step = 2**64 // num_uids  # sorted: one upper half of each stretch
+    for start in range(0, num_uids, 1 << 20):
+        numbers = np.arange(start, min(start + (1 << 20), num_uids), dtype=np.uint64)
+        jitter = rng.integers(step, size=len(numbers), dtype=np.uint64)
+        uids["f0"][start : start + len(numbers)] = numbers * np.uint64(step) + jitter
+        uids["f1"][start : start + len(numbers)] = rng.integers(2**63, size=len(numbers))
+    shards = []
+    for number in range(num_shards):
+        own = uids[np.sort(rng.integers(num_uids, size=ROWS_PER_FILE))].copy()
+        own["f1"][::2] ^= np.uint64(1)
+        keys = [f"{number:05d}{k:04d}" for k in range(ROWS_PER_FILE)]
+        rows = {
+            "key": keys, "uid": [f"{upper:016x}{lower:016x}" for upper, lower in own.tolist()],
+            "caption": [f"a caption of no interest here, {k}" for k in keys],
+            "similarity": rng.random(ROWS_PER_FILE), "width": rng.integers(900, size=ROWS_PER_FILE),
+        }  # fmt: skip
+        shards.append((root / f"{number}.parquet", keys))
+        pq.write_table(pa.table(rows).take(rng.permutation(ROWS_PER_FILE)), shards[-1][0])
+
+    def choose(subset: str | None, where: Sequence[str]) -> None:
+        conditions = tuple(map(parse_condition, where))
+        for path, keys in shards:
+            chosen = ShardFilter(subset, "", conditions, Place(str(path)))
+            taken = chosen.why_not("", keys, lambda _: b"").count(None)
+            assert subset is None or where or taken == ROWS_PER_FILE // 2
+
+    path, where = str(root / "u.npy"), ["similarity>=0.28", "width>=200"]
+    return {
+        "two conditions": lambda: choose(None, where),
+        "a subset": lambda: choose(path, []),
+        "both": lambda: choose(path, where),
+        "reading the subset once": lambda: digest_uids(path),
+    }
+
+
 def report(title: str, variants: dict[str, Callable[[], object]], rounds: int, per: str) -> None:
     timings = timing.interleave(variants, rounds)
     first = next(iter(variants))
@@ -193,7 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=12_000_000)
     parser.add_argument("--files", type=int, default=48, help="of 10,000 embeddings each")
     parser.add_argument("--pictures", type=int, default=3_200)
-    options = timing.parse(parser, arguments, samples=120_000, files=2, pictures=320)
+    parser.add_argument("--uids", type=int, default=100_000_000, help="of a subset")
+    short = {"samples": 120_000, "files": 2, "pictures": 320, "uids": 100_000}
+    options = timing.parse(parser, arguments, **short)
     rounds: int = options.rounds
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -206,6 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report(title, embeddings(root / "rows", options.files), rounds, "per pass")
         title = f"{options.pictures:,} samples in batches of 32"
         report(title, batches(root / "pictures", options.pictures), rounds, "for all")
+        (root / "filters").mkdir()
+        title = f"choosing among {options.files * ROWS_PER_FILE:,} samples, {options.uids:,} uids"
+        report(title, filters(root / "filters", options.uids, options.files), rounds, "for all")
 
 
 if __name__ == "__main__":

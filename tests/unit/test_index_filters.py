@@ -1,0 +1,357 @@
+"""The index of a subset: exactly the samples that were chosen, counted, also when it grows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mclclip import config, embed, export, index
+from mclclip.data.sample_index import KIND, SampleIndex
+from mclclip.data.shard_check import check_shards
+from mclclip.data.shard_filter import UID
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
+from tests import tiny
+from tests.shard_server import serving
+from tests.unit.test_index import all_keys, files, make_shard
+
+PER_SHARD = 20
+WHERE = ["similarity>=0.28", "status==success"]
+
+
+def uid_of(number: int) -> int:
+    """128 bits that look random, and whose upper halves repeat."""
+    return (number * 0x9E3779B97F4A7C15 % 7) << 64 | number * 0xD1342543DE82EF95 % 2**64
+
+
+class Pool:
+    """Shards with their parquets, and what is planted in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.number = 0
+
+    def add(self, num_shards: int, *, parquet: bool = True, uid: bool = True) -> None:
+        for _ in range(num_shards):
+            first = self.number * PER_SHARD
+            numbers = list(range(first, first + PER_SHARD))
+            path = make_shard(self.folder / f"{self.number:05d}.tar", *map(self.key, numbers))
+            rows: dict[str, Any] = {
+                "key": [self.key(n) for n in numbers],
+                "similarity": pa.array([self.similarity(n) for n in numbers], pa.float32()),
+                "status": [self.status(n) for n in numbers],
+            }
+            if uid:
+                rows["uid"] = [f"{uid_of(n):032x}" for n in numbers]
+            order = np.random.default_rng(first).permutation(PER_SHARD)
+            if parquet:
+                pq.write_table(pa.table(rows).take(order), path.with_suffix(".parquet"))
+            self.number += 1
+
+    def key(self, number: int) -> str:
+        return f"{number:09d}"
+
+    def similarity(self, number: int) -> float | None:
+        return [0.1, 0.28, 0.3, None, float("nan"), 0.5][number % 6]
+
+    def status(self, number: int) -> str | None:
+        return ["success", "success", "failed", None][number % 4]
+
+    def meets(self, number: int) -> bool:
+        return (self.similarity(number) or 0) > 0.27 and self.status(number) == "success"
+
+    def subset(self, numbers: list[int], name: str = "subset.npy") -> str:
+        found = np.array([divmod(uid_of(n), 1 << 64) for n in numbers], UID)
+        found.sort()
+        np.save(self.folder / name, found)
+        return str(self.folder / name)
+
+    def keys(self, numbers: Any) -> list[str]:
+        return [f"s/{self.key(number)}" for number in numbers]
+
+    @property
+    def shards(self) -> str:
+        return f"{self.folder}/*.tar"
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Pool:
+    found = Pool(tmp_path / "pool")
+    found.add(3)
+    return found
+
+
+def run(
+    run_dir: Path,
+    shards: Any,
+    workers: int = 1,
+    force: bool = False,
+    verify: str = "captions",
+    **source: Any,
+) -> SampleIndex:
+    data = {
+        "sources": {"s": {"shards": shards, **source}},
+        "index_workers": workers,
+        "verify": verify,
+    }
+    return index.run(config.from_tree({"run_dir": str(run_dir), "data": data}), SINGLE, force=force)
+
+
+def left_out(found: SampleIndex) -> dict[str, int]:
+    counts: dict[str, Any] = read_manifest(found.directory, KIND).counts
+    (entry,) = counts["sources"].values()
+    planned: dict[str, int] = entry["left_out"]
+    findings = {reason: entry["count"] for reason, entry in counts["findings"].items()}
+    assert findings == planned  # of one source
+    assert entry["samples"] == len(found)
+    return planned
+
+
+def drawn(number: int, share: float) -> list[int]:
+    return np.flatnonzero(np.random.default_rng(0).random(number) < share).tolist()
+
+
+# --- what is chosen ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+def test_the_index_has_exactly_the_subset(tmp_path: Path, pool: Pool, share: float) -> None:
+    chosen = drawn(60, share)
+    subset = pool.subset([*chosen, *range(10**6, 10**6 + 500)])  # others are of other shards
+    found = run(tmp_path / "run", pool.shards, subset=subset)
+    assert all_keys(found) == pool.keys(chosen) and chosen
+    assert left_out(found) == ({"subset": 60 - len(chosen)} if share < 1 else {})
+    whole = run(tmp_path / "whole", pool.shards)
+    ids = whole.ids_of(pool.keys(chosen))
+    for name in ("image_offset", "image_size", "text_offset", "text_size", "num_captions"):
+        assert getattr(found, name).tolist() == getattr(whole, name)[ids].tolist()
+    assert "left_out" not in read_manifest(whole.directory, KIND).counts["sources"]["s"]
+    assert (whole.directory / "shards.json").read_text().count("where") == 0
+
+
+def test_conditions_choose_exactly_what_meets_them(
+    tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="mclclip"):
+        found = run(tmp_path / "run", pool.shards, where=WHERE)
+    wanted = [n for n in range(60) if pool.meets(n)]
+    assert all_keys(found) == pool.keys(wanted) and wanted
+    counted = left_out(found)
+    assert counted["where:similarity>=0.28"] == sum(n % 6 == 0 for n in range(60))
+    assert counted["no_value:similarity>=0.28"] == sum(n % 6 in (3, 4) for n in range(60))
+    high = [n for n in range(60) if n % 6 in (1, 2, 5)]
+    assert counted["where:status==success"] == sum(n % 4 == 2 for n in high)
+    assert counted["no_value:status==success"] == sum(n % 4 == 3 for n in high)
+    assert sum(counted.values()) + len(found) == 60
+    line = f"source s has {len(found)} samples, its filters left out {60 - len(found)} ("
+    assert line in caplog.text and "10 where:similarity>=0.28" in caplog.text
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 2 and all("without a value of a condition's" in w for w in warned)
+
+
+def test_a_subset_and_conditions_both_hold_and_processes_change_nothing(
+    tmp_path: Path, pool: Pool
+) -> None:
+    chosen = drawn(60, 0.6)
+    options = {"subset": pool.subset(chosen), "where": WHERE, "attributes": []}
+    one = run(tmp_path / "one", pool.shards, **options)
+    two = run(tmp_path / "two", pool.shards, 2, **options)
+    assert all_keys(one) == pool.keys(n for n in chosen if pool.meets(n)) == all_keys(two)
+    assert one.digest == two.digest and left_out(one) == left_out(two)
+    assert left_out(one)["subset"] == 60 - len(chosen)
+    for name in ("samples.arrow", "shards.json"):
+        assert (one.directory / name).read_bytes() == (two.directory / name).read_bytes()
+
+
+def test_samples_that_the_parquet_lacks_are_counted(tmp_path: Path, pool: Pool) -> None:
+    path = pool.folder / "00001.parquet"
+    pq.write_table(pq.read_table(path).slice(5), path)
+    found = run(tmp_path / "run", pool.shards, where=["similarity>-1"])
+    assert left_out(found)["no_metadata"] == 5
+
+
+def test_uids_of_json_members_and_findings_of_what_is_left_out(tmp_path: Path) -> None:
+    pool = Pool(tmp_path / "pool")
+    pool.add(1, parquet=False)
+    with tarfile.open(pool.folder / "00000.tar", "a") as tar:
+        for number in range(PER_SHARD):
+            data = {"uid": f"{uid_of(number):032x}", "alt": ["x"] if number % 2 else []}
+            path = tmp_path / "member"
+            path.write_text(json.dumps(data))
+            tar.add(path, f"{pool.key(number)}.json")
+    options = {"captions": "json:alt", "attributes": ["kind"]}
+    found = run(tmp_path / "run", pool.shards, subset=pool.subset([2, 3, 8]), **options)
+    assert all_keys(found) == pool.keys([2, 3, 8])
+    findings = read_manifest(found.directory, KIND).counts["findings"]
+    # Captions and attributes that samples of no interest lack are not found.
+    assert {reason: entry["count"] for reason, entry in findings.items()} == {
+        "no_attribute:kind": 3, "no_caption": 2, "subset": PER_SHARD - 3,
+    }  # fmt: skip
+
+
+def test_shards_behind_urls_have_their_parquets_there(tmp_path: Path, pool: Pool) -> None:
+    pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
+    options = {"subset": pool.subset(drawn(60, 0.6)), "where": WHERE}
+    local = run(tmp_path / "local", pool.shards, **options)
+    with serving(pool.folder) as server:
+        urls = server.url("{00000..00002}.tar")
+        over = run(tmp_path / "http", urls, **options)
+        assert all_keys(over) == all_keys(local) and left_out(over) == left_out(local)
+        for number in (0, 2):
+            (pool.folder / f"{number:05d}.parquet").unlink()
+        with pytest.raises(FileNotFoundError, match=r"where: 2 of 3 shards have .*00000\.parquet"):
+            run(tmp_path / "less", urls, **options)
+        with pytest.raises(ValueError, match=r"no sample of http.*00000\.tar has a uid"):
+            run(tmp_path / "less", urls, subset=options["subset"])
+        assert not (tmp_path / "less").exists()
+        # Known shards are not looked into again.
+        assert all_keys(run(tmp_path / "http", urls, **options)) == all_keys(local)
+
+
+# --- errors, each one line, with nothing written -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ({"where": ["sim>=1"]}, ValueError, r"00000\.parquet has no column sim, it has key, simi"),
+        (
+            {"where": ["similarity=1"]},
+            ValueError,
+            r"data\.sources\.s \(where\): got 'similarity=1'",
+        ),
+        (
+            {"where": ["status<3"]},
+            ValueError,
+            r"00000\.parquet: status<3 compares a number, and column status",
+        ),
+        ({"subset": "/none.npy"}, FileNotFoundError, r"sources\.s \(subset, where\): there is no"),
+        ({"where": ["similarity>7"]}, ValueError, "no usable sample in 3 shard.*loosen where"),
+        ({"subset": []}, ValueError, "no usable sample .* 60 samples that the subset lacks"),
+    ],
+)
+def test_wrong_filters(
+    tmp_path: Path, pool: Pool, source: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    if source.get("subset") == []:
+        source = {"subset": pool.subset([])}
+    with pytest.raises(error, match=message) as caught:
+        run(tmp_path / "run", pool.shards, **source)
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_missing_parquets_are_told_together(tmp_path: Path, pool: Pool) -> None:
+    for number in (1, 2):
+        (pool.folder / f"{number:05d}.parquet").unlink()
+    with pytest.raises(FileNotFoundError, match=r"2 of 3 shards have no .*00001\.parquet"):
+        run(tmp_path / "run", pool.shards, where=WHERE)
+    assert not (tmp_path / "run").exists()
+
+
+# --- again -------------------------------------------------------------------------------------
+
+
+def test_new_shards_are_filtered_and_counted_beside_the_known(tmp_path: Path, pool: Pool) -> None:
+    options = {"subset": pool.subset(drawn(140, 0.5)), "where": WHERE}
+    first = run(tmp_path / "run", pool.shards, **options)
+    before = files(first.directory)
+    again = run(tmp_path / "run", pool.shards, subset=options["subset"], where=WHERE[::-1])
+    assert files(again.directory) == before
+    for path in pool.folder.glob("*.parquet"):
+        path.unlink()  # known shards are not scanned again
+    pool.add(4)
+    grown = run(tmp_path / "run", pool.shards, **options)
+    wanted = [n for n in drawn(140, 0.5) if pool.meets(n)]
+    assert all_keys(grown) == pool.keys(wanted)
+    assert sum(left_out(grown).values()) == 140 - len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"where": WHERE[:1]}, r"indexed with where=\[.*success'\], now \['similarity>=0\.28'\]"),
+        ({"where": []}, r"where=\[.*\], now \[\]"),
+        ({"subset": None}, "indexed with a subset of digest [0-9a-f]{12}, now with no subset"),
+        ({"subset": "other"}, "a subset of digest [0-9a-f]{12}, now with a subset of digest"),
+    ],
+)
+def test_another_filter_stops_until_forced(
+    tmp_path: Path, pool: Pool, change: dict[str, Any], message: str
+) -> None:
+    options: dict[str, Any] = {"subset": pool.subset(drawn(60, 0.6)), "where": WHERE}
+    first = run(tmp_path / "run", pool.shards, **options)
+    before = files(first.directory)
+    if change.get("subset") == "other":
+        pool.subset(drawn(60, 0.9))  # the file has another content
+        change = {}
+    with pytest.raises(ValueError, match=message) as caught:
+        run(tmp_path / "run", pool.shards, **(options | change))
+    assert "--force" in str(caught.value) and "\n" not in str(caught.value)
+    assert files(first.directory) == before
+    forced = run(tmp_path / "run", pool.shards, force=True, **(options | change))
+    assert forced.digest != first.digest and len(forced) > len(first)
+
+
+def test_a_shard_is_told_from_a_changed_one_without_its_filter(tmp_path: Path, pool: Pool) -> None:
+    options = {"subset": pool.subset(drawn(60, 0.3)), "where": WHERE}
+    found = run(tmp_path / "run", pool.shards, **options)
+    for path in (*pool.folder.glob("*.parquet"), pool.folder / "subset.npy"):
+        path.unlink()
+    path = pool.folder / "00001.tar"
+    os.utime(path, ns=(1, 1))
+    check_shards(found.directory, found.shards, 1)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"caption 0", b"Caption 0"))  # of all samples
+    with pytest.raises(ValueError, match=r"00001\.tar .* has changed"):
+        check_shards(found.directory, found.shards, 1)
+
+
+def test_checksums_of_pixels_come_later_for_the_same_samples(tmp_path: Path, pool: Pool) -> None:
+    options = {"subset": pool.subset(drawn(60, 0.5)), "where": WHERE}
+    first = run(tmp_path / "run", pool.shards, **options)
+    keys, counted = all_keys(first), left_out(first)
+    path = pool.folder / "00001.parquet"
+    whole = pq.read_table(path)
+    pq.write_table(whole.slice(0, 3), path)
+    with pytest.raises(ValueError, match="parquets beside the shards choose other samples"):
+        run(tmp_path / "run", pool.shards, verify="full", **options)
+    assert all_keys(SampleIndex.open(first.directory)) == keys
+    pq.write_table(whole, path)
+    full = run(tmp_path / "run", pool.shards, verify="full", **options)
+    assert all_keys(full) == keys and left_out(full) == counted
+    assert full.image_crc32 is not None and (full.image_crc32 != 0).all()
+
+
+# --- what reads the index ----------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_not_embedded(tmp_path: Path) -> None:
+    data = tiny.make_data(tmp_path / "data", num_samples=144)
+    for number, path in enumerate(sorted((data / "shards").glob("*.tar"))):
+        with tarfile.open(path) as tar:
+            keys = sorted(n.removesuffix(".txt") for n in tar.getnames() if n.endswith(".txt"))
+        # Of the second shard nothing is taken.
+        scores = [float(k % 3 == 0 and number != 1) for k in range(len(keys))]
+        pq.write_table(pa.table({"key": keys, "score": scores}), path.with_suffix(".parquet"))
+    made = {}
+    for name, conditions in (("whole", []), ("part", ["score>0.5"])):
+        where = f"data.sources.patterns.where={conditions}"
+        options = tiny.make_config(tmp_path / name, data, where, "base=null")
+        found = index.run(options, SINGLE)
+        export.stage(options, SINGLE, stage=0)
+        directory = embed.run(options, SINGLE, stage=0, text=False)
+        rows = [np.load(path) for path in sorted(directory.glob("*.npy"))]
+        assert [len(part) for part in rows] == [s.stop - s.start for s in found.shards]
+        made[name] = dict(zip(all_keys(found), np.concatenate(rows), strict=True))
+    assert len(made["whole"]) == 144 and len(made["part"]) == 32
+    for key, row in made["part"].items():
+        np.testing.assert_allclose(row, made["whole"][key], atol=1e-6)
