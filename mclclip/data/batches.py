@@ -31,14 +31,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from mclclip.data.epoch_plan import EpochPlan, Order
 from mclclip.data.groups import GroupedIndex, Policy
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, Sample, TarDataset, TextFeatures, Tokenizer, Transform
+from mclclip.data.samples import (
+    BadSample,
+    RawSample,
+    Sample,
+    TarDataset,
+    TextFeatures,
+    Tokenizer,
+    Transform,
+)
 from mclclip.randomness import mix
 
 # Purposes of the randomness, part of its key.
@@ -220,8 +228,10 @@ class TrainingBatches(Dataset[Batch]):
         labels = planned.labels[mine].copy()
         samples: list[Sample] = []
         replaced: dict[int, str] = {}
+        raws = self.dataset.read_many(planned.ids[mine])
+        self._start_next(step, mine)
         occurrence = None if planned.occurrence is None else planned.occurrence[mine]
-        for row, sample in enumerate(self._samples(planned.ids[mine], epoch, occurrence)):
+        for row, sample in enumerate(self._prepared(raws, planned.ids[mine], epoch, occurrence)):
             if isinstance(sample, BadSample):
                 replaced[sample.sample_id] = sample.reason
                 positions = self._candidates(
@@ -284,14 +294,28 @@ class TrainingBatches(Dataset[Batch]):
             keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *further))
         return np.stack(keys, axis=1)
 
-    def _samples(
+    def _start_next(self, step: int, mine: slice) -> None:
+        """Begins to read this process' next batch, so that a store answers while this is decoded.
+
+        It is a guess that costs a batch's bytes where the training ends: a loader deals out steps
+        in turn.
+        """
+        if self.dataset.reader.has_urls:
+            worker = get_worker_info()
+            epoch, epoch_step = divmod(
+                step + (worker.num_workers if worker else 1), self.steps_per_epoch
+            )
+            plan = self._plan if epoch == self._plan.epoch else self._plan.of_epoch(epoch)
+            self.dataset.start_reading(plan.batch(epoch_step).ids[mine])
+
+    def _prepared(
         self,
+        raws: Sequence[RawSample | BadSample],
         sample_ids: npt.NDArray[np.int64] | Sequence[int],
         epoch: int,
         occurrence: npt.NDArray[np.int64] | None,
     ) -> list[Sample | BadSample]:
         """The samples, augmented and with a caption; the result does not depend on the others."""
-        raws = self.dataset.read_many(sample_ids)
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
         keys = self._view_keys(epoch, sample_ids, occurrence).tolist()
         return [
@@ -311,7 +335,8 @@ class TrainingBatches(Dataset[Batch]):
             candidate = int(self.grouped.sample_ids[position])
             if candidate in in_batch or candidate in self._bad_ids:
                 continue
-            sample = self._samples([candidate], epoch, occurrence)[0]
+            raws = self.dataset.read_many([candidate])
+            sample = self._prepared(raws, [candidate], epoch, occurrence)[0]
             if isinstance(sample, Sample):
                 return sample, position
         key = self.dataset.index.keys([bad.sample_id])[0]

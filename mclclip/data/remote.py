@@ -168,12 +168,25 @@ class Remote:
         and OSError where the store does not give those bytes after all attempts.
         """
         pieces = _joined(ranges)
-        result = [b""] * len(ranges)
-        for piece, data in zip(pieces, self._read(pieces), strict=True):
-            for number in piece.numbers:
-                start = ranges[number][1] - piece.start
-                result[number] = data[start : start + ranges[number][2]]
-        return result
+        return _cut(pieces, self._read(pieces), ranges)
+
+    def start(
+        self, ranges: Sequence[tuple[str, int, int, str]]
+    ) -> tuple[Callable[[], list[bytes]], Callable[[], None]]:
+        """Asks for what ``read_ranges`` gives, and does not wait for it.
+
+        Returns a function that waits and gives the bytes, or raises as ``read_ranges`` does; and
+        one that gives them up: what no thread has begun yet is not asked for.
+        """
+        self._in_this_process()
+        pieces = _joined(ranges)
+        coming = [self._threads.submit(self._read_piece, piece) for piece in pieces]
+
+        def cancel() -> None:
+            for future in coming:
+                future.cancel()
+
+        return lambda: _cut(pieces, [future.result() for future in coming], ranges), cancel
 
     def fetch(self, url: str, look: Look, file: BinaryIO) -> None:
         """Writes the whole object to ``file``; ChangedShard where it changes meanwhile."""
@@ -199,11 +212,10 @@ class Remote:
 
     def _read(self, pieces: Sequence[_Piece]) -> list[bytes]:
         """The bytes of each piece, asked for side by side."""
+        return self._side_by_side(self._read_piece, pieces)
 
-        def read(piece: _Piece) -> bytes:
-            return self._attempts(piece.url, lambda _: self._once(piece))
-
-        return self._side_by_side(read, pieces)
+    def _read_piece(self, piece: _Piece) -> bytes:
+        return self._attempts(piece.url, lambda _: self._once(piece))
 
     def _once(self, piece: _Piece) -> bytes:
         """The bytes of a piece, by one request."""
@@ -303,6 +315,18 @@ def _joined(ranges: Sequence[tuple[str, int, int, str]]) -> list[_Piece]:
         else:
             pieces.append(_Piece(url, start, start + size, tag, [number]))
     return pieces
+
+
+def _cut(
+    pieces: Sequence[_Piece], read: Sequence[bytes], ranges: Sequence[tuple[str, int, int, str]]
+) -> list[bytes]:
+    """The bytes of each range, out of those of the pieces."""
+    result = [b""] * len(ranges)
+    for piece, data in zip(pieces, read, strict=True):
+        for number in piece.numbers:
+            start = ranges[number][1] - piece.start
+            result[number] = data[start : start + ranges[number][2]]
+    return result
 
 
 def _settings(protocol: str, timeout_s: float) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,15 @@ from mclclip.ranks.data_wait import note_place
 
 Range = tuple[int, int, int]
 """Number of the shard, offset, size."""
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """Ranges that are being read, and how to take or to give up their bytes (`Remote.start`)."""
+
+    ranges: list[Range]
+    take: Callable[[], list[bytes]]
+    give_up: Callable[[], None]
 
 
 class ShardReader:
@@ -28,6 +37,8 @@ class ShardReader:
 
     Raises ValueError for ``max_open_files`` below 1.
     """
+
+    _coming: _Coming | None  # what was begun to be read, for a later prefetch
 
     def __init__(
         self, places: Sequence[Place], max_open_files: int = 64, remote: Remote | None = None
@@ -49,6 +60,11 @@ class ShardReader:
             self._cache = ShardCache(Path(options.cache).expanduser(), max_bytes, patient)
         self._start_empty()
 
+    @property
+    def has_urls(self) -> bool:
+        """Whether some shards lie behind urls."""
+        return bool(self._looks)
+
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Reads ranges of shards behind urls side by side, each for the next ``read`` of it.
 
@@ -56,11 +72,30 @@ class ShardReader:
         """
         self._in_this_process()
         self._ahead.clear()
-        wanted = [r for r in ranges if r[0] in self._looks and self._copy(r[0]) is None]
-        if wanted:
+        if wanted := self._behind_urls(ranges):
             note_place(wanted[0][0])  # for whoever waits for it
-            asked = [(self._paths[s], at, size, self._looks[s].tag) for s, at, size in wanted]
-            self._ahead.update(zip(wanted, self._remote.read_ranges(asked), strict=True))
+            if self._coming is not None and self._coming.ranges == wanted:
+                coming, self._coming = self._coming, None
+                found = coming.take()
+            else:
+                found = self._remote.read_ranges(self._asked(wanted))
+            self._ahead.update(zip(wanted, found, strict=True))
+
+    def start_prefetch(self, ranges: Iterable[Range]) -> None:
+        """Begins to read ranges of shards behind urls, for a later ``prefetch`` of the same ones,
+        and does not wait. What was begun before and not asked for is given up."""
+        self._in_this_process()
+        if self._coming is not None:
+            self._coming.give_up()
+            self._coming = None
+        if wanted := self._behind_urls(ranges):
+            self._coming = _Coming(wanted, *self._remote.start(self._asked(wanted)))
+
+    def _behind_urls(self, ranges: Iterable[Range]) -> list[Range]:
+        return [r for r in ranges if r[0] in self._looks and self._copy(r[0]) is None]
+
+    def _asked(self, ranges: Iterable[Range]) -> list[tuple[str, int, int, str]]:
+        return [(self._paths[s], at, size, self._looks[s].tag) for s, at, size in ranges]
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """``size`` bytes at ``offset`` of shard number ``shard``; fewer where a file ends.
@@ -73,8 +108,7 @@ class ShardReader:
         note_place(shard)  # for whoever waits for it
         copy = self._copy(shard)
         if shard in self._looks and copy is None:
-            asked = (self._paths[shard], offset, size, self._looks[shard].tag)
-            return self._remote.read_ranges([asked])[0]
+            return self._remote.read_ranges(self._asked([(shard, offset, size)]))[0]
         parts: list[bytes] = []
         with self._lock:
             handle = self._handle(shard, str(copy or self._paths[shard]))
@@ -116,6 +150,7 @@ class ShardReader:
         self._lock = threading.Lock()
         self._handles: OrderedDict[int, int] = OrderedDict()
         self._ahead: dict[Range, bytes] = {}
+        self._coming = None
 
     def _handle(self, shard: int, path: str) -> int:
         if shard in self._handles:

@@ -401,6 +401,25 @@ def test_what_a_forked_process_prefetches_it_reads(server: ShardServer) -> None:
     assert server.seen["GET"] == before
 
 
+def test_what_was_begun_is_taken_by_who_asks_for_the_same(server: ShardServer) -> None:
+    reader = ShardReader([Place(server.url("a.tar"), look(server))], remote=Remote(FAST))
+    ranges, far = [(0, 0, 100), (0, 200, 100)], [(0, 900, 10)]
+    reader.start_prefetch(ranges)
+    reader.prefetch(far)  # something else, which a replaced sample needs meanwhile
+    assert reader.read(*far[0]) == DATA[900:910]
+    reader.prefetch(ranges)
+    before = server.seen["GET"]
+    assert [reader.read(*r) for r in ranges] == [DATA[:100], DATA[200:300]]
+    assert server.seen["GET"] == before == 2
+    server.fail, server.status = -1, 404  # what goes wrong meanwhile is told when it is asked for
+    reader.start_prefetch(ranges)
+    with pytest.raises(FileNotFoundError, match=r"a\.tar is not there: put it back"):
+        reader.prefetch(ranges)
+    server.fail = 0
+    reader.prefetch(ranges)
+    assert reader.read(*ranges[0]) == DATA[:100]
+
+
 def test_why_a_host_does_not_answer_is_said() -> None:
     with pytest.raises(OSError, match="(?i)connect"):
         Remote(RemoteOptions(retries=0, timeout_s=2.0)).look(["http://127.0.0.1:9/a.tar"])
