@@ -202,7 +202,7 @@ class Engine:
         for part in self.outside:
             part.zero_grad()
             # Gradient caching does not scale the loss of the features, only the pulled-back one.
-            part.begin(batch.step, 1.0 if cached else self.scaler.get_scale())
+            part.begin(batch.step, 1.0 if cached else self.loss_scale())
         if cached:
             assert self.micro_batch is not None
             parts = gradient_cache.backward(self, batch, self.micro_batch)
@@ -219,8 +219,14 @@ class Engine:
             self.average.update()
         self.phase_ended("optimizer")
         if self.scaler.is_enabled():
-            parts["loss_scale"] = torch.tensor(self.scaler.get_scale())
+            parts["loss_scale"] = torch.as_tensor(self.loss_scale())
         return {name: value.detach() for name, value in parts.items()} | {"grad_norm": norm}
+
+    def loss_scale(self) -> Tensor | float:
+        """The factor of the loss; under fp16 on the device, which reading it would wait for."""
+        if not self.scaler.is_enabled():
+            return 1.0
+        return self.scaler.scale(torch.ones((), device=self.context.device))
 
     def with_outside(self, norm: Tensor) -> Tensor:
         """The norm of the gradient with that of parameters outside; ``norm`` is the module's."""
