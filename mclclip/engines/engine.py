@@ -108,11 +108,9 @@ class Engine:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = self.with_outside(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if self.clip_grad_norm is not None:
-            factor = self.clip_factor(norm)
-            for gradient in gradients:
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                local.mul_(factor)
+        if self.clip_grad_norm is not None and gradients:
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+            torch._foreach_mul_(local, self.clip_factor(norm))  # a few kernels for all of them
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return norm
