@@ -2,7 +2,8 @@
 
 The steps are the loop's own, of every objective, on one and two ranks. ``tests.device_waits`` finds
 on a CPU where a GPU would be waited for. Each entry of ``ALLOWED`` is a wait that there is, with
-its reason and the cases that show it; a new one fails here, and so does one that is gone.
+its reason and the cases that show it; a new one fails here, and so does one that is gone. FSDP and
+ZeRO are not among the engines: they refuse parameters on a CPU that has an index.
 """
 
 from __future__ import annotations
@@ -71,7 +72,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "clip_grad_norm": 1.0},
     "fp16, lion": {"precision": "fp16", "optimizer": "lion"},
-    "fsdp": {"name": "fsdp", "clip_grad_norm": 1.0},
     "lion": {"optimizer": "lion"},
     "lars": {"optimizer": "lars"},
     "sgd": {"optimizer": "timm:sgd"},
@@ -94,7 +94,7 @@ ALLOWED: list[tuple[str, str, set[tuple[str, str]]]] = [
         "_local_scalar_dense in engines.engine.update",
         "under fp16 a step that overflows is left out, by parameters outside of the engine too, "
         "whose optimizers are plain code",
-        {("mlcd", "fp16")},
+        {("mlcd", "fp16"), ("mlcd", "fp16, lion")},
     ),
     (
         "_local_scalar_dense in engines.engine.step",
