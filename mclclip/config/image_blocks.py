@@ -37,11 +37,43 @@ def check_image_blocks(option: str, number: int | str, name: str | Mapping[str, 
         )
 
 
-def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
-    """``layers`` of the image tower: blocks of a transformer, or those of each ResNet layer."""
+def check_patch_dropout(
+    training: str, share: float, image_blocks: int | str, name: str | Mapping[str, Any]
+) -> None:
+    """Raises ValueError where ``training`` (``base``, ``train``) cannot drop a share of patches.
+
+    The image tower is then no vision transformer of open_clip's own, or its first blocks are
+    locked, which run as in evaluation. As above, a model whose configuration is not at hand passes.
+    """
+    vision = _config(name).get("vision_cfg")
+    if not share or not isinstance(vision, Mapping):
+        return
+    layers = vision.get("layers", 12)
+    if vision.get("timm_model_name") or vision.get("backbone") or isinstance(layers, list):
+        what = vision.get("timm_model_name") or vision.get("backbone") or "an open_clip ResNet"
+        raise ValueError(
+            f"{training}.patch_dropout is {share}, and the image tower is {what}: patches are "
+            "dropped in open_clip's own vision transformers alone; leave it out"
+        )
+    if isinstance(image_blocks, int) and isinstance(layers, int) and image_blocks < layers:
+        raise ValueError(
+            f"{training}.patch_dropout is {share}, but {training}.lock.image_blocks={image_blocks} "
+            f"locks the first {layers - image_blocks} of {layers} blocks, which see whole "
+            f"pictures: set {training}.lock.image_blocks=all, or leave patch_dropout out"
+        )
+
+
+def _config(name: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The architecture of a model; empty where it is not at hand."""
     config = _read(name) if isinstance(name, str) else name
     config = config.get("model_cfg", config) if isinstance(config, Mapping) else {}
-    vision = config.get("vision_cfg") if isinstance(config, Mapping) else None
+    return config if isinstance(config, Mapping) else {}
+
+
+def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
+    """``layers`` of the image tower: blocks of a transformer, or those of each ResNet layer."""
+    config = _config(name)
+    vision = config.get("vision_cfg")
     if not isinstance(vision, Mapping):
         return None
     if vision.get("timm_model_name") or vision.get("backbone"):

@@ -11,7 +11,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from mclclip.clustering.rows import Algorithm
 from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
-from mclclip.config.image_blocks import check_image_blocks
+from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout
 from mclclip.config.plan import PlanConfig
 from mclclip.config.sources import SourceConfig
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
@@ -20,7 +20,7 @@ from mclclip.data.labels import LabelMode
 from mclclip.data.remote import RemoteOptions
 from mclclip.models.lora import Targets
 from mclclip.objectives.base import AnyObjective, Facts, parse
-from mclclip.options import STRICT
+from mclclip.options import STRICT, Dropped
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -249,6 +249,8 @@ class TrainConfig:
     lock: LockConfig = LockConfig()
     lora: LoraConfig | None = None
     """Adapters on the image tower; the adapted layers' own weights are frozen (null: none)."""
+    patch_dropout: Dropped = 0.0
+    """Share of a picture's patches that an unlocked ViT does not see in training (FLIP)."""
     engine: EngineConfig = EngineConfig()
     optimizer: str = "adamw"
     """``adamw``, ``lars``, ``lion``, or ``timm:NAME`` for any other of timm's."""
@@ -303,6 +305,7 @@ class TrainConfig:
             "lora": None if self.lora is None else asdict(self.lora),
             "precision": self.precision,
             "grad_checkpointing": self.engine.grad_checkpointing,
+            "patch_dropout": self.patch_dropout,
         }
 
     def optimizer_arguments(self) -> dict[str, Any]:
@@ -413,8 +416,9 @@ class Config:
         for options in filter(None, (self.base, self.train)):
             options.objective.check(self.facts(options))
         for name, options in self.trainings.items():
-            model = self.model_of(name).name
-            check_image_blocks(f"{name}.lock.image_blocks", options.lock.image_blocks, model)
+            model, blocks = self.model_of(name).name, options.lock.image_blocks
+            check_image_blocks(f"{name}.lock.image_blocks", blocks, model)
+            check_patch_dropout(name, options.patch_dropout, blocks, model)
 
     def _check_start(self) -> None:
         """Raises ValueError where ``start`` contradicts other options."""

@@ -65,7 +65,8 @@ class Batch:
     text_features  float32 [b, D] text embeddings from disk, or None
     labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
                    mask compares
-    classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None
+    classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None;
+                   always in main memory, where objectives sort and count them
     sample_id      int64 [b]
     step           step of the stage, counted over all its epochs
     prefix_length  number of leading stages whose cluster labels are compared (`PlannedBatch`)
@@ -95,9 +96,13 @@ class Batch:
         """The same batch in page-locked memory; DataLoader(pin_memory=True) calls this."""
         return self._each_tensor(lambda tensor: tensor.pin_memory())
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on ``device`` (non_blocking needs pinned memory to be asynchronous)."""
-        return self._each_tensor(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on ``device``, but for ``classes``; the host does not wait for what comes
+        from pinned memory."""
+        kept = self.classes
+        return self._each_tensor(
+            lambda tensor: tensor if tensor is kept else tensor.to(device, non_blocking=True)
+        )
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, each view among them."""

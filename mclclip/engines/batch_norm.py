@@ -54,8 +54,9 @@ class _GlobalStatistics(_BatchNorm):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        number = float(self.num_batches_tracked)
-        share = 1.0 / number if self.momentum is None else self.momentum
+        share = self.momentum
+        if share is None:  # only then is the number read, for which a device is waited for
+            share = 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 

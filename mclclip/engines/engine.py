@@ -108,11 +108,9 @@ class Engine:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = self.with_outside(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if self.clip_grad_norm is not None:
-            factor = self.clip_factor(norm)
-            for gradient in gradients:
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                local.mul_(factor)
+        if self.clip_grad_norm is not None and gradients:
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+            torch._foreach_mul_(local, self.clip_factor(norm))  # a few kernels for all of them
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return norm
@@ -202,7 +200,7 @@ class Engine:
         for part in self.outside:
             part.zero_grad()
             # Gradient caching does not scale the loss of the features, only the pulled-back one.
-            part.begin(batch.step, 1.0 if cached else self.scaler.get_scale())
+            part.begin(batch.step, 1.0 if cached else self.loss_scale())
         if cached:
             assert self.micro_batch is not None
             parts = gradient_cache.backward(self, batch, self.micro_batch)
@@ -219,8 +217,14 @@ class Engine:
             self.average.update()
         self.phase_ended("optimizer")
         if self.scaler.is_enabled():
-            parts["loss_scale"] = torch.tensor(self.scaler.get_scale())
+            parts["loss_scale"] = torch.as_tensor(self.loss_scale())
         return {name: value.detach() for name, value in parts.items()} | {"grad_norm": norm}
+
+    def loss_scale(self) -> Tensor | float:
+        """The factor of the loss; under fp16 on the device, which reading it would wait for."""
+        if not self.scaler.is_enabled():
+            return 1.0
+        return self.scaler.scale(torch.ones((), device=self.context.device))
 
     def with_outside(self, norm: Tensor) -> Tensor:
         """The norm of the gradient with that of parameters outside; ``norm`` is the module's."""

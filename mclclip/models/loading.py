@@ -12,6 +12,7 @@ from mclclip.models.clip import load_clip, load_image_encoder
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.lora import add_lora
+from mclclip.models.patch_dropout import drop_patches
 from mclclip.models.transformers_encoder import PREFIX
 from mclclip.options import shown
 
@@ -62,14 +63,16 @@ def prepare_model(
     seed: int,
     precision: str,
     grad_checkpointing: bool,
+    patch_dropout: float = 0.0,
 ) -> None:
-    """Prepares a model for training, in place: locks, adapters, precision, recomputation.
+    """Prepares a model for training, in place: locks, adapters, precision, recomputation, patches.
 
     ``lock`` and ``lora`` are the arguments of ClipModel.lock and add_lora; ``seed`` draws adapters.
     """
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)
+    drop_patches(model, patch_dropout)
     if precision == "float64":
         model.double()
     model.train()

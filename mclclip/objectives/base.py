@@ -187,8 +187,9 @@ class Objective(nn.Module):
     """A loss of named features, with the parameters and buffers it owns.
 
     ``forward`` takes features by name, ``labels`` [b, 1] (groups), ``sample_id`` [b], and
-    ``classes`` [b, l] where clusters or an attribute are read. It returns ``loss``, whose mean over
-    the ranks is the loss of the global batch, and other 0-dimensional parts.
+    ``classes`` [b, l], in main memory, where clusters or an attribute are read. It returns
+    ``loss``, whose mean over the ranks is the loss of the global batch, and other 0-dimensional
+    parts.
     Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
     frozen copy of the model, such as a momentum encoder, is a submodule without gradients.
     """

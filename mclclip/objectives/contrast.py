@@ -22,6 +22,7 @@ from mclclip.objectives.row_losses import Pairs, log_sums
 from mclclip.objectives.temperature import AnyTemperature, Temperature
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
+from mclclip.ranks.transfer import to_device
 
 Between = Literal["captions", "views"]
 Direction = Literal["both", "images", "texts"]
@@ -188,7 +189,7 @@ class Contrast(Objective):
         scale = self.temperature.scale(own[0], features.get("logit_scale"))
         marks = [features["labels"][:, 0], features["sample_id"]]
         if self.reads_classes:
-            marks.append(features["classes"][:, 0])
+            marks.append(to_device(features["classes"][:, 0], own[0].device))
         found = [
             self.rows(contrasted)
             for contrasted in self.contrasts(

@@ -134,13 +134,14 @@ class Adversary:
 
     def __init__(self, network: Viewmaker, lr: float, seed: int = 0) -> None:
         self.network, self.seed = network, seed
-        self._now, self._loss_scale, self._averaged = 0, 1.0, False
+        self._now, self._averaged = 0, False
+        self._loss_scale: Tensor | float = 1.0
         self.optimizer = torch.optim.Adam(network.parameters(), lr=lr, maximize=True)
         for weight in network.parameters():  # before the first step, for a state to be loaded into
             moments = {name: torch.zeros_like(weight) for name in _MOMENTS}
             self.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
 
-    def begin(self, step: int, loss_scale: float = 1.0) -> None:
+    def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
         """Takes note of the step, on which the noise depends, and of the factor of the loss."""
         self._now, self._loss_scale = step, loss_scale
 

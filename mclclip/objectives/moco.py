@@ -243,7 +243,7 @@ class QueuedKeys(_WithCopy):
         """The model's features of the first view, and as ``keys`` the copy's of the second."""
         first, second = batch.views
         found = model(image=first, text=batch.text, text_features=batch.text_features)
-        prefix_length = torch.tensor(batch.prefix_length, device=first.device)
+        prefix_length = torch.full((), batch.prefix_length, device=first.device)
         return dict(found) | {"keys": self.copy(second), "prefix_length": prefix_length}
 
     def forward(

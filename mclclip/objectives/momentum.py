@@ -89,6 +89,8 @@ class MomentumCopy(nn.Module):
     @torch.no_grad()
     def follow(self, model: nn.Module) -> None:
         """Moves the copy towards the weights of ``model``, from which it was copied."""
-        for old, new in zip(self.model.parameters(), model.parameters(), strict=True):
-            if new.requires_grad:
-                old.lerp_(new, 1.0 - self.momentum)
+        both = zip(self.model.parameters(), model.parameters(), strict=True)
+        moved = [(old, new) for old, new in both if new.requires_grad]
+        if moved:
+            old, new = map(list, zip(*moved, strict=True))
+            torch._foreach_lerp_(old, new, 1.0 - self.momentum)

@@ -60,6 +60,7 @@ from mclclip.objectives.temperature import AnyTemperature, Temperature
 from mclclip.options import STRICT, Share
 from mclclip.randomness import Integers, mix
 from mclclip.ranks import collectives
+from mclclip.ranks.transfer import to_device
 
 _TILE = 1024
 Score = Literal["exact", "code"]
@@ -399,8 +400,9 @@ class SimLAP(Objective):
 
         Raises ValueError, on all ranks, for a class that the label filter does not have.
         """
-        every, all_ids = collectives.gather(own), collectives.gather(ids)
-        known, numbers = self.filter.num_classes, every.cpu().numpy()
+        device = ids.device
+        every, all_ids = collectives.gather(own.cpu()), collectives.gather(ids)
+        known, numbers = self.filter.num_classes, every.numpy()
         if numbers.min() < 0 or numbers.max() >= known:
             raise ValueError(
                 f"classes of a batch are {numbers.min()} to {numbers.max()}, and the label filter "
@@ -410,7 +412,8 @@ class SimLAP(Objective):
         key = mix(self.seed, self.step)
         drawn = draw_partners(numbers, all_ids.cpu().numpy(), key, self.pairs, closest)
         first = collectives.rank() * len(own)
-        partners = torch.from_numpy(drawn[first : first + len(own)]).to(own.device)
+        partners = to_device(torch.from_numpy(drawn[first : first + len(own)]), device)
+        own, every = to_device(own, device), to_device(every, device)
         everywhere = collectives.gather(groups)
         return ClassPairs(own, partners, ids, groups, every, all_ids, everywhere)
 
@@ -420,7 +423,7 @@ class SimLAP(Objective):
             return self._closest[torch.from_numpy(present)].numpy()
         assert isinstance(self.filter, LabelFilter)
         vectors = self.filter.labels.weight
-        rows = torch.from_numpy(present).to(vectors.device)
+        rows = to_device(torch.from_numpy(present), vectors.device)
         return closest_classes(vectors, rows, self.num_closest).cpu().numpy()
 
     def _losses(

@@ -14,7 +14,7 @@ class OutsideParameters(Protocol):
     class centers are an example.
     """
 
-    def begin(self, step: int, loss_scale: float = 1.0) -> None:
+    def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
         """Prepares a step whose loss is multiplied by ``loss_scale`` before the backward pass."""
 
     def zero_grad(self) -> None:

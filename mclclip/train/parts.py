@@ -35,6 +35,7 @@ from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
 from mclclip.ranks.process_group import Context, process_start
 from mclclip.ranks.step_boundary import StepBoundary
+from mclclip.ranks.transfer import choose_memory
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
@@ -349,7 +350,7 @@ def loader_of(
         steps,
         num_workers=data.num_workers,
         describe=describe,
-        pin_memory=job.context.device.type == "cuda",
+        pin_memory=choose_memory(job.context.device) == "pinned",
     )
 
 

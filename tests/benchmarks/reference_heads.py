@@ -40,7 +40,7 @@ class ReferenceHead:
         every, labels = collectives.gather_with_grad(features), collectives.gather(labels)
         local = labels - self.centers.start
         own = (labels >= self.centers.start) & (labels < self.centers.stop)
-        negatives = self.centers.negatives(labels)
+        negatives = self.centers.negatives(labels.cpu()).to(labels.device)
         touched = torch.unique(torch.cat([negatives, local[own]]))
         rows = self.centers.rows[touched].requires_grad_()
         keep = partial(self._keep, touched)
@@ -86,5 +86,5 @@ class ReferenceHead:
     def _keep(self, touched: Tensor, rows: Tensor) -> None:
         """Every rank computes the same loss, so it comes back once from each."""
         assert rows.grad is not None
-        self.centers.add_gradient(touched, rows.grad / collectives.world_size())
+        self.centers.add_gradient(touched.cpu(), rows.grad / collectives.world_size())
         rows.grad = None

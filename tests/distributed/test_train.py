@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 
 from mclclip import checkpoint, config, index, train
 from mclclip.config import Config
+from mclclip.models.patch_dropout import PatchDropout
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
+from mclclip.ranks.process_group import Context, seed_everything
 from tests import tiny
 from tests.matrix import in_soak, kept
 
@@ -101,6 +103,39 @@ def test_fp32_losses_and_weights_agree(ranks: Ranks, data: Path, tmp_path: Path)
         np.testing.assert_allclose(other, weights, atol=1e-5, rtol=0, err_msg=name)
         compared += 1
     assert compared > 40
+
+
+@pytest.mark.parametrize("world_size", kept([1, 2], 1))
+def test_dropped_patches_are_those_of_the_step(
+    ranks: Ranks, data: Path, tmp_path: Path, world_size: int
+) -> None:
+    """The second half of a training, repeated from the checkpoint before it, bit for bit."""
+    tree = options_for(data, tmp_path / "run", "fp32", tiny.MODEL)
+    tree["base"] |= {"patch_dropout": 0.5, "checkpoint": {"every": STEPS // 2}}
+    tree["base"] |= {"engine": {"micro_batch": 5}}
+    whole = run_on(ranks, world_size, tree)
+    directory = tmp_path / "run" / "stage_0" / "train"
+    shutil.rmtree(directory / f"checkpoints/step_{STEPS:08d}")
+    (directory / "manifest.json").rename(directory / "in_progress.json")
+    again = run_on(ranks, world_size, tree)
+    assert again["losses"] == whole["losses"]
+    for name, weights in whole["weights"].items():
+        np.testing.assert_array_equal(again["weights"][name], weights, err_msg=name)
+
+
+def draws() -> list[int]:
+    """Patches that this rank keeps of one picture, at two steps."""
+    found = []
+    for step in range(2):
+        seed_everything(1, step, collectives.rank())
+        found.append(PatchDropout(0.5)(torch.arange(1e3)[None, :, None])[0, :, 0].tolist())
+    return found
+
+
+def test_every_rank_and_step_drops_its_own_patches(ranks: Ranks) -> None:
+    first, second = ranks(2, draws)
+    assert len({tuple(kept) for kept in (*first, *second)}) == 4
+    assert ranks(2, draws) == [first, second]
 
 
 def test_world_size_that_does_not_divide_the_batch_is_refused(

@@ -138,7 +138,7 @@ class Head:
             centers, self.kind, scale=32.0, margin=self.margin, tile=self.tile, kernels=kernels
         )
         features = self.features.to(device, dtype, copy=True).requires_grad_()
-        output = objective(features, self.positives.to(device))
+        output = objective(features, self.positives)
         output["loss"].backward()  # type: ignore[no-untyped-call]
         assert features.grad is not None and centers.grad is not None
         assert centers.touched is not None
@@ -195,8 +195,8 @@ def head_optimizer(where: Where) -> str:
                 touched = torch.randperm(num_classes, generator=generator)[: num_classes // 3]
                 grad = random(len(touched), 16, seed=step).to(device, dtype)
                 centers.zero_grad()
-                centers.add_gradient(touched.sort().values.to(device), grad)
-                centers.add_gradient(torch.arange(4, device=device), grad[:4])
+                centers.add_gradient(touched.sort().values, grad)
+                centers.add_gradient(torch.arange(4), grad[:4])
                 centers.step(0.1, torch.tensor(0.5, device=device))
             moved.append(centers.rows)
         worst = max(worst, close(f"lazy={lazy}", moved[1], moved[0], 1e-5))

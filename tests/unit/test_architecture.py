@@ -234,7 +234,6 @@ STILL_ASKING = {
     "engines/gradient_cache.py",
     "ranks/process_group.py",
     "run/profiling.py",
-    "train/parts.py",
     "train/loop.py",
 }
 

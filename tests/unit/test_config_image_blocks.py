@@ -108,3 +108,30 @@ def test_blocks_of_a_text_tower_that_rests_are_refused() -> None:
         ValueError, match="text_blocks=1 names blocks of a text tower that text=fal"
     ):
         load("train.lock.text=false", "train.lock.text_blocks=1")
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "message"),
+    [
+        ("RN50-quickgelu", "all", "the image tower is an open_clip ResNet: patches are dropped"),
+        ("convnext_tiny", "all", "the image tower is convnext_tiny: patches are dropped in"),
+        ("ViT-B-32", "8", "lock.image_blocks=8 locks the first 4 of 12 blocks, which see whole"),
+        ("ViT-B-32", "0", "lock.image_blocks=0 locks the first 12 of 12 blocks"),
+    ],
+)
+def test_patch_dropout_that_cannot_be_is_refused_at_once(
+    model: str, blocks: str, message: str
+) -> None:
+    overrides = (f"model.name={model}", f"train.lock.image_blocks={blocks}")
+    with pytest.raises(ValueError, match=f"train.patch_dropout is 0.5.*{message}"):
+        config.load(RECIPES / "cc12m_vitl14.yaml", (*overrides, "train.patch_dropout=0.5"))
+    config.load(RECIPES / "cc12m_vitl14.yaml", overrides)
+
+
+@pytest.mark.parametrize("blocks", ["12", "all"])
+def test_patch_dropout_of_unlocked_blocks_is_read(blocks: str) -> None:
+    overrides = ("model.name=ViT-B-32", f"train.lock.image_blocks={blocks}")
+    read = config.load(RECIPES / "cc12m_vitl14.yaml", (*overrides, "train.patch_dropout=0.5"))
+    assert read.train.model_arguments()["patch_dropout"] == 0.5
+    with pytest.raises(ValueError, match="patch_dropout"):
+        config.load(RECIPES / "cc12m_vitl14.yaml", (*overrides, "train.patch_dropout=1.0"))

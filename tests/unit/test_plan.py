@@ -109,6 +109,20 @@ def test_options_move_the_parts_they_should() -> None:
     assert parts()["context"] == 0 and parts("device=cuda")["context"] > 0
 
 
+def test_dropped_patches_take_neither_memory_nor_operations() -> None:
+    def costs(*overrides: str) -> tuple[int, int, int]:
+        images = "train.lock={image_blocks: all, text: false}"
+        options = tiny_config("base=null", images, *overrides)
+        found = plan.make(options, Machine(1, 1), 500)["memory"]["train"]
+        operations = found["operations"]
+        return found["parts"]["activations"], operations["sample"], operations["image"]
+
+    whole, half = costs(), costs("train.patch_dropout=0.5")  # 17 tokens and 9
+    assert 0.4 * whole[0] < half[0] < 0.7 * whole[0]
+    assert 0.4 * whole[1] < half[1] < 0.7 * whole[1]
+    assert half[2] == whole[2]  # embedding sees whole pictures
+
+
 @in_soak
 def test_micro_batches_divide_the_activations() -> None:
     def activations(*overrides: str) -> Any:

@@ -13,12 +13,18 @@ from mclclip.objectives.class_centers.kernels import Kernels
 from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import ShardedClassCenters
 from mclclip.pair_products import pair_products
+from mclclip.ranks.transfer import to_device
 
 _LARGEST_EXPONENT = 85.0  # exp overflows fp32 beyond 88
 
 
 class ClassBatch:
-    """The pairs, negatives and tiles that join a batch to the classes of this rank."""
+    """The pairs, negatives and tiles that join a batch to the classes of this rank.
+
+    All of it follows from ``labels`` [B, l], which are in main memory: what is sorted and counted
+    is so there, and only results go to the device, where lengths that depend on values would make
+    the host wait. ``touched_here`` is ``touched`` in main memory.
+    """
 
     def __init__(
         self,
@@ -32,47 +38,53 @@ class ClassBatch:
         self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
         self.kernels = kernels
         self.shape = labels.shape
-        self.counted = (labels >= 0).any(dim=1)
-        self.num_positives = (labels >= 0).sum().clamp_min(1)
+        self.counted = self._moved((labels >= 0).any(dim=1))
+        self.num_positives = self._moved((labels >= 0).sum().clamp_min(1))
         self.negatives = centers.negatives(labels)
         # Kernels sum in fp32: exp(shift) is divided out where that could overflow.
         self.shift = max(0.0, scale + math.log(centers.num_classes) - _LARGEST_EXPONENT)
         self._find_pairs(labels)
-        self._find_touched()
-        self._find_collisions()
         self.figures: dict[str, Tensor] = {}
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        moved: Tensor = to_device(tensor, self.centers.rows.device)
+        return moved
 
     def _find_pairs(self, labels: Tensor) -> None:
         """The (row, positive) of this rank, by row, and the order in which they are by class."""
-        self.own = (labels >= self.centers.start) & (labels < self.centers.stop)
-        self.row = self.own.nonzero()[:, 0]
-        self.row_starts = starts_of(self.own.sum(dim=1))
-        self.positives = labels[self.own] - self.centers.start
-        self.by_class = self.positives.argsort(stable=True)
+        own = (labels >= self.centers.start) & (labels < self.centers.stop)
+        row, positives = own.nonzero()[:, 0], labels[own] - self.centers.start
+        self.own, self.row, self.positives = map(self._moved, (own, row, positives))
+        self.row_starts = self._moved(starts_of(own.sum(dim=1)))
+        self.by_class = self._moved(positives.argsort(stable=True))
+        self._find_touched(row, positives)
 
-    def _find_touched(self) -> None:
+    def _find_touched(self, row: Tensor, positives: Tensor) -> None:
         """The classes that take part, and where negatives and positives are among them."""
         rows = self.centers.rows
-        uses = torch.bincount(self.positives, minlength=len(rows))
+        uses = torch.bincount(positives, minlength=len(rows))
         takes_part = uses > 0
         takes_part[self.negatives] = True
-        self.touched = takes_part.nonzero()[:, 0]
-        self.uses = uses[self.touched]
+        self.touched_here = takes_part.nonzero()[:, 0]
         place = takes_part.cumsum(0) - 1
-        self.of_negatives, self.of_positives = place[self.negatives], place[self.positives]
-        squares = pair_products(rows, rows, starts_of(takes_part), self.touched)
+        of_negatives, of_positives = place[self.negatives], place[positives]
+        self.touched, self.uses = map(self._moved, (self.touched_here, uses[self.touched_here]))
+        self.of_negatives, self.of_positives = map(self._moved, (of_negatives, of_positives))
+        starts = starts_of(self._moved(takes_part))
+        squares = pair_products(rows, rows, starts, self.touched)
         self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
-
-    def _find_collisions(self) -> None:
-        """Places where a row's own positive was drawn, in the order of the tiles."""
-        column = _inverse(self.of_negatives, len(self.touched))[self.of_positives]
+        column = _inverse(of_negatives, len(self.touched_here))[of_positives]
         drawn = column >= 0
-        row, column = self.row[drawn], column[drawn]
-        self.collisions = row, column
+        self._find_collisions(row[drawn], column[drawn])
+
+    def _find_collisions(self, row: Tensor, column: Tensor) -> None:
+        """Places where a row's own positive was drawn, in the order of the tiles."""
+        self.collisions = self._moved(row), self._moved(column)
         per_column = -(-self.shape[0] // self.tile)
         number = column // self.tile * per_column + row // self.tile
         order = number.argsort(stable=True)
-        self._in_tiles = row[order] % self.tile, column[order] % self.tile
+        in_tiles = row[order] % self.tile, column[order] % self.tile
+        self._in_tiles = tuple(map(self._moved, in_tiles))
         num_tiles = per_column * -(-len(self.negatives) // self.tile)
         counts = torch.bincount(number, minlength=num_tiles)
         self._ends = [0, *counts.cumsum(0).tolist()]
@@ -98,7 +110,7 @@ class ClassBatch:
     def all_negatives(self) -> Tensor:
         """The unit class centers of all negatives [n, D], as the kernels read them."""
         assert self.kernels is not None
-        dtype, device = self.kernels.half or torch.float32, self.negatives.device
+        dtype, device = self.kernels.half or torch.float32, self.centers.rows.device
         unit = torch.empty((len(self.negatives), self.centers.dim), dtype=dtype, device=device)
         for first in range(0, len(self.negatives), self.tile):
             part = slice(first, first + self.tile)

@@ -114,7 +114,7 @@ def negative_sums(
     rows, columns = _rounded(scaled, half), _rounded(centers, half)
     size = len(rows), len(columns)
     if not size[1]:
-        return scaled.new_zeros(size[0]), scaled.new_tensor(float("-inf"))
+        return scaled.new_zeros(size[0]), scaled.new_full((), float("-inf"))
     blocks = _HALF_SUMS if half else _FULL
     parts = _ceil_div(size[1], blocks.other * _TILES_PER_PROGRAM)
     sums, largest = scaled.new_empty(2, parts, size[0])

@@ -21,6 +21,7 @@ from torch import Tensor
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.ranks.sharded_rows import ShardedRows
+from mclclip.ranks.transfer import to_device
 
 Rule = Literal["two_path", "exclude_positives", "partial_fc"]
 InitialRows = Callable[[int, int], Tensor]
@@ -58,8 +59,9 @@ class ShardedClassCenters:
     initial   the rows at the start
     dtype     float32, or float64 for checks
 
-    Gradients are kept for the touched rows only: ``touched`` int64 [t], ascending, and ``grad``
-    [t, D]. Raises ValueError for fewer than one class and for initial rows of another width.
+    Gradients are kept for the touched rows only: ``touched`` int64 [t], ascending and in main
+    memory, and ``grad`` [t, D]. Raises ValueError for fewer than one class and for initial rows of
+    another width.
     """
 
     def __init__(
@@ -91,13 +93,13 @@ class ShardedClassCenters:
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
         self.steps = torch.zeros(len(rows), dtype=torch.int32, device=context.device)
         self._draw, self._drawn = draw, np.arange(num_classes)
-        self.loss_scale = 1.0
+        self.loss_scale: Tensor | float = 1.0
         self.touched: Tensor | None = None
         self.grad: Tensor | None = None
 
     # --- a step --------------------------------------------------------------------------------
 
-    def begin(self, step: int, loss_scale: float = 1.0) -> None:
+    def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
         """Draws the negatives of a step; the loss that is differentiated in it will be multiplied
         by ``loss_scale``."""
         self.loss_scale = loss_scale
@@ -106,10 +108,10 @@ class ShardedClassCenters:
 
     def negatives(self, labels: Tensor) -> Tensor:
         """int64 [n], ascending: rows of this rank that are negatives for the batch with positives
-        ``labels`` [B, l] (-1: none)."""
+        ``labels`` [B, l] (-1: none); both in main memory."""
         drawn = self._drawn
         if self.rule != "two_path":
-            positives = np.unique(labels.cpu().numpy())
+            positives = np.unique(labels.numpy())
             positives = positives[positives >= 0]
             others = drawn[~np.isin(drawn, positives)]
             if self.rule == "exclude_positives":
@@ -118,17 +120,17 @@ class ShardedClassCenters:
                 room = max(len(drawn) - len(positives), 0)
                 drawn = np.concatenate([positives, others[:room]])
         own = np.sort(drawn[(drawn >= self.start) & (drawn < self.stop)]) - self.start
-        return torch.from_numpy(own).to(self.context.device, non_blocking=True)
+        return torch.from_numpy(own)
 
     def add_gradient(self, touched: Tensor, grad: Tensor) -> None:
-        """Adds the gradient [t, D] of the rows ``touched`` [t], ascending."""
+        """Adds the gradient [t, D] of the rows ``touched`` [t], ascending, in main memory."""
         if self.touched is None or self.grad is None:
             self.touched, self.grad = touched, grad
             return
         union = torch.unique(torch.cat([self.touched, touched]))
         total = self.grad.new_zeros((len(union), self.dim))
         for ids, part in ((self.touched, self.grad), (touched, grad)):
-            total[torch.searchsorted(union, ids)] += part
+            total[to_device(torch.searchsorted(union, ids), total.device)] += part
         self.touched, self.grad = union, total
 
     def zero_grad(self) -> None:
@@ -148,18 +150,17 @@ class ShardedClassCenters:
             return
         lr *= self.optimizer.lr_scale
         at_once = 16_384 if self.rows.device.type == "cuda" else 1024  # a CPU's cache holds that
+        touched = to_device(self.touched, self.rows.device)
         if self.optimizer.lazy:
-            for first in range(0, len(self.touched), at_once):
+            for first in range(0, len(touched), at_once):
                 part = slice(first, first + at_once)
-                self._move(self.touched[part], self.grad[part] * factor, lr)
+                self._move(touched[part], self.grad[part] * factor, lr)
             return
         for first in range(0, len(self.rows), at_once):
             stop = min(first + at_once, len(self.rows))
             grad = self.rows.new_zeros((stop - first, self.dim))
-            at, end = torch.searchsorted(
-                self.touched, torch.tensor([first, stop], device=self.touched.device)
-            ).tolist()
-            grad[self.touched[at:end] - first] = self.grad[at:end] * factor
+            at, end = torch.searchsorted(self.touched, torch.tensor([first, stop])).tolist()
+            grad[touched[at:end] - first] = self.grad[at:end] * factor
             self._move(slice(first, stop), grad, lr)
 
     def _move(self, where: Tensor | slice, grad: Tensor, lr: float) -> None:

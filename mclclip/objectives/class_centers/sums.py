@@ -61,7 +61,8 @@ def class_sums(
 
     Args:
         features: [b, D] of this rank, unit length, float32 or float64. All ranks have the same b.
-        labels: [b, l] int64, classes that are positive; -1: none.
+        labels: [b, l] int64, classes that are positive; -1: none. In main memory, or the host
+            waits for them.
         centers: after ``begin`` of this step. Their gradient is added to them in the backward.
         scale: multiplier of cosines.
         tile: rows and classes of the scores that are computed at a time.
@@ -72,7 +73,7 @@ def class_sums(
         of the global batch which every rank computes alike, for engines that average over ranks.
     """
     with torch.autocast(features.device.type, enabled=False):
-        every = collectives.gather(labels.int()).long()
+        every = collectives.gather(labels.cpu().int()).long()
         batch = ClassBatch(centers, every, scale, margin, tile or _tile(features.device), kernels)
         log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
     return Sums(log_p, log_n, batch.counted, batch.figures)
@@ -102,7 +103,7 @@ def _negative_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]
         return sums, largest.clamp_min(-batch.scale) / batch.scale
     memory = batch.memory(features)
     sums = features.new_zeros(len(features), dtype=torch.float64)
-    largest = features.new_tensor(-batch.scale)
+    largest = features.new_full((), -batch.scale)
     for centers, _, tiles in batch.negative_blocks():
         for rows, number in tiles:
             scores = batch.scores(scaled[rows], centers, number, memory)
@@ -142,7 +143,7 @@ class _ClassSums(torch.autograd.Function):
             grad = weighted_sums(batch.centers.rows, batch.positives, batch.row_starts, weights)
             of_centers = _pull_centers(batch, every, cosine, weights)
             _pull_negatives(batch, every, _finite(log_n), grad_n, grad, of_centers)
-            batch.centers.add_gradient(batch.touched, of_centers)
+            batch.centers.add_gradient(batch.touched_here, of_centers)
             # Engines average over the ranks what is a sum here.
             own = collectives.sum_to_owner(grad) * collectives.world_size()
         return own, None

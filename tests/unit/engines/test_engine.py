@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from typing import Any
 
 import mclclip.torchvision_fix  # noqa: F401
 
@@ -11,6 +13,7 @@ import pytest
 import timm.optim
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mclclip.engines.engine import Engine
 from mclclip.models.optimizer import build_optimizer
@@ -95,6 +98,45 @@ def test_clipping_scales_the_whole_gradient(share: float | None) -> None:
     scale = 0.5 if share == 0.5 else 1.0
     torch.testing.assert_close(before - model.tail.weight, scale * weight)
     assert float(parts["grad_norm"]) == pytest.approx(norm)  # before clipping
+
+
+class Operations(TorchDispatchMode):
+    """How often each operation was called within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(num_layers: int) -> Counter[str]:
+    """Operations of a clipped step of AdamW after its gradients are there."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+    engine = Engine(
+        model,
+        lambda module: build_optimizer(module, weight_decay=0.1),
+        SINGLE,
+        clip_grad_norm=1e-3,
+    )
+    for _ in range(2):  # the first one makes the moments
+        engine.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        model(BATCH).square().sum().backward()
+        with Operations() as operations:
+            engine.step()
+    return operations.called
+
+
+def test_a_step_has_as_many_operations_for_few_parameters_as_for_many() -> None:
+    """On a GPU an operation of a list is a few kernels; one per parameter would be hundreds."""
+    few, many = step_of(2), step_of(20)
+    assert {few[name] for name in ("_foreach_mul_", "_foreach_norm")} == {1}
+    assert few["_fused_adamw_"] == 2  # with decay and without
+    different = {n for n in few.keys() | many.keys() if few[n] != many[n]}
+    assert different <= {"detach", "unbind"}  # they compute nothing
 
 
 def test_without_a_limit_no_bit_of_the_gradient_changes() -> None:

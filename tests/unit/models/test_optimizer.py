@@ -243,3 +243,28 @@ def test_steps_outside_the_run(arguments: tuple[int, int, int]) -> None:
 def test_unknown_schedule() -> None:
     with pytest.raises(ValueError, match="'linear'"):
         learning_rate(0, 5, 0, 1.0, "linear")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "lars", "timm:sgd", "timm:nadamw", "timm:adam"])
+def test_no_optimizer_is_told_to_go_parameter_by_parameter(vit: ClipModel, name: str) -> None:
+    """torch and timm take whole lists of parameters on a GPU where nobody forbids it."""
+    optimizer = build_optimizer(vit, name=name, weight_decay=0.1, lr=1e-3)
+    for group in optimizer.param_groups:
+        assert group.get("fused") if name == "adamw" else group["foreach"] is None
+
+
+@pytest.mark.parametrize("name", ["lion", "lars", "timm:sgd"])
+def test_whole_lists_of_parameters_give_nearly_the_same_weights(name: str) -> None:
+    def trained(foreach: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        optimizer = build_optimizer(model, name=name, weight_decay=0.1, lr=1e-2)
+        for group in optimizer.param_groups:
+            group["foreach"] = foreach  # as on a GPU, and as on a CPU
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    torch.testing.assert_close(trained(True), trained(False))

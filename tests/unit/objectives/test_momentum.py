@@ -64,6 +64,14 @@ def test_the_copy_is_the_moving_average_of_the_trained_weights() -> None:
     assert 0 < len(trained) < len(expected)
 
 
+def test_a_copy_of_a_frozen_model_stays() -> None:
+    model = load_clip(tiny.MODEL, seed=1).requires_grad_(False)
+    follower = MomentumCopy(model, 0.5)
+    moved(model.requires_grad_(True))
+    follower.follow(model.requires_grad_(False))
+    assert not any(map(torch.equal, follower.model.parameters(), model.parameters()))
+
+
 def test_no_gradient_reaches_the_copy() -> None:
     model = load_clip(tiny.MODEL, seed=1)
     model.lock("all", **LOCK)

@@ -1,0 +1,314 @@
+"""Between two rows of metrics, no step of a training waits for a GPU but where a table says so.
+
+The steps are the loop's own, of every objective, on one and two ranks. ``tests.device_waits`` finds
+on a CPU where a GPU would be waited for. Each entry of ``ALLOWED`` is a wait that there is, with
+its reason and the cases that show it; a new one fails here, and so does one that is gone. FSDP and
+ZeRO are not among the engines: they refuse parameters on a CPU that has an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.checkpoint import Checkpoints
+from mclclip.data.batches import Batch
+from mclclip.engines import build_engine
+from mclclip.models.loading import load_any, prepare_model
+from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives import base
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.ranks.step_boundary import StepBoundary
+from mclclip.run.profiling import PeakMemory, StepProfiler
+from mclclip.run.recorder import Recorder
+from mclclip.train.loop import Trainee, Trainer
+from mclclip.train.parts import prepared
+from tests import device_waits, tiny
+from tests.device_waits import DEVICE, DeviceWaits, following
+from tests.matrix import kept
+
+Ranks = Callable[..., list[Any]]
+GLOBAL_BATCH, NUM_CLASSES, WARM_UP, STEPS = 8, 12, 1, 2
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "info_nce": {"kind": "info_nce"},
+    "trained temperature": {"kind": "info_nce", "temperature": {"learnable": True}},
+    "nt_xent": {"kind": "nt_xent"},
+    "ifm": {"kind": "ifm"},
+    "hcl": {"kind": "hcl"},
+    "sigmoid": {"kind": "sigmoid"},
+    "supcon": {"kind": "supcon", "attribute": "class"},
+    "supcon, one view": {"kind": "supcon", "attribute": "class", "num_views": 1},
+    "feature_dropout": {"kind": "feature_dropout", "width": 4, "residual_blocks": 1},
+    "moco v2": {"kind": "moco", "queue_size": 16, "epsilon": 0.1},
+    "moco v3": {"kind": "moco", "version": "v3"},
+    "simlap": {"kind": "simlap", "attribute": "class", "penalty_weight": 0.1},
+    "simlap, closest": {
+        "kind": "simlap",
+        "attribute": "class",
+        "pairs": "n_closest",
+        "closest_by": "label_embeddings",
+    },
+    "mlcd": {"kind": "mlcd", "labels_per_sample": 2, "sample_rate": 0.5, "centers": "normal"},
+    "mlc, lazy": {"kind": "mlc", "labels_per_sample": 2, "sample_rate": 0.5, "centers": "normal",
+                  "lazy": True, "negatives": "partial_fc"},
+    "single_label": {"kind": "single_label", "attribute": "class", "sample_rate": 1.0,
+                     "centers": "normal", "margin": "cos"},
+    "weighted_sum": {"kind": "weighted_sum", "terms": [{"objective": {"kind": "info_nce"}},
+                                                       {"objective": {"kind": "sigmoid"}}]},
+}  # fmt: skip
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip, average": {"clip_grad_norm": 1.0, "ema_decay": 0.9},
+    "cached": {"micro_batch": 2, "clip_grad_norm": 1.0},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "clip_grad_norm": 1.0},
+    "fp16, lion": {"precision": "fp16", "optimizer": "lion"},
+    "lion": {"optimizer": "lion"},
+    "lars": {"optimizer": "lars"},
+    "sgd": {"optimizer": "timm:sgd"},
+}
+
+# The wait, its reason, and the cases (objective, engine) that show it.
+ALLOWED: list[tuple[str, str, set[tuple[str, str]]]] = [
+    (
+        "cpu in objectives.simlap._pairs",
+        "which class a sample is paired with is drawn by integers of 64 bits without a sign, keyed "
+        "by the sample; torch has them on no device",
+        {("simlap", "plain"), ("simlap, closest", "plain")},
+    ),
+    (
+        "cpu in objectives.simlap._closest_of",
+        "the classes that the label filter takes for close are those of its weights at the step",
+        {("simlap, closest", "plain")},
+    ),
+    (
+        "_local_scalar_dense in engines.engine.update",
+        "under fp16 a step that overflows is left out, by parameters outside of the engine too, "
+        "whose optimizers are plain code",
+        {("mlcd", "fp16"), ("mlcd", "fp16, lion")},
+    ),
+    (
+        "_local_scalar_dense in engines.engine.step",
+        "GradScaler asks whether to leave out a step of an optimizer that cannot do so itself; "
+        "AdamW and SGD of torch can, fused",
+        {("info_nce", "fp16, lion"), ("mlcd", "fp16, lion")},
+    ),
+]
+
+
+def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Trainer:
+    """The loop of a tiny model with this objective, on the device."""
+    context = Context(collectives.rank(), collectives.world_size(), device=DEVICE)
+    parsed, how = base.parse(options), dict(how)
+    precision, optimizer = how.get("precision", "fp32"), how.pop("optimizer", "adamw")
+    model = load_any(tiny.MODEL, seed=1)
+    lock = {
+        "image_blocks": "all",
+        "image_norm": True,
+        "image_projection": True,
+        "text": parsed.reads.captions,
+        "logit_scale": parsed.reads.logit_scale,
+    }
+    prepare_model(
+        model, lock=lock, lora=None, seed=0, precision=precision, grad_checkpointing=False
+    )
+    model.to(DEVICE)
+    classes = SimpleNamespace(num_classes=NUM_CLASSES, centroids=lambda: np.zeros((NUM_CLASSES, 8)))
+    setting = base.Setting(model, context, seed=3, precision=precision, classes=cast(Any, classes))
+    trainee = Trainee(model, parsed.build(setting), precision).to(DEVICE)
+    engine = build_engine(
+        how.pop("name", "ddp"),
+        trainee,
+        partial(build_optimizer, name=optimizer, weight_decay=0.1, lr=1e-3),
+        context,
+        blocks=model.blocks(),
+        outside=trainee.objective.outside(),
+        **how,
+    )
+    recorder = Recorder(
+        folder, context, name="", global_batch=GLOBAL_BATCH, start=0, total=100,
+        steps_per_epoch=100, log_every=50, share_bad=len, track=[], config={},
+        peaks=PeakMemory(DEVICE),
+    )  # fmt: skip
+    normalization = tuple(value.to(DEVICE) for value in model.normalization)
+    return Trainer(
+        trainee=trainee,
+        engine=engine,
+        checkpoints=Checkpoints(folder / "checkpoints", keep=1),
+        recorder=recorder,
+        boundary=StepBoundary(context, folder, poll_s=1.0),
+        learning_rate=lambda step: 1e-3,
+        prepare=partial(
+            prepared,
+            options=cast(Any, SimpleNamespace(precision=precision)),
+            context=context,
+            normalization=cast(Any, normalization),
+        ),
+        seed_words=(0,),
+        checkpoint_every=100,
+        steps_per_epoch=100,
+        profiler=StepProfiler(folder, [], 100, DEVICE, context.rank),
+    )
+
+
+def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
+    """This rank's columns of a step's batch, in main memory, as the loader gives them."""
+    random, reads = torch.Generator().manual_seed(step), parsed.reads
+    local = GLOBAL_BATCH // collectives.world_size()
+    columns = reads.num_classes_per_sample
+    classes = torch.stack([torch.randperm(NUM_CLASSES, generator=random) for _ in range(8)])
+    images = torch.randint(0, 256, (GLOBAL_BATCH, 3, 32, 32), generator=random, dtype=torch.uint8)
+    batch = Batch(
+        views=[images for _ in range(parsed.num_views)],
+        text=torch.randint(1, 400, (GLOBAL_BATCH, 20), generator=random),
+        labels=torch.arange(GLOBAL_BATCH)[:, None] % 2,
+        classes=classes[:, :columns] if columns else None,
+        sample_id=torch.arange(GLOBAL_BATCH),
+        step=step,
+        group_size=GLOBAL_BATCH // 2,
+    )
+    if not reads.captions:
+        batch.text = None
+    return batch.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
+
+
+def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Waits of two steps after the first one, with the lines that led there."""
+    torch.set_num_threads(1)
+    parsed = base.parse(options)
+    with following() as waits:
+        trainer = trainer_of(options, how, folder)
+        trainer.engine.settle(trainer.prepare(batch_of(0, parsed)))
+        batches = trainer.recorder.reading(batch_of(n, parsed) for n in range(WARM_UP + STEPS))
+        for batch in batches:
+            trainer._step(batch, 100)
+            claim(waits, trainer)
+            waits.recording = batch.step + 1 >= WARM_UP
+            trainer._obey(batch.step + 1)
+        waits.recording = False
+        trainer.boundary.finish()
+        trainer.recorder.close()
+    return waits.found
+
+
+def claim(waits: DeviceWaits, trainer: Trainer) -> None:
+    """GradScaler has no index for its device, which has one here."""
+    scaler = trainer.engine.scaler
+    if scaler.is_enabled():
+        waits.claim(scaler._scale, scaler._growth_tracker)
+
+
+PAIRS = [(name, "plain") for name in OBJECTIVES] + [
+    (name, engine) for name in ("info_nce", "mlcd") for engine in ENGINES if engine != "plain"
+]
+CASES = [(world_size, *pair) for world_size in (1, 2) for pair in PAIRS]
+QUICK = [(1, "mlcd", "fp16"), (2, "simlap, closest", "plain")]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "engine"), kept(CASES, *map(CASES.index, QUICK)), ids=str
+)
+def test_steps_wait_for_the_device_only_where_the_table_says_so(
+    ranks: Ranks, world_size: int, name: str, engine: str, tmp_path: Path
+) -> None:
+    expected = {wait for wait, _, cases in ALLOWED if (name, engine) in cases}
+    for found in ranks(world_size, waits_of, OBJECTIVES[name], ENGINES[engine], tmp_path):
+        new = "\n".join(f"{wait}\n{found[wait]}" for wait in found.keys() - expected)
+        assert not new, new
+        assert not expected - found.keys(), "take these off ALLOWED"
+
+
+def test_every_objective_is_among_them() -> None:
+    assert {str(options["kind"]) for options in OBJECTIVES.values()} == set(base.kinds())
+
+
+def planted(device: torch.device) -> Callable[[str], Any]:
+    """Waits by name, on a tensor of the device."""
+    x = torch.arange(6.0).to(device, non_blocking=True)
+    here = torch.arange(6.0)
+    index = torch.arange(6)
+    return {
+        "item": lambda: x.sum().item(),
+        "bool": lambda: bool((x > 1).any()),
+        "float of a view": lambda: float(x[2:].detach()[0]),
+        "nonzero": lambda: (x > 1).nonzero(),
+        "where": lambda: torch.where(x > 1),
+        "mask": lambda: x[x > 1],
+        "write by a mask": lambda: x.__setitem__(x > 1, 0.0),
+        "unique": lambda: x.unique(),
+        "masked_select": lambda: x.masked_select(x > 1),
+        "bincount": lambda: x.long().bincount(),
+        "equal": lambda: torch.equal(x, x + 1),
+        "tolist": lambda: x.tolist(),
+        "cpu": lambda: x.cpu(),
+        "numpy": lambda: x.numpy(),
+        "tensor": lambda: torch.tensor([1.0], device=device),
+        "new_tensor": lambda: x.new_tensor(1.0),
+        "blocking copy": lambda: here.to(device),
+        "blocking copy into it": lambda: x.copy_(here),
+        "index of main memory": lambda: x[index],
+        "sum of both": lambda: x + here,
+        "after a factory": lambda: torch.zeros(3, device=device).sum().item(),
+        "after a gradient": lambda: torch.autograd.grad(
+            (2 * x.requires_grad_()).sum(), x
+        )[0].sum().item(),
+    }.__getitem__  # fmt: skip
+
+
+NO_WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "arithmetic": lambda x: (x * 2).softmax(0).clamp(min=0.5).sort(),
+    "a number": lambda x: x + torch.tensor(2.0),
+    "new_full": lambda x: x.new_full((), 1.0),
+    "where of three": lambda x: torch.where(x > 1, x, 0.0),
+    "index": lambda x: x[torch.arange(3, device=x.device)],
+    "a slice": lambda x: x[1:3].fill_(1.0),
+    "main memory alone": lambda x: torch.arange(3).unique().tolist(),
+    "a pinned copy": lambda x: torch.arange(3).to(x.device, non_blocking=True),
+}
+WAITS = [
+    "item", "bool", "float of a view", "nonzero", "where", "mask", "write by a mask", "unique",
+    "masked_select", "bincount", "equal", "tolist", "cpu", "numpy", "tensor", "new_tensor",
+    "blocking copy", "blocking copy into it", "index of main memory", "sum of both",
+    "after a factory", "after a gradient",
+]  # fmt: skip
+
+
+def found_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Callable[[], Any]]) -> set[str]:
+    monkeypatch.setattr(device_waits, "PACKAGE", Path(__file__).parent)  # these tests wait here
+    with following() as waits:
+        work = run()
+        waits.recording = True
+        work()
+    return set(waits.found)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_planted_waits_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert len(found_in(monkeypatch, lambda: planted(DEVICE)(name))) == 1
+
+
+@pytest.mark.parametrize("name", list(NO_WAITS))
+def test_what_does_not_wait_is_not_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def run() -> Callable[[], Any]:
+        x = torch.arange(6.0).to(DEVICE, non_blocking=True)
+        return partial(NO_WAITS[name], x)
+
+    assert not found_in(monkeypatch, run)
+
+
+def test_tensors_are_as_before_once_the_block_is_left() -> None:
+    names = ("to", "cpu", "numpy", "tolist", "new_tensor", "device")
+    before = {name: name in vars(torch.Tensor) for name in names}
+    with following():
+        assert (torch.zeros(1).to(DEVICE) + 1).device == DEVICE
+    assert {name: name in vars(torch.Tensor) for name in names} == before
+    assert torch.zeros(1).device == torch.device("cpu")
