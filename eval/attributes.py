@@ -76,6 +76,11 @@ def coded(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArra
     return next(labels), next(labels), len(known)
 
 
+def needs(**_: Any) -> str:
+    """Names the files that a folder must hold, for messages."""
+    return "shards train/*.tar and test/*.tar of images with attributes"
+
+
 def evaluate(
     extractor: Extractor,
     root: Path,

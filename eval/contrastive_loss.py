@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic.types import PositiveInt
@@ -25,6 +26,11 @@ from mclclip.ranks.collectives import together
 from mclclip.ranks.process_group import SINGLE, Context
 
 READS_TEXT = True  # whether images are compared with texts
+
+
+def needs(**_: Any) -> str:
+    """Names the files that a folder must hold, for messages."""
+    return "shards *.tar of images with captions"
 
 
 def evaluate(

@@ -8,7 +8,7 @@ those of Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Di
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,11 @@ def vote(
     most = votes == votes.max(axis=1, keepdims=True)
     answers: IntArray = np.where(most, sums(near), -np.inf).argmax(axis=1).astype(np.int64)
     return answers
+
+
+def needs(**_: Any) -> str:
+    """Names the files that a folder must hold, for messages."""
+    return "train/ and test/ with a folder of images per class, such as train/cat/1.jpg"
 
 
 def evaluate(

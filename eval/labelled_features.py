@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
+import numpy as np
 from PIL import Image
 
 from mclclip.eval.features import Extractor, Features, over_ranks
@@ -104,11 +105,16 @@ def count_copies(train: Sequence[Path], test: Sequence[Path], context: Context) 
 def accuracy_figures(
     predicted: IntArray, data: LabelledFeatures, protocol: dict[str, Any]
 ) -> list[Figure]:
-    """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``."""
+    """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``.
+
+    Their chance is what the most frequent class of the train images gets as the only answer.
+    """
     correct = predicted == data.test_labels
+    only = float(np.mean(data.test_labels == np.bincount(data.train_labels).argmax()))
+    by_class = 1 / len(np.unique(data.test_labels))
     pooled = Outcomes(data.test_items, correct)
     per_class = Outcomes(data.test_items, correct, strata=[*map(str, data.test_labels)])
     return [
-        figure("accuracy", pooled, protocol, level="headline"),
-        figure("mean_per_class", per_class, protocol),
+        figure("accuracy", pooled, protocol | {"chance": round(100 * only, 2)}, level="headline"),
+        figure("mean_per_class", per_class, protocol | {"chance": round(100 * by_class, 2)}),
     ]

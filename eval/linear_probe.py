@@ -146,6 +146,11 @@ def _say(strength: float, what: str, converged: bool) -> None:
     log.log(level, "linear probe: L2 strength %.3g: %s%s", strength, what, end)
 
 
+def needs(**_: Any) -> str:
+    """Names the files that a folder must hold, for messages."""
+    return "train/ and test/ with a folder of images per class, such as train/cat/1.jpg"
+
+
 def evaluate(
     extractor: Extractor,
     root: Path,

@@ -96,6 +96,15 @@ def hits_at(ranks: IntArray, k: int) -> BoolArray:
     return hits
 
 
+def chance_at(k: int, candidates: int, right: IntArray) -> float:
+    """The expected share of queries with a right candidate among the first ``k``, where
+    ``candidates`` stand in a random order, of which ``right`` [Q] are right for each query."""
+    numbers, queries = np.unique(right, return_counts=True)
+    every = math.comb(candidates, min(k, candidates))
+    missed = [math.comb(candidates - int(n), min(k, candidates)) / every for n in numbers]
+    return 1.0 - float(np.average(missed, weights=queries))
+
+
 def mean_per_class(
     correct: BoolArray | FloatArray, labels: IntArray
 ) -> tuple[float, FloatArray, IntArray]:

@@ -26,6 +26,10 @@ READS_TEXT = True  # whether images are compared with texts
 DIRECTIONS = ("statement_to_image", "image_to_text", "group")
 PROMPT = "a photo of "
 
+_CHANCE = dict(zip(DIRECTIONS, (25.0, 25.0, 16.67), strict=True))
+"""Percent of pairs whose decisions are all right where similarities have a random order: two
+independent ones of two each, or one of the six pairs of places that the two truths may take."""
+
 NEAR_TIE = 5e-4
 """Difference of cosines below which half precision may change a decision."""
 
@@ -38,6 +42,11 @@ def score_pairs(
     texts = extractor.texts([prompt + text for pair in pairs for text in pair.statements])
     left, right = (rows.reshape(len(pairs), 2, -1) for rows in (texts, images))
     return pair_margins(item_similarities(left, right))
+
+
+def needs(**_: Any) -> str:
+    """Names the files that a folder must hold, for messages."""
+    return "Questions.csv and MLLM_VLM Images/<Type>/<Question ID>.jpg of MMVP-VLM"
 
 
 def evaluate(
@@ -70,6 +79,7 @@ def evaluate(
             "prompt": prompt,
             "precision": extractor.precision,
             "direction": direction,
+            "chance": _CHANCE[direction],
             "ties": "against the model",
             "tied_decisions": int(np.count_nonzero(margins == 0)),
             "near_ties": int(np.count_nonzero(np.abs(margins) < near_tie)),

@@ -206,10 +206,12 @@ def table(
 ) -> str:
     """The results as text: a block per benchmark, rows are models, columns are metrics.
 
-    Models and metrics stand in the order of their first appearance; published references come
-    last, marked. Cells are percent, with the 95 % interval below them unless ``intervals`` is off.
-    Metrics of the level ``detail`` are counted, and shown with ``details``. Where the columns of a
-    benchmark are wider than ``width`` together, they follow in a further block.
+    Models and metrics stand in the order of their first appearance, below the number of trials and
+    what chance gives (where the protocol says so); published references come last, marked. Cells
+    are percent, with the 95 % interval below them unless ``intervals`` is off. Metrics of the level
+    ``detail`` are counted, and shown with ``details``. Where the columns of a benchmark are wider
+    than ``width`` together, they follow in a further block. Items that were left out are counted
+    below it.
     """
     blocks = []
     for benchmark in dict.fromkeys(row.benchmark for row in results):
@@ -219,6 +221,10 @@ def table(
         block = _block(benchmark, main, published, intervals, width)
         if hidden := len({row.metric for row in rows}) - len({row.metric for row in main}):
             block += f"\n({hidden} further metrics: 'mclclip eval' shows them with --details)"
+        for left_out, of in _left_out(rows):
+            block += (
+                f"\n({left_out} of {of} items are left out: not to compare with published ones)"
+            )
         blocks.append(block)
     return "\n\n".join(blocks)
 
@@ -236,14 +242,17 @@ def _block(
     for reference in published:
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric] = reference
-    names = [wrapped(shown(name), 44) for name in (benchmark, "trials", *models)]
+    trials, chance = _trials(rows), _chance(rows)
+    above = ["trials", *(["chance"] if chance else [])]
+    names = [wrapped(shown(name), 44) for name in (benchmark, *above, *models)]
     columns = [
         [
             wrapped(shown(metric), 11),
-            trials,
+            count,
+            *([chance.get(metric, "-")] if chance else []),
             *(_cell(v.get(metric), intervals) for v in models.values()),
         ]
-        for metric, trials in _trials(rows).items()
+        for metric, count in trials.items()
     ]
     return "\n\n".join(
         tabulate(
@@ -266,6 +275,24 @@ def _trials(rows: Sequence[Result]) -> dict[str, str]:
     for row in rows:
         counts.setdefault(row.metric, set()).add(row.count)
     return {metric: "/".join(map(str, sorted(found))) for metric, found in counts.items()}
+
+
+def _chance(rows: Sequence[Result]) -> dict[str, str]:
+    """What chance gives of each metric whose rows say so."""
+    known: dict[str, set[float]] = {}
+    for row in rows:
+        if isinstance(value := row.protocol.get("chance"), int | float):
+            known.setdefault(row.metric, set()).add(value)
+    return {
+        metric: "/".join(f"{value:.1f}" for value in sorted(found))
+        for metric, found in known.items()
+    }
+
+
+def _left_out(rows: Sequence[Result]) -> list[tuple[int, int]]:
+    """How many items were not measured, and of how many, where some were left out."""
+    found = {(row.protocol.get("left_out_items"), row.protocol.get("num_items")) for row in rows}
+    return sorted((out, out + kept) for out, kept in found if out and kept)
 
 
 def _cell(cell: Result | Reference | None, intervals: bool) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from mclclip.eval.datasets import CAPTION_RULES, ImageTexts, read_captions, read_languages
 from mclclip.eval.features import Extractor, Features, over_ranks
-from mclclip.eval.metrics import IntArray, hits_at
+from mclclip.eval.metrics import IntArray, chance_at, hits_at
 from mclclip.eval.outcomes import Outcomes, image_items, joined
 from mclclip.eval.ranking import CHUNK_BYTES, rank_queries
 from mclclip.eval.results import Figure, Level, figure
@@ -31,6 +31,11 @@ READS_TEXT = True  # whether images are compared with texts
 log = logging.getLogger("mclclip")
 
 KS = (1, 5, 10)
+
+
+def needs(**_: Any) -> str:
+    """Names the files that a folder must hold, for messages."""
+    return "images, and captions as a table, JSON or text files, or shards with both"
 
 
 def evaluate(
@@ -65,6 +70,7 @@ def evaluate(
     root = Path(root)
     where, folder = root / captions, root / images
     sets = together(lambda: _read(where, folder, protocol, split, languages, shard_captions))
+    together(lambda: _check_images(next(iter(sets.values())).images, where, folder))
     [first, *_] = sets.values()
     image_features = extractor.images(first.images)
     found = []
@@ -114,7 +120,8 @@ def _figures(
     for direction, side in sides.items():
         ranks = rank_queries(*side, context=extractor.context, chunk_bytes=chunk_bytes)
         found = {"num_candidates": len(side[2]), "direction": direction}
-        figures += _recalls(*ranks, *items[direction], ks, settings | found)
+        right = np.bincount(side[3], minlength=len(data.images))[side[1]]
+        figures += _recalls(*ranks, *items[direction], ks, settings | found, right)
     return figures
 
 
@@ -132,6 +139,8 @@ def _of_languages(languages: Sequence[str], found: Sequence[list[Figure]]) -> li
         for count in ("num_captions", "num_candidates", "tied_queries", "captions_cut"):
             if count in protocol:
                 protocol[count] = [f.protocol[count] for f in own]
+        chances = [f.protocol["chance"] for f in own]
+        protocol["chance"] = round(sum(chances) / len(chances), 2)
         level: Level = (
             "detail" if metric.endswith("_optimistic") else own[0].protocol.get("level", "table")
         )
@@ -166,6 +175,17 @@ def _read(
     if protocol != "table" or split:
         raise ValueError(f"{captions} holds shards, which have no split: leave out protocol, split")
     return {"": read_captions_of_shards(captions, shard_captions)}
+
+
+def _check_images(images: Sequence[Any], captions: Path, folder: Path) -> None:
+    """Raises FileNotFoundError where files are missing, which is known before any is encoded."""
+    absent = [path for path in images if isinstance(path, Path) and not path.exists()]
+    if absent:
+        some = ", ".join(path.name for path in absent[:3])
+        raise FileNotFoundError(
+            f"{len(absent)} of the {len(images)} images of {captions} are not in {folder}, such as "
+            f"{some}: get them, or give their folder as the option images"
+        )
 
 
 def _cut(extractor: Extractor, texts: Sequence[str], language: str = "") -> dict[str, Any]:
@@ -204,8 +224,10 @@ def _recalls(
     units: Sequence[str] | None,
     ks: Sequence[int],
     protocol: dict[str, Any],
+    right: IntArray,
 ) -> list[Figure]:
-    """The recalls of one direction, from the ranks of its queries ``items``."""
+    """The recalls of one direction, from the ranks of its queries ``items``, of whose candidates
+    ``right`` [Q] are right."""
     direction, tied = protocol["direction"], int(np.count_nonzero(ranks != optimistic))
     protocol |= {"trials": "captions" if units else "images", "tied_queries": tied}
     figures = []
@@ -213,5 +235,7 @@ def _recalls(
         if tied or not suffix:
             level: Level = "detail" if suffix else "headline" if k == min(ks) else "table"
             found = Outcomes(items, hits_at(of, k), units=units)
-            figures.append(figure(f"{direction}/R@{k}{suffix}", found, protocol, level=level))
+            chance = {"chance": round(100 * chance_at(k, protocol["num_candidates"], right), 2)}
+            name = f"{direction}/R@{k}{suffix}"
+            figures.append(figure(name, found, protocol | chance, level=level))
     return figures

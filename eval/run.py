@@ -137,10 +137,9 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
 
 def _needs(benchmark: BenchmarkConfig) -> str:
     """Says which data a benchmark wants and where to get them: the suite's words, or else those of
-    its evaluator; empty where neither has any."""
-    needs = getattr(_MODULES[benchmark.kind], "needs", None)
-    source = benchmark.source or (needs(**benchmark.options) if needs else "")
-    return f": it wants {source}; nothing is downloaded" if source else ""
+    its evaluator."""
+    source = benchmark.source or _MODULES[benchmark.kind].needs(**benchmark.options)
+    return f": it wants {source}; nothing is downloaded"
 
 
 def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:

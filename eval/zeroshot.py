@@ -76,6 +76,11 @@ def check_metric(metric: Metric, num_classes: int, labels: str | None) -> None:
         )
 
 
+def needs(**_: Any) -> str:
+    """Names the files that a folder must hold, for messages."""
+    return "a folder of images per class, such as cat/1.jpg, or images and a table (option labels)"
+
+
 def evaluate(
     extractor: Extractor,
     root: Path,
@@ -156,8 +161,15 @@ def _of_ranks(
             found = {metric: Outcomes(items, (first + fifth.astype(np.float64)) / 2)} | found
     found["mean_per_class"] = Outcomes(items, first, strata=strata)
     main = "top1" if metric == "accuracy" else metric
+    places = {"top5": 5, "mean_of_top1_and_top5": 3}
+    chance = {name: round(100 * places.get(name, 1) / num_classes, 2) for name in found}
     return [
-        figure(name, outcomes, protocol, level="headline" if name == main else "table")
+        figure(
+            name,
+            outcomes,
+            {**protocol, "chance": chance[name]},
+            level="headline" if name == main else "table",
+        )
         for name, outcomes in found.items()
     ]
 
@@ -172,6 +184,7 @@ def _areas(
         raise ValueError("roc_auc wants images of both classes: one of them has none")
     strict = Outcomes(items, scores, truth=positive, statistic="roc_auc")
     half = replace(strict, statistic="roc_auc_half_ties")
+    protocol = {**protocol, "chance": 50.0}
     figures = [figure("roc_auc", strict, protocol, level="headline")]
     if half.value() != strict.value():
         figures.append(figure("roc_auc_half_ties", half, protocol, level="detail"))

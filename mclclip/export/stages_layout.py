@@ -60,6 +60,7 @@ def configuration(source: Source) -> dict[str, Any]:
         | {
             "model_type": "mclclip_stages_vision",
             "num_stages": len(stages),
+            "width": vision["hidden_size"],
             "num_trunk_blocks": encoder.num_trunk_blocks,
             "variant": encoder.variant,
             "stage_weights": [*encoder.stage_weights] or None,

@@ -4,8 +4,18 @@ LLaVA reads the tokens of a single state, that before the last block (`vision_fe
 plain ViT is written as transformers' `CLIPVisionModel`, under the names of its version 4, which
 LLaVA's own code pins; version 5 reads them too, but writes names without the prefix, and version 4
 then fills every tensor at random, with a warning only. A joined encoder is a `StagesVisionModel`
-(`models/transformers_stages.py`): with `vision_feature_layer=[0, 1, 2]` transformers' LLaVA reads
-the states of three stages, and joins their channels.
+(`models/transformers_stages.py`), whose stages LLaVA reads in one of two ways:
+
+- one by one, in transformers 5: with `vision_feature_layer=[0, 1, 2]` its LLaVA reads the states of
+  three stages, and joins their channels;
+- joined, as the state -2: transformers 4.37 and LLaVA's own code read one state alone. The
+  projector's width is the tower's `hidden_size`, which must be told then: `num_stages * width`.
+
+transformers 4.37 does not follow the `auto_map` of a tower in LLaVA's configuration: every process
+loads the tower's code first (`AutoConfig.from_pretrained(TOWER, trust_remote_code=True)`). LLaVA's
+own code loads a tower by `CLIPVisionModel`, which fills a joined one at random, with a warning
+only; that line of its `clip_encoder.py` must be `AutoModel.from_pretrained(TOWER,
+trust_remote_code=True, hidden_size=...)`.
 """
 
 from __future__ import annotations

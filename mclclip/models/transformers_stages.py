@@ -1,14 +1,18 @@
 """Several stages of a CLIP, joined, as a model of Hugging Face transformers.
 
     StagesVisionModel   the image half: `pooler_output` is the joined feature, `hidden_states` the
-                        state before the last block of every stage
+                        state before the last block of every stage, the same joined, and the last
     StagesModel         both halves, with `get_image_features`, `get_text_features`, `logit_scale`
 
 All stages have the blocks of open_clip's ViT. Their first `num_trunk_blocks` blocks are the same,
-so they are stored and run once. `hidden_states` are one state per stage and not one per block,
-because transformers' `LlavaForConditionalGeneration` concatenates the states that
-`vision_feature_layer` names: with `[0, 1, 2]` it reads the penultimate states of three stages, as
-it reads that of a single CLIP with -2, and needs no change.
+so they are stored and run once. `hidden_states` are one state per stage and not one per block.
+LLaVA reads them in two ways, and needs no change for either:
+
+    [0, 1, 2]   transformers 5 concatenates the states that `vision_feature_layer` names, and its
+                projector takes `hidden_size` channels of each
+    -2          transformers 4.37 and LLaVA's own code take one state: that of all stages, joined.
+                Their projector takes `hidden_size` channels in all, which must be `num_stages`
+                times `width` then: `from_pretrained(..., hidden_size=...)`, or in config.json
 
 Importing this module registers both with AutoConfig and AutoModel. Exports have a copy of it beside
 their weights, which `trust_remote_code=True` runs; it needs torch and transformers (4.37 or newer),
@@ -29,7 +33,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 class StagesVisionConfig(PretrainedConfig):  # type: ignore[misc]
     """Sizes of the image half. `variant`: `raw` joins features as they are, `stage_norm` each at
     unit length, `weighted` times the root of its stage's number in `stage_weights`, images and
-    texts. `num_stages` towers share their first `num_trunk_blocks` blocks."""
+    texts. `num_stages` towers share their first `num_trunk_blocks` blocks. `width` is that of their
+    blocks, and `hidden_size` what LLaVA's projector reads: `width`, or that of all stages."""
 
     model_type = "mclclip_stages_vision"
     base_config_key = "vision_config"
@@ -40,6 +45,7 @@ class StagesVisionConfig(PretrainedConfig):  # type: ignore[misc]
         num_trunk_blocks: int = 0,
         variant: str = "raw",
         stage_weights: list[float] | None = None,
+        width: int | None = None,
         hidden_size: int = 64,
         intermediate_size: int = 256,
         num_hidden_layers: int = 2,
@@ -59,6 +65,7 @@ class StagesVisionConfig(PretrainedConfig):  # type: ignore[misc]
             )
         self.num_stages, self.num_trunk_blocks = num_stages, num_trunk_blocks
         self.variant, self.stage_weights = variant, stage_weights
+        self.width = hidden_size if width is None else width
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
@@ -147,9 +154,9 @@ def _activation(name: str, values: Tensor) -> Tensor:
 class Block(nn.Module):
     """A block of CLIP's transformers: attention and MLP, each after a layer norm."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, width: int) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.layer_norm_eps
+        eps = config.layer_norm_eps
         self.num_heads, self.activation = config.num_attention_heads, config.hidden_act
         self.ln_1, self.ln_2 = nn.LayerNorm(width, eps=eps), nn.LayerNorm(width, eps=eps)
         self.in_proj, self.out_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -175,13 +182,13 @@ class Trunk(nn.Module):
 
     def __init__(self, config: StagesVisionConfig, num_blocks: int) -> None:
         super().__init__()
-        width, patch = config.hidden_size, config.patch_size
+        width, patch = config.width, config.patch_size
         self.conv1 = nn.Conv2d(config.num_channels, width, patch, stride=patch, bias=False)
         self.class_embedding = nn.Parameter(torch.zeros(width))
         places = (config.image_size // patch) ** 2 + 1
         self.positional_embedding = nn.Parameter(torch.zeros(places, width))
         self.ln_pre = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.blocks = nn.ModuleList([Block(config) for _ in range(num_blocks)])
+        self.blocks = nn.ModuleList([Block(config, width) for _ in range(num_blocks)])
 
     def forward(self, pixels: Tensor) -> list[Tensor]:
         """[B, C, H, W] -> the state before every block, and after the last one."""
@@ -201,9 +208,9 @@ class Tail(nn.Module):
     def __init__(self, config: StagesVisionConfig) -> None:
         super().__init__()
         own = config.num_hidden_layers - config.num_trunk_blocks
-        width, eps = config.hidden_size, config.layer_norm_eps
+        width, eps = config.width, config.layer_norm_eps
         if config.num_trunk_blocks:
-            self.blocks = nn.ModuleList([Block(config) for _ in range(own)])
+            self.blocks = nn.ModuleList([Block(config, width) for _ in range(own)])
         else:
             self.trunk = Trunk(config, own)
         self.ln_post = nn.LayerNorm(width, eps=eps)
@@ -229,7 +236,8 @@ class TextTower(nn.Module):
         width = config.hidden_size
         self.token_embedding = nn.Embedding(config.vocab_size, width)
         self.positional_embedding = nn.Parameter(torch.zeros(config.max_position_embeddings, width))
-        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_hidden_layers)])
+        layers = range(config.num_hidden_layers)
+        self.blocks = nn.ModuleList([Block(config, width) for _ in layers])
         self.ln_final = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.proj = nn.Linear(width, config.projection_dim, bias=False)
 
@@ -264,6 +272,12 @@ class StagesVisionModel(_Loaded):
 
     def __init__(self, config: StagesVisionConfig) -> None:
         super().__init__(config)
+        joined = config.num_stages * config.width
+        if config.hidden_size not in (config.width, joined):
+            raise ValueError(
+                f"hidden_size is {config.hidden_size}, wanted {config.width}, or {joined} where "
+                f"the states of all {config.num_stages} stages are read as one"
+            )
         if config.num_trunk_blocks:
             self.trunk = Trunk(config, config.num_trunk_blocks)
         self.stages = nn.ModuleList([Tail(config) for _ in range(config.num_stages)])
@@ -278,7 +292,8 @@ class StagesVisionModel(_Loaded):
     ) -> Any:
         """[B, C, H, W] -> `pooler_output` [B, S*D] of unit length, `last_hidden_state` [B, tokens,
         S*width], and `hidden_states`: of every stage the state [B, tokens, width] before its last
-        block. They are given always, since they cost nothing. `kwargs` are not read."""
+        block, then these joined [B, tokens, S*width], so that -2 is what it is of a single CLIP,
+        and the last state. They are given always, since they cost little. `kwargs` are not read."""
         given, before = pixel_values, None
         if self.config.num_trunk_blocks:
             *_, before, given = self.trunk(pixel_values)
@@ -288,10 +303,9 @@ class StagesVisionModel(_Loaded):
         if self.config.variant != "raw":
             features = tuple(unit(feature) for feature in features)
         joined = _joined(features, self.config.stage_weights)
+        states = (*penultimate, torch.cat(penultimate, dim=-1), torch.cat(last, dim=-1))
         output = BaseModelOutputWithPooling(
-            last_hidden_state=torch.cat(last, dim=-1),
-            pooler_output=joined,
-            hidden_states=penultimate,
+            last_hidden_state=states[-1], pooler_output=joined, hidden_states=states
         )
         return output if return_dict is not False else output.to_tuple()
 

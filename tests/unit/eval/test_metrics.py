@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -102,6 +104,16 @@ def test_ranks_refuse_nan_and_queries_without_a_positive() -> None:
         metrics.ranks_with_ties(np.array([[np.nan, 0.0]]), positive)
     with pytest.raises(ValueError, match="query 0 has no positive"):
         metrics.ranks_with_ties(np.array([[1.0, 0.0]]), ~positive & False)
+
+
+def test_chance_is_the_share_over_all_orders_of_the_candidates() -> None:
+    right, orders = np.array([1, 1, 2, 3]), [*permutations(range(5))]
+    for k in (1, 2, 4, 5, 9):
+        shares = [
+            np.mean([any(place < k for place in order[:number]) for order in orders])
+            for number in right  # the first ``number`` candidates are right
+        ]
+        assert metrics.chance_at(k, 5, right) == pytest.approx(np.mean(shares))
 
 
 def test_hits_at() -> None:

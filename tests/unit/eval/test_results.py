@@ -113,6 +113,31 @@ def test_table_has_a_block_per_benchmark_and_a_row_per_model() -> None:
     ]
 
 
+def test_table_has_what_chance_gives_and_what_was_left_out() -> None:
+    protocol = {"chance": 50.0, "num_items": 204, "left_out_items": 7307}
+    rows = [
+        replace(row("stage_0", "sugarcrepe", "average"), protocol=protocol),
+        replace(row("stage_0", "sugarcrepe", "other"), protocol={}),
+        replace(row("stage_0", "loss", "nats"), protocol={"chance": 3.0, "left_out_items": 0}),
+        replace(row("stage_1", "loss", "nats"), protocol={"chance": 4.0}),
+    ]
+    assert results.table(rows, intervals=False).splitlines() == [
+        "sugarcrepe      average    other",
+        "------------  ---------  -------",
+        "trials              135      135",
+        "chance             50.0        -",
+        "stage_0            20.0     20.0",
+        "(7307 of 7511 items are left out: not to compare with published ones)",
+        "",
+        "loss        nats",
+        "-------  -------",
+        "trials       135",
+        "chance   3.0/4.0",
+        "stage_0     20.0",
+        "stage_1     20.0",
+    ]
+
+
 def test_table_fits_a_terminal_and_counts_what_it_leaves_out() -> None:
     """As many columns, and as long names, as a data set of captions with ties has."""
     directions, cut = ("image_to_text", "text_to_image"), ("R@1", "R@5", "R@10")

@@ -231,6 +231,18 @@ def test_k_beyond_the_number_of_candidates(make_table: Any, planted: Any) -> Non
     assert figures["text_to_image/R@10"].protocol["num_candidates"] == 3
 
 
+def test_missing_images_are_counted_and_the_option_is_named(make_table: Any, planted: Any) -> None:
+    root = make_table([1, 1, 1])
+    for path in sorted(root.rglob("*.png"))[1:]:
+        path.unlink()
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"2 of the 3 images of .*captions\.csv are not in .*images, such as 1\.png, 2\.png: "
+        "get them, or give their folder as the option images",
+    ):
+        run(planted("perfect", 3), root)
+
+
 def test_split_and_prompt(make_table: Any, planted: Any) -> None:
     encoder = planted("perfect", 6)
     figures = run(encoder, make_table([1] * 6), split="test", prompt="a photo of ")

@@ -100,6 +100,20 @@ def test_missing_data_is_found_before_anything_runs(
     assert not (tmp_path / "results.jsonl").exists()
 
 
+def test_a_missing_folder_is_told_with_what_it_must_hold(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    wanted = {"knn": "train/ and test/", "zeroshot": "a folder of images per class"}
+    wanted |= {"retrieval": "images, and captions", "mmvp": "Questions.csv"}
+    required: dict[str, Any] = {"attributes": {"attributes": ["shape"]}}
+    required["retrieval"] = {"captions": "captions.csv"}
+    for kind in sorted(evaluation.EVALUATORS.keys() - {"compositional"}):
+        options = required.get(kind, {})
+        one = BenchmarkConfig(kind, nowhere, options)  # type: ignore[arg-type]
+        with pytest.raises(FileNotFoundError, match=f"it wants .*{wanted.get(kind, '')}") as told:
+            evaluation.check({"it": one})
+        assert "\n" not in str(told.value)
+
+
 def test_the_shipped_suite(tmp_path: Path) -> None:
     suite = evaluation.load_suite("mcl", {"data": str(tmp_path)})
     assert suite.benchmarks["mmvp"].path == f"{tmp_path}/MMVP_VLM"

@@ -22,6 +22,7 @@ from mclclip.models import weights
 from mclclip.models.clip import load_clip, save_export
 from mclclip.models.concat import save_concat
 from tests.matrix import kept
+from tests.unit.export import tiny_llava
 from tests.unit.export.test_convert import CONFIGS, exported, the_certificate
 from tests.unit.export.test_onnx import concat_of, stages
 
@@ -99,46 +100,40 @@ def test_weights_of_stages_are_never_overlooked(
     assert "the learned weights of the stages are of the features alone" in caplog.text
 
 
-def tiny_llava(vision: Any, layers: Any) -> Any:
-    """transformers' LLaVA with a random Llama of two layers and this vision configuration."""
-    text = transformers.LlamaConfig(
-        vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=text, vision_feature_layer=layers, image_token_index=99,
-        vision_feature_select_strategy="default", image_seq_length=16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlavaForConditionalGeneration(config).eval()
-
-
-def test_llava_reads_all_stages_unpatched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("layers", "channels"), [([0, 1, 2], 64), (-2, 3 * 64)], ids=["each", "joined"]
+)
+def test_llava_reads_all_stages_unpatched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layers: Any, channels: int
+) -> None:
     source = joined(tmp_path, trunk=1)
     with caplog.at_level("WARNING", logger="mclclip"):
         out = convert.run("llava", source, tmp_path / "llava")
     assert "it sees 1 of the 2 trained blocks (of 3)" in caplog.text
-    tower = transformers.AutoModel.from_pretrained(out).eval()
-    llava = tiny_llava(tower.config, [0, 1, 2])
-    llava.model.vision_tower.load_state_dict(tower.state_dict())
+    tower = transformers.AutoModel.from_pretrained(out, hidden_size=channels).eval()
+    llava = tiny_llava.around(tower, layers)
     assert llava.model.multi_modal_projector.linear_1.in_features == 3 * 64
     pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    tokens = torch.tensor([[1, *[99] * 16, 5, 6]])
     own = mclclip.load_model(source)
     states = [
         stage.encode_trunk(pixels, 2)[:, 1:] for stage in own.stages  # type: ignore[attr-defined]
     ]  # fmt: skip
     assert not torch.allclose(states[0], states[1], atol=1e-2)
-    with torch.no_grad():
-        wanted = llava.model.multi_modal_projector(torch.cat(states, dim=-1))
-        features = llava.model.get_image_features(pixel_values=pixels)
-        rows = features if isinstance(features, list | tuple) else features.pooler_output
-        torch.testing.assert_close(torch.cat([*rows]), wanted[0], atol=1e-4, rtol=1e-4)
-        logits = llava(input_ids=tokens, pixel_values=pixels).logits
-    llava.save_pretrained(tmp_path / "saved")
-    again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "saved").eval()
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=tokens, pixel_values=pixels).logits, logits)
+    read, logits = tiny_llava.forward(llava, pixels)
+    torch.testing.assert_close(read, torch.cat(states, dim=-1), atol=1e-5, rtol=1e-5)
+    again = tiny_llava.reloaded(llava, tmp_path / "saved")
+    assert torch.equal(tiny_llava.forward(again, pixels)[1], logits)
+
+
+def test_the_state_of_all_stages_is_not_taken_for_that_of_one(tmp_path: Path) -> None:
+    """LLaVA's usual -2 with the projector of a single stage fails, and reads no single stage."""
+    out = convert.run("llava", joined(tmp_path, trunk=1), tmp_path / "llava")
+    tower = transformers.AutoModel.from_pretrained(out).eval()
+    assert (tower.config.width, tower.config.hidden_size) == (64, 64)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        tiny_llava.forward(tiny_llava.around(tower, -2), torch.zeros(1, 3, 32, 32))
+    with pytest.raises(ValueError, match="hidden_size is 128, wanted 64, or 192 where the states"):
+        transformers.AutoModel.from_pretrained(out, hidden_size=128)
 
 
 def test_llava_reads_a_plain_tower(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
