@@ -171,7 +171,8 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
             f"{beyond}, and policy {policy!r} would leave {report.remainder:,} samples out: use "
             "policy 'backoff', fewer clusters or a smaller global batch"
         )
-    logger.info("%s", report.text())
+    for line in report.text().splitlines():  # a log line of its own: the log escapes line ends
+        logger.info("%s", line)
     if not report.within_bound:
         logger.warning("%s: see the coverage above", beyond)
     elif policy in ALONE and report.groups_below_batch:
