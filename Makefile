@@ -4,7 +4,7 @@
 #   make demo    the whole method on built-in data, with its ungrouped control
 #   make test    the tests, without the slow ones
 #   make lint    ruff and mypy
-#   make bench   figures with their units (an hour; BENCH=--short: minutes, to see that they run)
+#   make bench   figures with their units, and their ratios in one table (an hour; BENCH=--short: minutes)
 #   make peers   the environment of open_clip_train, which benchmarks compare with
 #   make slow    one short instance of the slow tests
 #   make soak    the slow tests at full count (hours)
@@ -73,7 +73,10 @@ $(PEERS_INSTALLED): $(INSTALLED) tests/benchmarks/peers.txt
 	@touch $@
 
 bench: $(INSTALLED) $(PEERS_INSTALLED)
-	for name in $(BENCHMARKS); do echo "=== $$name"; $(BIN)/python -m tests.benchmarks.$$name $(BENCH); done
+	@mkdir -p .bench; rm -f .bench/tables.jsonl
+	for name in $(BENCHMARKS); do echo "=== $$name"; \
+		MCLCLIP_BENCH_TABLES=.bench/tables.jsonl $(BIN)/python -m tests.benchmarks.$$name $(BENCH); done
+	$(BIN)/python -m tests.benchmarks.ratios .bench/tables.jsonl
 
 slow: $(INSTALLED)
 	$(PYTEST) -m slow --durations 0 $(TEST)

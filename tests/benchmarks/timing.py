@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ import torch
 
 ROUNDS = 7
 ROOT = Path(__file__).resolve().parents[2]
+TABLES = "MCLCLIP_BENCH_TABLES"
+"""Environment variable: a file that every table is appended to."""
+
 SHARED_DATA = Path(os.environ.get("MCLCLIP_SHARED_DATA", ROOT.parent / "shared" / "data"))
 
 
@@ -153,8 +158,13 @@ def memory_gib() -> float:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A heading, the machine, the table."""
-    print(f"\n{title}\n{machine()}\n\n{table(columns, rows)}", flush=True)
+    """A heading, the machine, the table; kept for ``ratios`` where `TABLES` names a file."""
+    kept = [list(map(str, row)) for row in rows]
+    print(f"\n{title}\n{machine()}\n\n{table(columns, kept)}", flush=True)
+    if file := os.environ.get(TABLES):
+        entry = {"bench": Path(sys.argv[0]).stem, "title": title, "columns": list(columns)}
+        with Path(file).open("a") as tables:
+            tables.write(json.dumps(entry | {"rows": kept}) + "\n")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
