@@ -223,7 +223,7 @@ def table(
             block += f"\n({hidden} further metrics: 'mclclip eval' shows them with --details)"
         for left_out, of in _left_out(rows):
             block += (
-                f"\n({left_out} of {of} items are left out: not to compare with published ones)"
+                f"\n({left_out} of {of} items are left out: not comparable with published figures)"
             )
         blocks.append(block)
     return "\n\n".join(blocks)

@@ -70,8 +70,8 @@ def evaluate(
     root = Path(root)
     where, folder = root / captions, root / images
     sets = together(lambda: _read(where, folder, protocol, split, languages, shard_captions))
-    together(lambda: _check_images(next(iter(sets.values())).images, where, folder))
     [first, *_] = sets.values()
+    together(lambda: _check_images(first.images, where, folder))
     image_features = extractor.images(first.images)
     found = []
     for language, data in sets.items():

@@ -21,6 +21,7 @@ from mclclip import config as configuration
 from mclclip.config import BenchmarkConfig, Config, ModelConfig, TrainConfig
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_weights import SampleWeights
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.export import held_out
@@ -163,8 +164,12 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
     for name, options in config.trainings.items():
         reads, reader = options.objective.reads, options.reader(name)
         lacking = samples.left_out(reader, captions=reads.captions, attribute=reads.attribute)
+        weights = SampleWeights.open(
+            samples, **config.weight_options(options), option=f"{name}.plan"
+        )
+        draws = None if weights is None else weights.num_draws
         batch, policy = options.global_batch, options.plan.policy
-        check_samples(name, batch, policy, most, len(samples), len(lacking))
+        check_samples(name, batch, policy, most, len(samples), len(lacking), draws)
 
 
 def _stage(config: Config, context: Context, stage: int, variant: str, force: Force) -> None:

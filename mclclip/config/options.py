@@ -466,10 +466,10 @@ class Config:
         base = {} if self.base is None else {"base": self.base}
         return base | ({"train": self.train} if self.has_stages else {})
 
-    def draws(self, training: TrainConfig, share: float = 1.0) -> dict[str, Any]:
+    def weight_options(self, training: TrainConfig, share: float = 1.0) -> dict[str, Any]:
         """How often a training draws samples: arguments of ``SampleWeights.open``."""
         by_source = {name: source.weight for name, source in self.data.sources.items()}
-        return training.plan.draws(by_source, share)
+        return training.plan.weight_options(by_source, share)
 
     def model_of(self, training: str) -> ModelConfig:
         """Options of the encoder that the training ``base`` or ``train`` starts from."""

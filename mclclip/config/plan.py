@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import PositiveInt
 
 from mclclip.data.epoch_plan import Order
 from mclclip.data.groups import Policy
+from mclclip.data.sample_weights import MOST_DRAWS
 from mclclip.options import STRICT
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class PlanConfig:
-    """Which samples form a batch."""
+    """Which samples form a batch, and how often each is drawn."""
 
     policy: Policy = "backoff"
     """What happens to samples that do not fill a batch of their group (see ``data.groups``)."""
@@ -25,7 +26,7 @@ class PlanConfig:
     """``.npy`` file of one number per sample of the index, in its order: how often an epoch draws
     the sample (0: never), such as weights.npy of ``blindspots``. Multiplied by
     ``data.sources.NAME.weight``."""
-    samples_per_epoch: PositiveInt | None = None
+    samples_per_epoch: Annotated[int, Field(ge=1, le=MOST_DRAWS)] | None = None
     """Draws of an epoch, to which all weights are scaled (null: the sum of the weights, which is
     the number of samples where none is set)."""
 
@@ -34,7 +35,7 @@ class PlanConfig:
         drawn = {"samples_per_epoch": self.samples_per_epoch} if self.samples_per_epoch else {}
         return {"policy": self.policy, "order": self.order, **drawn}
 
-    def draws(self, by_source: Mapping[str, float], share: float = 1.0) -> dict[str, Any]:
+    def weight_options(self, by_source: Mapping[str, float], share: float = 1.0) -> dict[str, Any]:
         """Arguments of ``SampleWeights.open`` beside the index and the option's name; ``share`` is
         that of the samples which a pilot draws from."""
         per_epoch = self.samples_per_epoch and max(1, round(share * self.samples_per_epoch))

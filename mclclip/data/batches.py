@@ -98,7 +98,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on ``device``, but for ``classes``; the host does not wait for what comes
-        from pinned memory."""
+        from pinned memory. For batches of main memory: others would not be there yet."""
         kept = self.classes
         return self._each_tensor(
             lambda tensor: tensor if tensor is kept else tensor.to(device, non_blocking=True)
@@ -242,8 +242,8 @@ class TrainingBatches(Dataset[Batch]):
                 positions = self._candidates(
                     sample.sample_id, first + row, int(labels[row]), planned.prefix_length, epoch
                 )
-                again = None if occurrence is None else occurrence[row : row + 1]
-                sample, position = self._replacement(sample, positions, in_batch, epoch, again)
+                of_row = None if occurrence is None else occurrence[row : row + 1]
+                sample, position = self._replacement(sample, positions, in_batch, epoch, of_row)
                 labels[row] = self._label_at(position, planned.prefix_length)
             samples.append(sample)
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
@@ -302,8 +302,8 @@ class TrainingBatches(Dataset[Batch]):
     def _start_next(self, step: int, mine: slice) -> None:
         """Begins to read this process' next batch, so that a store answers while this is decoded.
 
-        It is a guess that costs a batch's bytes where the training ends: a loader deals out steps
-        in turn.
+        A loader gives its workers steps in turn, so that the next one is num_workers later. At the
+        end of a training that batch is read in vain.
         """
         if self.dataset.reader.has_urls:
             worker = get_worker_info()

@@ -27,9 +27,8 @@ class Coverage:
 
     policy: Policy
     global_batch: int
-    num_samples: int  # draws of an epoch: the number of samples, unless these have weights
-    distinct: int  # samples
-    weighted: bool
+    num_samples: int  # draws of an epoch where samples have weights
+    distinct: int | None  # samples of which these are draws; None without weights
     groups: dict[str, float]  # labels.size_statistics
     groups_below_batch: int
     share_below_batch: float  # of the samples
@@ -62,13 +61,13 @@ class Coverage:
 
     def _weights(self) -> list[str]:
         """A line on weights, where samples have some; numbers of samples are of draws then."""
-        if self.weighted:
-            drawn = self.num_samples / max(self.distinct, 1)
-            return [
-                f"  weights    {self.distinct:,} samples, drawn {self.num_samples:,} times "
-                f"({drawn:.2f} each on average); below, samples are draws"
-            ]
-        return []
+        if self.distinct is None:
+            return []
+        each = self.num_samples / max(self.distinct, 1)
+        return [
+            f"  weights    {self.distinct:,} samples, drawn {self.num_samples:,} times ({each:.2f} "
+            "each on average), and counted so often below"
+        ]
 
     def text(self) -> str:
         """The report, several lines."""
@@ -114,8 +113,7 @@ def _count(grouped: GroupSizes, levels: list[Level], global_batch: int, policy: 
         policy=policy,
         global_batch=global_batch,
         num_samples=grouped.num_draws,
-        distinct=grouped.num_samples,
-        weighted=grouped.draws is not None,
+        distinct=None if grouped.draws is None else grouped.num_samples,
         groups=size_statistics(sizes),
         groups_below_batch=int((small > 0).sum()),
         share_below_batch=float(small.sum() / max(sizes.sum(), 1)),

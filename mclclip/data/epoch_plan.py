@@ -27,12 +27,8 @@ from mclclip.data.labels import truncate
 from mclclip.randomness import mix, permute
 
 Order = Literal["round_robin", "proportional"]
-_SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW = (
-    1,
-    2,
-    3,
-    4,
-)  # purposes of the randomness, part of its key
+# Purposes of the randomness, part of its key.
+_SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW = 1, 2, 3, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +40,8 @@ class PlannedBatch:
     prefix_length  number of leading stages whose labels the Eq. 3 mask of this step compares
     group_size     number of samples that a row is compared with, itself included; the mean over
                    rows. It is B except in the mixed batches of "mask", where rows differ in prefix.
-    occurrence     int64 [B], tells draws of one sample in an epoch apart; None without weights
+    occurrence     int64 [B], tells draws of one sample in an epoch apart, but for those that "wrap"
+                   and "carry" repeat; None without weights
     """
 
     ids: Integers
@@ -234,17 +231,21 @@ def check_samples(
     num_clusters: int,
     num_samples: int,
     lacking: int = 0,
+    draws: int | None = None,
 ) -> None:
     """Raises ValueError where a batch, or the clusters, need more samples than there are.
 
-    ``lacking``: samples that are clustered, but lack the caption or attribute that this training
-    reads, and are left out of its batches.
+    lacking  samples that are clustered, but lack the caption or attribute that this training reads,
+             and are left out of its batches
+    draws    of an epoch, where samples have weights or an epoch has a size of its own
     """
     usable = num_samples - lacking
-    if policy != "wrap" and global_batch > usable:
+    if policy != "wrap" and global_batch > (usable if draws is None else draws):
+        there = f"the index's {usable:,} samples" if draws is None else f"the {draws:,} draws"
         raise ValueError(
-            f"{name}.global_batch={global_batch:,} is more than the index's {usable:,} samples"
-            f"{' that have what is read' if lacking else ''}: lower it, or set "
+            f"{name}.global_batch={global_batch:,} is more than {there}"
+            f"{' that have what is read' if lacking and draws is None else ''}"
+            f"{'' if draws is None else ' of an epoch'}: lower it, or set "
             f"{name}.plan.policy=wrap"
         )
     if num_clusters > num_samples:

@@ -55,7 +55,7 @@ class GroupedIndex(GroupSizes):
     group_starts, group_labels, radices  see ``GroupSizes``
     sample_ids  int64 [M], sorted by pseudo label, ties by id; those of group g are
                 sample_ids[group_starts[g] : group_starts[g + 1]]
-    weight_sums int64 [M], running sums of their weights in the same order; None without weights
+    weight_sums  int64 [M], running sums of their weights in the same order; None without weights
     """
 
     sample_ids: Integers
@@ -167,7 +167,8 @@ def _arrays(weighted: bool) -> tuple[str, ...]:
 
 
 Parts = Iterable[tuple[Integers, Integers | None]]
-"""Sample ids of a grouped index in order, and the running sums of their weights (or None)."""
+"""Sample ids int64 [n] of a grouped index in order, and the running sums int64 [n] of their weights
+(None without weights)."""
 
 
 def _with_sums(parts: Iterable[Integers], weights: SampleWeights | None) -> Parts:
@@ -186,16 +187,14 @@ def write_grouped(directory: Path, sizes: GroupSizes, parts: Parts) -> None:
     (directory / "grouped_index.json").unlink(missing_ok=True)
     shape, weighted = (sizes.num_samples,), sizes.draws is not None
     with ExitStack() as stack:
-        append, append_sums = (
-            stack.enter_context(write_npy_parts(directory / f"{name}.npy", shape, np.int64))
-            if name == "sample_ids" or weighted
-            else None
-            for name in ("sample_ids", "weight_sums")
-        )
+        opened = partial(write_npy_parts, shape=shape, dtype=np.int64)
+        append = stack.enter_context(opened(directory / "sample_ids.npy"))
+        append_sums = None
+        if weighted:
+            append_sums = stack.enter_context(opened(directory / "weight_sums.npy"))
 
         def written() -> Iterator[Integers]:
             for ids, sums in parts:
-                assert append is not None
                 append(ids)
                 if append_sums is not None and sums is not None:
                     append_sums(sums)
@@ -243,8 +242,8 @@ def _unsealed(path: Path, wanted: str, *, required: bool = True) -> dict[str, An
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """All nodes of one level of the tree. The elements of a leaf are its samples; those of another
-    node are the leftovers of its children."""
+    """All nodes of one level of the tree. The elements of a leaf are its samples, or its draws
+    where samples have weights; those of another node are the leftovers of its children."""
 
     prefix_length: int  # the length at which its batches are masked
     labels: Integers  # [n]
@@ -319,7 +318,8 @@ def _lend_batch(levels: list[Level], global_batch: int) -> None:
 
 
 def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int:
-    """Number of distinct samples of an epoch (under "carry" an upper bound, see ``epoch_plan``)."""
+    """Number of distinct samples of an epoch (under "carry" an upper bound, see ``epoch_plan``), or
+    of draws where samples have weights."""
     if policy == "wrap":
         return int(levels[0].sizes.sum())
     return global_batch * int(sum(level.batches.sum() for level in levels))

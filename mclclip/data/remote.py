@@ -182,11 +182,18 @@ class Remote:
         pieces = _joined(ranges)
         coming = [self._threads.submit(self._read_piece, piece) for piece in pieces]
 
-        def cancel() -> None:
+        def give_up() -> None:
             for future in coming:
                 future.cancel()
 
-        return lambda: _cut(pieces, [future.result() for future in coming], ranges), cancel
+        def take() -> list[bytes]:
+            try:
+                return _cut(pieces, [future.result() for future in coming], ranges)
+            except BaseException:
+                give_up()
+                raise
+
+        return take, give_up
 
     def fetch(self, url: str, look: Look, file: BinaryIO) -> None:
         """Writes the whole object to ``file``; ChangedShard where it changes meanwhile."""
@@ -215,6 +222,8 @@ class Remote:
         return self._side_by_side(self._read_piece, pieces)
 
     def _read_piece(self, piece: _Piece) -> bytes:
+        if not threading.main_thread().is_alive():
+            raise _Final("the program has ended")  # which waits for what its threads have yet to do
         return self._attempts(piece.url, lambda _: self._once(piece))
 
     def _once(self, piece: _Piece) -> bytes:

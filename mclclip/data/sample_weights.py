@@ -6,9 +6,15 @@ that many draws (a "virtual epoch").
 
 A group of n draws cuts the sum W of its samples' weights into n equal pieces and draws the sample
 that lies at one random point of each: systematic sampling (Madow, 1949), for which a sample's
-expected number is exactly its share of W, whatever the weights, and nothing is stored per epoch.
-Pieces share their random point by 64, so that two neighbours of half a weight can come together.
-Within such a run a sample of weight w comes floor(w) or ceil(w) times.
+expected number is exactly its share of the n draws, and nothing is stored per epoch. All pieces of
+a run of 64 have their point at the same place, so that a sample comes floor(w) or ceil(w) times; a
+new place for every run lets neighbours in the list come together, and a sample that lies across the
+border of two runs may come once more or less.
+
+n is the same in every epoch: W rounded, where what one group loses the next one gains, and at least
+1, so that every sample comes at times. Groups of few draws are therefore drawn from more or less
+often than their weights say, by half a draw or, where the weights add up to less than one, by up to
+a whole one.
 
 Weights are held as whole numbers of 1/65,536: their sums are exact, and so equal in whatever order
 they are taken.
@@ -34,6 +40,8 @@ Integers = npt.NDArray[np.int64]
 UNIT = 2**16
 MOST = 10_000.0
 """The largest weight."""
+MOST_DRAWS = 2 * 10**9
+"""Draws of an epoch at most: the square of their number fits int64."""
 _RUN = 64  # consecutive draws of a group that share their random number
 _AT_ONCE = 2**20
 
@@ -76,7 +84,9 @@ class SampleWeights:
         factors = np.array([by_source.get(s.source, 1.0) for s in index.shards], np.float64)
         if path is None and per_epoch is None and bool((factors == 1.0).all()):
             return None
-        values = None if path is None else _read(Path(path), index, f"{option}.weights")
+        values = (
+            None if path is None else _read(Path(path).expanduser(), index, f"{option}.weights")
+        )
         weights = cls(values, factors, index.shard_of, per_epoch)
         weights._check(f"{option}.weights={path}" if path else "data.sources.NAME.weight")
         return weights
@@ -122,9 +132,17 @@ class SampleWeights:
 
     def draws(self, units: Integers) -> Integers:
         """int64 [G]: how often an epoch draws from groups whose weights add up to ``units`` [G]; at
-        least once from each."""
+        least once from each. Raises ValueError for more draws than can be computed with."""
+        if not len(units):
+            return units
         ends = np.cumsum(units)
         wanted = ends[-1] / UNIT if self.per_epoch is None else float(self.per_epoch)
+        if wanted > MOST_DRAWS:
+            raise ValueError(
+                f"an epoch would have {wanted:,.0f} draws by the weights of its samples, wanted at "
+                f"most {MOST_DRAWS:,}: lower data.sources.NAME.weight or the numbers of "
+                "plan.weights, or set plan.samples_per_epoch"
+            )
         rounded = np.rint(ends * (wanted / max(ends[-1], 1))).astype(np.int64)
         per_group: Integers = np.maximum(np.diff(rounded, prepend=0), 1)
         return per_group

@@ -234,11 +234,12 @@ class TarDataset(Dataset["Sample | BadSample"]):
         return [found[k] for k in range(len(ids))]
 
     def start_reading(self, sample_ids: Sequence[int] | Integers) -> None:
-        """Begins to read what the next `read_many` will be asked for, where it lies behind a url;
-        what that is not asked for is given up. Raises IndexError as it does."""
-        if self.reader.has_urls:
-            ids = [self._checked(int(sample_id)) for sample_id in sample_ids]
-            self.reader.start_prefetch(r for sample_id in ids for r in self._ranges(sample_id))
+        """Begins to read what a later `read_many` will be asked for, where it lies behind urls.
+
+        What was begun before and not used is given up. Raises IndexError as that does.
+        """
+        ids = [self._checked(int(sample_id)) for sample_id in sample_ids]
+        self.reader.start_prefetch(r for sample_id in ids for r in self._ranges(sample_id))
 
     def captions(self, sample_id: int) -> list[str]:
         """All captions of one sample; see ``captions_of``."""

@@ -81,15 +81,21 @@ class Condition:
             single = pa.types.is_float16(kind) or pa.types.is_float32(kind)
             column = column.cast(pa.float32()) if pa.types.is_float16(kind) else column
             value = pa.scalar(self.value, pa.float32() if single else None)
-        elif _is_text(kind) and (isinstance(self.value, str) or self.operator not in _ORDERS):
-            column, value = column.cast(pa.large_string()), str(self.value)
+        elif _is_text(kind) and isinstance(self.value, str):
+            column, value = column.cast(pa.large_string()), self.value
         else:
             raise ValueError(
                 f"{self} compares {'text' if isinstance(self.value, str) else 'a number'}, and "
                 f"column {self.column} holds {kind}: wanted numbers beside numbers, text beside "
-                "text, true or false"
+                "text (in quotes where it looks like a number), true or false"
             )
-        return _flags(_COMPARE[self.operator](column, value))
+        try:
+            return _flags(_COMPARE[self.operator](column, value))
+        except pa.ArrowInvalid as error:  # integers beyond those that the other type holds
+            raise ValueError(
+                f"{self}: column {self.column} holds {kind}, with numbers that cannot be compared "
+                f"exactly ({' '.join(str(error).split())[:100]}): leave it out"
+            ) from None
 
 
 def parse_condition(text: str) -> Condition:

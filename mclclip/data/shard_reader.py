@@ -74,12 +74,13 @@ class ShardReader:
         self._ahead.clear()
         if wanted := self._behind_urls(ranges):
             note_place(wanted[0][0])  # for whoever waits for it
-            if self._coming is not None and self._coming.ranges == wanted:
-                coming, self._coming = self._coming, None
-                found = coming.take()
+            coming = self._coming
+            if coming is not None and set(wanted) <= set(coming.ranges):
+                self._coming = None
+                self._ahead.update(zip(coming.ranges, coming.take(), strict=True))
             else:
                 found = self._remote.read_ranges(self._asked(wanted))
-            self._ahead.update(zip(wanted, found, strict=True))
+                self._ahead.update(zip(wanted, found, strict=True))
 
     def start_prefetch(self, ranges: Iterable[Range]) -> None:
         """Begins to read ranges of shards behind urls, for a later ``prefetch`` of the same ones,

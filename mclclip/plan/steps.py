@@ -83,13 +83,14 @@ def _training(
         usable = len(index) - len(left_out)
     most = label_space(radices)
     groups, epoch, coverage = (1, most), None, []
-    if usable is not None:
-        _check_samples(config, name, options, known, usable, stage, most)
-        groups = 1, min(most, usable)
     weights = None
     if index is not None:
-        weights = SampleWeights.open(index, **config.draws(options), option=f"{name}.plan")
+        weights = SampleWeights.open(index, **config.weight_options(options), option=f"{name}.plan")
     drawn = _drawn(options, weights, usable)
+    if usable is not None:
+        draws = None if drawn == usable else drawn
+        _check_samples(config, name, options, known, usable, stage, most, draws)
+        groups = 1, min(most, usable)
     on_disk = _on_disk(config, index, stage, variant, options, left_out, weights)
     if on_disk is not None:
         found = int(on_disk.groups["num_groups"])
@@ -152,19 +153,22 @@ def _check_samples(
     usable: int,
     stage: int,
     labels: int,
+    draws: int | None,
 ) -> None:
     """Refuses what the run would refuse once it has its index, or its labels.
 
-    ``known`` samples are clustered, and ``usable`` ones of them are trained on.
+    ``known`` samples are clustered, and ``usable`` ones of them are trained on; ``draws`` of an
+    epoch, where these are not as many.
     """
     batch, policy = options.global_batch, options.plan.policy
     most = max(config.clusters[:stage], default=1)
-    check_samples(name, batch, policy, most, known, known - usable)
-    if policy in ALONE and labels * batch > usable:
+    check_samples(name, batch, policy, most, known, known - usable, draws)
+    if policy in ALONE and labels * batch > (usable if draws is None else draws):
         raise ValueError(
             f"{labels:,} possible labels x {name}.global_batch={batch:,} are more than the "
-            f"{usable:,} samples, which {name}.plan.policy=drop does not allow: use policy "
-            "backoff, fewer clusters or a smaller global batch"
+            f"{usable if draws is None else draws:,} samples of an epoch, which "
+            f"{name}.plan.policy=drop does not allow: use policy backoff, fewer clusters or a "
+            "smaller global batch"
         )
 
 
@@ -196,8 +200,9 @@ def _on_disk(
     made_of = artifacts.made_of(layout.train(stage)).get("inputs", {})
     if begun.written and inputs.items() <= made_of.items():
         grouped: GroupSizes = begun.read()[0]
-    elif radices and variant != "mcl" and len(bad):
-        return None  # which groups of random labels lose a bad sample depends on the draw
+    elif radices and variant != "mcl" and (len(bad) or weights is not None):
+        # Which groups of random labels lose a bad sample, or get a heavy one, depends on the draw.
+        return None
     else:
         grouped = LabelBlocks(labels, radices, left_out, weights=weights).sizes()
     batch, policy = options.global_batch, options.plan.policy

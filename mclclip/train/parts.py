@@ -108,8 +108,8 @@ class Job:
     def weights(self) -> SampleWeights | None:
         """How often an epoch draws each sample; None: once. Raises its errors (``open``)."""
         share = self.config.pilot.share if self.layout.is_pilot else None
-        draws = self.config.draws(self.options, share or 1.0)
-        return SampleWeights.open(self.index, **draws, option=f"{self._name}.plan")
+        given = self.config.weight_options(self.options, share or 1.0)
+        return SampleWeights.open(self.index, **given, option=f"{self._name}.plan")
 
     @property
     def _name(self) -> str:

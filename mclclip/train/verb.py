@@ -123,6 +123,8 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
     """
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
     options["plan"] = job.options.plan.identity()
+    if not job.options.patch_dropout:  # absent where training has ever been as it is
+        del options["patch_dropout"]
     if job.options.evaluate.metric is None:  # figures that are only recorded
         del options["evaluate"]
     config = {
@@ -132,7 +134,7 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         "model": to_tree(job.model),
         "train": options,
     }
-    if job.config.data.pixels != "exact":  # absent where training has ever been as it is
+    if job.config.data.pixels != "exact":
         config["data"] = {"pixels": job.config.data.pixels}
     if job.layout.is_pilot:
         config["share"] = job.config.pilot.share
@@ -206,6 +208,8 @@ def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
     if radices and job.layout.variant == "random_groups":
         labels = np.array(labels)
         labels[left_out] = -1
+        if job.weights is not None:  # so that groups keep their numbers of samples that are drawn
+            labels[job.weights.units(np.arange(len(labels))) == 0] = -1
         labels = permute_labels(labels, job.seed, job.stage)
     return LabelBlocks(labels, radices, np.union1d(left_out, bad_ids), weights=job.weights)
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
+from mclclip import config as configuration
+from mclclip import index
+from mclclip.data import remote
+from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.loader import Loader
+from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import kept
@@ -32,6 +42,32 @@ def made(run_dir: Path) -> dict[str, bytes]:
     """Exports, embeddings and labels of a run."""
     found = [*run_dir.rglob("*.safetensors"), *run_dir.rglob("*.npy")]
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in found}
+
+
+def _tensor(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_reading_ahead_asks_for_one_batch_more_per_worker(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    """Another guess of the next batch than the right one would ask for every batch twice."""
+    monkeypatch.setattr(remote, "GAP_BYTES", -1)  # a request per sample: their number is known
+    samples = index.run(configuration.load(config(tmp_path, server)), SINGLE)
+    batches = TrainingBatches(
+        index=samples, grouped=GroupedIndex.build(np.zeros(len(samples), np.int64), ()),
+        transform=_tensor, reads_captions=False, global_batch=16, policy="backoff",
+        order="proportional", seed=0, stage=1, max_image_pixels=10**6,
+    )  # fmt: skip
+    steps = range(2, 2 * batches.steps_per_epoch)
+    before = server.seen["GET"]
+    found: Loader[Batch] = Loader(
+        batches, steps, num_workers=num_workers, describe=lambda *_: "a batch"
+    )
+    assert sum(len(batch.sample_id) for batch in found) == 16 * len(steps)
+    requests = server.seen["GET"] - before
+    assert 0 <= requests - 16 * len(steps) <= 16 * max(num_workers, 1)
 
 
 @pytest.mark.slow

@@ -115,6 +115,29 @@ def test_equal_weights_draw_every_sample_once() -> None:
     assert "weights" not in coverage_report(plain, 16, "wrap").text()
 
 
+def test_a_group_of_few_draws_is_drawn_from_at_least_once() -> None:
+    """400 groups of one sample: no group is lost, so that light ones come too often."""
+    light = SampleWeights(np.full(400, 0.25), np.ones(1), np.zeros(400, np.int32), None)
+    grouped = GroupedIndex.build(np.arange(400), (400,), light)
+    assert grouped.draws is not None and grouped.draws.tolist() == [1] * 400
+    assert light.num_draws == 100  # of one group
+    heavy = SampleWeights(np.full(400, 2.25), np.ones(1), np.zeros(400, np.int32), None)
+    drawn = GroupedIndex.build(np.arange(400), (400,), heavy).draws
+    assert drawn is not None and set(drawn.tolist()) == {2, 3} and drawn.sum() == 900
+
+
+def test_more_draws_than_can_be_computed_with_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"3,000,000,000 draws .* at most 2,000,000,000: lower"):
+        weights().draws(np.array([3 * 10**9 * UNIT]))
+    assert weights().draws(np.array([2 * 10**9 * UNIT])).tolist() == [2 * 10**9]
+
+
+def test_no_sample_in_use_is_the_plans_own_error() -> None:
+    grouped = GroupedIndex.build(np.full(NUM_SAMPLES, -1), RADICES, weights())
+    with pytest.raises(ValueError, match="no sample has a pseudo label"):
+        plan_of(grouped, "backoff")
+
+
 def test_virtual_epochs_scale_all_weights() -> None:
     for per_epoch in (160, 4800):
         grouped = GroupedIndex.build(LABELS, RADICES, weights(per_epoch=per_epoch))

@@ -95,15 +95,29 @@ def test_a_number_means_the_same_in_single_and_double_precision() -> None:
 def test_text_and_flags() -> None:
     texts = pa.chunked_array([pa.array(["a", "b", None, "7"])])
     assert parse_condition("x==a").holds(texts).tolist() == [True, False, False, False]
-    assert parse_condition("x==7").holds(texts).tolist() == [False, False, False, True]
+    assert parse_condition("x=='7'").holds(texts).tolist() == [False, False, False, True]
     assert parse_condition("x>=b").holds(texts.dictionary_encode()).tolist()[:2] == [False, True]
     flags = pa.chunked_array([pa.array([True, False])])
     assert parse_condition("x==true").holds(flags).tolist() == [True, False]
 
 
+def test_integers_beyond_those_of_the_other_type_are_one_line() -> None:
+    large = pa.chunked_array([pa.array([2**63 + 1], pa.uint64())])
+    for column, text in ((large, "x>=5"), (pa.chunked_array([pa.array([2**53 + 1])]), "x<0.5")):
+        with pytest.raises(ValueError, match="numbers that cannot be compared exactly"):
+            parse_condition(text).holds(column)
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
-    [(["9"], "x<200"), ([9], "x==nine"), ([[1]], "x==1"), ([9], "x=='9'"), ([True], "x>0")],
+    [
+        (["9"], "x<200"),
+        (["007"], "x==007"),
+        ([9], "x==nine"),
+        ([[1]], "x==1"),
+        ([9], "x=='9'"),
+        ([True], "x>0"),
+    ],
 )
 def test_values_of_other_kinds_are_one_line(values: list[Any], text: str) -> None:
     with pytest.raises(ValueError, match=r"compares .*, and column x holds .*: wanted numbers"):

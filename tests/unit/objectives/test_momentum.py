@@ -67,9 +67,11 @@ def test_the_copy_is_the_moving_average_of_the_trained_weights() -> None:
 def test_a_copy_of_a_frozen_model_stays() -> None:
     model = load_clip(tiny.MODEL, seed=1).requires_grad_(False)
     follower = MomentumCopy(model, 0.5)
+    before = [parameter.clone() for parameter in follower.model.parameters()]
     moved(model.requires_grad_(True))
     follower.follow(model.requires_grad_(False))
-    assert not any(map(torch.equal, follower.model.parameters(), model.parameters()))
+    assert all(map(torch.equal, follower.model.parameters(), before))
+    assert not any(map(torch.equal, model.parameters(), before))
 
 
 def test_no_gradient_reaches_the_copy() -> None:
