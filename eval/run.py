@@ -80,7 +80,11 @@ def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
     except ValidationError as error:
         raise ValueError(f"{path}: benchmark {': '.join(first_problem(error))}") from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a suite: {error}") from None
+        lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{path} is not a suite ({lacks}): wanted 'benchmarks:' and below it for each NAME its "
+            "kind, path and options, as eval/README.md shows"
+        ) from None
     return Suite(benchmarks, references)
 
 
@@ -396,10 +400,7 @@ def run(
     rows = evaluate(config, context, named, benchmarks=benchmarks, force=force)
     if context.is_main:
         shown = [row for row in results.read(Layout.of(config).results) if row.model in named]
-        log.info("results")
-        table = results.table(shown, chosen.references, details=details)
-        for line in table.split("\n"):
-            log.info("%s", line)
+        print(results.table(shown, chosen.references, details=details))
     return rows
 
 

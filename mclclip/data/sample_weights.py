@@ -147,6 +147,17 @@ class SampleWeights:
         per_group: Integers = np.maximum(np.diff(rounded, prepend=0), 1)
         return per_group
 
+    def by_source(self, index: SampleIndex) -> dict[str, float]:
+        """The share of all weights that each data source of the index has, by name."""
+        names = [shard.source for shard in index.shards]
+        sums = np.zeros(len(names))
+        for ids in self._blocks():
+            sums += np.bincount(self.shard_of[ids], self.units(ids), len(names))
+        shares = dict.fromkeys(names, 0.0)
+        for name, part in zip(names, (sums / sums.sum()).tolist(), strict=True):
+            shares[name] += part
+        return shares
+
     @cached_property
     def digest(self) -> str:
         """Digest of all that the draws depend on, beside the index."""

@@ -163,6 +163,10 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
                 "stage %d: %d of %d samples %s and are left out",
                 job.stage, len(ids), len(job.index), what,
             )  # fmt: skip
+    if job.weights is not None:
+        shares = job.weights.by_source(job.index)
+        drawn = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+        log.info("stage %d: samples are drawn by weight, of all draws: %s", job.stage, drawn)
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
     return artifact, groups

@@ -38,6 +38,7 @@ def test_killed_or_on_two_ranks_it_draws_by_the_same_weights(
     finished = shell.ok(*one, inside=batches[0])
     # 56 samples once and 8 five times are 96 draws: 12 batches, of which no epoch leaves one out.
     assert "64 samples, drawn 96 times (1.50 each on average)" in finished.stderr
+    assert "drawn by weight, of all draws: patterns 100.0 %" in finished.stderr
     assert f"{STEPS} steps from 0, 12 per epoch" in finished.stderr
     assert re.search(r"^stage 1 +3 +8 +12 ", shown, re.MULTILINE), shown
     drawn = batches[0].sample_ids()

@@ -199,6 +199,8 @@ def test_weights_of_samples_and_sources_multiply(opened: Callable[..., Any]) -> 
     both = opened([0, 1, 2, 0.5, 1, 1e-9], b=0.5)
     assert both.units(all_ids).tolist() == [0, UNIT, 2 * UNIT, UNIT // 2, UNIT // 2, 1]
     assert opened(per_epoch=100).num_draws == 100
+    shards = SimpleNamespace(shards=[SimpleNamespace(source=name) for name in "ab"])
+    assert opened(b=3.0).by_source(shards) == {"a": 0.4, "b": 0.6}
     assert opened(b=3.0).num_draws == 10
     digests = {opened(b=3.0).digest, opened(b=2.0).digest, opened(b=3.0, per_epoch=9).digest,
                opened([1] * 6, b=3.0).digest, opened([1] * 5 + [2], b=3.0).digest}  # fmt: skip
