@@ -25,7 +25,7 @@ from mclclip.ranks.process_group import SINGLE, num_threads
 from mclclip.run import runlog
 from mclclip.run.lock import RunLock
 
-METRIC = "pooled"  # over all pairs, so that every pair is an item of the difference
+METRIC = "average"  # the main metric of minimal pairs, which verdicts go by
 
 
 @dataclass(frozen=True)
