@@ -20,8 +20,9 @@ class PilotConfig:
     """Share of the samples that the pilot draws, and of the steps that it takes, such as 0.1
     (``mclclip run --pilot 0.1``); null: no pilot."""
     stop_without_gain: bool = False
-    """End the run after a pilot that shows no gain; false: the run goes on whatever the pilot
-    shows, and its verdict stands in ``pilot/verdict.json``."""
+    """End the run after a pilot that shows no gain, which on the demo missed gains that came late;
+    false: the run goes on whatever the pilot shows, and its verdict stands in
+    ``pilot/verdict.json``."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
