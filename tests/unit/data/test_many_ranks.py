@@ -26,7 +26,7 @@ class Numbers:
     """Stands for the reader of shards: a sample is its number."""
 
     def __init__(self, index: Any, transform: Any, **options: Any) -> None:
-        self.index = index
+        self.index, self.reader = index, SimpleNamespace(has_urls=False)
 
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
         return [int(i) for i in sample_ids]

@@ -127,7 +127,7 @@ def test_table_has_what_chance_gives_and_what_was_left_out() -> None:
         "trials              135      135",
         "chance             50.0        -",
         "stage_0            20.0     20.0",
-        "(7307 of 7511 items are left out: not to compare with published ones)",
+        "(7307 of 7511 items are left out: not comparable with published figures)",
         "",
         "loss        nats",
         "-------  -------",
