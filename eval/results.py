@@ -278,7 +278,7 @@ def _trials(rows: Sequence[Result]) -> dict[str, str]:
 
 
 def _chance(rows: Sequence[Result]) -> dict[str, str]:
-    """What chance gives of each metric whose rows say so."""
+    """By metric, the figure that guessing gives, as text; metrics without one are left out."""
     known: dict[str, set[float]] = {}
     for row in rows:
         if isinstance(value := row.protocol.get("chance"), int | float):

@@ -40,6 +40,23 @@ def open_npy(path: Path, verb: str, record: Record | None = None) -> np.ndarray:
     return array
 
 
+def open_given_npy(path: Path, what: str) -> np.ndarray:
+    """An array of a file that the user names, memory-mapped; ``what`` it should hold, in messages.
+
+    Raises FileNotFoundError where there is none, ValueError, one line, for a file of another kind.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file at {path}") from None
+    except (OSError, *_UNREADABLE) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is no .npy file of {what} that can be read ({reason})") from None
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path} is no .npy file of {what}: it holds several arrays")
+    return array
+
+
 def _damaged(path: Path, error: Exception, verb: str) -> RuntimeError:
     what = " ".join(str(error).split())[:200]
     return RuntimeError(f"{path} is damaged ({what}): {_again(verb)}")

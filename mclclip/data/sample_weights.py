@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mclclip.data.arrays import open_given_npy
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array, digest_json
 from mclclip.randomness import mix
@@ -168,14 +169,11 @@ class SampleWeights:
 def _read(path: Path, index: SampleIndex, option: str) -> npt.NDArray[np.floating]:
     """The numbers of the file, memory-mapped."""
     try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{option}: no file {path}") from None
-    except (OSError, ValueError, EOFError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ValueError(f"{option}: {path} is no .npy file of numbers ({reason})") from None
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "fiub":
-        raise ValueError(f"{option}: {path} is no .npy file of numbers")
+        values = open_given_npy(path, "numbers")
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"{option}: {error}") from None
+    if values.dtype.kind not in "fiub":
+        raise ValueError(f"{option}: {path} is no .npy file of numbers: it holds {values.dtype}")
     made = made_of(path.parent).get("inputs", {}).get("index", index.digest)
     if values.shape != (len(index),) or made != index.digest:
         raise ValueError(

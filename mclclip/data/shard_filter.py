@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from mclclip.data.arrays import open_given_npy
 from mclclip.data.remote import Place, Remote, RemoteOptions, open_whole, protocol_of, shown_url
 from mclclip.files import digest_parts, parse_json
 
@@ -48,7 +50,6 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "==": pc.equal,
     "!=": pc.not_equal,
 }
-_ORDERS = ("<", "<=", ">", ">=")
 
 # --- conditions ------------------------------------------------------------------------------
 
@@ -142,17 +143,12 @@ def open_uids(path: str) -> npt.NDArray[np.void]:
 
     Raises FileNotFoundError, and ValueError for a file of anything else.
     """
-    try:
-        uids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file at {path}") from None
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no .npy file of uids that can be read ({error})") from None
-    if not isinstance(uids, np.ndarray) or uids.dtype != UID or uids.ndim != 1:
-        got = f"{uids.dtype} {list(uids.shape)}" if isinstance(uids, np.ndarray) else "an archive"
+    uids = open_given_npy(Path(path), "uids")
+    if uids.dtype != UID or uids.ndim != 1:
         raise ValueError(
-            f"{path} holds {got}, wanted one row of uids, numpy.dtype('u8,u8'): the upper and the "
-            "lower 64 bits of each, sorted, saved by numpy.save"
+            f"{path} holds {uids.dtype} {list(uids.shape)}, wanted one row of uids, "
+            "numpy.dtype('u8,u8'): the upper and the lower 64 bits of each, sorted, saved by "
+            "numpy.save"
         )
     return uids
 

@@ -219,6 +219,7 @@ def test_weights_of_samples_and_sources_multiply(opened: Callable[..., Any]) -> 
         (["x"] * 6, "no .npy file of numbers"),
         ([object()] * 6, "no .npy file of numbers"),
         (b"text", "no .npy file of numbers"),
+        (b"\x93NUMPY\x01\x00\x08\x00{'descr'", "no .npy file of numbers"),  # a header cut short
     ],
 )
 def test_what_is_no_weights_is_one_line(
@@ -240,7 +241,7 @@ def test_files_of_another_index_or_missing(tmp_path: Path, opened: Callable[...,
     with pytest.raises(ValueError, match="other sample keys"):
         opened([1, 2, 3, 4, 5, 6])
     (tmp_path / "w.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=r"train.plan.weights: no file .*w.npy"):
+    with pytest.raises(FileNotFoundError, match=r"train.plan.weights: there is no file at .*w.npy"):
         SampleWeights.open(SimpleNamespace(shards=[], directory=tmp_path),  # type: ignore[arg-type]
                            path=str(tmp_path / "w.npy"), by_source={}, per_epoch=None,
                            option="train.plan")  # fmt: skip
