@@ -347,11 +347,12 @@ def _add_configured(verbs: Any) -> None:
     add("index", "tar shards -> sample index")
     embed = add("embed", "index + encoder -> embeddings")
     cluster = add("cluster", "embeddings -> cluster labels and pseudo labels")
+    reshard = add("reshard", "samples + pseudo labels -> shards in the order of the groups")
     train = add("train", "index + labels -> checkpoints", _train)
     joins = "checkpoints -> open_clip models; without --stage: concat and soup; with --to: an "
     export = add("export", f"{joins}exported model -> another library's layout", _export)
     _add_conversion(export)
-    for verb in (embed, cluster, train, export):
+    for verb in (embed, cluster, reshard, train, export):
         verb.add_argument("--stage", type=int, required=verb is not export)
     text = "captions too, also where the text tower is trained"
     embed.add_argument("--text", action="store_true", default=None, help=text)

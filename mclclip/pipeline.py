@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mclclip import cluster, embed, export, files, index, pilot, train
+from mclclip import cluster, embed, export, files, index, pilot, reshard, train
 from mclclip import config as configuration
 from mclclip.config import BenchmarkConfig, Config, ModelConfig, TrainConfig
 from mclclip.data.epoch_plan import check_ranks, check_samples
@@ -30,7 +30,7 @@ from mclclip.models.loading import has_texts
 from mclclip.models.memory import load_image_shapes
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Force
+from mclclip.run.artifacts import Force, is_finished
 from mclclip.run.layout import PILOTS, Layout
 
 log = logging.getLogger("mclclip")
@@ -73,6 +73,8 @@ def _steps(config: Config, context: Context, force: Force) -> None:
             _pilot(config, context, force)
             if collectives.on_main(lambda: pilot.reason_to_stop(config)) is not None:
                 return
+        if config.reshard.enabled and not is_finished(Layout.of(config).train(stage)):
+            reshard.run(config, context, stage=stage, force=force)
         _stage(config, context, stage, "mcl", force)
     _join(config, context, "mcl", force)
     for control in config.controls:
@@ -101,6 +103,8 @@ def _check(config: Config, context: Context) -> None:
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
     _check_objectives(config, context)
+    if config.reshard.enabled and config.has_stages:
+        reshard.check(config)
     pilot.check(config)
     held_out.check(config)
     evaluation.check(config.eval.suite)

@@ -13,6 +13,7 @@ from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
 from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout
 from mclclip.config.plan import PlanConfig
+from mclclip.config.resharding import ReshardConfig
 from mclclip.config.sources import SourceConfig
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
@@ -378,6 +379,7 @@ class Config:
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
     embed: EmbedConfig = EmbedConfig()
     cluster: ClusterConfig = ClusterConfig()
+    reshard: ReshardConfig = ReshardConfig()
     train: TrainConfig = TrainConfig()
     """Training of every stage s >= 1 (and of the controls)."""
     controls: list[Literal["ungrouped", "random_groups"]] = field(default_factory=list)

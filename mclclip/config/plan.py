@@ -29,10 +29,14 @@ class PlanConfig:
     samples_per_epoch: Annotated[int, Field(ge=1, le=MOST_DRAWS)] | None = None
     """Draws of an epoch, to which all weights are scaled (null: the sum of the weights, which is
     the number of samples where none is set)."""
+    block: Annotated[int, Field(ge=1, le=2**20)] = 1
+    """Samples of a group, neighbours in the index, that stay together in every epoch, so that they
+    can be read in one piece from the shards of ``mclclip reshard`` (1: none do)."""
 
     def identity(self) -> dict[str, Any]:
         """Fields that results depend on; the weights' digest is among a training's inputs."""
         drawn = {"samples_per_epoch": self.samples_per_epoch} if self.samples_per_epoch else {}
+        drawn |= {"block": self.block} if self.block > 1 else {}
         return {"policy": self.policy, "order": self.order, **drawn}
 
     def weight_options(self, by_source: Mapping[str, float], share: float = 1.0) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from mclclip.data.epoch_plan import EpochPlan, Order
 from mclclip.data.groups import GroupedIndex, Policy
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
+from mclclip.data.locations import Resharded
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import (
@@ -140,11 +141,11 @@ class TrainingBatches(Dataset[Batch]):
     same global batches.
 
     index, transform, reads_captions, tokenizer, text_features, max_image_pixels, max_open_files,
-    check_pixels  see `TarDataset`; the transform is the training transform
+    check_pixels, remote, resharded  see `TarDataset`; the transform is the training transform
     num_views     how many times each image is transformed, each time with other random draws
     grouped       the stage's grouped index, made for this index
     global_batch  samples per step over all ranks
-    policy, order, seed, stage   see `EpochPlan`; seed also keys augmentation and captions
+    policy, order, seed, stage, block   see `EpochPlan`; seed also keys augmentation and captions
     rank, world_size   this process takes columns [rank * b, (rank + 1) * b), b = global_batch / W
     class_labels  gives the classes of samples; None: batches have no classes
     bad_ids       samples known to be unusable: never tried as a replacement
@@ -181,6 +182,8 @@ class TrainingBatches(Dataset[Batch]):
         max_open_files: int = 64,
         check_pixels: bool = False,
         remote: RemoteOptions | None = None,
+        resharded: Resharded | None = None,
+        block: int = 1,
     ) -> None:
         if world_size < 1 or global_batch % world_size != 0:
             raise ValueError(
@@ -201,6 +204,7 @@ class TrainingBatches(Dataset[Batch]):
             max_open_files=max_open_files,
             check_pixels=check_pixels,
             remote=remote,
+            resharded=resharded,
         )
         self.num_views = num_views
         self.grouped, self._class_labels = grouped, class_labels
@@ -209,7 +213,7 @@ class TrainingBatches(Dataset[Batch]):
         self.rank = rank
         self._seed, self._stage = seed, stage
         self._bad_ids = frozenset(int(sample_id) for sample_id in bad_ids)
-        self._plan = EpochPlan(grouped, global_batch, policy, order, seed, stage, epoch=0)
+        self._plan = EpochPlan(grouped, global_batch, policy, order, seed, stage, 0, block)
         self.steps_per_epoch = self._plan.steps_per_epoch
 
     def plan(self, epoch: int) -> EpochPlan:

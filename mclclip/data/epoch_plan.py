@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from mclclip.data.grouping import Integers
 from mclclip.data.groups import (
@@ -28,7 +29,7 @@ from mclclip.randomness import mix, permute
 
 Order = Literal["round_robin", "proportional"]
 # Purposes of the randomness, part of its key.
-_SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW = 1, 2, 3, 4
+_SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW, _TURN = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +56,14 @@ class _Tree:
     """The part of a plan that is the same in all epochs: nodes, their batches, and pools."""
 
     def __init__(
-        self, grouped: GroupedIndex, global_batch: int, policy: Policy, order: Order
+        self, grouped: GroupedIndex, global_batch: int, policy: Policy, order: Order, block: int
     ) -> None:
         if order not in get_args(Order):
             raise ValueError(f"order is {order!r}: wanted one of {', '.join(get_args(Order))}")
+        if block < 1:
+            raise ValueError(f"block is {block}: wanted at least 1")
         self.grouped, self.global_batch = grouped, global_batch
-        self.policy, self.order = policy, order
+        self.policy, self.order, self.block = policy, order, block
         self.levels = build_levels(grouped, global_batch, policy)
         self.num_steps = require_steps(self.levels, global_batch, policy)
         self.scheduled = num_scheduled(self.levels, global_batch, policy)
@@ -98,6 +101,7 @@ class EpochPlan:
     order         round_robin (the paper: groups in turn, exhausted ones skipped) or proportional
                   (steps shuffled, so that a group comes up in proportion to its batches)
     seed, stage, epoch  the key of all randomness
+    block         samples of a group, neighbours in it, that stay together (``shuffled``)
 
     steps_per_epoch, scheduled and remainder are equal for every epoch. `of_epoch` gives the plan of
     another epoch, which shares the parts that all epochs have in common.
@@ -113,8 +117,9 @@ class EpochPlan:
         seed: int,
         stage: int,
         epoch: int,
+        block: int = 1,
     ) -> None:
-        self._tree = _Tree(grouped, global_batch, policy, order)
+        self._tree = _Tree(grouped, global_batch, policy, order, block)
         self.steps_per_epoch = self._tree.num_steps
         self.scheduled = self._tree.scheduled
         self.remainder = grouped.num_draws - self.scheduled
@@ -189,7 +194,7 @@ class EpochPlan:
         begun = self.epoch * int(level.batches[leaf]) * self._tree.global_batch
         rounds, position = np.divmod(begun + position, level.sizes[leaf])
         key = mix(*self._key[:2], rounds, _SAMPLES, level.prefix_length, level.labels[leaf])
-        return permute(position, level.sizes[leaf], key)
+        return shuffled(position, level.sizes[leaf], key, self._tree.block)
 
     def _mixed_leaves(self) -> tuple[Integers, Integers]:
         """Leaves in the order in which "mask" pools their leftovers, and where those start in the
@@ -202,7 +207,29 @@ class EpochPlan:
 
     def _shuffle(self, level: Level, node: Integers, position: Integers) -> Integers:
         key = mix(*self._key, _SAMPLES, level.prefix_length, level.labels[node])
-        return permute(position, level.sizes[node], key)
+        return shuffled(position, level.sizes[node], key, self._tree.block)
+
+
+def shuffled(
+    position: Integers, size: Integers, key: npt.NDArray[np.uint64] | np.uint64, block: int
+) -> Integers:
+    """Where the elements at ``position`` [n] of shuffled sequences come from: int64 [n].
+
+    ``size``, ``key`` are those of each element's sequence. With ``block`` > 1 a sequence is turned
+    by a drawn number of places, cut into blocks of that many neighbours, and the blocks are
+    shuffled; what is left of it after the last whole block, other elements for each key, comes
+    last. So neighbours stay together, and can be read in one piece (`mclclip reshard`).
+    """
+    if block == 1:
+        return permute(position, size, key)
+    size = np.broadcast_to(np.asarray(size, dtype=np.int64), np.shape(position))
+    number, within = np.divmod(position, block)
+    whole = size // block
+    is_whole = number < whole
+    moved = permute(np.where(is_whole, number, 0), np.maximum(whole, 1), key)
+    turned = np.where(is_whole, moved * block + within, position)
+    turn = mix(key, _TURN) % size.astype(np.uint64)
+    return np.asarray((turned + turn.astype(np.int64)) % size, dtype=np.int64)
 
 
 def total_steps(steps: int | None, epochs: float, steps_per_epoch: int) -> int:

@@ -120,6 +120,19 @@ class GroupedIndex(GroupSizes):
         low = low[low < ends]
         return int(low[np.flatnonzero(self.sample_ids[low] == sample_id)[0]])
 
+    def positions(self, sample_ids: Integers, labels: Integers) -> Integers:
+        """Where samples of these full labels lie in sample_ids: int64 [n], -1 for those that are in
+        no group. Reads few of the ids."""
+        found = np.full(len(sample_ids), -1, dtype=np.int64)
+        for label in np.unique(labels):
+            start, stop = self.group_range(int(label), len(self.radices))
+            rows = np.flatnonzero(labels == label)
+            at = start + np.searchsorted(self.sample_ids[start:stop], sample_ids[rows])
+            rows, at = rows[at < stop], at[at < stop]
+            inside = self.sample_ids[at] == sample_ids[rows]
+            found[rows[inside]] = at[inside]
+        return found
+
     def save(self, directory: str | Path) -> None:
         """Writes the index as ``write_grouped`` does."""
         write_grouped(Path(directory), self, [(self.sample_ids, self.weight_sums)])
@@ -132,10 +145,11 @@ class GroupedIndex(GroupSizes):
         All of them is read once, for this comparison. A process that the index is handed to maps
         the files without it.
         """
-        return cls._map(Path(directory), compare=True)
+        return cls.mapped(Path(directory), compare=True)
 
     @classmethod
-    def _map(cls, directory: Path, compare: bool = False) -> GroupedIndex:
+    def mapped(cls, directory: Path, compare: bool = False) -> GroupedIndex:
+        """As ``open``, without the comparison where ``compare`` is false."""
         header = _read_header(directory)
         records = header.get("records", {}) if compare else {}
         known = {name: Record(**entry) for name, entry in records.items()}
@@ -157,7 +171,7 @@ class GroupedIndex(GroupSizes):
 
     def __reduce__(self) -> tuple[Callable[..., GroupedIndex], tuple[Any, ...]]:
         if self.directory is not None:  # loader workers map the files instead of copying them
-            return GroupedIndex._map, (self.directory,)
+            return GroupedIndex.mapped, (self.directory,)
         weighted = partial(GroupedIndex, weight_sums=self.weight_sums, draws=self.draws)
         return weighted, (self.group_starts, self.group_labels, self.radices, self.sample_ids)
 

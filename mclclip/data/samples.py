@@ -12,7 +12,7 @@ import logging
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,9 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.embeddings import rows_path
+from mclclip.data.locations import Locations, Resharded
 from mclclip.data.remote import Remote, RemoteOptions
-from mclclip.data.sample_index import SAMPLES, SampleIndex
+from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
 from mclclip.files import Checked
@@ -172,7 +173,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
     says whether samples carry text: False gives images alone, and caption members are not read.
     With True it is tokenized with ``tokenizer`` (a list of captions -> int64 [n, context]) or
     looked up in ``text_features``, which goes first; a sample without a caption is then a
-    `BadSample`.
+    `BadSample`. Copies of samples in ``resharded`` are read in the place of those of the index.
 
     Through `__getitem__` and `__getitems__` a sample comes with one view and its first caption.
     Raises ValueError where captions are to be read and there is nothing to read them with, and
@@ -191,6 +192,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         max_open_files: int = 64,
         check_pixels: bool = False,
         remote: RemoteOptions | None = None,
+        resharded: Resharded | None = None,
     ) -> None:
         if reads_captions and tokenizer is None and text_features is None:
             raise ValueError("reads_captions is True: wanted a tokenizer or text_features as well")
@@ -206,8 +208,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 f"data.verify=full compares images with the index, and {self.index.directory} has "
                 "no checksums of them: run 'mclclip index' with data.verify=full, which adds them"
             )
-        places = [shard.place for shard in self.index.shards]
-        self.reader = ShardReader(places, max_open_files, Remote(remote))
+        self.locations = Locations(self.index, resharded)
+        self.reader = ShardReader(self.locations.places, max_open_files, Remote(remote))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -226,11 +228,11 @@ class TarDataset(Dataset["Sample | BadSample"]):
         A member that ends beyond its shard gives BadSample "truncated".
         Raises IndexError for a sample_id outside the index.
         """
-        ids = [self._checked(int(sample_id)) for sample_id in sample_ids]
-        shards, offsets = self.index.shard_of, self.index.image_offset
-        order = sorted(range(len(ids)), key=lambda k: (shards[ids[k]], offsets[ids[k]]))
-        self.reader.prefetch(r for sample_id in ids for r in self._ranges(sample_id))
-        found = {k: self._read(ids[k]) for k in order}
+        ids = self._checked(sample_ids)
+        places = self.locations.of(np.asarray(ids, np.int64))
+        order = sorted(range(len(ids)), key=lambda k: places[k])
+        self.reader.prefetch(r for place in places for r in self._wanted(place))
+        found = {k: self._read(ids[k], places[k]) for k in order}
         return [found[k] for k in range(len(ids))]
 
     def start_reading(self, sample_ids: Sequence[int] | Integers) -> None:
@@ -238,8 +240,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
         What was begun before and not used is given up. Raises IndexError as that does.
         """
-        ids = [self._checked(int(sample_id)) for sample_id in sample_ids]
-        self.reader.start_prefetch(r for sample_id in ids for r in self._ranges(sample_id))
+        places = self.locations.of(np.asarray(self._checked(sample_ids), np.int64))
+        self.reader.start_prefetch(r for place in places for r in self._wanted(place))
 
     def captions(self, sample_id: int) -> list[str]:
         """All captions of one sample; see ``captions_of``."""
@@ -251,17 +253,17 @@ class TarDataset(Dataset["Sample | BadSample"]):
         Raises IndexError for a sample_id outside the index, and RuntimeError where a shard does not
         hold what was indexed.
         """
-        ids = [i for i in map(self._checked, sample_ids) if self._has_caption(i)]
+        ids = [i for i in self._checked(sample_ids) if self._has_caption(i)]
         found: dict[int, list[str]] = {}
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
-            offsets, sizes = self.index.text_offset, self.index.text_size
-            self.reader.prefetch(self._range(i, offsets, sizes) for i in some)
-            found |= {i: self._captions(i) for i in some}
+            texts = [text for _, text in self.locations.of(np.asarray(some, np.int64))]
+            self.reader.prefetch(texts)
+            found |= {i: self._captions(i, text) for i, text in zip(some, texts, strict=True)}
         return [found.get(sample_id, []) for sample_id in sample_ids]
 
-    def _captions(self, sample_id: int) -> list[str]:
-        data = self._text_member(sample_id)
+    def _captions(self, sample_id: int, place: Range) -> list[str]:
+        data = self._member(place)
         captions = [] if data is None else self._parse(sample_id, data)
         number = int(self.index.num_captions[sample_id])
         if data is None or len(captions) != number or self._has_changed(sample_id, text=data):
@@ -353,11 +355,11 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _key(self, sample_id: int) -> str:
         return self.index.keys([sample_id])[0]
 
-    def _read(self, sample_id: int) -> RawSample | BadSample:
+    def _read(self, sample_id: int, place: tuple[Range, Range]) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):
             return BadSample(sample_id, "no_caption")
-        image = self._member(sample_id, self.index.image_offset, self.index.image_size)
-        text = self._text_member(sample_id) if self.tokenizer is not None else b""
+        image = self._member(place[0])
+        text = self._member(place[1]) if self.tokenizer is not None else b""
         if image is None or text is None:
             return BadSample(sample_id, "truncated")
         if self._has_changed(sample_id, text, image):
@@ -379,29 +381,12 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _has_caption(self, sample_id: int) -> bool:
         return bool(self.index.num_captions[sample_id])
 
-    def _text_member(self, sample_id: int) -> bytes | None:
-        return self._member(sample_id, self.index.text_offset, self.index.text_size)
+    def _wanted(self, place: tuple[Range, Range]) -> tuple[Range, ...]:
+        """The ranges that `_read` reads of a sample."""
+        return place if self.tokenizer is not None else place[:1]
 
-    def _ranges(self, sample_id: int) -> Iterator[Range]:
-        """Yields the ranges of the members that `_read` reads of a sample."""
-        yield self._range(sample_id, self.index.image_offset, self.index.image_size)
-        if self.tokenizer is not None:
-            yield self._range(sample_id, self.index.text_offset, self.index.text_size)
-
-    def _range(self, sample_id: int, offsets: Integers, sizes: Integers) -> Range:
-        shard, offset, size = (
-            int(column[sample_id]) for column in (self.index.shard_of, offsets, sizes)
-        )
-        if not (0 <= shard < len(self.index.shards) and offset >= 0 and size >= 0):
-            raise RuntimeError(
-                f"{self.index.directory / SAMPLES} is damaged: row {sample_id} says shard {shard}, "
-                f"offset {offset}, {size} bytes; take the folder away and run 'mclclip index' again"
-            )
-        return shard, offset, size
-
-    def _member(self, sample_id: int, offsets: Integers, sizes: Integers) -> bytes | None:
+    def _member(self, wanted: Range) -> bytes | None:
         """The bytes of a member; None where the shard ends before it does."""
-        wanted = self._range(sample_id, offsets, sizes)
         data = self.reader.read(*wanted)
         return data if len(data) == wanted[2] else None
 
@@ -412,10 +397,12 @@ class TarDataset(Dataset["Sample | BadSample"]):
         except ValueError:
             return []  # it parsed when it was indexed; callers handle the missing captions
 
-    def _checked(self, sample_id: int) -> int:
-        if not 0 <= sample_id < len(self.index):
-            raise IndexError(f"sample_id {sample_id}, the index has 0..{len(self.index) - 1}")
-        return sample_id
+    def _checked(self, sample_ids: Sequence[int] | Integers) -> list[int]:
+        ids = [int(sample_id) for sample_id in sample_ids]
+        for sample_id in ids:
+            if not 0 <= sample_id < len(self.index):
+                raise IndexError(f"sample_id {sample_id}, the index has 0..{len(self.index) - 1}")
+        return ids
 
 
 class BadSamples:

@@ -91,6 +91,12 @@ class Layout:
         """Labels that ``stage`` is trained on, made from the stages before; controls read MCL's."""
         return self.run_dir / f"stage_{stage}" / "pseudo_labels"
 
+    def resharded(self, stage: int, folder: str | None) -> Path:
+        """Copies of the samples in the order of a stage's groups, or in a folder elsewhere."""
+        if folder is not None:
+            return Path(folder).expanduser() / f"stage_{stage}"
+        return self.run_dir / f"stage_{stage}" / "resharded"
+
     def train(self, stage: int) -> Path:
         """A stage's training: checkpoints, metrics, grouped index."""
         return self.stage(stage) / "train"

@@ -21,6 +21,7 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
 from mclclip.data.loader import Loader
+from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.samples import BadSamples, TextFeatures
@@ -135,6 +136,17 @@ class Job:
             return None
         directory = self.layout.clusters(self.stage - 1)
         return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
+
+    @cached_property
+    def resharded(self) -> Resharded | None:
+        """Copies of the samples in the order of this training's groups; None where it reads them
+        from the shards of the index. Raises the errors of ``Resharded.open``."""
+        how, layout = self.config.reshard, self.layout
+        groups = self.stage > 0 and self.options.objective.reads.groups
+        if not how.enabled or not groups or layout.variant != "mcl":
+            return None
+        directory = layout.resharded(self.stage, how.folder)
+        return Resharded.open(directory, layout.pseudo_labels(self.stage), self.index)
 
 
 def trainee_of(job: Job, model: AnyModel, objective: Objective) -> Trainee:
@@ -337,9 +349,11 @@ def loader_of(
         max_open_files=data.max_open_files,
         check_pixels=data.verify == "full",
         remote=data.remote,
+        resharded=job.resharded,
+        block=options.plan.block,
     )
     batches.dataset.check()
-    paths = [shard.path for shard in job.index.shards]
+    paths = [place.path for place in batches.dataset.locations.places]
 
     def describe(step: int, shard: int) -> str:
         where = f", at shard {paths[shard]}" if 0 <= shard < len(paths) else ""

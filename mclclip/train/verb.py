@@ -74,6 +74,7 @@ def run(
         return job.directory
     collectives.together(lambda: parts.check_pixels(config, [job.model]))
     job.class_labels = collectives.on_main(lambda: job.class_labels)
+    job.resharded = collectives.on_main(lambda: job.resharded)
     workers, remote = config.data.index_workers, config.data.remote
     collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
     model = parts.build_model(config, layout, stage, options, context)
@@ -167,6 +168,8 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         shares = job.weights.by_source(job.index)
         drawn = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         log.info("stage %d: samples are drawn by weight, of all draws: %s", job.stage, drawn)
+    if job.resharded is not None:
+        log.info("stage %d: samples are read from copies at %s", job.stage, job.resharded.directory)
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
     return artifact, groups
@@ -257,7 +260,7 @@ def _train(
     grouped, known_bad = collectives.on_main(groups.read)
     engine = parts.engine_of(job, trainee)
     plan = EpochPlan(
-        grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, epoch=0
+        grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, 0, how.block
     )
     total = collectives.on_main(lambda: _controlled_steps(job)) or total_steps(
         options.steps, options.epochs, plan.steps_per_epoch

@@ -43,6 +43,7 @@ class Case:
     policy: str
     order: str
     key: tuple[int, int, int]
+    block: int = 1
 
     @property
     def grouped(self) -> GroupedIndex:
@@ -50,7 +51,8 @@ class Case:
 
     def plan(self, **changes) -> EpochPlan:
         seed, stage, epoch = self.key
-        options = {"seed": seed, "stage": stage, "epoch": epoch, "order": self.order} | changes
+        options = {"seed": seed, "stage": stage, "epoch": epoch, "order": self.order}
+        options |= {"block": self.block, **changes}
         return EpochPlan(self.grouped, self.global_batch, self.policy, **options)
 
     @property
@@ -69,7 +71,8 @@ def cases(draw: st.DrawFn, policies=POLICIES, batch=st.integers(1, 24)) -> Case:
     labels[random.random(samples) < draw(st.sampled_from([0, 0.1]))] = -1
     global_batch = draw(batch)
     policy, order = draw(st.sampled_from(policies)), draw(st.sampled_from(ORDERS))
-    case = Case(labels, radices, global_batch, policy, order, (draw(st.integers(0, 9)), 1, 2))
+    block, key = draw(st.sampled_from([1, 1, 2, 5, 30])), (draw(st.integers(0, 9)), 1, 2)
+    case = Case(labels, radices, global_batch, policy, order, key, block)
     assume(coverage_report(case.grouped, global_batch, policy).steps > 0)
     return case
 
@@ -95,9 +98,14 @@ class Node:
 
 
 def shuffled(case: Case, length: int, label: int, elements: list[int]) -> list[int]:
-    key = mix(*case.key, epoch_plan._SAMPLES, length, label)
-    order = permute(np.arange(len(elements)), len(elements), key)
-    return [elements[place] for place in order.tolist()]
+    key, size = mix(*case.key, epoch_plan._SAMPLES, length, label), case.block
+    if size > 1 and elements:  # turned, cut into blocks, and the whole ones shuffled
+        turn = int(mix(key, epoch_plan._TURN)) % len(elements)
+        elements = elements[turn:] + elements[:turn]
+    cuts = [elements[start : start + size] for start in range(0, len(elements), size)]
+    short = [cuts.pop()] if cuts and len(cuts[-1]) < size else []
+    order = permute(np.arange(len(cuts)), len(cuts), key).tolist() if cuts else []
+    return [element for cut in [*(cuts[place] for place in order), *short] for element in cut]
 
 
 def reference_leaves(case: Case) -> list[Node]:
@@ -322,6 +330,32 @@ def test_a_batch_is_a_pure_function_of_its_step(case: Case, random) -> None:
     random.shuffle(steps)
     assert all(plan.batch(step).ids.tolist() == expected[step] for step in steps)
     assert all(case.plan().batch(step).ids.tolist() == expected[step] for step in steps[:5])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("block", [2, 7, 16])
+def test_neighbours_of_a_group_stay_together(policy, block) -> None:
+    """So that a batch is read in few pieces; every sample has its turn at being a leftover."""
+    labels = np.repeat([0, 1, 2], [200, 111, 64])
+    grouped = GroupedIndex.build(labels, (3,))
+    rank = np.empty(len(labels), int)
+    rank[grouped.sample_ids] = np.arange(len(labels))
+    seen: Counter[int] = Counter()
+    for epoch in range(40):
+        plan = EpochPlan(grouped, 32, policy, "proportional", 5, 1, epoch, block)
+        for step in range(plan.steps_per_epoch):
+            batch = plan.batch(step)
+            seen.update(batch.ids.tolist())
+            if batch.prefix_length == 1 and batch.group_size == 32:
+                pieces = 1 + np.count_nonzero(np.diff(rank[batch.ids]) != 1)
+                # Whole blocks, a cut one at each end, a short one, and the seam of the turn.
+                assert pieces <= 32 // block + 5
+    assert set(seen) == {*range(len(labels))} or policy == "carry"
+
+
+def test_a_block_is_at_least_one_sample() -> None:
+    with pytest.raises(ValueError, match="block is 0: wanted at least 1"):
+        EpochPlan(GroupedIndex.build(np.zeros(9, int), ()), 2, "drop", "proportional", 0, 1, 0, 0)
 
 
 def test_algorithm_1_order() -> None:

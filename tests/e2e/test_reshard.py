@@ -1,0 +1,137 @@
+"""Copies of samples in the order of their groups, through the command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import config as configuration
+from tests import damage, tiny
+from tests.e2e.conftest import RecordBatches, Shell
+from tests.matrix import kept
+
+PER_SHARD = 8
+NUM_SHARDS = damage.NUM_SAMPLES // PER_SHARD
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class KillAtFile:
+    """The process kills itself with -9 when it begins to write its n-th file, or (``renamed``)
+    right after that file got its name."""
+
+    count: int
+    renamed: bool
+
+    def __call__(self) -> None:
+        original, calls = os.replace, []
+
+        def replace(source: Any, target: Any) -> None:
+            calls.append(target)
+            due = len(calls) == self.count
+            if due and not self.renamed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(source, target)
+            if due:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.replace = replace  # type: ignore[assignment]
+
+
+def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:
+    """``--config FILE --stage 1`` of a copy of a run that is clustered."""
+    shutil.copytree(prepared_run, root)
+    options = damage.options(
+        root, prepared_run.parent / "data", f"reshard.samples_per_shard={PER_SHARD}",
+        "reshard.enabled=true", "train.plan.block=4", "train.global_batch=8",
+        f"train.steps={STEPS}", *more,
+    )  # fmt: skip
+    path = root.with_suffix(".yaml")
+    path.write_text(configuration.dump(options))
+    return ["--config", str(path), "--stage", "1"]
+
+
+def written(root: Path) -> dict[str, str]:
+    return tiny.digests(root / "stage_1/resharded", "*")
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("count", kept([1, 4, 9, 2 * NUM_SHARDS + 5, 2 * NUM_SHARDS + 7], 1))
+def test_killed_anywhere_it_goes_on_and_ends_with_the_same_bytes(
+    shell: Shell, prepared_run: Path, tmp_path: Path, count: int, renamed: bool
+) -> None:
+    whole = prepared(prepared_run, tmp_path / "whole")
+    killed = prepared(prepared_run, tmp_path / "killed")
+    shell.ok("reshard", *whole)
+    assert shell("reshard", *killed, inside=KillAtFile(count, renamed)).code == -9
+    refused = shell("train", *killed)
+    (line,) = refused.complaints()
+    assert refused.code == 2 and "no finished resharded" in line and "mclclip reshard" in line
+    shell.ok("reshard", *killed)
+    expected, found = written(tmp_path / "whole"), written(tmp_path / "killed")
+    assert sum(name.endswith(".tar") for name in expected) == NUM_SHARDS
+    del expected["manifest.json"], found["manifest.json"]  # it holds the time
+    assert found == expected
+
+
+def test_a_training_reads_either_form_and_ends_with_the_same_bits(
+    shell: Shell, prepared_run: Path, tmp_path: Path
+) -> None:
+    index_form = prepared(prepared_run, tmp_path / "index", "reshard.enabled=false")
+    copies = prepared(prepared_run, tmp_path / "copies", "data.index_workers=2")
+    two = prepared(prepared_run, tmp_path / "two")
+    batches = {name: RecordBatches(tmp_path / f"{name}_batches") for name in ("i", "c", "t")}
+    shell.ok("train", *index_form, inside=batches["i"])
+    shell.ok("reshard", *copies)
+    shell.ok("reshard", *two, ranks=2)
+    one_rank, two_ranks = written(tmp_path / "copies"), written(tmp_path / "two")
+    del one_rank["manifest.json"], two_ranks["manifest.json"]
+    assert one_rank == two_ranks
+    # The copies are what is read: the shards of the index may not be touched after the check.
+    trained = shell.ok("train", *copies, inside=batches["c"])
+    assert "samples are read from copies at" in trained.stderr
+    shell.ok("train", *two, ranks=2, inside=batches["t"])
+    expected = batches["i"].sample_ids()
+    assert expected.shape == (STEPS, 8)
+    np.testing.assert_array_equal(batches["c"].sample_ids(), expected)
+    np.testing.assert_array_equal(batches["t"].sample_ids(ranks=2), expected)
+    for command in (index_form, copies):
+        shell.ok("export", *command)
+    ended = [
+        tiny.digests(tmp_path / name / "stage_1/export", "*.safetensors")
+        for name in ("index", "copies")
+    ]
+    assert ended[0] == ended[1] and ended[0]
+
+
+def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Path) -> None:
+    data = tiny.make_data(tmp_path / "data", num_samples=96)
+    more = (
+        "base=null", "num_stages=2", "train.steps=2", "eval.suite={}", "export.concat=[]",
+        "export.soup=false", "controls=[ungrouped]", f"reshard.folder={tmp_path}/copies",
+    )  # fmt: skip
+    path = tiny.write_config(tmp_path / "c.yaml", tmp_path / "run", data, *more)
+    shell.ok("run", "--config", str(path), "reshard.enabled=true")
+    for stage in (1, 2):
+        assert len([*(tmp_path / f"copies/stage_{stage}").glob("*.tar")]) == 1
+    # Copies of a stage that is trained are not made again, so that they may be deleted.
+    shutil.rmtree(tmp_path / "copies")
+    shell.ok("run", "--config", str(path), "reshard.enabled=true")
+    assert not (tmp_path / "copies").exists()
+    refused = shell(
+        "run",
+        "--config",
+        str(path),
+        "reshard.enabled=true",
+        "controls=[]",
+        "train.objective.kind=mlcd",
+    )
+    (line,) = refused.complaints()
+    assert refused.code == 2 and "not trained on groups" in line

@@ -1,0 +1,320 @@
+"""The reshard verb: copies of samples in the order of groups, and what reads them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from mclclip import index, reshard
+from mclclip.config import Config, from_tree
+from mclclip.data import resharding
+from mclclip.data.locations import Locations, Resharded
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import BadSample, TarDataset
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import Artifact, read_manifest
+from mclclip.run.layout import Layout
+
+NUM_SAMPLES = 60
+LABELS = np.random.default_rng(0).integers(-1, 4, size=NUM_SAMPLES)
+Members = list[tuple[str, bytes]]
+
+
+def picture(number: int, kind: str) -> bytes:
+    sink = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 255, (6 + number % 5, 7, 3), dtype=np.uint8)
+    if kind == "npy":
+        np.save(sink, pixels)
+    else:
+        Image.fromarray(pixels).save(sink, {"jpg": "jpeg"}.get(kind, kind))
+    return sink.getvalue()
+
+
+def members_of(number: int) -> Members:
+    """Two sources of 30: one with .txt, some of it missing; one with captions in .json."""
+    source, inside = divmod(number, 30)
+    kind = ("jpg", "png", "webp", "npy")[number % 4]
+    key = f"{'folder/' * (number % 3)}{'x' * (130 * (number % 7 == 3))}{inside:03d}"
+    facts = json.dumps({"captions": [f"first of {number}", "second"], "more": "é" * 40})
+    text = [("txt", f"caption {number}".encode())] if number % 5 else []
+    found = [("json", facts.encode()), (kind, picture(number, kind)), *(text if not source else [])]
+    return [(f"{key}.{extension}", data) for extension, data in found]
+
+
+def write_tar(path: Path, samples: list[Members]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in (member for sample in samples for member in sample):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def options(root: Path, **more: Any) -> Config:
+    sources = {
+        "a": {"shards": f"{root}/a/*.tar"},
+        "b": {"shards": f"{root}/b/*.tar", "captions": "json:captions"},
+    }
+    return from_tree(
+        {
+            "run_dir": f"{root}/run",
+            "data": {"sources": sources, "index_workers": 1, **more.pop("data", {})},
+            "cluster": {"num_clusters": 4},
+            "reshard": {"samples_per_shard": 7, **more},
+        }
+    )
+
+
+def write_labels(config: Config, labels: np.ndarray) -> None:
+    layout = Layout.of(config)
+    shutil.rmtree(layout.pseudo_labels(1), ignore_errors=True)
+    samples = SampleIndex.open(layout.index)
+    artifact = Artifact.open(
+        layout.pseudo_labels(1), kind="pseudo_labels", config={},
+        inputs={"index": samples.digest, "of": str(labels.tolist())},
+    )  # fmt: skip
+    np.save(artifact.directory / "pseudo_labels.npy", labels.astype(np.int64)[:, None])
+    artifact.finish({"radices": [4]})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """An index over both sources, and pseudo labels of stage 1."""
+    for number in range(6):
+        samples = [members_of(10 * number + place) for place in range(10)]
+        write_tar(tmp_path / "ab"[number // 3] / f"{number}.tar", samples)
+    config = options(tmp_path)
+    index.run(config, SINGLE)
+    write_labels(config, LABELS)
+    return config
+
+
+def opened(config: Config) -> tuple[SampleIndex, Resharded]:
+    layout = Layout.of(config)
+    samples = SampleIndex.open(layout.index)
+    folder = layout.resharded(1, config.reshard.folder)
+    return samples, Resharded.open(folder, layout.pseudo_labels(1), samples)
+
+
+def raw_samples(config: Config, resharded: Resharded | None = None) -> list[Any]:
+    samples = SampleIndex.open(Layout.of(config).index)
+    dataset = TarDataset(
+        samples, None, reads_captions=True, tokenizer=lambda texts: texts,  # type: ignore[arg-type]
+        max_image_pixels=10**6, resharded=resharded,
+    )  # fmt: skip
+    return dataset.read_many(range(len(samples)))
+
+
+# --- what is written ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples_per_shard", [1, 7, 48, 10_000])
+def test_every_labelled_sample_is_once_in_the_order_of_its_group(
+    config: Config, tmp_path: Path, samples_per_shard: int
+) -> None:
+    config = options(tmp_path, samples_per_shard=samples_per_shard)
+    folder = reshard.run(config, SINGLE, stage=1)
+    samples = SampleIndex.open(Layout.of(config).index)
+    expected = sorted(np.flatnonzero(LABELS >= 0), key=lambda i: (LABELS[i], i))
+    tars = sorted(folder.glob("*.tar"))
+    assert len(tars) == -(-len(expected) // samples_per_shard)
+    found = [s for tar in tars for s in webdataset.WebDataset(str(tar), shardshuffle=False)]
+    assert [sample["__key__"] for sample in found] == samples.keys(expected)
+    for number, sample in zip(expected, found, strict=True):
+        given = {name.split(".")[1]: data for name, data in members_of(int(number))}
+        (kind,) = given.keys() - {"txt", "json"}
+        text = {"txt": given.get("txt")} if number < 30 else {"json": given["json"]}
+        wanted = {kind: given[kind], **{k: v for k, v in text.items() if v is not None}}
+        assert {k: v for k, v in sample.items() if not k.startswith("__")} == wanted
+    manifest = read_manifest(folder, "resharded")
+    assert manifest.counts["without_label"] == (LABELS < 0).sum()
+    assert manifest.counts["size_bytes"] == sum(tar.stat().st_size for tar in tars)
+    assert not list(folder.glob("*.npy.*")) and {*folder.glob("*.npy")} == {folder / "offsets.npy"}
+
+
+def test_samples_are_the_same_in_either_form(config: Config) -> None:
+    before = raw_samples(config)
+    reshard.run(config, SINGLE, stage=1)
+    samples, resharded = opened(config)
+    assert raw_samples(config, resharded) == before
+    places = Locations(samples, resharded).of(np.arange(len(samples)))
+    copied = [image[0] >= len(samples.shards) for image, _ in places]
+    assert copied == (LABELS >= 0).tolist()
+    # Those that were not copied come from the index's own shards; the others need none of these.
+    for shard in samples.shards:
+        Path(shard.path).rename(f"{shard.path}.away")
+    dataset = TarDataset(
+        samples, None, reads_captions=False, max_image_pixels=10**6, resharded=resharded
+    )
+    inside = np.flatnonzero(LABELS >= 0)
+    for found, number in zip(dataset.read_many(inside), inside, strict=True):
+        wanted = before[number]
+        assert isinstance(wanted, BadSample) or found.image == wanted.image
+    with pytest.raises(FileNotFoundError):
+        dataset.read_many(np.flatnonzero(LABELS < 0)[:1])
+
+
+def test_a_group_is_read_in_one_piece(config: Config) -> None:
+    """Ranges of a group follow each other, but for the tar's headers and its shards' ends."""
+    reshard.run(config, SINGLE, stage=1)
+    samples, resharded = opened(config)
+    ids = np.flatnonzero(LABELS == 2)
+    places = [image for image, _ in Locations(samples, resharded).of(ids)]
+    assert places == sorted(places)
+    assert {shard for shard, *_ in places} == set(range(places[0][0], places[-1][0] + 1))
+
+
+# --- going on, and being refused ---------------------------------------------------------------
+
+
+def test_what_is_finished_is_skipped(config: Config) -> None:
+    folder = reshard.run(config, SINGLE, stage=1)
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
+    assert reshard.run(config, SINGLE, stage=1) == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*")} == before
+
+
+def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkeypatch) -> None:
+    written: list[int] = []
+
+    def interrupted(of: resharding.Resharding, number: int) -> dict[int, int]:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(number)
+        return resharding.write_shard(of, number)
+
+    monkeypatch.setattr(reshard, "write_shard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.run(config, SINGLE, stage=1)
+    folder = Layout.of(config).resharded(1, None)
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
+    assert len(times) == 3 and not (folder / "manifest.json").exists()
+    (folder / "00001.npy").unlink()  # a shard without its note is not believed
+    (folder / "00002.tar").write_bytes(b"short")  # nor one that does not fit its note
+    monkeypatch.undo()
+    reshard.run(config, SINGLE, stage=1)
+    kept = {path.name for path in times if path.stat().st_mtime_ns == times[path]}
+    assert kept == {"00000.tar"}
+    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
+
+
+def test_samples_that_changed_or_are_cut_short_are_counted_and_read_where_they_were(
+    config: Config, monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mclclip")
+    samples = SampleIndex.open(Layout.of(config).index)
+    ids = np.flatnonzero((LABELS >= 0) & (samples.num_captions > 0))
+    changed, cut = int(ids[4]), int(np.flatnonzero(LABELS[50:] >= 0)[-1] + 50)
+    shard = samples.shards[int(samples.shard_of[changed])]
+    with open(shard.path, "r+b") as file:
+        file.seek(int(samples.text_offset[changed]))
+        file.write(b"X")
+    last = samples.shards[int(samples.shard_of[cut])]
+    with open(last.path, "r+b") as file:
+        file.truncate(int(samples.image_offset[cut]) + 3)
+    monkeypatch.setattr(reshard, "check_shards", lambda *_: None)  # as if it came while copying
+    before = raw_samples(config)
+    folder = reshard.run(config, SINGLE, stage=1)
+    lost = int((LABELS[samples.shard_of == samples.shard_of[cut]] >= 0)[(cut % 10) :].sum())
+    assert read_manifest(folder, "resharded").counts["not_copied"] == {
+        "changed": 1, "truncated": lost,
+    }  # fmt: skip
+    assert f"{1 + lost} samples cannot be copied" in caplog.text
+    resharded = opened(config)[1]
+    numbers, _ = resharded.find(np.array([changed, cut]))
+    assert numbers.tolist() == [-1, -1]
+    assert raw_samples(config, resharded) == before
+    assert before[changed] == BadSample(changed, "changed")
+
+
+def test_a_shard_that_does_not_hold_what_was_written_gets_no_name(
+    config: Config, monkeypatch
+) -> None:
+    write = resharding.TarWriter.write
+
+    def wrong(writer: Any, sample: dict[str, Any]) -> Any:
+        if sample["__key__"].endswith("5"):
+            sample = {k: v if k == "__key__" else v[:-1] + b"?" for k, v in sample.items()}
+        return write(writer, sample)
+
+    monkeypatch.setattr(resharding.TarWriter, "write", wrong)
+    with pytest.raises(RuntimeError, match=r"0000\d\.tar does not hold what was written"):
+        reshard.run(config, SINGLE, stage=1)
+    folder = Layout.of(config).resharded(1, None)
+    assert not (folder / "manifest.json").exists()
+    monkeypatch.undo()
+    reshard.run(config, SINGLE, stage=1)
+    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
+
+
+def test_other_labels_and_other_settings_are_refused(config: Config, tmp_path: Path) -> None:
+    reshard.run(config, SINGLE, stage=1)
+    with pytest.raises(ValueError, match=r"config.samples_per_shard was 7, now 8.*--force"):
+        reshard.run(options(tmp_path, samples_per_shard=8), SINGLE, stage=1)
+    write_labels(config, (LABELS + 1) % 4)
+    with pytest.raises(ValueError, match=r"inputs.pseudo_labels was"):
+        reshard.run(config, SINGLE, stage=1)
+    with pytest.raises(RuntimeError, match=r"copies by other pseudo labels.*reshard --force"):
+        opened(config)
+    reshard.run(config, SINGLE, stage=1, force=True)
+    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
+    assert (tmp_path / "run/stage_1/resharded.old-1").exists()
+
+
+def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
+    folder = reshard.run(config, SINGLE, stage=1)
+    tar = folder / "00002.tar"
+    whole = tar.read_bytes()
+    tar.write_bytes(whole[:-512])
+    with pytest.raises(RuntimeError, match=r"00002.tar is missing or has another size.*--force"):
+        opened(config)
+    tar.unlink()
+    with pytest.raises(FileNotFoundError, match=r"00002.tar is missing"):
+        opened(config)
+    tar.write_bytes(whole)
+    opened(config)
+    offsets = folder / "offsets.npy"
+    offsets.write_bytes(offsets.read_bytes()[:-8] + b"\1" * 8)
+    with pytest.raises(RuntimeError, match=r"offsets.npy.*reshard --force"):
+        opened(config)
+
+
+def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
+    config: Config, tmp_path: Path, monkeypatch
+) -> None:
+    with pytest.raises(ValueError, match=r"stage 0 .*not trained on groups"):
+        reshard.run(config, SINGLE, stage=0)
+    with pytest.raises(ValueError, match=r"folder=s3://bucket is a url"):
+        reshard.run(options(tmp_path, folder="s3://bucket"), SINGLE, stage=1)
+    (tmp_path / "mine/stage_1").mkdir(parents=True)
+    (tmp_path / "mine/stage_1/notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"reshard.folder .*did not write"):
+        reshard.run(options(tmp_path, folder=f"{tmp_path}/mine"), SINGLE, stage=1)
+    with pytest.raises(FileNotFoundError, match="no finished pseudo_labels"):
+        reshard.run(config, SINGLE, stage=2)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(reshard.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match=r"needs about 0.0 GiB, its disk has 0.0 GiB free"):
+        reshard.run(config, SINGLE, stage=1)
+    assert not (tmp_path / "run/stage_1/resharded").exists()
+    write_labels(config, np.full(NUM_SAMPLES, -1))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="no sample has a pseudo label"):
+        reshard.run(config, SINGLE, stage=1)
+
+
+def test_copies_may_lie_on_another_disk(config: Config, tmp_path: Path) -> None:
+    elsewhere = options(tmp_path, folder=f"{tmp_path}/fast")
+    assert reshard.run(elsewhere, SINGLE, stage=1) == tmp_path / "fast/stage_1"
+    assert raw_samples(config, opened(elsewhere)[1]) == raw_samples(config)
+    assert not re.search("resharded", str([*(tmp_path / "run/stage_1").iterdir()]))
