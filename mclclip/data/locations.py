@@ -18,8 +18,9 @@ import numpy.typing as npt
 from mclclip.data.arrays import open_npy
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.remote import Look, Place
+from mclclip.data.remote import Place, RemoteOptions, shown_url
 from mclclip.data.sample_index import SAMPLES, SampleIndex
+from mclclip.data.shard_check import look_at
 from mclclip.data.shard_reader import Range
 from mclclip.files import read_json
 from mclclip.run.artifacts import read_manifest
@@ -47,18 +48,26 @@ class Resharded:
     directory: Path
     labels_directory: Path
     samples_per_shard: int
-    shard_sizes: tuple[int, ...]
+    places: list[Place]
     grouped: GroupedIndex
     labels: Integers
     offsets: Integers
 
     @classmethod
-    def open(cls, directory: Path, labels_directory: Path, index: SampleIndex) -> Resharded:
+    def open(
+        cls,
+        directory: Path,
+        labels_directory: Path,
+        index: SampleIndex,
+        url: str | None = None,
+        remote: RemoteOptions | None = None,
+    ) -> Resharded:
         """The finished copies in ``directory``, which were made by the pseudo labels in
-        ``labels_directory``.
+        ``labels_directory``. Their shards are read there, or (``url``) where they were uploaded to.
 
-        Raises FileNotFoundError where they are not there, or a shard is missing, and RuntimeError
-        where they are of other samples or labels, or a shard has another size.
+        Raises FileNotFoundError where they are not there, or a shard is missing, RuntimeError where
+        they are of other samples or labels, or a shard has another size, and OSError where a store
+        does not answer.
         """
         manifest = read_manifest(directory, KIND)
         _, _, digest = read_pseudo_labels(labels_directory, index)
@@ -68,31 +77,24 @@ class Resharded:
                 "of now: run 'mclclip reshard --force'"
             )
         manifest.check(directory)
-        found = cls._map(directory, labels_directory, int(manifest.config["samples_per_shard"]))
-        for place in found.places:
-            path = Path(place.path)
-            if not path.exists() or path.stat().st_size != place.look.size:
-                kind = RuntimeError if path.exists() else FileNotFoundError
-                raise kind(
-                    f"{path} is missing or has another size than the {place.look.size:,} bytes "
-                    "that 'mclclip reshard' wrote: run it again with --force"
-                )
-        return found
+        base = str(directory) if url is None else url.rstrip("/")
+        places = _look_at(base, read_json(directory / SIZES), remote)
+        per_shard = int(manifest.config["samples_per_shard"])
+        return cls._map(directory, labels_directory, per_shard, places)
 
     @classmethod
-    def _map(cls, directory: Path, labels_directory: Path, samples_per_shard: int) -> Resharded:
+    def _map(
+        cls, directory: Path, labels_directory: Path, samples_per_shard: int, places: list[Place]
+    ) -> Resharded:
         labels = open_npy(labels_directory / "pseudo_labels.npy", "cluster").reshape(-1)
         offsets = open_npy(directory / OFFSETS, "reshard")
-        sizes = tuple(read_json(directory / SIZES))
-        grouped = GroupedIndex.mapped(directory / GROUPS)
-        given = directory, labels_directory, samples_per_shard
-        return cls(*given, sizes, grouped, labels, offsets)
+        given = directory, labels_directory, samples_per_shard, places
+        return cls(*given, GroupedIndex.mapped(directory / GROUPS), labels, offsets)
 
     @property
-    def places(self) -> list[Place]:
-        """Where each shard is read."""
-        paths = [str(self.directory / shard_name(n)) for n in range(len(self.shard_sizes))]
-        return [Place(p, Look(n, "")) for p, n in zip(paths, self.shard_sizes, strict=True)]
+    def shown(self) -> str:
+        """Where the shards are read, without secrets of a url."""
+        return shown_url(self.places[0].path.rpartition("/")[0])
 
     def find(self, sample_ids: Integers) -> tuple[Integers, Integers]:
         """The shard's number int64 [n] (-1: not copied), and the offsets int64 [n, 2] in it."""
@@ -102,7 +104,22 @@ class Resharded:
         return np.where(copied, position // self.samples_per_shard, -1), offsets
 
     def __reduce__(self) -> tuple[Callable[..., Resharded], tuple[Any, ...]]:
-        return Resharded._map, (self.directory, self.labels_directory, self.samples_per_shard)
+        given = self.directory, self.labels_directory, self.samples_per_shard, self.places
+        return Resharded._map, given
+
+
+def _look_at(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[Place]:
+    """Where each shard is read, after a look at its size now."""
+    paths = [f"{base}/{shard_name(number)}" for number in range(len(sizes))]
+    looks = look_at(paths, remote)
+    for path, look, size in zip(paths, looks, sizes, strict=True):
+        if look is None or look.size != size:
+            kind = FileNotFoundError if look is None else RuntimeError
+            raise kind(
+                f"{shown_url(path)} is missing or has another size than the {size:,} bytes that "
+                "'mclclip reshard' wrote: put it there, or run that again with --force"
+            )
+    return [Place(path, look) for path, look in zip(paths, looks, strict=True) if look is not None]
 
 
 class Locations:

@@ -26,6 +26,7 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
         trainings.append({"stage": of["stage"], "variant": of["variant"], **kept})
     *_, last = measured.values()
     embeddings, clusters = _of_samples(config, counted["samples"], last)
+    copies = _copies(config, counted["samples"])
     exports = _exports(config, last)
     # A new checkpoint is whole before the oldest goes.
     spare = max(training["each"] for training in trainings)
@@ -37,7 +38,8 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
         "exports": exports,
         "embeddings": embeddings,
         "clusters": clusters,
-        "sum": checkpoints + exports + (embeddings or 0) + (clusters or 0),
+        **({"copies": copies} if copies != 0 else {}),
+        "sum": checkpoints + exports + (embeddings or 0) + (clusters or 0) + (copies or 0),
         "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
         "free": shutil.disk_usage(existing(run_dir)).free,
     }
@@ -90,6 +92,14 @@ def _of_samples(
     labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
     item = np.dtype(config.embed.dtype).itemsize
     return int(item * values), int(labels + sum(config.clusters) * dim * 4)
+
+
+def _copies(config: Config, samples: dict[str, Any]) -> int | None:
+    """Copies of the samples in the order of their groups, where they lie in the run directory."""
+    if not config.reshard.enabled or config.reshard.folder is not None:
+        return 0
+    size: int | None = samples["size_bytes"]
+    return None if size is None else size * config.num_stages
 
 
 def _exports(config: Config, measured: dict[str, Any]) -> int:

@@ -32,7 +32,7 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
     """``samples`` and ``trainings``, in order.
 
     Samples: number, usable (not known as undecodable), captions, without_caption (of the usable),
-    and whether they were counted.
+    the bytes of their shards, and whether they were counted.
 
     A training: stage, variant, option, steps, steps_per_epoch and groups as [fewest, most] or None,
     whether they are exact, and coverage, what an epoch makes of the groups (``_epoch``; none
@@ -59,13 +59,14 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
 def _samples(index: SampleIndex | None, given: int | None) -> dict[str, Any]:
     if index is None:
         numbers: dict[str, Any] = {"number": given, "usable": given, "captions": given}
-        return numbers | {"without_caption": 0, "exact": False}
+        return numbers | {"without_caption": 0, "size_bytes": None, "exact": False}
     bad = index.bad_ids()
     return {
         "number": len(index),
         "usable": len(index) - len(bad),
         "captions": int(index.num_captions.sum()),
         "without_caption": int((np.delete(index.num_captions, bad) == 0).sum()),
+        "size_bytes": sum(shard.size_bytes for shard in index.shards),
         "exact": True,
     }
 

@@ -146,7 +146,9 @@ class Job:
         if not how.enabled or not groups or layout.variant != "mcl":
             return None
         directory = layout.resharded(self.stage, how.folder)
-        return Resharded.open(directory, layout.pseudo_labels(self.stage), self.index)
+        url = how.url and f"{how.url.rstrip('/')}/stage_{self.stage}"
+        labels, remote = layout.pseudo_labels(self.stage), self.config.data.remote
+        return Resharded.open(directory, labels, self.index, url, remote)
 
 
 def trainee_of(job: Job, model: AnyModel, objective: Objective) -> Trainee:

@@ -169,7 +169,7 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         drawn = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         log.info("stage %d: samples are drawn by weight, of all draws: %s", job.stage, drawn)
     if job.resharded is not None:
-        log.info("stage %d: samples are read from copies at %s", job.stage, job.resharded.directory)
+        log.info("stage %d: samples are read from copies at %s", job.stage, job.resharded.shown)
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
     return artifact, groups

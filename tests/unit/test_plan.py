@@ -303,6 +303,22 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     assert not planned["exact"] and planned["groups"] == (1, 2)
 
 
+def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
+    packed = [PackedSample(f"{n:04d}", b"image", "jpg", ["a"]) for n in range(60)]
+    (tar,) = write_shards(packed, tmp_path / "data/shards", 60)
+    options = ("base=null", "num_stages=2", "train.global_batch=4", "reshard.enabled=true")
+    config = tiny.make_config(tmp_path / "run", tmp_path / "data", *options)
+    assert plan.make(config, plan.Machine(1, 1))["disk"]["copies"] is None  # no index yet
+    index.run(config, SINGLE)
+    found = plan.make(config, plan.Machine(1, 1))
+    assert found["disk"]["copies"] == 2 * tar.stat().st_size
+    assert re.search(r"^copies +0\.00$", "\n".join(plan.table.text(found).splitlines()), re.M)
+    elsewhere = tiny.make_config(
+        tmp_path / "run", tmp_path / "data", *options, f"reshard.folder={tmp_path}/other"
+    )
+    assert "copies" not in plan.make(elsewhere, plan.Machine(1, 1))["disk"]
+
+
 def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: Path) -> None:
     """60 images, every third without a caption; of these one is broken, and one of the others."""
     from mclclip import index
@@ -318,7 +334,8 @@ def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: P
     samples.add_bad({0: "truncated", 1: "truncated"})
     counted = plan.steps.count(options, None)
     assert counted["samples"] == {
-        "number": 60, "usable": 58, "captions": 40, "without_caption": 19, "exact": True
+        "number": 60, "usable": 58, "captions": 40, "without_caption": 19, "exact": True,
+        "size_bytes": sum(tar.stat().st_size for tar in (tmp_path / "data/shards").glob("*.tar")),
     }  # fmt: skip
     assert [t["steps_per_epoch"] for t in counted["trainings"]] == [(9, 9)] * 2  # of 39 samples
     labels = (np.arange(60) > 50).astype(np.int64)  # 33 usable ones of 0, 6 of 1

@@ -1,0 +1,175 @@
+"""Reading the batches of groups from the shards of the index and from the copies of ``reshard``.
+
+Nothing is decoded, so that the ratio is that of reading alone. Disks are read cold where this
+process may tell the system to forget what it has read (it has to be root); else that is said.
+Stores are nginx behind 20 ms, as in ``bench_remote``. A plan in blocks draws other batches than one
+without, of as many samples.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip import index, reshard
+from mclclip.config import Config, from_tree
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.labels import read_pseudo_labels
+from mclclip.data.locations import Resharded
+from mclclip.data.remote import RemoteOptions
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TarDataset
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import Artifact
+from mclclip.run.layout import Layout
+from tests.benchmarks import memory, timing
+from tests.benchmarks.bench_remote import server
+
+_PER_SHARD, _GROUPS, _FORGET = 1000, 10, Path("/proc/sys/vm/drop_caches")
+
+
+def write_shards(folder: Path, count: int, image_bytes: int) -> None:
+    """Tars of samples with random bytes of about this length as images, and captions."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for start in range(0, count, _PER_SHARD):
+        with tarfile.open(folder / f"{start // _PER_SHARD:05d}.tar", "w") as tar:
+            for number in range(start, min(start + _PER_SHARD, count)):
+                size = int(rng.integers(image_bytes // 2, 3 * image_bytes // 2))
+                members = {"jpg": rng.bytes(size), "txt": f"caption {number}".encode()}
+                for extension, data in members.items():
+                    member = tarfile.TarInfo(f"{number:09d}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+
+
+def prepare(work: Path, shards: Sequence[str], name: str) -> Config:
+    """An index over the shards, and random pseudo labels."""
+    tree: Any = {"sources": {"bench": {"shards": list(shards)}}, "index_workers": 1}
+    config = from_tree({"run_dir": str(work / name), "data": tree})
+    samples = index.run(config, SINGLE)
+    folder = Layout.of(config).pseudo_labels(1)
+    inputs = {"index": samples.digest}
+    artifact = Artifact.open(folder, kind="pseudo_labels", config={}, inputs=inputs)
+    labels = np.random.default_rng(1).integers(0, _GROUPS, (len(samples), 1))
+    np.save(folder / "pseudo_labels.npy", labels)
+    artifact.finish({"radices": [_GROUPS]})
+    return config
+
+
+def reader(
+    config: Config, batch: int, steps: int, block: int, copies: Path | None, url: str | None
+) -> Callable[[], None]:
+    """Reads the first batches of an epoch: from copies, or (None) from the shards of the index."""
+    layout, remote = Layout.of(config), RemoteOptions(in_flight=32)
+    samples = SampleIndex.open(layout.index)
+    labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(1), samples)
+    plan = EpochPlan(
+        GroupedIndex.build(labels, radices), batch, "backoff", "proportional", 0, 1, 0, block
+    )  # fmt: skip
+    found = None
+    if copies is not None:
+        found = Resharded.open(copies, layout.pseudo_labels(1), samples, url, remote)
+    dataset = TarDataset(
+        samples, None, reads_captions=True, tokenizer=lambda texts: texts,  # type: ignore[arg-type]
+        max_image_pixels=1, remote=remote, resharded=found,
+    )  # fmt: skip
+    return lambda: _read(dataset, plan, steps)
+
+
+def _read(dataset: TarDataset, plan: EpochPlan, steps: int) -> None:
+    for step in range(min(steps, plan.steps_per_epoch)):
+        raws = dataset.read_many(plan.batch(step).ids)
+        assert all(len(raw.image) for raw in raws)  # type: ignore[union-attr]
+
+
+def cold(read: Callable[[], None]) -> Callable[[], timing.Spent]:
+    """The same, after the system has forgotten the files."""
+
+    def run() -> timing.Spent:
+        if os.access(_FORGET, os.W_OK):
+            os.sync()
+            _FORGET.write_text("3")
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        read()
+        return timing.Spent(time.perf_counter() - wall_s, time.process_time() - cpu_s)
+
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints tables."""
+    parser = timing.parser(__doc__)
+    parser.add_argument("--samples", type=int, default=40_000)
+    parser.add_argument("--image-bytes", type=int, default=40_000)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=8, help="batches that are read in a round")
+    parser.add_argument("--latency-ms", type=float, default=20.0)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: /tmp)")
+    args = timing.parse(parser, arguments, samples=400, batch=32, steps=2, image_bytes=1000)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        work = Path(name)
+        write_shards(work / "shards", args.samples, args.image_bytes)
+        paths = sorted((work / "shards").glob("*.tar"))
+        config = prepare(work, [str(path) for path in paths], "disk")
+        _print_copying(config, args.rounds)
+        copies = Layout.of(config).resharded(1, None)
+        with server(work, work, args.latency_ms / 1e3) as (host, served_by):
+            urls = [f"{host}shards/{path.name}" for path in paths]
+            remote = prepare(work, urls, "http")
+            _print_reading(args, config, copies, None, "disk, cold" if _may() else "disk, warm")
+            reshard.run(remote, SINGLE, stage=1)
+            of_urls = Layout.of(remote).resharded(1, None)
+            url = host + str(of_urls.relative_to(work))
+            how = f"{served_by}, {args.latency_ms:g} ms before every answer"
+            _print_reading(args, remote, of_urls, url, how)
+
+
+def _may() -> bool:
+    return os.access(_FORGET, os.W_OK)
+
+
+def _print_copying(config: Config, rounds: int) -> None:
+    peaks: list[float] = []
+
+    def copy() -> None:
+        peaks.append(memory.peak_mib(lambda: reshard.run(config, SINGLE, stage=1, force=True)))
+
+    reshard.run(config, SINGLE, stage=1)
+    found = timing.interleave({"reshard": cold(copy)}, min(rounds, 3), warm_ups=0)
+    folder = Layout.of(config).resharded(1, None)
+    mib = sum(path.stat().st_size for path in folder.glob("*.tar")) / 2**20
+    number = len(SampleIndex.open(Layout.of(config).index))
+    wall, cpu = found.wall_s("reshard"), found.cpu_s("reshard")
+    timing.print_table(
+        f"Copying {number:,} samples of {mib:,.0f} MiB in {_GROUPS} groups, one process",
+        ["what", "wall s", "CPU s", "MiB per s", "samples per CPU s", "peak MiB above the start"],
+        [["reshard", *map(timing.number, (wall, cpu, mib / wall, number / cpu, max(peaks)))]],
+    )
+
+
+def _print_reading(args: Any, config: Config, copies: Path, url: str | None, where: str) -> None:
+    common = config, args.batch, args.steps
+    ways = {"index": cold(reader(*common, 1, None, None))}
+    ways |= {"index, blocks of 64": cold(reader(*common, 64, None, None))}
+    for block in (1, 16, 64):
+        ways[f"copies, blocks of {block}"] = cold(reader(*common, block, copies, url))
+    found = timing.interleave(ways, args.rounds)
+    timing.print_table(
+        f"{args.steps} batches of {args.batch}, each of one of {_GROUPS} groups, from {where}",
+        timing.headers("read from", "samples"),
+        found.rows("index", args.batch * args.steps),
+    )
+
+
+if __name__ == "__main__":
+    main()
