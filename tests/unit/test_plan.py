@@ -304,6 +304,8 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
 
 
 def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
+    from mclclip import index
+
     packed = [PackedSample(f"{n:04d}", b"image", "jpg", ["a"]) for n in range(60)]
     (tar,) = write_shards(packed, tmp_path / "data/shards", 60)
     options = ("base=null", "num_stages=2", "train.global_batch=4", "reshard.enabled=true")
@@ -312,7 +314,7 @@ def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
     index.run(config, SINGLE)
     found = plan.make(config, plan.Machine(1, 1))
     assert found["disk"]["copies"] == 2 * tar.stat().st_size
-    assert re.search(r"^copies +0\.00$", "\n".join(plan.table.text(found).splitlines()), re.M)
+    assert any(line.split() == ["copies", "0.00"] for line in plan.table.text(found).splitlines())
     elsewhere = tiny.make_config(
         tmp_path / "run", tmp_path / "data", *options, f"reshard.folder={tmp_path}/other"
     )
