@@ -1,5 +1,6 @@
 """Whether the full run will pay: a verdict on a pilot, which is stage 1 and its ungrouped control
-on a share of the samples (``pilot.share``), trained for the same share of the steps.
+on a share of the samples (``pilot.share``), trained for the same share of the steps, or another one
+(``pilot.steps_share``).
 
 A run delivers its joined stages, and the question is whether they are better than the same compute
 without groups. So the verdict compares stages 0 and 1 joined with stage 0 and the ungrouped stage 1
@@ -145,7 +146,8 @@ def _basis(config: Config, rows: Sequence[Result]) -> str:
     """Digest of what a verdict depends on."""
     tree = to_tree(config)
     used = {name: tree[name] for name in ("train", "cluster", "num_stages", "controls")}
-    return digest_json([asdict(row) for row in rows] + [used, config.pilot.share])
+    shares = [config.pilot.share, *filter(None, [config.pilot.steps_share])]
+    return digest_json([asdict(row) for row in rows] + [used, *shares])
 
 
 def _verdict(config: Config, rows: Sequence[Row]) -> dict[str, Any]:

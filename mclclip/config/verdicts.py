@@ -17,8 +17,11 @@ class PilotConfig:
     """A pilot: stage 1 and its ungrouped control on a share of the samples, before the run."""
 
     share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of the samples that the pilot draws, and of the steps that it takes, such as 0.1
-    (``mclclip run --pilot 0.1``); null: no pilot."""
+    """Share of the samples that the pilot draws, such as 0.1 (``mclclip run --pilot 0.1``); null: no
+    pilot."""
+    steps_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of the steps that the pilot takes, where it is another than that of the samples: 1 is
+    as long a training as stage 1's, over fewer samples (null: ``share``)."""
     stop_without_gain: bool = False
     """End the run after a pilot that shows no gain, which on the demo missed gains that came late;
     false: the run goes on whatever the pilot shows, and its verdict stands in

@@ -57,7 +57,7 @@ def run(
     the same labels permuted over the samples (``random_groups``). The two controls take as many
     steps as MCL's training of the stage, and draw captions and augmentations from the same keys
     (seed, stage, epoch, sample). ``pilot`` and ``pilot_ungrouped`` are the first and the second on
-    ``pilot.share`` of the samples, for the same share of the steps.
+    ``pilot.share`` of the samples, for that share of the steps or ``pilot.steps_share``.
     ``evaluate`` measures checkpoints where ``evaluate.every`` asks for it.
     Raises ValueError where options and data do not fit, and RuntimeError for a control whose
     number of steps is not known yet, before anything is written.
@@ -113,8 +113,10 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
             f"--variant {layout.variant} trains stage 1 on a share of the samples, got stage "
             f"{stage} and pilot.share={config.pilot.share}: use --stage 1, and set pilot.share"
         )
-    steps = options.steps and max(1, round(options.steps * config.pilot.share))
-    return replace(options, steps=steps)
+    share = config.pilot.steps_share or config.pilot.share
+    steps = options.steps and max(1, round(options.steps * share))
+    # Epochs over fewer samples have fewer steps already.
+    return replace(options, steps=steps, epochs=options.epochs * share / config.pilot.share)
 
 
 def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups]:

@@ -15,6 +15,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from mclclip import compare, demo, pilot, pipeline
@@ -44,6 +45,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5])
     parser.add_argument("--regimes", nargs="+", choices=demo.REGIMES, default=list(demo.REGIMES))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.1, 0.3])
+    steps = "pilots' shares of the steps, where they are others than those of the samples"
+    parser.add_argument("--steps-shares", nargs="+", type=float, default=[None], help=steps)
     parser.add_argument("--short", action="store_true", help="only shows that it runs")
     args = parser.parse_args(words)
     runlog.setup()
@@ -54,8 +57,8 @@ def main(words: Sequence[str] | None = None) -> None:
         settled = [demo.settings(args.out, seed, overrides, regime) for seed in args.seeds]
         whole = [_whole(config) for config in settled]
         lines += [_line(regime, "whole", whole, whole)]
-        for share in args.shares:
-            lines += [_line(regime, f"{share:g}", [_piloted(c, share) for c in settled], whole)]
+        for how in (PilotConfig(*each) for each in product(args.shares, args.steps_shares)):
+            lines += [_line(regime, _name(how), [_piloted(c, how) for c in settled], whole)]
     print("| regime | share | same verdict | gain | difference of joined encoders, points |")
     print("|---|---|---|---|---|")
     print("\n".join(lines))
@@ -68,13 +71,18 @@ def _whole(config: Config) -> Judged:
     return _judged(gain, control)
 
 
-def _piloted(config: Config, share: float) -> Judged:
+def _name(how: PilotConfig) -> str:
+    steps = "" if how.steps_share is None else f", steps {how.steps_share:g}"
+    return f"{how.share:g}{steps}"
+
+
+def _piloted(config: Config, how: PilotConfig) -> Judged:
     """The verdict of a pilot on the finished run; it is kept in a folder of its own."""
     run_dir = Path(config.run_dir)
-    kept = run_dir / f"pilot_{share:g}"
+    kept = run_dir / f"pilot_{_name(how).replace(', ', '_').replace(' ', '_')}"
     if not kept.exists():
         with RunLock(run_dir), num_threads(config.num_threads):
-            pipeline.run(replace(config, pilot=PilotConfig(share=share)), SINGLE)
+            pipeline.run(replace(config, pilot=how), SINGLE)
         (run_dir / "pilot").rename(kept)
     verdict = json.loads((kept / pilot.VERDICT).read_text())
     (row,) = [

@@ -94,6 +94,23 @@ def test_a_pilot_that_cannot_be_judged_is_refused(
     pilot.check(options(tmp_path, **changes, pilot={}))  # without a pilot nothing is refused
 
 
+def test_a_pilot_takes_its_share_of_the_steps_or_another_one(tmp_path: Path) -> None:
+    from mclclip.run.layout import Layout
+    from mclclip.train import verb
+
+    def taken(train: dict[str, Any], **shares: float) -> tuple[int | None, float]:
+        whole = options(tmp_path, train=train, pilot=shares)
+        found = verb._options(whole, Layout.of(whole, "pilot"), 1)
+        return found.steps, found.epochs
+
+    fixed, epochs = {"steps": 50, "epochs": 4}, {"steps": None, "epochs": 4}
+    assert taken(fixed, share=0.1)[0] == 5
+    assert taken(fixed, share=0.1, steps_share=0.5)[0] == 25
+    # An epoch over a tenth of the samples has a tenth of the steps.
+    assert taken(epochs, share=0.1) == (None, 4)
+    assert taken(epochs, share=0.1, steps_share=1.0) == (None, pytest.approx(40))
+
+
 def test_the_pilot_joins_what_it_is_judged_by_alone(tmp_path: Path) -> None:
     for export, name in (
         ({}, "concat_stage_norm"),
