@@ -19,7 +19,7 @@ class ReshardConfig:
     """Where they lie, in a folder per stage, on a disk that all ranks share (null: in the run
     directory). They take as much room as the data, for each stage."""
     url: str | None = None
-    """Where trainings read these shards instead, such as ``s3://bucket/copies``: upload those of each
-    stage to ``stage_1`` and so on below it, after ``reshard`` and before ``train``."""
+    """Where trainings read these shards instead, such as ``s3://bucket/copies``: upload those of
+    each stage to ``stage_1`` and so on below it, after ``reshard`` and before ``train``."""
     samples_per_shard: PositiveInt = 10_000
     """Samples of a shard."""

@@ -17,8 +17,8 @@ class PilotConfig:
     """A pilot: stage 1 and its ungrouped control on a share of the samples, before the run."""
 
     share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of the samples that the pilot draws, such as 0.1 (``mclclip run --pilot 0.1``); null: no
-    pilot."""
+    """Share of the samples that the pilot draws, such as 0.1 (``mclclip run --pilot 0.1``); null:
+    no pilot."""
     steps_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of the steps that the pilot takes, where it is another than that of the samples: 1 is
     as long a training as stage 1's, over fewer samples (null: ``share``)."""
