@@ -132,6 +132,8 @@ def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Pa
         "reshard.enabled=true",
         "controls=[]",
         "train.objective.kind=mlcd",
+        "train.objective.labels_per_sample=1",
+        "train.objective.sample_rate=1",
     )
     (line,) = refused.complaints()
     assert refused.code == 2 and "not trained on groups" in line
