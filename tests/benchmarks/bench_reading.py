@@ -15,9 +15,11 @@ import json
 import math
 import os
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +140,7 @@ class Reading:
         return timing.Spent(time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
     def epoch(self, whose: str, interpreter: str) -> timing.Spent:
-        """One epoch of a loader with one worker, ``ours`` or ``open_clip``'s, on one core."""
+        """One epoch of a loader with one worker on one core: ``loader_epoch``."""
         given = {
             "index": str(self.index_folder),
             "shards": self.shards,
@@ -157,12 +159,13 @@ class Reading:
         return float(self.index.image_size[self.ids].sum()) / 1e6
 
 
-def report(title: str, reading: Reading, rounds: int, cold: bool) -> None:
-    """Prints both tables of one set of shards."""
+def report(title: str, reading: Reading, rounds: int, cold: bool, only: str | None = None) -> None:
+    """Prints the tables of one set of shards; ``only`` those of whole loaders."""
     title += f": {reading.size} samples, {len(reading.shards)} shard(s), "
     title += f"{1000 * reading.megabytes() / reading.size:.1f} kB per image"
-    report_decoded(title, reading, rounds)
-    report_bytes(title, reading, rounds, cold)
+    if only is None:
+        report_decoded(title, reading, rounds)
+        report_bytes(title, reading, rounds, cold)
     report_loaders(title, reading, rounds)
 
 
@@ -209,7 +212,8 @@ def report_loaders(title: str, reading: Reading, rounds: int) -> None:
     """Our loader beside open_clip's, or alone where open_clip_train cannot run."""
     interpreter = peers.python(reads_shards=True)
     variants: dict[str, Callable[[], object]] = {
-        "mclclip": lambda: reading.epoch("ours", sys.executable)
+        "mclclip, exact": lambda: reading.epoch("exact", sys.executable),
+        "mclclip, fast": lambda: reading.epoch("fast", sys.executable),
     }
     if interpreter is not None:
         variants["open_clip"] = lambda: reading.epoch("open_clip", interpreter)
@@ -253,6 +257,19 @@ def photographs(folder: Path) -> list[Path]:
     return sorted(out.glob("*.tar"))
 
 
+def repeated(shards: Sequence[Path], folder: Path, times: int) -> list[Path]:
+    """So many copies of shards, under other keys, so that an epoch has more than a batch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(times):
+        for shard in shards:
+            path = folder / f"{number:02d}_{shard.name}"
+            with tarfile.open(shard) as source, tarfile.open(path, "w") as target:
+                for member in source:
+                    member.name = f"{number:02d}{Path(member.name).name}"
+                    target.addfile(member, source.extractfile(member))
+    return sorted(folder.glob("*.tar"))
+
+
 def _images(source: Path, row: dict[str, str]) -> Path:
     """The folder that the table's paths are relative to."""
     return source if (source / row["filepath"]).exists() else source / "images"
@@ -261,27 +278,32 @@ def _images(source: Path, row: dict[str, str]) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pixels of single images; rendered shards, then real ones where they are."""
     parser = timing.parser(__doc__)
-    parser.add_argument("--only", choices=["pixels"], help="measure this alone")
+    only = ["pixels", "loaders"]
+    parser.add_argument("--only", choices=only, help="measure these alone")
     options = timing.parse(parser, arguments)
     rounds = options.rounds
     torch.set_num_threads(1)
-    pixels.report(rounds, count=4 if options.short else 32)
+    if options.only != "loaders":
+        pixels.report(rounds, count=4 if options.short else 32)
     if options.only == "pixels":
         return
+    tables = partial(report, only=options.only)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shards = rendered(folder / "rendered", 256 if options.short else 1024)
         reading = Reading(shards, 32, folder / "rendered_run")
-        report("rendered pictures, 32 px", reading, rounds, cold=True)
+        tables("rendered pictures, 32 px", reading, rounds, cold=True)
         if options.short:
             return
         if not timing.SHARED_DATA.is_dir():
             print(f"\nno real data at {timing.SHARED_DATA}: set MCLCLIP_SHARED_DATA")
             return
         reading = Reading(photographs(folder / "ucm"), 224, folder / "ucm_run")
-        report("ucm_captions, to 224 px", reading, rounds, cold=True)
+        tables("ucm_captions, to 224 px", reading, rounds, cold=True)
         shards = sorted((timing.SHARED_DATA / "cc12m_sample").glob("*.tar"))
-        report("cc12m_sample, to 224 px", Reading(shards, 224, folder / "cc"), rounds, cold=False)
+        shards = repeated(shards, folder / "cc_shards", 8)
+        reading = Reading(shards, 224, folder / "cc")
+        tables("cc12m_sample eight times, to 224 px", reading, rounds, cold=False)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """One epoch of a data loader with one worker, in a process of its own: ours, or open_clip's.
 
-``python -m tests.benchmarks.loader_epoch ours|open_clip JSON`` prints the seconds of one epoch as
-its last line. Both loaders decode the same files with open_clip's training transform and its
-tokenizer, and hand over batches. An epoch goes before it, so that neither starting the worker nor a
-cold file cache is in the figure; the process and its worker share one core.
+``python -m tests.benchmarks.loader_epoch exact|fast|open_clip JSON`` prints the seconds of one
+epoch as its last line. All loaders decode the same files to the crops of open_clip's training
+transform, ours with ``data.pixels`` exact or fast, tokenize with its tokenizer, and hand over
+batches. An epoch goes before it, so that neither starting the worker nor a cold file cache is in
+the figure; the process and its worker share one core.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import numpy as np
 import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
+
+from mclclip.models.fast_pixels import fast_transform
 
 MAX_PIXELS = 100_000_000
 
@@ -79,7 +82,10 @@ def main(whose: str, text: str) -> None:
     torch.set_num_threads(1)
     transform = image_transform_v2(PreprocessCfg(size=given["image_size"]), is_train=True)
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    loader = {"ours": ours, "open_clip": open_clips}[whose](given, transform, tokenizer)
+    if whose == "open_clip":
+        loader = open_clips(given, transform, tokenizer)
+    else:
+        loader = ours(given, fast_transform(transform) if whose == "fast" else transform, tokenizer)
     for _ in range(2):
         before = time.perf_counter()
         count = sum(1 for _ in loader)

@@ -14,7 +14,7 @@ from tests.benchmarks import peers, ratios, timing
 from tests.matrix import SOAK
 
 NAMES = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
-WITH_PEERS = {"bench_reading", "bench_training"}
+WITH_PEERS = {"bench_reading", "bench_training", "bench_entry_point"}
 
 
 @pytest.mark.slow
