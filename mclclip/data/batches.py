@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -117,19 +117,32 @@ class Batch:
 
 
 @contextmanager
-def keyed_rng(key: int) -> Iterator[None]:
-    """Runs the block with the global CPU generators (torch, random, numpy) seeded by ``key``, 0 <=
-    key < 2^64, and restores them. torchvision draws from torch's, timm's transforms from all."""
+def kept_rng() -> Iterator[None]:
+    """Restores the global CPU generators (torch, random, numpy) after the block. That takes 80 us,
+    most of it numpy's, so it is done once for many samples."""
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
-    np.random.seed([key & 0xFFFFFFFF, key >> 32])
     try:
         yield
     finally:
         torch.random.set_rng_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
+
+
+class KeyedRng(AbstractContextManager[None]):
+    """Seeds the global CPU generators by ``key``, 0 <= key < 2^64, when it is entered. torchvision
+    draws from torch's, timm's transforms from all. Inside of ``kept_rng``, which restores them."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+    def __enter__(self) -> None:
+        torch.default_generator.manual_seed(self.key)
+        random.seed(self.key)
+        np.random.seed([self.key & 0xFFFFFFFF, self.key >> 32])
+
+    def __exit__(self, *_: object) -> None:
+        """The next one seeds them again."""
 
 
 class TrainingBatches(Dataset[Batch]):
@@ -327,10 +340,11 @@ class TrainingBatches(Dataset[Batch]):
         """The samples, augmented and with a caption; the result does not depend on the others."""
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
         keys = self._view_keys(epoch, sample_ids, occurrence).tolist()
-        return [
-            self.dataset.prepare(raw, number, contexts=[keyed_rng(key) for key in of_sample])
-            for raw, number, of_sample in zip(raws, numbers, keys, strict=True)
-        ]
+        with kept_rng():
+            return [
+                self.dataset.prepare(raw, number, contexts=[KeyedRng(key) for key in of_sample])
+                for raw, number, of_sample in zip(raws, numbers, keys, strict=True)
+            ]
 
     def _replacement(
         self,

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from mclclip.data.batches import Batch, TrainingBatches, keyed_rng
+from mclclip.data.batches import Batch, KeyedRng, TrainingBatches, kept_rng
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import truncate
@@ -134,20 +134,20 @@ def draws() -> tuple[float, float, float]:
     return float(torch.rand(())), random.random(), float(np.random.random())
 
 
-def test_keyed_rng_starts_from_the_key_and_restores_what_was() -> None:
+def test_keyed_rng_starts_from_the_key_and_kept_rng_restores_what_was() -> None:
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     wanted = [draws(), draws()]
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     assert draws() == wanted[0]
-    with keyed_rng(2**64 - 1):
+    with kept_rng(), KeyedRng(2**64 - 1):
         inside = draws()
-    with pytest.raises(KeyError), keyed_rng(5):
+    with pytest.raises(KeyError), kept_rng(), KeyedRng(5):
         draws()
         raise KeyError
     assert draws() == wanted[1]
-    with keyed_rng(2**64 - 1):
+    with kept_rng(), KeyedRng(2**64 - 1):
         assert draws() == inside
-    with keyed_rng(2**64 - 2):
+    with kept_rng(), KeyedRng(2**64 - 2):
         other = draws()
     assert all(a != b for a, b in zip(inside, other, strict=True))
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mclclip.data import samples as samples_module
-from mclclip.data.batches import _AUGMENTATION, Batch, TrainingBatches, keyed_rng
+from mclclip.data.batches import _AUGMENTATION, Batch, KeyedRng, TrainingBatches, kept_rng
 from mclclip.data.decode import decode_image
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
@@ -64,7 +64,7 @@ def expected(batches: TrainingBatches, batch: Batch, row: int, view: int) -> tor
     sample_id, epoch = int(batch.sample_id[row]), batch.step // batches.steps_per_epoch
     raw = batches.dataset.read_many([sample_id])[0]
     assert isinstance(raw, samples_module.RawSample)
-    with keyed_rng(int(mix(3, 1, epoch, _AUGMENTATION, sample_id, view))):
+    with kept_rng(), KeyedRng(int(mix(3, 1, epoch, _AUGMENTATION, sample_id, view))):
         return augment(decode_image(raw.image, 10_000))
 
 
