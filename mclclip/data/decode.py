@@ -113,7 +113,7 @@ def jpeg_library() -> Any:
     except ModuleNotFoundError:
         raise ValueError(
             "data.pixels=fast needs the package simplejpeg, which is not installed: pip install "
-            "'mclclip[fast]', or set data.pixels=exact"
+            "simplejpeg, or set data.pixels=exact"
         ) from None
 
 

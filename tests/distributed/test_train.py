@@ -76,7 +76,6 @@ def test_float64_weights_agree_to_1e9(
 
 
 def test_fast_pixels_are_the_same_on_two_ranks(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("simplejpeg", reason="simplejpeg is not installed (mclclip[fast])")
     found = []
     for world_size in (1, 2):
         options = options_for(data, tmp_path / str(world_size), "float64", tiny.MODEL)

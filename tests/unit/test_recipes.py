@@ -202,6 +202,7 @@ def test_the_recommended_recipe_differs_where_it_says() -> None:
     assert ours == dataclasses.replace(
         paper,
         run_dir=ours.run_dir,
+        data=dataclasses.replace(paper.data, pixels="fast"),
         cluster=dataclasses.replace(paper.cluster, algorithm="spherical"),
         train=dataclasses.replace(paper.train, plan=train.plan, lock=lock),
         export=ours.export,

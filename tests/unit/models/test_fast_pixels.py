@@ -54,7 +54,6 @@ def open_clips(size: int, scale: tuple[float, float]) -> Any:
 def test_pixels_are_within_two_of_open_clips(
     kind: str, size: int, scale: tuple[float, float]
 ) -> None:
-    pytest.importorskip("simplejpeg", reason="simplejpeg is not installed (mclclip[fast])")
     exact = open_clips(size, scale)
     fast, differences = fast_transform(exact), []
     for number, (height, width) in enumerate(SIZES):

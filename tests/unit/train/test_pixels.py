@@ -24,12 +24,9 @@ from mclclip.run.artifacts import read_manifest
 from mclclip.train import parts
 from tests import tiny
 
-SIMPLEJPEG = "simplejpeg is not installed (mclclip[fast])"
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("simplejpeg", reason=SIMPLEJPEG)
     return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=96)
 
 
