@@ -1,0 +1,240 @@
+"""Near-duplicates: samples whose embeddings point almost the same way, and which of them to keep.
+
+Source: SemDeDup (Abbas et al., 2023, arXiv:2303.09540), which compares samples within clusters of
+k-means only: K clusters make it about K times cheaper, and copies that fell into different
+clusters are not found. SemDeDup keeps, of samples that are near each other, the one farthest from
+the centroid. Here a group of copies is a connected component of the pairs above the threshold
+(single linkage), and of each the sample with the highest score is kept, or the lowest one where
+there are no scores.
+
+Single linkage makes chains: where a is near b, and b near c, all three are one component, also if a
+is not near c. So one sample of it is kept, and a sample may be left out that is not near the one
+that is kept; the caller counts these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mclclip import search
+from mclclip.search import Floats, Integers, Pairs
+
+HELD_BYTES = 256 * 2**20
+"""Bytes of rows, as they are stored, of the groups that are read together."""
+
+
+class Chosen(Protocol):
+    """Rows [N, D] that can be cut, or chosen by sorted numbers."""
+
+    def __len__(self) -> int:
+        """N."""
+
+    @overload
+    def __getitem__(self, rows: slice, /) -> Floats: ...
+    @overload
+    def __getitem__(self, rows: Integers, /) -> Floats: ...
+    def __getitem__(self, rows: slice | Integers, /) -> Floats:
+        """The rows of a slice, or of sorted numbers."""
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some of many rows, by their sorted ids, cut as if they were all there is."""
+
+    rows: Chosen
+    ids: Integers
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, cut: slice, /) -> Floats:
+        return self.rows[self.ids[cut]]
+
+
+# --- pairs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Samples by group: ids [n], those of a group after each other and sorted; group g has those
+    of [starts[g], starts[g + 1])."""
+
+    ids: Integers
+    starts: Integers
+
+    @classmethod
+    def of(cls, labels: NDArray[np.integer], usable: NDArray[np.bool_]) -> Groups:
+        """Groups of two samples or more that have one label [N]; those of the label -1, and what is
+        not usable, are in none."""
+        ids = np.flatnonzero(usable & (labels >= 0))
+        ids = ids[np.argsort(labels[ids], kind="stable")]
+        sizes = np.bincount(labels[ids]) if len(ids) else np.zeros(0, np.int64)
+        several = sizes > 1
+        ids = ids[np.repeat(several, sizes)]
+        return cls(ids, np.concatenate([[0], np.cumsum(sizes[several])]).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def comparisons(self) -> Integers:
+        """Pairs [G] of samples in each group."""
+        sizes = np.diff(self.starts)
+        pairs: Integers = sizes * (sizes - 1) // 2
+        return pairs
+
+    def batches(self, most: int) -> list[tuple[int, int]]:
+        """Groups [first, stop) of at most ``most`` samples together; a larger one is alone."""
+        found, first = [], 0
+        while first < len(self):
+            stop = int(np.searchsorted(self.starts, self.starts[first] + most, side="right")) - 1
+            found.append((first, stop := max(stop, first + 1)))
+            first = stop
+        return found
+
+    def drawn(self, order: Integers, most: int) -> Groups:
+        """The first groups in an order that have at most ``most`` comparisons; at least one."""
+        count = int(np.searchsorted(np.cumsum(self.comparisons()[order]), most, side="right"))
+        chosen = np.zeros(len(self), bool)
+        chosen[order[: max(count, 1)]] = True
+        sizes = np.diff(self.starts)
+        ends = np.cumsum(sizes[chosen])
+        return Groups(self.ids[np.repeat(chosen, sizes)], np.concatenate([[0], ends]))
+
+
+def near_in_groups(
+    rows: Chosen,
+    groups: Groups,
+    above: float,
+    over: Iterable[tuple[int, int]] | None = None,
+    *,
+    held_rows: int,
+    what: str = "a search of near rows",
+) -> Iterator[Pairs]:
+    """Yields pairs of samples of one group whose cosine is above ``above``, as ``near_pairs`` does.
+
+    The rows of several small groups are read together, at most ``held_rows``, since rows of a group
+    are scattered over all files; a larger group is read block by block. ``over``: the batches of
+    ``groups`` that are searched (None: all).
+    """
+    for first, stop in groups.batches(held_rows) if over is None else over:
+        starts = groups.starts[first : stop + 1]
+        members = groups.ids[starts[0] : starts[-1]]
+        if len(members) > held_rows:
+            for found in search.near_pairs(Subset(rows, members), above, what=what):
+                yield Pairs(members[found.rows], found.cosines)
+            continue
+        order = np.argsort(members)
+        held = rows[members[order]]
+        places = np.argsort(order)  # of each member in what is held
+        for begin, end in zip(starts - starts[0], starts[1:] - starts[0], strict=False):
+            own = members[begin:end]
+            for found in search.near_pairs(held[places[begin:end]], above, what=what):
+                yield Pairs(own[found.rows], found.cosines)
+
+
+def near_among(
+    rows: Chosen,
+    ids: Integers,
+    above: float,
+    over: Iterable[search.Block] | None = None,
+    *,
+    what: str = "a search of near rows",
+) -> Iterator[Pairs]:
+    """Yields all pairs of the samples ``ids``, sorted, whose cosine is above ``above``; ``over`` as
+    for ``near_pairs``, of these samples."""
+    for found in search.near_pairs(Subset(rows, ids), above, over, what=what):
+        yield Pairs(ids[found.rows], found.cosines)
+
+
+# --- groups of copies --------------------------------------------------------------------------
+
+
+class Components:
+    """Connected components of N samples, whose pairs come some at a time.
+
+    An array of N numbers is held, and of the pairs those that are added at once.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._above = np.arange(count)  # a lower sample of the same component, or the sample itself
+
+    def add(self, pairs: Integers) -> None:
+        """Joins the samples of each of the pairs [P, 2]."""
+        from scipy.sparse import coo_matrix
+        from scipy.sparse.csgraph import connected_components
+
+        ends = self._lowest(pairs.ravel()).reshape(-1, 2)
+        ends = ends[ends[:, 0] != ends[:, 1]]
+        if not len(ends):
+            return
+        nodes, places = np.unique(ends, return_inverse=True)
+        shape = len(nodes), len(nodes)
+        edges = coo_matrix((np.ones(len(ends), bool), tuple(places.reshape(-1, 2).T)), shape)
+        _, parts = connected_components(edges, directed=False)
+        _, first = np.unique(parts, return_index=True)
+        self._above[nodes] = nodes[first][parts]
+
+    def _lowest(self, ids: Integers) -> Integers:
+        found = self._above[ids]
+        while (further := self._above[found]).tobytes() != found.tobytes():
+            found = further
+        self._above[ids] = found
+        return found
+
+    def lowest(self) -> Integers:
+        """[N]: the lowest sample of the component of each sample."""
+        return self._lowest(np.arange(len(self._above)))
+
+
+def keepers(lowest: Integers, scores: NDArray[np.floating] | None) -> Integers:
+    """[N]: the sample that is kept of the component of each sample, which is itself where it is.
+
+    lowest  [N], the lowest sample of each one's component
+    scores  [N], NaN for none; the highest is kept, ties by the lower sample. None: no scores
+    """
+    if scores is None:
+        return lowest
+    members = np.flatnonzero(np.bincount(lowest, minlength=len(lowest))[lowest] > 1)
+    own = np.nan_to_num(scores[members].astype(np.float64), nan=-np.inf)
+    order = members[np.lexsort((members, -own, lowest[members]))]
+    parts, first = np.unique(lowest[order], return_index=True)
+    kept = lowest.copy()
+    kept[parts] = order[first]
+    return kept[lowest]
+
+
+# --- copies of other images --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """For N samples the nearest row of another set among those that are near: rows [N], -1 for
+    none, and cosines float64 [N]; and which [M] of the other rows have a near sample."""
+
+    rows: Integers
+    cosines: NDArray[np.float64]
+    matched: NDArray[np.bool_]
+
+
+def nearest_other(
+    rows: search.Rows, others: search.Rows, above: float, *, what: str = "a search of near rows"
+) -> Nearest:
+    """The nearest of ``others`` [M, D] to each of ``rows`` [N, D], where their cosine is above
+    ``above``; ties by the lower one of them."""
+    near = np.full(len(rows), -1, np.int64)
+    best = np.full(len(rows), -np.inf)
+    matched = np.zeros(len(others), bool)
+    for found in search.near_rows(rows, others, above, what=what):
+        own, other = found.rows.T
+        matched[other] = True
+        order = np.lexsort((other, -found.cosines, own))
+        own, first = np.unique(own[order], return_index=True)
+        other, value = other[order][first], found.cosines[order][first]
+        better = (value > best[own]) | ((value == best[own]) & (other < near[own]))
+        near[own[better]], best[own[better]] = other[better], value[better]
+    return Nearest(near, best, matched)
