@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from mclclip.analysis import clip_scores, near_duplicates
 from mclclip.analysis.near_duplicates import Components, Subset
 from mclclip.config import Config
+from mclclip.filter import survey
 from mclclip.filter.material import (
     Material,
     Options,
@@ -28,7 +29,6 @@ from mclclip.filter.material import (
     scores_of,
     tell_scores,
 )
-from mclclip.filter.survey import survey
 from mclclip.filter.verdict import KEPT, Verdict, by_reason, write
 from mclclip.options import named_path
 from mclclip.ranks import collectives
@@ -84,7 +84,7 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
     layout = Layout.of(config)
     material = opened(config, layout, stage, options)
     if not options.filters:
-        survey(material, config.seed)
+        survey.show(material, config.seed)
         return None
     fields = asdict(options) | {"stage": stage, "against": [o.name for o in material.others]}
     open_artifact = partial(

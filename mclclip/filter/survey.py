@@ -20,7 +20,7 @@ SURVEYED_PAIRS = 2 * 10**10
 """Pairs that are compared at most: some minutes of one core."""
 
 
-def survey(material: Material, seed: int) -> None:
+def show(material: Material, seed: int) -> None:
     """Shows the scores, and how many samples are near another, so that thresholds can be chosen.
 
     Of many samples some are compared, drawn by the seed, and the numbers of all are estimated.
@@ -36,9 +36,9 @@ def survey(material: Material, seed: int) -> None:
             pairs[above] += len(near)
             if whole_groups:
                 components[above].add(near)
-    where = "all" if material.clusters is None else "clusters"
+    where = "among all samples" if material.clusters is None else "within clusters"
     log.info(
-        "filter: near pairs within %s%s", where,
+        "filter: near pairs %s%s", where,
         "" if share == 1 else f", estimated from {100 * share:.2g} % of them",
     )  # fmt: skip
     for above in SURVEYED:

@@ -92,8 +92,8 @@ def _tell(artifact: Artifact, counts: dict[str, Any]) -> None:
     )  # fmt: skip
     if copies is not None:
         log.info(
-            "filter: %s near pairs within %s make %s groups of copies, the largest of %s samples; "
-            "%s samples are not near the one that is kept, but linked to it by others",
+            "filter: %s near pairs (compared: within %s) make %s groups of copies, the largest of "
+            "%s samples; %s samples are not near the one that is kept, but linked to it by others",
             f"{copies['pairs']:,}", artifact.config["within"], f"{copies['groups']:,}",
             f"{copies['largest_group']:,}", f"{copies['by_chain']:,}",
         )  # fmt: skip
