@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, overload
 
 import numpy as np
@@ -26,6 +27,8 @@ from mclclip.search import Floats, Integers, Pairs
 
 HELD_BYTES = 256 * 2**20
 """Bytes of rows, as they are stored, of the groups that are read together."""
+
+_READ_AT_ONCE = 16_384
 
 
 class Chosen(Protocol):
@@ -128,13 +131,23 @@ def near_in_groups(
             for found in search.near_pairs(Subset(rows, members), above, what=what):
                 yield Pairs(members[found.rows], found.cosines)
             continue
-        order = np.argsort(members)
-        held = rows[members[order]]
-        places = np.argsort(order)  # of each member in what is held
-        for begin, end in zip(starts - starts[0], starts[1:] - starts[0], strict=False):
-            own = members[begin:end]
-            for found in search.near_pairs(held[places[begin:end]], above, what=what):
-                yield Pairs(own[found.rows], found.cosines)
+        yield from _near_in_batch(rows, members, starts - starts[0], above, what)
+
+
+def _near_in_batch(
+    rows: Chosen, members: Integers, starts: Integers, above: float, what: str
+) -> Iterator[Pairs]:
+    """Pairs within small groups, whose rows are held: ``members`` of group g are those of
+    [starts[g], starts[g + 1])."""
+    order = np.argsort(members)
+    first = rows[:1]
+    held = np.empty((len(members), *first.shape[1:]), first.dtype)
+    for start in range(0, len(members), _READ_AT_ONCE):  # so that they are never there twice
+        some = order[start : start + _READ_AT_ONCE]
+        held[some] = rows[members[some]]
+    for begin, end in pairwise(starts.tolist()):
+        for found in search.near_pairs(held[begin:end], above, what=what):
+            yield Pairs(members[begin:end][found.rows], found.cosines)
 
 
 def near_among(
