@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mclclip import search
+from mclclip.analysis.clip_scores import cuts
 from mclclip.search import Floats, Integers, Pairs
 
 HELD_BYTES = 256 * 2**20
@@ -60,6 +61,39 @@ class Subset:
 
 
 # --- pairs -------------------------------------------------------------------------------------
+
+
+def equal_pairs(
+    rows: Chosen, usable: NDArray[np.bool_], above: float, over: Iterable[slice] | None = None
+) -> Iterator[Pairs]:
+    """Yields (first, copy) for every usable row of which an earlier usable one has the same bits.
+
+    A picture that is in a data set n times has n (n - 1) / 2 near pairs, of which these n - 1 are
+    enough; the copies need no further search. Rows are found by a hash of 64 bits, and compared.
+    ``over``: blocks of rows (None: all ``cuts``). Rows of zeros are equal to nothing.
+    """
+    keys = 2 * np.random.default_rng(0).integers(2**63, size=_width(rows), dtype=np.uint64) + 1
+    hashes = np.zeros(len(rows), np.uint64)
+    for cut in cuts(len(rows)) if over is None else over:
+        words = np.ascontiguousarray(rows[cut]).view(np.uint16)
+        hashes[cut] = (words * keys).sum(axis=1)
+    ids = np.flatnonzero(usable)
+    _, first, places = np.unique(hashes[ids], return_index=True, return_inverse=True)
+    first = ids[first][places]
+    copies = np.flatnonzero(first != ids)
+    for cut in cuts(len(copies)):
+        pairs = np.column_stack([first[copies[cut]], ids[copies[cut]]])
+        sources, places = np.unique(pairs[:, 0], return_inverse=True)
+        left, right = rows[sources][places], rows[pairs[:, 1]]
+        own = search.cosines(left, right)
+        equal = (left == right).all(axis=1) & (own > above)
+        yield Pairs(pairs[equal], own[equal])
+
+
+def _width(rows: Chosen) -> int:
+    """Words of 16 bits in a row."""
+    first = rows[:1]
+    return int(first.nbytes) // 2
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,16 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
     if not options.filters:
         survey.show(material, config.seed)
         return None
-    fields = asdict(options) | {"stage": stage, "against": [o.name for o in material.others]}
+    within = "all" if material.clusters is None else "clusters"
+    fields = asdict(options) | {
+        "stage": stage,
+        "within": None if options.near_duplicates is None else within,
+        "against": [other.name for other in material.others],
+        "against_cosine": options.copy_cosine if material.others else None,
+    }
     open_artifact = partial(
         Artifact.open, layout.filters(name), kind="filter", inputs=material.inputs(), force=force,
-        config=fields | {"within": "all" if material.clusters is None else "clusters"},
+        config=fields,
     )  # fmt: skip
     if (artifact := open_artifact(write=False)).finished:
         log.info("%s is finished: skipped", artifact.directory)
@@ -131,7 +137,7 @@ def _leave_out_evaluation(material: Material, options: Options, verdict: Verdict
     for number, other in enumerate(material.others):
         ids = np.flatnonzero(material.usable)
         found = near_duplicates.nearest_other(
-            Subset(material.rows, ids), other.rows, options.copy_cosine, what="filter --against"
+            Subset(material.rows, ids), other.rows, options.copy_cosine, what="filter"
         )
         near = found.rows >= 0
         # Not ">": a sample that has no cosine yet has NaN.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -135,6 +135,8 @@ class Material:
 
 
 def opened(config: Config, layout: Layout, stage: int, options: Options) -> Material:
+    if not options.scores or len(options.against) or options.near_duplicates is not None:
+        search.library("filter")  # before embeddings are read
     index = SampleIndex.open(layout.index)
     images = Embedded.of_stage(layout, stage, index)
     texts, no_scores = _texts(config, layout, stage, index, images)
@@ -306,20 +308,48 @@ def tell_scores(material: Material, scores: NDArray[np.float32] | None) -> None:
     )  # fmt: skip
 
 
+def equal_pairs(
+    material: Material, left: NDArray[np.bool_], above: float
+) -> Iterator[search.Pairs]:
+    """Pairs of samples with equal embeddings, of which the copies are left no more."""
+    blocks = clip_scores.cuts(len(left))
+    shown = runlog.progress(blocks, total=len(blocks), description="filter, equal embeddings")
+    for found in near_duplicates.equal_pairs(material.rows, left.copy(), above, shown):
+        left[found.rows[:, 1]] = False
+        yield found
+
+
 def near_pairs(material: Material, left: NDArray[np.bool_], above: float) -> Iterator[search.Pairs]:
-    """Near pairs of the samples that are left, within clusters or of all."""
-    what = "filter --near-duplicates"
+    """Near pairs of the samples that are left, within clusters or of all; of equal embeddings, each
+    copy with the first alone."""
+    distinct = left.copy()
+    yield from equal_pairs(material, distinct, above)
     if material.clusters is None:
-        ids = np.flatnonzero(left)
-        over = runlog.progress(
-            search.blocks(len(ids)), total=search.num_blocks(len(ids)), description="filter, blocks"
-        )
-        return near_duplicates.near_among(material.rows, ids, above, over, what=what)
-    groups = Groups.of(labels_of(material), left)
+        ids = np.flatnonzero(distinct)
+        total = search.num_blocks(len(ids))
+        yield from among(material, ids, above, search.blocks(len(ids)), total)
+    else:
+        yield from in_groups(material, Groups.of(labels_of(material), distinct), above)
+
+
+def among(
+    material: Material,
+    ids: NDArray[np.int64],
+    above: float,
+    blocks: Iterable[search.Block],
+    total: int,
+) -> Iterator[search.Pairs]:
+    """Near pairs of samples in some blocks of them, of which there are ``total``."""
+    shown = runlog.progress(blocks, total=total, description="filter, blocks")
+    return near_duplicates.near_among(material.rows, ids, above, shown, what="filter")
+
+
+def in_groups(material: Material, groups: Groups, above: float) -> Iterator[search.Pairs]:
+    """Near pairs within groups."""
     batches = groups.batches(material.held_rows)
-    shown = runlog.progress(batches, total=len(batches), description="filter, groups of clusters")
+    shown = runlog.progress(batches, total=len(batches), description="filter, clusters")
     return near_duplicates.near_in_groups(
-        material.rows, groups, above, shown, held_rows=material.held_rows, what=what
+        material.rows, groups, above, shown, held_rows=material.held_rows, what="filter"
     )
 
 

@@ -6,12 +6,19 @@ import logging
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mclclip import search
-from mclclip.analysis import near_duplicates
 from mclclip.analysis.near_duplicates import Components, Groups
-from mclclip.filter.material import Material, labels_of, scores_of, tell_scores
-from mclclip.run import runlog
+from mclclip.filter.material import (
+    Material,
+    among,
+    equal_pairs,
+    in_groups,
+    labels_of,
+    scores_of,
+    tell_scores,
+)
 
 log = logging.getLogger("mclclip")
 
@@ -26,24 +33,25 @@ def show(material: Material, seed: int) -> None:
     Of many samples some are compared, drawn by the seed, and the numbers of all are estimated.
     """
     tell_scores(material, scores_of(material))
-    count, random = len(material.index), np.random.default_rng([seed, 7])
-    found, share, whole_groups = _surveyed_pairs(material, random)
+    left = material.usable.copy()
+    equal = sum(len(found.rows) for found in equal_pairs(material, left, max(SURVEYED)))
+    found, share, whole_groups = _some_pairs(material, left, np.random.default_rng([seed, 7]))
     pairs = dict.fromkeys(SURVEYED, 0)
-    components = {above: Components(count) for above in SURVEYED}
+    components = {above: Components(len(left)) for above in SURVEYED}
     for piece in found:
         for above in SURVEYED:
             near = piece.rows[piece.cosines > above]
             pairs[above] += len(near)
             if whole_groups:
                 components[above].add(near)
-    where = "among all samples" if material.clusters is None else "within clusters"
     log.info(
-        "filter: near pairs %s%s", where,
+        "filter: %s samples are equal to an earlier one; near pairs of the others %s%s",
+        f"{equal:,}", "among all" if material.clusters is None else "within clusters",
         "" if share == 1 else f", estimated from {100 * share:.2g} % of them",
     )  # fmt: skip
     for above in SURVEYED:
-        copies = int((components[above].lowest() != np.arange(count)).sum())
-        left_out = f", --near-duplicates {above} leaves out {copies / share:,.0f} samples"
+        copies = int((components[above].lowest() != np.arange(len(left))).sum())
+        left_out = f", --near-duplicates {above} leaves out {equal + copies / share:,.0f} samples"
         log.info(
             "filter: %s pairs above %g%s", f"{pairs[above] / share:,.0f}", above,
             left_out if whole_groups else "",
@@ -54,25 +62,20 @@ def show(material: Material, seed: int) -> None:
     )
 
 
-def _surveyed_pairs(
-    material: Material, random: np.random.Generator
+def _some_pairs(
+    material: Material, left: NDArray[np.bool_], random: np.random.Generator
 ) -> tuple[Iterator[search.Pairs], float, bool]:
-    """Near pairs of some samples, their share of all, and whether these are whole groups."""
-    lowest, what = min(SURVEYED), "filter"
+    """Near pairs of some samples that are left, their share of all, and whether they are pairs of
+    whole groups."""
+    lowest = min(SURVEYED)
     if material.clusters is not None:
-        groups = Groups.of(labels_of(material), material.usable)
+        groups = Groups.of(labels_of(material), left)
         drawn = groups.drawn(random.permutation(len(groups)), SURVEYED_PAIRS)
-        batches = drawn.batches(material.held_rows)
-        shown = runlog.progress(batches, total=len(batches), description="filter, clusters")
-        found = near_duplicates.near_in_groups(
-            material.rows, drawn, lowest, shown, held_rows=material.held_rows, what=what
-        )
-        return found, len(drawn.ids) / max(len(groups.ids), 1), True
-    ids = np.flatnonzero(material.usable)
+        return in_groups(material, drawn, lowest), len(drawn.ids) / max(len(groups.ids), 1), True
+    ids = np.flatnonzero(left)
     total = search.num_blocks(len(ids))
     most = max(SURVEYED_PAIRS // (search.QUERY_ROWS * search.BANK_ROWS), 1)
     chosen = set(random.permutation(total)[:most].tolist())
-    over = (block for number, block in enumerate(search.blocks(len(ids))) if number in chosen)
-    shown_blocks = runlog.progress(over, total=len(chosen), description="filter, blocks")
-    found = near_duplicates.near_among(material.rows, ids, lowest, shown_blocks, what=what)
+    blocks = (block for number, block in enumerate(search.blocks(len(ids))) if number in chosen)
+    found = among(material, ids, lowest, blocks, len(chosen))
     return found, len(chosen) / max(total, 1), len(chosen) == total

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 import tarfile
 from collections.abc import Callable
 from io import BytesIO
@@ -93,6 +94,7 @@ def images() -> np.ndarray:
     for sample, row in SEEN.items():
         rows[sample] = evaluation()[row] + 0.1 * other[sample]
     rows = unit(rows) * rng.uniform(0.5, 2, size=(COUNT, 1))
+    rows[[higher for _, higher in EXACT]] = rows[[lower for lower, _ in EXACT]]
     rows[BROKEN] = 0.0
     return rows.astype(np.float16)
 
@@ -406,13 +408,49 @@ def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
     shown = np.quantile(scores()[np.isfinite(scores())], 0.5)
     assert "57 samples (2 without a caption, 1 without an embedding)" in caplog.text
     assert f"50 % {shown:.4f}" in caplog.text
-    assert "6 pairs above 0.95, --near-duplicates 0.95 leaves out 6 samples" in caplog.text
-    assert "2 pairs above 0.99, --near-duplicates 0.99 leaves out 2 samples" in caplog.text
+    assert (
+        "2 samples are equal to an earlier one; near pairs of the others among all" in caplog.text
+    )
+    assert "4 pairs above 0.95, --near-duplicates 0.95 leaves out 6 samples" in caplog.text
+    assert "0 pairs above 0.99, --near-duplicates 0.99 leaves out 2 samples" in caplog.text
     caplog.clear()
     monkeypatch.setattr(survey, "SURVEYED_PAIRS", 200)
     with caplog.at_level(logging.INFO, "mclclip"):
         filtering.run(config, SINGLE)
-    assert re.search(r"near pairs within clusters, estimated from \d+ % of them", caplog.text)
+    assert re.search(r"others within clusters, estimated from \d+ % of them", caplog.text)
+
+
+def test_many_equal_embeddings_cost_no_more_than_their_number(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture that is there 37 times has 36 pairs with the first, and 666 in all."""
+    rows, layout = images(), Layout.of(config)
+    same = np.setdiff1d(np.arange(20, COUNT), [30, 31, 41])[:36]
+    rows[same] = rows[5]
+    shutil.rmtree(layout.embeddings(0))
+    embed(layout.embeddings(0), SampleIndex.open(layout.index), rows)
+    searched = []
+    original = search.near_pairs
+
+    def near_pairs(rows: Any, *arguments: Any, **more: Any) -> Any:
+        searched.append(len(rows))
+        return original(rows, *arguments, **more)
+
+    monkeypatch.setattr(search, "near_pairs", near_pairs)
+    directory = done(config, near_duplicates=0.95, within="all")
+    assert searched == [COUNT - 1 - 36 - 1]  # without a broken one, these copies, and another
+    counts = read_manifest(directory, "filter").counts["near_duplicates"]
+    assert counts["largest_group"] == 38 and counts["by_chain"] == 0
+
+
+def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    for wanted in ({}, {"near_duplicates": 0.9}):
+        line = failing(lambda w=wanted: filtering.run(config, SINGLE, **w), config)  # type: ignore[misc]
+        assert line.startswith("filter needs the package faiss")
+    assert done(config, keep_share=0.5)
 
 
 # --- what is refused ---

@@ -159,6 +159,27 @@ def test_pairs_among_some_samples_are_theirs_alone() -> None:
     assert found == {(first, copy) for copy, first in copied.items() if {first, copy} <= {*ids}}
 
 
+@pytest.mark.parametrize(("rows_at_once", "dim"), [(1, 24), (7, 3), (4096, 24)])
+def test_equal_rows_are_paired_with_the_first_of_them(
+    rows_at_once: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clip_scores.cuts, "__defaults__", (rows_at_once,))
+    rows = RNG.normal(size=(9, dim)).astype(np.float16)[RNG.integers(0, 9, 80)]
+    rows[::11] = 0
+    rows[40] = rows[39] * np.float16(1.001)  # near, and not equal
+    usable = RNG.random(80) > 0.2
+    found = np.concatenate(
+        [part.rows for part in near_duplicates.equal_pairs(rows, usable, 0.9)]
+    ).tolist()
+    firsts: dict[bytes, int] = {}
+    wanted = []
+    for row in np.flatnonzero(usable & rows.any(axis=1)).tolist():
+        first = firsts.setdefault(rows[row].tobytes(), row)
+        if first != row:
+            wanted.append([first, row])
+    assert found == wanted and len(wanted) > 20
+
+
 # --- components ---
 
 
