@@ -3,18 +3,18 @@
 Source: SemDeDup (Abbas et al., 2023, arXiv:2303.09540), which compares samples within clusters of
 k-means only: K clusters make it about K times cheaper, and copies that fell into different
 clusters are not found. SemDeDup keeps, of samples that are near each other, the one farthest from
-the centroid. Here a group of copies is a connected component of the pairs above the threshold
-(single linkage), and of each the sample with the highest score is kept, or the lowest one where
-there are no scores.
+the centroid. Here the sample with the highest score is kept, or the lowest one where there are no
+scores, and what is near it is left out; so in turn, until every sample is kept or left out.
 
-Single linkage makes chains: where a is near b, and b near c, all three are one component, also if a
-is not near c. So one sample of it is kept, and a sample may be left out that is not near the one
-that is kept; the caller counts these.
+That is computed without holding the pairs: those above the threshold make connected components
+(single linkage), of each the best sample is kept, and what is near it is left out. In a chain, a
+near b and b near c, the ends may be far from each other. What is in a component and not near the
+sample that is kept is therefore searched again, among itself, in the next round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, overload
@@ -30,6 +30,9 @@ HELD_BYTES = 256 * 2**20
 """Bytes of rows, as they are stored, of the groups that are read together."""
 
 _READ_AT_ONCE = 16_384
+
+ROUNDS = 10
+"""Rounds in which what a chain linked is searched again."""
 
 
 class Chosen(Protocol):
@@ -253,6 +256,84 @@ def keepers(lowest: Integers, scores: NDArray[np.floating] | None) -> Integers:
     kept = lowest.copy()
     kept[parts] = order[first]
     return kept[lowest]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which of N samples are copies.
+
+    of             [N], the sample that is kept instead of each: the best of the kept ones that are
+                   near it; its own number where it is kept
+    pairs          near pairs of the first round, of equal rows each copy with the first alone
+    groups         connected components of these of more than one sample, and the largest of them
+    largest_group  in samples
+    by_chain       samples that are left out after the last round and not near the sample kept
+    """
+
+    of: Integers
+    pairs: int
+    groups: int
+    largest_group: int
+    by_chain: int
+
+
+def copies_among(
+    rows: Chosen,
+    left: NDArray[np.bool_],
+    scores: NDArray[np.floating] | None,
+    above: float,
+    near: Callable[[NDArray[np.bool_]], Iterable[Pairs]],
+    *,
+    equal: Iterable[Pairs] = (),
+    rounds: int = ROUNDS,
+) -> Copies:
+    """The copies among the samples that are ``left`` [N].
+
+    rows    [N, D]
+    scores  [N], NaN for none; the highest is kept, ties by the lower sample. None: the lowest
+    near    pairs above ``above`` of the samples that a mask [N] names (it may miss some)
+    equal   pairs of equal rows (``equal_pairs``); of each set of these the best is searched alone
+    rounds  at most; samples that only a chain links to one that is kept are left out after the last
+    """
+    components, pairs = _joined(len(left), equal)
+    best = keepers(components.lowest(), scores)
+    of = best.copy()
+    active = left & (best == np.arange(len(left)))
+    for number in range(rounds):
+        linked, found = _joined(len(left), near(active))
+        lowest = linked.lowest()
+        kept = keepers(lowest, scores)
+        members = np.flatnonzero(active & (kept != np.arange(len(left))))
+        of[members] = kept[members]
+        if number == 0:
+            joined = np.flatnonzero(lowest != np.arange(len(left)))
+            components.add(np.column_stack([joined, lowest[joined]]))
+            pairs += found
+        far = members[cosines_of(rows, members, kept[members]) <= above]
+        if not len(far) or number == rounds - 1:
+            break
+        of[far], active = far, np.zeros(len(left), bool)
+        active[far] = True
+    sizes = np.bincount(components.lowest())
+    by_chain = int(np.isin(best[left], far).sum())
+    return Copies(of[best], pairs, int((sizes > 1).sum()), int(sizes.max(initial=0)), by_chain)
+
+
+def _joined(count: int, pairs: Iterable[Pairs]) -> tuple[Components, int]:
+    components, number = Components(count), 0
+    for found in pairs:
+        components.add(found.rows)
+        number += len(found.rows)
+    return components, number
+
+
+def cosines_of(rows: Chosen, left: Integers, right: Integers) -> NDArray[np.float64]:
+    """Cosines [n] of samples by their numbers, ``left`` sorted."""
+    found = np.empty(len(left))
+    for cut in cuts(len(left)):
+        ids, places = np.unique(right[cut], return_inverse=True)
+        found[cut] = search.cosines(rows[left[cut]], rows[ids][places])
+    return found
 
 
 # --- copies of other images --------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Three filters, each of what those before it left: copies of evaluation images (decontamination),
 CLIP scores, and near-duplicates. They read embeddings in blocks, and hold some numbers of every
-sample (about 60 bytes each in all), never all embeddings.
+sample (about 150 bytes each in all), never all embeddings.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mclclip.analysis import clip_scores, near_duplicates
-from mclclip.analysis.near_duplicates import Components, Subset
+from mclclip.analysis.near_duplicates import Subset
 from mclclip.config import Config
 from mclclip.filter import survey
 from mclclip.filter.material import (
     Material,
     Options,
     Within,
+    equal_pairs,
     near_pairs,
     opened,
     scores_of,
@@ -172,21 +173,18 @@ def _leave_out_scores(options: Options, verdict: Verdict, scores: NDArray[np.flo
 
 
 def _leave_out_copies(material: Material, above: float, verdict: Verdict) -> None:
-    """All but one of every group of near-duplicates."""
+    """Near-duplicates of samples that are kept."""
     left = verdict.reasons == 0
-    components = Components(len(left))
-    pairs = 0
-    for found in near_pairs(material, left, above):
-        components.add(found.rows)
-        pairs += len(found.rows)
-    lowest = components.lowest()
-    kept = near_duplicates.keepers(lowest, verdict.scores)
-    copies = left & (kept != np.arange(len(kept)))
+    found = near_duplicates.copies_among(
+        material.rows, left, verdict.scores, above,
+        partial(near_pairs, material, above), equal=equal_pairs(material, left, above),
+    )  # fmt: skip
+    copies = left & (found.of != np.arange(len(left)))
     verdict.reasons[copies] = KEPT.index("near_duplicate")
-    verdict.of[copies] = kept[copies]
-    sizes = np.bincount(lowest[copies], minlength=1) + 1
+    verdict.of[copies] = found.of[copies]
     verdict.counts["near_duplicates"] = {
-        "pairs": pairs,
-        "groups": int((sizes > 1).sum()),
-        "largest_group": int(sizes.max()),
+        "pairs": found.pairs,
+        "groups": found.groups,
+        "largest_group": found.largest_group,
+        "by_chain": found.by_chain,
     }

@@ -311,25 +311,18 @@ def tell_scores(material: Material, scores: NDArray[np.float32] | None) -> None:
 def equal_pairs(
     material: Material, left: NDArray[np.bool_], above: float
 ) -> Iterator[search.Pairs]:
-    """Pairs of samples with equal embeddings, of which the copies are left no more."""
+    """Pairs of samples with equal embeddings, each copy with the first of them."""
     blocks = clip_scores.cuts(len(left))
     shown = runlog.progress(blocks, total=len(blocks), description="filter, equal embeddings")
-    for found in near_duplicates.equal_pairs(material.rows, left.copy(), above, shown):
-        left[found.rows[:, 1]] = False
-        yield found
+    return near_duplicates.equal_pairs(material.rows, left, above, shown)
 
 
-def near_pairs(material: Material, left: NDArray[np.bool_], above: float) -> Iterator[search.Pairs]:
-    """Near pairs of the samples that are left, within clusters or of all; of equal embeddings, each
-    copy with the first alone."""
-    distinct = left.copy()
-    yield from equal_pairs(material, distinct, above)
-    if material.clusters is None:
-        ids = np.flatnonzero(distinct)
-        total = search.num_blocks(len(ids))
-        yield from among(material, ids, above, search.blocks(len(ids)), total)
-    else:
-        yield from in_groups(material, Groups.of(labels_of(material), distinct), above)
+def near_pairs(material: Material, above: float, left: NDArray[np.bool_]) -> Iterator[search.Pairs]:
+    """Near pairs of the samples that are left, within clusters or of all."""
+    if material.clusters is not None:
+        return in_groups(material, Groups.of(labels_of(material), left), above)
+    ids = np.flatnonzero(left)
+    return among(material, ids, above, search.blocks(len(ids)), search.num_blocks(len(ids)))
 
 
 def among(

@@ -34,11 +34,14 @@ def show(material: Material, seed: int) -> None:
     """
     tell_scores(material, scores_of(material))
     left = material.usable.copy()
-    equal = sum(len(found.rows) for found in equal_pairs(material, left, max(SURVEYED)))
-    found, share, whole_groups = _some_pairs(material, left, np.random.default_rng([seed, 7]))
+    equal = 0
+    for found in equal_pairs(material, material.usable, max(SURVEYED)):
+        left[found.rows[:, 1]] = False
+        equal += len(found.rows)
+    some, share, whole_groups = _some_pairs(material, left, np.random.default_rng([seed, 7]))
     pairs = dict.fromkeys(SURVEYED, 0)
     components = {above: Components(len(left)) for above in SURVEYED}
-    for piece in found:
+    for piece in some:
         for above in SURVEYED:
             near = piece.rows[piece.cosines > above]
             pairs[above] += len(near)
@@ -51,7 +54,7 @@ def show(material: Material, seed: int) -> None:
     )  # fmt: skip
     for above in SURVEYED:
         copies = int((components[above].lowest() != np.arange(len(left))).sum())
-        left_out = f", --near-duplicates {above} leaves out {equal + copies / share:,.0f} samples"
+        left_out = f", at most {equal + copies / share:,.0f} samples would be left out"
         log.info(
             "filter: %s pairs above %g%s", f"{pairs[above] / share:,.0f}", above,
             left_out if whole_groups else "",

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip import files, search
+from mclclip import files
+from mclclip.analysis import near_duplicates
 from mclclip.data.arrays import save_npy
 from mclclip.filter.material import Material
 from mclclip.run.artifacts import Artifact
@@ -35,7 +36,7 @@ class Verdict:
 
     of       int64 [N], the sample that is kept instead, or the row of the evaluation images
     which    int16 [N], the number of these evaluation images
-    cosines  float64 [N], with that evaluation image
+    cosines  float64 [N], with that sample or image
     counts   further figures for the manifest
     """
 
@@ -54,9 +55,7 @@ def write(artifact: Artifact, material: Material, verdict: Verdict) -> None:
     save_npy(directory / REASONS, reasons)
     if verdict.scores is not None:
         save_npy(directory / SCORES, verdict.scores)
-    chained = _write_left_out(directory / LEFT_OUT, material, verdict, artifact.config)
-    if "near_duplicates" in verdict.counts:
-        verdict.counts["near_duplicates"]["by_chain"] = chained
+    _write_left_out(directory / LEFT_OUT, material, verdict)
     counts = {
         "samples": len(reasons),
         "reasons": dict(zip(KEPT, np.bincount(reasons, minlength=len(KEPT)).tolist(), strict=True)),
@@ -93,7 +92,7 @@ def _tell(artifact: Artifact, counts: dict[str, Any]) -> None:
     if copies is not None:
         log.info(
             "filter: %s near pairs (compared: within %s) make %s groups of copies, the largest of "
-            "%s samples; %s samples are not near the one that is kept, but linked to it by others",
+            "%s samples; %s samples that are left out are linked to a kept one by others alone",
             f"{copies['pairs']:,}", artifact.config["within"], f"{copies['groups']:,}",
             f"{copies['largest_group']:,}", f"{copies['by_chain']:,}",
         )  # fmt: skip
@@ -101,32 +100,18 @@ def _tell(artifact: Artifact, counts: dict[str, Any]) -> None:
     log.info("filter: to train on what is kept: train.plan.weights=%s", path)
 
 
-def _write_left_out(
-    path: Path, material: Material, verdict: Verdict, options: dict[str, Any]
-) -> int:
-    """A line of JSON per sample that is a copy, or has no embedding, in index order; returns how
-    many near-duplicates are not near the sample that is kept."""
+def _write_left_out(path: Path, material: Material, verdict: Verdict) -> None:
+    """A line of JSON per sample that is a copy, or has no embedding, in index order."""
     listed = [KEPT.index(name) for name in ("no_embedding", "against", "near_duplicate")]
     ids = np.flatnonzero(np.isin(verdict.reasons, listed))
-    chained = 0
     with files.whole_file(path) as file:
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
             copies = some[verdict.reasons[some] == KEPT.index("near_duplicate")]
-            own = _cosines(material, copies, verdict.of[copies])
+            own = near_duplicates.cosines_of(material.rows, copies, verdict.of[copies])
             verdict.cosines[copies] = own
-            if options["near_duplicates"] is not None:
-                chained += int((own <= options["near_duplicates"]).sum())
             lines = _lines(material, verdict, some)
             file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
-    return chained
-
-
-def _cosines(
-    material: Material, left: NDArray[np.int64], right: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    ids, places = np.unique(right, return_inverse=True)
-    return search.cosines(material.rows[left], material.rows[ids][places])
 
 
 def _lines(

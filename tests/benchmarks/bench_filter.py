@@ -10,14 +10,14 @@ peak above what was there before, without digests.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mclclip import search
 from mclclip.analysis import clip_scores, near_duplicates
-from mclclip.analysis.near_duplicates import Components, Groups
+from mclclip.analysis.near_duplicates import Groups
 from mclclip.data.embeddings import StoredRows, rows_path
 from mclclip.run.artifacts import Manifest
 from tests.benchmarks import memory, timing
@@ -76,19 +76,20 @@ def scores(root: Path, num_rows: int) -> np.ndarray:
 
 
 def copies(root: Path, num_rows: int) -> tuple[float, float, int]:
-    """Precision and recall of the samples that are left out, and pairs within clusters."""
-    rows = stored(root / "images", num_rows)
-    groups = Groups.of(np.load(root / "labels.npy"), np.ones(num_rows, bool))
-    held = near_duplicates.HELD_BYTES // rows[:1].nbytes
-    components, pairs = Components(num_rows), 0
-    for found in near_duplicates.near_in_groups(rows, groups, ABOVE, held_rows=held):
-        components.add(found.rows)
-        pairs += len(found.rows)
-    kept = near_duplicates.keepers(components.lowest(), None)
-    left_out = np.flatnonzero(kept != np.arange(num_rows))
+    """Precision and recall of the samples that are left out, and near pairs within clusters."""
+    rows, labels = stored(root / "images", num_rows), np.load(root / "labels.npy")
+    held, left = near_duplicates.HELD_BYTES // rows[:1].nbytes, np.ones(num_rows, bool)
+
+    def near(active: np.ndarray) -> Iterator[search.Pairs]:
+        groups = Groups.of(labels, active)
+        return near_duplicates.near_in_groups(rows, groups, ABOVE, held_rows=held)
+
+    equal = near_duplicates.equal_pairs(rows, left, ABOVE)
+    found = near_duplicates.copies_among(rows, left, None, ABOVE, near, equal=equal)
+    left_out = np.flatnonzero(found.of != np.arange(num_rows))
     planted = np.load(root / "pairs.npy")[:, 1]
     right = len(np.intersect1d(left_out, planted))
-    return right / max(len(left_out), 1), right / len(planted), pairs
+    return right / max(len(left_out), 1), right / len(planted), found.pairs
 
 
 def evaluation(root: Path, num_rows: int, num_images: int) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from mclclip.analysis import clip_scores, near_duplicates
 from mclclip.analysis.near_duplicates import Components, Groups, Subset
+from mclclip.search import Pairs
 
 RNG = np.random.default_rng(5)
 
@@ -211,14 +213,71 @@ def test_the_highest_score_is_kept_and_else_the_lowest_sample() -> None:
     assert near_duplicates.keepers(lowest, scores).tolist() == [2, 5, 2, 2, 4, 5, 6, 6]
 
 
+def near_of(rows: np.ndarray, above: float) -> Callable[[np.ndarray], Iterator[Pairs]]:
+    return lambda left: near_duplicates.near_among(rows, np.flatnonzero(left), above)
+
+
 def test_planted_copies_are_left_out_and_nothing_else() -> None:
     """Precision and recall are 1 where all are compared with all."""
     rows, copied = planted()
-    components = Components(len(rows))
-    for part in near_duplicates.near_among(rows, np.arange(len(rows)), 0.95):
-        components.add(part.rows)
-    kept = near_duplicates.keepers(components.lowest(), None)
-    assert {i: int(kept[i]) for i in range(len(rows)) if kept[i] != i} == copied
+    everything = np.ones(len(rows), bool)
+    found = near_duplicates.copies_among(rows, everything, None, 0.95, near_of(rows, 0.95))
+    assert {i: int(found.of[i]) for i in range(len(rows)) if found.of[i] != i} == copied
+    assert (found.pairs, found.groups, found.largest_group) == (len(copied), len(copied), 2)
+
+
+def crowded(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows along circles, so that chains are long, and equal ones; scores with ties and gaps."""
+    angles = RNG.uniform(0, 6, count)
+    rows = np.zeros((count, 8))
+    first = 2 * RNG.integers(0, 4, count)
+    rows[np.arange(count), first] = np.cos(angles)
+    rows[np.arange(count), first + 1] = np.sin(angles)
+    rows[RNG.permutation(count)[:40]] = rows[RNG.integers(0, count, 40)]
+    scores = RNG.integers(0, 9, count) / 10
+    return rows.astype(np.float16), np.where(RNG.random(count) > 0.2, scores, np.nan)
+
+
+def slow_copies(
+    rows: np.ndarray, left: np.ndarray, scores: np.ndarray, above: float
+) -> dict[int, int]:
+    """The best sample first: each is kept unless it is near one that is, the best of which it is a
+    copy of."""
+    kept: list[int] = []
+    found = {}
+    own = np.nan_to_num(scores, nan=-1)
+    for sample in sorted(np.flatnonzero(left).tolist(), key=lambda i: (-own[i], i)):
+        near = [other for other in kept if cosine(rows[sample], rows[other]) > above]
+        if near:
+            found[sample] = near[0]
+        else:
+            kept.append(sample)
+    return found
+
+
+@pytest.mark.parametrize("with_equal", [True, False])
+def test_of_copies_the_best_is_kept_and_what_is_near_it_left_out(with_equal: bool) -> None:
+    for above in (0.999, 0.99, 0.95):
+        rows, scores = crowded(150)
+        left = RNG.random(150) > 0.1
+        equal = near_duplicates.equal_pairs(rows, left, above) if with_equal else ()
+        found = near_duplicates.copies_among(
+            rows, left, scores, above, near_of(rows, above), equal=equal, rounds=100
+        )
+        wanted = slow_copies(rows, left, scores, above)
+        assert {i: int(found.of[i]) for i in range(150) if found.of[i] != i} == wanted
+        assert found.by_chain == 0 and found.largest_group > 3
+
+
+def test_after_the_last_round_chains_are_left_out_and_counted() -> None:
+    angles = 0.1 * np.arange(12)  # each is near the next, the cosine of 0.1 is 0.995
+    rows = np.column_stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+    for rounds, kept, by_chain in ((1, [0], 10), (2, [0, 2], 8), (10, [0, 2, 4, 6, 8, 10], 0)):
+        found = near_duplicates.copies_among(
+            rows, np.ones(12, bool), None, 0.99, near_of(rows, 0.99), rounds=rounds
+        )
+        assert np.unique(found.of).tolist() == kept
+        assert found.by_chain == by_chain and found.largest_group == 12
 
 
 # --- copies of other images ---
