@@ -62,6 +62,11 @@ class Options:
             )
         if self.against_cosine is not None and not self.against:
             raise ValueError("--against-cosine says how near is a copy of what: name --against too")
+        if self.within is not None and self.filters and self.near_duplicates is None:
+            raise ValueError(
+                "--within says among what near-duplicates are looked for: name --near-duplicates "
+                "too, or leave it out"
+            )
 
     @property
     def scores(self) -> bool:

@@ -91,8 +91,8 @@ def _tell(artifact: Artifact, counts: dict[str, Any]) -> None:
     )  # fmt: skip
     if copies is not None:
         log.info(
-            "filter: %s near pairs (compared: within %s) make %s groups of copies, the largest of "
-            "%s samples; %s samples that are left out are linked to a kept one by others alone",
+            "filter: %s near pairs (compared: within %s) link %s groups of samples, the largest of "
+            "%s; %s samples are left out that a chain alone links to one that is kept",
             f"{copies['pairs']:,}", artifact.config["within"], f"{copies['groups']:,}",
             f"{copies['largest_group']:,}", f"{copies['by_chain']:,}",
         )  # fmt: skip
