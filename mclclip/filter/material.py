@@ -113,6 +113,7 @@ class Material:
 
     @cached_property
     def rows(self) -> StoredRows:
+        """The samples' embeddings."""
         return self.images.rows()
 
     @cached_property
@@ -140,6 +141,7 @@ class Material:
 
 
 def opened(config: Config, layout: Layout, stage: int, options: Options) -> Material:
+    """Opens all that the filters read, and checks that it belongs together; errors as of ``run``."""
     if not options.scores or len(options.against) or options.near_duplicates is not None:
         search.library("filter")  # before embeddings are read
     index = SampleIndex.open(layout.index)
@@ -301,6 +303,7 @@ def scores_of(material: Material) -> NDArray[np.float32] | None:
 
 
 def tell_scores(material: Material, scores: NDArray[np.float32] | None) -> None:
+    """Shows quantiles of the scores, and how many samples have none."""
     bad = f"{int((~material.usable).sum()):,} without an embedding"
     if scores is None:
         log.info("filter: no CLIP scores (%s); %s", material.no_scores, bad)

@@ -49,6 +49,8 @@ class Verdict:
 
 
 def write(artifact: Artifact, material: Material, verdict: Verdict) -> None:
+    """Writes the files of a verdict and finishes the artifact; shows what is left out, and the
+    override that trains on the rest."""
     directory, reasons = artifact.directory, verdict.reasons
     weights = (reasons == 0).astype(np.float32)
     save_npy(directory / WEIGHTS, weights)
@@ -77,6 +79,7 @@ def _num_scores(scores: NDArray[np.float32] | None) -> int:
 
 
 def by_reason(reasons: Codes) -> str:
+    """How many samples there are of each reason that occurs, for a message."""
     counts = np.bincount(reasons, minlength=len(KEPT)).tolist()
     named = [f"{name} {count:,}" for name, count in zip(KEPT, counts, strict=True) if count]
     return ", ".join(named)
