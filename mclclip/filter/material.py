@@ -141,7 +141,7 @@ class Material:
 
 
 def opened(config: Config, layout: Layout, stage: int, options: Options) -> Material:
-    """Opens all that the filters read, and checks that it belongs together; errors as of ``run``."""
+    """Opens all that the filters read, after checks that it fits; errors as of ``run``."""
     if not options.scores or len(options.against) or options.near_duplicates is not None:
         search.library("filter")  # before embeddings are read
     index = SampleIndex.open(layout.index)
