@@ -12,9 +12,7 @@ import csv
 import io
 import json
 import logging
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +27,15 @@ from mclclip.analysis.pair_sheet import pair_sheet
 from mclclip.config import Config
 from mclclip.data.arrays import save_npy
 from mclclip.data.decode import DecodeError, as_picture, decode
-from mclclip.data.embeddings import StoredRows, left_out
+from mclclip.data.embeddings import Embedded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.eval.datasets import MMVP_COLUMNS, MMVP_FOLDERS
+from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, Force, Manifest, is_finished, read_manifest
+from mclclip.run.artifacts import Artifact, Force, read_manifest
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -55,20 +54,6 @@ ASKED = 150
 """Pairs of the benchmark at most, as many as MMVP has; each image is in one of them."""
 
 _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png"}
-
-
-@dataclass(frozen=True)
-class _Encoder:
-    """Embeddings of the index by an encoder, with the name that it has in what is written."""
-
-    name: str
-    directory: Path
-    manifest: Manifest
-    num_files: int
-
-    def rows(self) -> StoredRows:
-        """The embeddings, which are read while they are searched."""
-        return StoredRows(self.directory, self.manifest, self.num_files)
 
 
 def run(
@@ -106,7 +91,7 @@ def _run(
     _check(wanted)
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
-    first = _of_stage(layout, stage, index)
+    first = Embedded.of_stage(layout, stage, index)
     second = _of_other(config, layout, stage, other, index)
     if first.manifest.digest == second.manifest.digest:
         raise ValueError(
@@ -131,7 +116,7 @@ def _run(
     usable = np.ones(len(index), dtype=bool)
     usable[index.bad_ids()] = False
     for encoder in (first, second):
-        usable[left_out(encoder.directory, encoder.num_files)] = False
+        usable[encoder.left_out()] = False
     found = _search(first, second, usable, wanted)
     # Opened for writing only now: where there is nothing to write, nothing is left behind.
     artifact = open_artifact(write=True)
@@ -156,19 +141,9 @@ def _check(wanted: dict[str, Any]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {wanted[name]}, wanted 1 or more")
 
 
-def _of_stage(layout: Layout, stage: int, index: SampleIndex) -> _Encoder:
-    directory = layout.embeddings(stage)
-    if not is_finished(directory):
-        raise FileNotFoundError(
-            f"no finished embeddings at {directory}: run 'mclclip embed --stage {stage}' first"
-        )
-    manifest = index.manifest_of(directory, "embeddings")
-    return _checked(f"stage_{stage}", directory, manifest, index)
-
-
 def _of_other(
     config: Config, layout: Layout, stage: int, other: str | None, index: SampleIndex
-) -> _Encoder:
+) -> Embedded:
     if other is None or other.isdecimal():
         number = config.num_stages if other is None else int(other)
         if number == stage:
@@ -176,45 +151,23 @@ def _of_other(
                 f"--other is stage {number}, and so is --stage: name another stage, or "
                 "[NAME=]FOLDER of another encoder's embeddings"
             )
-        return _of_stage(layout, number, index)
-    name, named, folder = other.partition("=")
-    if not named:
-        name, folder = "other", other
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(
-            f"--other names its encoder {name!r}: wanted letters, digits, '_', '-' and '.', since "
-            "a folder is called by it"
-        )
-    manifest = read_manifest(Path(folder), "embeddings")
+        return Embedded.of_stage(layout, number, index)
+    name, folder = named_path(other, "--other", "its encoder")
+    manifest = read_manifest(folder, "embeddings")
     if manifest.inputs.get("index") != index.digest:
         raise RuntimeError(
             f"--other: embeddings at {folder} were made from another index than {index.directory} "
             f"({manifest.counts.get('samples')} rows, and {len(index)} here): index the same "
             "data.sources by the same names in both runs, then embed again"
         )
-    return _checked(name, Path(folder), manifest, index)
-
-
-def _checked(name: str, directory: Path, manifest: Manifest, index: SampleIndex) -> _Encoder:
-    """The encoder, after a comparison of its number of rows with the index.
-
-    Keys are those of the index (an equal digest), but shards may be cut otherwise.
-    """
-    num_files = int(manifest.counts.get("shards", len(index.shards)))
-    found = _Encoder(name, directory, manifest, num_files)
-    if (rows := len(found.rows())) != len(index):
-        raise RuntimeError(
-            f"embeddings at {directory} has {rows:,} rows, the index has {len(index):,}: run "
-            "'mclclip embed --force' after 'mclclip index'"
-        )
-    return found
+    return Embedded.checked(name or "other", folder, manifest, index)
 
 
 # --- the search --------------------------------------------------------------------------------
 
 
 def _search(
-    first: _Encoder, second: _Encoder, usable: NDArray[np.bool_], wanted: dict[str, Any]
+    first: Embedded, second: Embedded, usable: NDArray[np.bool_], wanted: dict[str, Any]
 ) -> Found:
     """The blind spots; where there is none, ValueError with one line that says what there is."""
     above, below, rows = wanted["above"], wanted["below"], first.rows()

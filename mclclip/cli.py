@@ -375,6 +375,7 @@ def _add_configured(verbs: Any) -> None:
     analyse.add_argument("--figures", metavar="NAME,...", help=figures)
     pairs = "image pairs that one encoder confuses and another tells apart"
     _add_blindspots(add("blindspots", pairs))
+    _add_filter(add("filter", "embeddings -> which samples to train on, as weights"))
     run = add("run", "the whole method: every verb, over all stages", _run)
     share = "first judge the run by stage 1 on this share of the samples, such as 0.1 (the same as "
     run.add_argument("--pilot", metavar="SHARE", help=f"{share}pilot.share=0.1)")
@@ -393,6 +394,27 @@ def _add_blindspots(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--per-image", type=int, metavar="N", default=5, help=kept)
     kept = "pairs that are kept of all (default: %(default)s)"
     verb.add_argument("--max-pairs", type=int, metavar="N", default=1000, help=kept)
+
+
+def _add_filter(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--stage", type=int, default=0, help="whose embeddings (default: %(default)s)"
+    )
+    name = "folder below filters (default: %(default)s)"
+    verb.add_argument("--name", default="filter", help=name)
+    group = verb.add_argument_group("filters; without any, scores and near pairs are shown")
+    least = "leave out samples whose image and caption have a lower cosine"
+    group.add_argument("--min-clip-score", type=float, metavar="COSINE", help=least)
+    share = "leave out all but this share, those of the highest CLIP scores"
+    group.add_argument("--keep-share", type=float, metavar="SHARE", help=share)
+    copies = "of samples above this cosine keep one"
+    group.add_argument("--near-duplicates", type=float, metavar="COSINE", help=copies)
+    within = "what is compared for it (default: clusters, where the stage has some)"
+    group.add_argument("--within", choices=["clusters", "all"], help=within)
+    sets = "leave out copies of these evaluation images: embeddings by the same encoder, or .npy"
+    group.add_argument("--against", action="append", default=[], metavar="[NAME=]FOLDER", help=sets)
+    near = "above this cosine (default: that of --near-duplicates, or 0.95)"
+    group.add_argument("--against-cosine", type=float, metavar="COSINE", help=near)
 
 
 def _add_conversion(export: argparse.ArgumentParser) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -42,3 +44,19 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     name = dotted([str(part) for part in problem["loc"]])
     got = f" (got {shown(problem['input'])})" if name else ""
     return name, problem["msg"].removeprefix("Value error, ") + got
+
+
+def named_path(text: str, option: str, what: str) -> tuple[str | None, Path]:
+    """Splits ``[NAME=]PATH``, the value of a command's ``option``; None without a name.
+
+    ``what`` is named, in the message of the ValueError for a name that no folder can have.
+    """
+    name, named, path = text.partition("=")
+    if not named:
+        return None, Path(text)
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(
+            f"{option} names {what} {name!r}: wanted letters, digits, '_', '-' and '.', since a "
+            "folder is called by it"
+        )
+    return name, Path(path)

@@ -200,8 +200,7 @@ def near_pairs(
     blocks, and what faiss found among them. Every row is compared with every other: time grows with
     N^2 D. Raises ValueError unless 0 < above < 1, and where faiss is not installed.
     """
-    if not 0.0 < above < 1.0:
-        raise ValueError(f"the cosine of near rows is {above}, wanted one between 0 and 1")
+    _check_cosine(above)
     faiss = library(what)
     last: slice | None = None
     for block, cut in blocks(len(rows)) if over is None else over:
@@ -210,15 +209,51 @@ def near_pairs(
             index = faiss.IndexFlatIP(bank.shape[1])
             index.add(unit(bank))
         asked = np.asarray(rows[cut])
-        least = float(np.float32(above - _margin(bank.shape[1])))
-        limits, _, near = index.range_search(unit(asked), least)
-        for part in _cuts(len(near), _AT_ONCE):
-            query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
-            pairs = np.column_stack([cut.start + query, block.start + near[part]])
-            pairs = pairs[pairs[:, 0] < pairs[:, 1]].astype(np.int64)
-            own = cosines(asked[pairs[:, 0] - cut.start], bank[pairs[:, 1] - block.start])
-            if (close := own > above).any():
-                yield Pairs(pairs[close], own[close])
+        for places, own in _near(index, bank, asked, above, shift=block.start - cut.start):
+            yield Pairs(places + [cut.start, block.start], own)
+
+
+def near_rows(
+    queries: Rows, bank: Rows, above: float, *, what: str = "a search of near rows"
+) -> Iterator[Pairs]:
+    """Yields pairs of a row of ``queries`` [Q, D] and one of ``bank`` [N, D], in this order, whose
+    cosine is above ``above``, some at a time, each once.
+
+    All else is as for ``near_pairs``: order, lengths, memory and errors. The queries are read once
+    for every ``BANK_ROWS`` rows of the bank.
+    """
+    _check_cosine(above)
+    faiss = library(what)
+    for block in _cuts(len(bank), BANK_ROWS):
+        part = np.asarray(bank[block])
+        index = faiss.IndexFlatIP(part.shape[1])
+        index.add(unit(part))
+        for cut in _cuts(len(queries), QUERY_ROWS):
+            for places, own in _near(index, part, np.asarray(queries[cut]), above):
+                yield Pairs(places + [cut.start, block.start], own)
+
+
+def _check_cosine(above: float) -> None:
+    if not 0.0 < above < 1.0:
+        raise ValueError(f"the cosine of near rows is {above}, wanted one between 0 and 1")
+
+
+def _near(
+    index: Any, bank: Floats, asked: Floats, above: float, shift: int | None = None
+) -> Iterator[tuple[Integers, NDArray[np.float64]]]:
+    """Places [P, 2] in ``asked`` and in ``bank``, which ``index`` holds, of rows whose cosine is
+    above ``above``, and these cosines [P]. With ``shift``, by which the bank's rows follow the
+    queries, pairs come once, the lower row first."""
+    least = float(np.float32(above - _margin(bank.shape[1])))
+    limits, _, near = index.range_search(unit(asked), least)
+    for part in _cuts(len(near), _AT_ONCE):
+        query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
+        places = np.column_stack([query, near[part]]).astype(np.int64)
+        if shift is not None:
+            places = places[places[:, 0] < places[:, 1] + shift]
+        own = cosines(asked[places[:, 0]], bank[places[:, 1]])
+        if (close := own > above).any():
+            yield places[close], own[close]
 
 
 def cosines(left: Floats, right: Floats) -> NDArray[np.float64]:

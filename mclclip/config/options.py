@@ -481,3 +481,9 @@ class Config:
     def needs_text_embeddings(self) -> bool:
         """Whether ``embed`` writes embeddings of the captions at stage 0."""
         return self.cluster.feature == "mean" or self.train.reads_text_embeddings
+
+    @property
+    def shares_text_tower(self) -> bool:
+        """Whether all stages have stage 0's text tower, so that its text embeddings are theirs."""
+        train = self.train
+        return self.trained_model is None and train.start == "base" and not train.lock.text

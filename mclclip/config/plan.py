@@ -24,7 +24,7 @@ class PlanConfig:
     """``round_robin``: Algorithm 1 of MCL; ``proportional``: a seeded shuffle of all batches."""
     weights: str | None = None
     """``.npy`` file of one number per sample of the index, in its order: how often an epoch draws
-    the sample (0: never), such as weights.npy of ``blindspots``. Multiplied by
+    the sample (0: never), such as weights.npy of ``blindspots`` or of ``filter``. Multiplied by
     ``data.sources.NAME.weight``."""
     samples_per_epoch: Annotated[int, Field(ge=1, le=MOST_DRAWS)] | None = None
     """Draws of an epoch, to which all weights are scaled (null: the sum of the weights, which is

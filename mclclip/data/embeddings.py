@@ -19,7 +19,8 @@ import numpy.typing as npt
 from mclclip import files
 from mclclip.data.arrays import Floats, NpyBlocks, save_npy
 from mclclip.data.sample_index import SampleIndex
-from mclclip.run.artifacts import Manifest
+from mclclip.run.artifacts import Manifest, is_finished
+from mclclip.run.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -159,3 +160,59 @@ class StoredRows:
             own = ids[files == file] - self._starts[file]
             lowest = int(own[0])
             yield self._blocks.read(int(file), slice(lowest, int(own[-1]) + 1))[own - lowest]
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Finished image embeddings with a row for each sample of an index, and the name that they have
+    in messages and in what is written."""
+
+    name: str
+    directory: Path
+    manifest: Manifest
+    num_files: int
+
+    @classmethod
+    def of_stage(cls, layout: Layout, stage: int, index: SampleIndex) -> Embedded:
+        """Those of a stage of a run.
+
+        Raises FileNotFoundError where there are none, and RuntimeError where they are of another
+        index.
+        """
+        directory = layout.embeddings(stage)
+        if not is_finished(directory):
+            raise FileNotFoundError(
+                f"no finished embeddings at {directory}: run 'mclclip embed --stage {stage}' first"
+            )
+        manifest = index.manifest_of(directory, "embeddings")
+        return cls.checked(f"stage_{stage}", directory, manifest, index)
+
+    @classmethod
+    def checked(
+        cls, name: str, directory: Path, manifest: Manifest, index: SampleIndex
+    ) -> Embedded:
+        """Those in a directory, after a comparison of their number with the index.
+
+        Keys are those of the index (an equal digest), but shards may be cut otherwise. Raises
+        RuntimeError for another number of rows.
+        """
+        found = cls(name, directory, manifest, num_files(manifest, len(index.shards)))
+        if (rows := len(found.rows())) != len(index):
+            raise RuntimeError(
+                f"embeddings at {directory} has {rows:,} rows, the index has {len(index):,}: run "
+                "'mclclip embed --force' after 'mclclip index'"
+            )
+        return found
+
+    def rows(self) -> StoredRows:
+        """The embeddings, which are read while they are searched."""
+        return StoredRows(self.directory, self.manifest, self.num_files)
+
+    def left_out(self) -> npt.NDArray[np.int64]:
+        """Sorted ids of the samples whose rows are zeros, because they could not be used."""
+        return left_out(self.directory, self.num_files)
+
+
+def num_files(manifest: Manifest, num_shards: int) -> int:
+    """Number of files of rows of an artifact; older manifests leave it to the index."""
+    return int(manifest.counts.get("shards", num_shards))

@@ -36,7 +36,6 @@ from mclclip.export.certificate import Certificate
 from mclclip.export.target import Material, Source
 from mclclip.models import concat, weights
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Manifest
 from mclclip.run.layout import Layout
 
 _SAMPLED = 1000  # rows that a certificate looks up by key
@@ -73,24 +72,22 @@ class _Embedded:
         if not artifacts.is_finished(found) or not self.index.num_captions.any():
             return None
         if self.directory.parent.name != "stage_0":
-            options = self.options
-            if options is None or options.trained_model is not None:
-                return None
-            if options.train.start != "base" or options.train.lock.text:
+            if self.options is None or not self.options.shares_text_tower:
                 return None
         return self._rows(found, "text_embeddings")
 
     def _rows(self, directory: Path, kind: str) -> StoredRows:
         manifest = self.index.manifest_of(directory, kind)
-        return StoredRows(directory, manifest, self._num_files(manifest))
-
-    def _num_files(self, manifest: Manifest) -> int:
-        return int(manifest.counts.get("shards", len(self.index.shards)))
+        return StoredRows(
+            directory, manifest, embeddings.num_files(manifest, len(self.index.shards))
+        )
 
     @cached_property
     def _left_out(self) -> npt.NDArray[np.int64]:
         manifest = self.index.manifest_of(self.directory, "embeddings")
-        return embeddings.left_out(self.directory, self._num_files(manifest))
+        return embeddings.left_out(
+            self.directory, embeddings.num_files(manifest, len(self.index.shards))
+        )
 
     def kept(self, shard: Shard) -> npt.NDArray[np.int64]:
         """Ids of a shard's samples that have an embedding."""

@@ -24,6 +24,7 @@ read with a warning, and ``--force`` makes them again with digests::
       exports/  concat_raw/  concat_stage_norm/  concat_weighted/  soup_uniform/
       blindspots/stage_0-stage_2/  pairs.jsonl  near_duplicates.jsonl  weights.npy  gallery.png
                                    benchmark/
+      filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
       controls/ungrouped/       stage_1/ ... exports/    the same layout again
       controls/random_groups/
       pilot/                    stage_1/ ... exports/  controls/ungrouped/  results.jsonl

@@ -109,6 +109,10 @@ class Layout:
         """Pairs that one encoder confuses and another tells apart; ``stage_0-stage_2``."""
         return self.run_dir / "blindspots" / name
 
+    def filters(self, name: str) -> Path:
+        """Which samples to train on, by filters of embeddings; ``filter``."""
+        return self.run_dir / "filters" / name
+
     def joined(self, name: str) -> Path:
         """A joined encoder: ``concat_raw``, ``concat_stage_norm``, ``soup_uniform`` and so on."""
         return self.root / "exports" / name

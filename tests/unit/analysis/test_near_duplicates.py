@@ -1,0 +1,315 @@
+"""Near-duplicates and CLIP scores, against definitions written out by loops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from mclclip.analysis import clip_scores, near_duplicates
+from mclclip.analysis.near_duplicates import Components, Groups, Subset
+from mclclip.search import Pairs
+
+RNG = np.random.default_rng(5)
+
+
+def planted(count: int = 300, dim: int = 24) -> tuple[np.ndarray, dict[int, int]]:
+    """Random rows of other lengths in float16, a third of which copy an earlier one (cosine about
+    0.99, or exactly); copy -> what it copies."""
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(count, dim))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    ids = rng.permutation(count)[: 2 * (count // 3)].reshape(-1, 2)
+    copied = {max(pair): min(pair) for pair in ids.tolist()}
+    for number, (copy, first) in enumerate(copied.items()):
+        noise = 0.0 if number % 4 == 0 else 0.02
+        rows[copy] = rows[first] + noise * rng.normal(size=dim)
+    return (rows * rng.uniform(0.5, 2, size=(count, 1))).astype(np.float16), copied
+
+
+def cosine(left: np.ndarray, right: np.ndarray) -> float:
+    a, b = left.astype(np.float64), right.astype(np.float64)
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
+def slow_components(count: int, pairs: list[tuple[int, int]]) -> list[int]:
+    """The lowest sample of each one's component, by a search from every sample."""
+    near: dict[int, set[int]] = {i: set() for i in range(count)}
+    for i, j in pairs:
+        near[i].add(j)
+        near[j].add(i)
+    lowest = [-1] * count
+    for start in range(count):
+        waiting = [start] if lowest[start] < 0 else []
+        while waiting:
+            found = waiting.pop()
+            if lowest[found] < 0:
+                lowest[found] = start
+                waiting.extend(near[found])
+    return lowest
+
+
+# --- scores ---
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 7, 4096])
+def test_scores_are_the_largest_cosine_of_a_sample_s_captions(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clip_scores.cuts, "__defaults__", (rows_at_once,))
+    captions = np.array([1, 0, 3, 1, 0, 0, 9, 2, 1])
+    images = RNG.normal(size=(len(captions), 12)).astype(np.float16)
+    texts = RNG.normal(size=(captions.sum(), 12)).astype(np.float16)
+    found = clip_scores.clip_scores(images, texts, captions)
+    whole = clip_scores.clip_scores(images, texts, captions, [slice(0, len(captions))])
+    assert found.dtype == np.float32
+    assert found.tobytes() == whole.tobytes()
+    first = 0
+    for sample, count in enumerate(captions.tolist()):
+        own = [cosine(images[sample], texts[first + number]) for number in range(count)]
+        first += count
+        assert np.isnan(found[sample]) if not own else found[sample] == np.float32(max(own))
+
+
+def test_rows_that_are_not_finite_or_not_as_wide_are_refused() -> None:
+    images, texts = np.ones((5, 4), np.float16), np.ones((5, 4), np.float16)
+    images[3, 2] = np.nan
+    with pytest.raises(RuntimeError, match=r"^row 3 of image embeddings is not finite \(1 of"):
+        clip_scores.clip_scores(images, texts, np.ones(5, int))
+    texts[4, 0] = np.inf
+    with pytest.raises(RuntimeError, match=r"^row 4 of captions is not finite"):
+        clip_scores.clip_scores(np.ones((5, 4)), texts, np.ones(5, int))
+    with pytest.raises(RuntimeError, match="have 4 numbers and those of captions 3"):
+        clip_scores.clip_scores(np.ones((5, 4)), np.ones((5, 3)), np.ones(5, int))
+    # The largest numbers of float16 do not add up to infinity.
+    large = np.full((2, 512), 65_504, np.float16)
+    assert clip_scores.finite(large, slice(0, 2), "rows") is not None
+
+
+def test_the_top_share_takes_ties_by_the_lower_row() -> None:
+    scores = np.array([0.5, np.nan, 0.9, 0.5, 0.5, 0.1], np.float32)
+    for share, wanted in ((0.01, [2]), (0.4, [0, 2]), (0.6, [0, 2, 3]), (1.0, [0, 2, 3, 4, 5])):
+        assert np.flatnonzero(clip_scores.top_share(scores, share)).tolist() == wanted
+    assert not clip_scores.top_share(np.full(3, np.nan), 0.5).any()
+
+
+def test_quantiles_are_of_the_samples_with_a_score() -> None:
+    scores = np.append(np.linspace(0, 1, 101), np.nan)
+    assert clip_scores.quantiles(scores) == pytest.approx(
+        {
+            "1 %": 0.01,
+            "10 %": 0.1,
+            "25 %": 0.25,
+            "50 %": 0.5,
+            "75 %": 0.75,
+            "90 %": 0.9,
+            "99 %": 0.99,
+        }
+    )
+    assert clip_scores.quantiles(np.full(2, np.nan)) == {}
+
+
+# --- pairs ---
+
+
+@pytest.mark.parametrize("held_rows", [1, 40, 10_000])
+def test_pairs_in_groups_are_those_of_a_loop(held_rows: int) -> None:
+    rows, _ = planted()
+    labels = RNG.integers(-1, 9, len(rows))
+    usable = RNG.random(len(rows)) > 0.1
+    groups = Groups.of(labels, usable)
+    found = {
+        (int(i), int(j)): value
+        for part in near_duplicates.near_in_groups(rows, groups, 0.9, held_rows=held_rows)
+        for (i, j), value in zip(part.rows, part.cosines, strict=True)
+    }
+    wanted = {
+        (i, j): cosine(rows[i], rows[j])
+        for i in range(len(rows))
+        for j in range(i + 1, len(rows))
+        if labels[i] == labels[j] >= 0 and usable[i] and usable[j]
+        and cosine(rows[i], rows[j]) > 0.9
+    }  # fmt: skip
+    assert wanted and found == pytest.approx(wanted)
+
+
+def test_groups_are_read_together_up_to_a_bound() -> None:
+    labels = np.array([4, 0, 0, 2, 2, 2, 2, -1, 4, 1, 2, 0])
+    groups = Groups.of(labels, np.ones(12, bool))
+    assert groups.ids.tolist() == [1, 2, 11, 3, 4, 5, 6, 10, 0, 8]  # 1 is alone, 7 in none
+    assert groups.comparisons().tolist() == [3, 10, 1]
+    assert groups.batches(3) == [(0, 1), (1, 2), (2, 3)]
+    assert groups.batches(8) == [(0, 2), (2, 3)]
+    assert groups.batches(100) == [(0, 3)]
+    drawn = groups.drawn(np.array([2, 0, 1]), 4)
+    assert drawn.ids.tolist() == [1, 2, 11, 0, 8] and drawn.starts.tolist() == [0, 3, 5]
+    assert groups.drawn(np.array([1, 0, 2]), 4).ids.tolist() == [3, 4, 5, 6, 10]
+    nothing = Groups.of(np.arange(5), np.ones(5, bool))
+    assert len(nothing) == 0 and nothing.batches(10) == []
+
+
+def test_pairs_among_some_samples_are_theirs_alone() -> None:
+    rows, copied = planted()
+    ids = np.flatnonzero(RNG.random(len(rows)) > 0.4)
+    found = {
+        tuple(pair)
+        for part in near_duplicates.near_among(rows, ids, 0.95)
+        for pair in part.rows.tolist()
+    }
+    assert found == {(first, copy) for copy, first in copied.items() if {first, copy} <= {*ids}}
+
+
+@pytest.mark.parametrize(("rows_at_once", "dim"), [(1, 24), (7, 3), (4096, 24)])
+def test_equal_rows_are_paired_with_the_first_of_them(
+    rows_at_once: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clip_scores.cuts, "__defaults__", (rows_at_once,))
+    rows = RNG.normal(size=(9, dim)).astype(np.float16)[RNG.integers(0, 9, 80)]
+    rows[::11] = 0
+    rows[40] = rows[39] * np.float16(1.001)  # near, and not equal
+    usable = RNG.random(80) > 0.2
+    found = np.concatenate(
+        [part.rows for part in near_duplicates.equal_pairs(rows, usable, 0.9)]
+    ).tolist()
+    firsts: dict[bytes, int] = {}
+    wanted = []
+    for row in np.flatnonzero(usable & rows.any(axis=1)).tolist():
+        first = firsts.setdefault(rows[row].tobytes(), row)
+        if first != row:
+            wanted.append([first, row])
+    assert found == wanted and len(wanted) > 20
+
+
+# --- components ---
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_components_are_those_of_a_search_from_every_sample(at_once: int) -> None:
+    for count, num_pairs in ((1, 0), (40, 15), (200, 150), (200, 600)):
+        pairs = RNG.integers(0, count, (num_pairs, 2))
+        components = Components(count)
+        for start in range(0, num_pairs, at_once):
+            components.add(pairs[start : start + at_once])
+        wanted = slow_components(count, [(i, j) for i, j in pairs.tolist()])
+        assert components.lowest().tolist() == wanted
+
+
+def test_a_long_chain_is_one_component_in_whatever_order_it_comes() -> None:
+    links = np.column_stack([np.arange(999), np.arange(1, 1000)])
+    for order in (links, links[::-1], links[RNG.permutation(999)]):
+        components = Components(1000)
+        for link in order:
+            components.add(link[None])
+        assert not components.lowest().any()
+
+
+def test_the_highest_score_is_kept_and_else_the_lowest_sample() -> None:
+    lowest = np.array([0, 1, 0, 0, 4, 1, 6, 6])
+    nan = np.nan
+    scores = np.array([0.1, nan, 0.3, 0.3, nan, 0.2, nan, nan])
+    assert near_duplicates.keepers(lowest, None).tolist() == lowest.tolist()
+    assert near_duplicates.keepers(lowest, scores).tolist() == [2, 5, 2, 2, 4, 5, 6, 6]
+
+
+def near_of(rows: np.ndarray, above: float) -> Callable[[np.ndarray], Iterator[Pairs]]:
+    return lambda left: near_duplicates.near_among(rows, np.flatnonzero(left), above)
+
+
+def test_planted_copies_are_left_out_and_nothing_else() -> None:
+    """Precision and recall are 1 where all are compared with all."""
+    rows, copied = planted()
+    everything = np.ones(len(rows), bool)
+    found = near_duplicates.copies_among(rows, everything, None, 0.95, near_of(rows, 0.95))
+    assert {i: int(found.of[i]) for i in range(len(rows)) if found.of[i] != i} == copied
+    assert (found.pairs, found.groups, found.largest_group) == (len(copied), len(copied), 2)
+
+
+def crowded(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows along circles, so that chains are long, and equal ones; scores with ties and gaps."""
+    angles = RNG.uniform(0, 6, count)
+    rows = np.zeros((count, 8))
+    first = 2 * RNG.integers(0, 4, count)
+    rows[np.arange(count), first] = np.cos(angles)
+    rows[np.arange(count), first + 1] = np.sin(angles)
+    rows[RNG.permutation(count)[:40]] = rows[RNG.integers(0, count, 40)]
+    scores = RNG.integers(0, 9, count) / 10
+    return rows.astype(np.float16), np.where(RNG.random(count) > 0.2, scores, np.nan)
+
+
+def slow_copies(
+    rows: np.ndarray, left: np.ndarray, scores: np.ndarray, above: float
+) -> dict[int, int]:
+    """The best sample first: each is kept unless it is near one that is, the best of which it is a
+    copy of."""
+    kept: list[int] = []
+    found = {}
+    own = np.nan_to_num(scores, nan=-1)
+    for sample in sorted(np.flatnonzero(left).tolist(), key=lambda i: (-own[i], i)):
+        near = [other for other in kept if cosine(rows[sample], rows[other]) > above]
+        if near:
+            found[sample] = near[0]
+        else:
+            kept.append(sample)
+    return found
+
+
+@pytest.mark.parametrize("with_equal", [True, False])
+def test_of_copies_the_best_is_kept_and_what_is_near_it_left_out(with_equal: bool) -> None:
+    for above in (0.999, 0.99, 0.95):
+        rows, scores = crowded(150)
+        left = RNG.random(150) > 0.1
+        equal = near_duplicates.equal_pairs(rows, left, above) if with_equal else ()
+        found = near_duplicates.copies_among(
+            rows, left, scores, above, near_of(rows, above), equal=equal, rounds=100
+        )
+        wanted = slow_copies(rows, left, scores, above)
+        assert {i: int(found.of[i]) for i in range(150) if found.of[i] != i} == wanted
+        assert found.by_chain == 0 and found.largest_group > 3
+
+
+def test_after_the_last_round_chains_are_left_out_and_counted() -> None:
+    angles = 0.1 * np.arange(12)  # each is near the next, the cosine of 0.1 is 0.995
+    rows = np.column_stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+    for rounds, kept, by_chain in ((1, [0], 10), (2, [0, 2], 8), (10, [0, 2, 4, 6, 8, 10], 0)):
+        found = near_duplicates.copies_among(
+            rows, np.ones(12, bool), None, 0.99, near_of(rows, 0.99), rounds=rounds
+        )
+        assert np.unique(found.of).tolist() == kept
+        assert found.by_chain == by_chain and found.largest_group == 12
+
+
+# --- copies of other images ---
+
+
+@pytest.mark.parametrize("blocks", [(1024, 16_384), (7, 11), (1, 1)])
+def test_the_nearest_other_row_is_that_of_a_loop(
+    blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in zip(("QUERY_ROWS", "BANK_ROWS"), blocks, strict=True):
+        monkeypatch.setattr(near_duplicates.search, name, size)
+    rows, _ = planted()
+    others = np.concatenate([rows[40:60], RNG.normal(size=(30, 24)).astype(np.float16), rows[:50]])
+    ids = np.arange(0, len(rows), 2)
+    found = near_duplicates.nearest_other(Subset(rows, ids), others, 0.8)
+    matched = np.zeros(len(others), bool)
+    for place, sample in enumerate(ids.tolist()):
+        values = [cosine(rows[sample], other) for other in others]
+        near = [number for number, value in enumerate(values) if value > 0.8]
+        matched[near] = True
+        if not near:
+            assert found.rows[place] == -1 and np.isneginf(found.cosines[place])
+            continue
+        assert found.cosines[place] == pytest.approx(max(values))
+        assert values[found.rows[place]] == pytest.approx(max(values))
+        same = [number for number in near if (others[number] == others[found.rows[place]]).all()]
+        assert found.rows[place] == min(same)  # ties by the lower one
+    assert np.array_equal(found.matched, matched) and 0 < matched.sum() < len(others)
+
+
+def test_a_cosine_out_of_range_is_refused() -> None:
+    rows, _ = planted(12)
+    for above in (0.0, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=re.escape(f"cosine of near rows is {above}")):
+            near_duplicates.nearest_other(rows, rows, above)

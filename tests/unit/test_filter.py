@@ -1,0 +1,570 @@
+"""The filter verb: planted copies, scores and evaluation images, from embeddings to weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import cli, cluster, index, process, search
+from mclclip import filter as filtering
+from mclclip.analysis import clip_scores, near_duplicates
+from mclclip.config import Config, from_tree
+from mclclip.data.embeddings import rows_path, write_shard
+from mclclip.data.grouping import LabelBlocks
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_weights import SampleWeights
+from mclclip.files import record_of
+from mclclip.filter import material, survey, verdict
+from mclclip.filter.verdict import KEPT
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import Artifact, read_manifest
+from mclclip.run.layout import Layout
+from tests.unit.test_blindspots import picture
+
+SIZES = (17, 25, 18)  # samples per shard
+COUNT, DIM, BROKEN = sum(SIZES), 64, 12
+EXACT, NEAR = {(0, 20), (1, 2)}, {(5, 41), (6, 59)}
+CHAIN = (10, 30, 50)  # the first is near the second, that near the third, the ends are not near
+SEEN = {7: 1, 31: 4}  # sample -> the evaluation image that it copies
+EVALUATION = 6
+BARE = (5, 33)  # without captions
+
+
+def captions(number: int) -> list[str]:
+    return [f"thing {number}, {caption}" for caption in range(number % 3 + 1)] * (
+        number not in BARE
+    )
+
+
+def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES, prefix: str = "") -> None:
+    folder.mkdir(parents=True)
+    number = 0
+    for shard, size in enumerate(sizes):
+        with tarfile.open(folder / f"{shard:02d}.tar", "w") as archive:
+            for _ in range(size):
+                text = json.dumps({"all": captions(number)}).encode()
+                for suffix, data in ((".jpg", picture(number)), (".json", text)):
+                    member = tarfile.TarInfo(f"{prefix}{number:03d}{suffix}")
+                    member.size = len(data)
+                    archive.addfile(member, BytesIO(data))
+                number += 1
+
+
+def options(run_dir: Path, shards: Path) -> Config:
+    return from_tree(
+        {
+            "run_dir": str(run_dir),
+            "num_stages": 1,
+            "data": {
+                "sources": {"s": {"shards": f"{shards}/*.tar", "captions": "json:all"}},
+                "index_workers": 1,
+            },
+            "cluster": {"num_clusters": 4, "restarts": 1},
+        }
+    )
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+def images() -> np.ndarray:
+    """Random directions in float16, but for what is planted; near is a cosine of 0.97 or more."""
+    rng = np.random.default_rng(3)
+    rows = unit(rng.normal(size=(COUNT, DIM)))
+    other = unit(rng.normal(size=(COUNT, DIM)))
+    for lower, higher in EXACT | NEAR:
+        rows[higher] = rows[lower] + 0.15 * other[higher] * ((lower, higher) in NEAR)
+    first, second, third = CHAIN
+    side = other[0] - (other[0] @ rows[first]) * rows[first]
+    for sample, angle in ((second, 0.25), (third, 0.5)):  # cosines 0.97, 0.97 and 0.88
+        rows[sample] = np.cos(angle) * rows[first] + np.sin(angle) * unit(side)
+    for sample, row in SEEN.items():
+        rows[sample] = evaluation()[row] + 0.1 * other[sample]
+    rows = unit(rows) * rng.uniform(0.5, 2, size=(COUNT, 1))
+    rows[[higher for _, higher in EXACT]] = rows[[lower for lower, _ in EXACT]]
+    rows[BROKEN] = 0.0
+    return rows.astype(np.float16)
+
+
+def evaluation() -> np.ndarray:
+    return unit(np.random.default_rng(9).normal(size=(EVALUATION, DIM))).astype(np.float32)
+
+
+def texts() -> np.ndarray:
+    """A row per caption; those of higher samples fit less."""
+    rng = np.random.default_rng(4)
+    rows, noise = images().astype(np.float64), rng.normal(size=(10 * COUNT, DIM))
+    found = [
+        unit(rows[i] + 1e-6) + (0.2 + i / 50) * unit(noise[10 * i + number])
+        for i in range(COUNT)
+        for number in range(len(captions(i)))
+    ]
+    return np.array(found, np.float16)
+
+
+def scores() -> np.ndarray:
+    """Slow: the largest cosine of every sample with one of its captions."""
+    rows, own, found, first = images().astype(float), texts().astype(float), [], 0
+    for i in range(COUNT):
+        mine = own[first : first + len(captions(i))]
+        first += len(mine)
+        values = [float(unit(rows[i]) @ unit(text)) for text in mine] if i != BROKEN else []
+        found.append(max(values, default=np.nan))
+    return np.array(found)
+
+
+def embed(
+    directory: Path,
+    samples: SampleIndex,
+    rows: np.ndarray,
+    kind: str = "embeddings",
+    encoder: str = "enc",
+    feature: str = "projected",
+) -> None:
+    config = {"feature": feature} if kind == "embeddings" else {}
+    inputs = {"index": samples.digest, "encoder": encoder}
+    artifact = Artifact.open(directory, kind=kind, config=config, inputs=inputs)
+    records, first = {}, 0
+    for number, shard in enumerate(samples.shards):
+        ids = range(shard.start, shard.stop)
+        size = len(ids) if kind == "embeddings" else sum(len(captions(i)) for i in ids)
+        bad = {BROKEN: "truncated"} if BROKEN in ids and len(rows) == COUNT else {}
+        write_shard(directory, number, rows[first : first + size], bad, samples)
+        first += size
+        path = rows_path(directory, number)
+        records[path.name] = record_of(path)
+    counts = {"samples": len(samples), "shards": len(samples.shards)}
+    artifact.finish(counts, dtype="float16", records=records)
+
+
+def evaluation_run(root: Path, rows: np.ndarray, **how: str) -> Path:
+    """A run over evaluation images; returns the folder of their embeddings."""
+    write_shards(root / "shards", (4, len(rows) - 4), prefix="e")
+    other = options(root / "run", root / "shards")
+    index.run(other, SINGLE)
+    folder = Layout.of(other).embeddings(0)
+    embed(folder, SampleIndex.open(root / "run/index"), rows, **how)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose images and captions are embedded and clustered, and evaluation images."""
+    root = tmp_path_factory.mktemp("filter")
+    write_shards(root / "shards")
+    config = options(root / "run", root / "shards")
+    index.run(config, SINGLE)
+    layout, samples = Layout.of(config), SampleIndex.open(root / "run/index")
+    embed(layout.embeddings(0), samples, images())
+    embed(layout.text_embeddings, samples, texts(), kind="text_embeddings")
+    cluster.run(config, SINGLE, stage=0)
+    np.save(root / "evaluation.npy", evaluation())
+    evaluation_run(root / "eval", evaluation())
+    return root
+
+
+@pytest.fixture
+def config(made: Path, tmp_path: Path) -> Config:
+    """A copy of the run, for one test."""
+    shutil.copytree(made / "run", tmp_path / "run")
+    return options(tmp_path / "run", made / "shards")
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "left_out.jsonl").read_text().splitlines()]
+
+
+def left_out(directory: Path, reason: str) -> set[int]:
+    return {*np.flatnonzero(np.load(directory / "reasons.npy") == KEPT.index(reason)).tolist()}
+
+
+def done(config: Config, **wanted: Any) -> Path:
+    directory = filtering.run(config, SINGLE, **wanted)
+    assert directory is not None
+    return directory
+
+
+def failing(work: Callable[[], object], config: Config) -> str:
+    """The one line of a mistake of the user, which leaves nothing behind."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        work()
+    assert process.exit_code(caught.value) == process.EXIT_USER == 2
+    assert not (Path(config.run_dir) / "filters").exists()
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# --- near-duplicates ---
+
+
+def test_of_planted_copies_one_is_kept_and_nothing_else_is_left_out(config: Config) -> None:
+    """Within all: precision and recall are 1, and each line says what is kept instead."""
+    shutil.rmtree(Layout.of(config).text_embeddings)
+    directory = done(config, near_duplicates=0.95, within="all")
+    wanted = {higher: lower for lower, higher in EXACT | NEAR}
+    wanted |= {CHAIN[1]: CHAIN[0]}  # the third of the chain is not near the first
+    weights = np.load(directory / "weights.npy")
+    assert weights.dtype == np.float32 and {*np.unique(weights)} == {0, 1}
+    assert {*np.flatnonzero(weights == 0).tolist()} == {*wanted, BROKEN}
+    rows = images().astype(np.float64)
+    for line in lines(directory):
+        if line["reason"] == "no_embedding":
+            assert line == {"sample_id": 12, "key": "s/012", "reason": "no_embedding"}
+            continue
+        sample, kept = line["sample_id"], line["of"]
+        assert kept == wanted.pop(sample)
+        assert (line["key"], line["of_key"]) == (f"s/{sample:03d}", f"s/{kept:03d}")
+        assert line["cosine"] == pytest.approx(unit(rows[sample]) @ unit(rows[kept]), abs=1e-6)
+    assert not wanted
+    assert not (directory / "scores.npy").exists()
+    manifest = read_manifest(directory, "filter")
+    manifest.check(directory)
+    assert manifest.counts["near_duplicates"] == {
+        "pairs": 6, "groups": 5, "largest_group": 3, "by_chain": 0,
+    }  # fmt: skip
+    assert manifest.counts["reasons"] == dict.fromkeys(KEPT, 0) | {
+        "kept": COUNT - 6, "no_embedding": 1, "near_duplicate": 5,
+    }  # fmt: skip
+    assert manifest.counts["without_score"] == COUNT
+
+
+def test_within_clusters_copies_in_one_cluster_are_found(config: Config) -> None:
+    labels = np.load(Layout.of(config).clusters(0) / "cluster_labels.npy")[:, 0]
+    pairs = EXACT | NEAR | {CHAIN[:2], CHAIN[1:]}
+    together = {pair for pair in pairs if labels[pair[0]] == labels[pair[1]]}
+    assert EXACT <= together  # the recall of exact copies is 1 in any clustering
+    found = done(config, near_duplicates=0.95, name="default")
+    assert read_manifest(found, "filter").config["within"] == "clusters"
+    assert read_manifest(found, "filter").counts["near_duplicates"]["pairs"] == len(together)
+    everywhere = done(config, near_duplicates=0.95, within="all", name="everywhere")
+    assert left_out(found, "near_duplicate") <= left_out(everywhere, "near_duplicate")
+
+
+def test_the_copy_with_the_highest_score_is_kept(config: Config) -> None:
+    own = scores()
+    directory = done(config, near_duplicates=0.95, within="all")
+    for line in lines(directory):
+        if line["reason"] == "near_duplicate":
+            assert not own[line["sample_id"]] > own[line["of"]]
+    assert 5 in left_out(directory, "near_duplicate")  # it has no caption, its copy has one
+
+
+# --- scores ---
+
+
+def test_scores_are_those_of_a_loop_and_low_ones_are_left_out(config: Config) -> None:
+    directory = done(config, min_clip_score=0.9)
+    found, wanted = np.load(directory / "scores.npy"), scores()
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert {*np.flatnonzero(np.isnan(found)).tolist()} == {*BARE, BROKEN}
+    assert left_out(directory, "no_caption") == {*BARE}
+    low = {*np.flatnonzero(found < np.float32(0.9)).tolist()}
+    assert 5 < len(low) < COUNT - 5
+    assert left_out(directory, "low_score") == low
+    assert {line["sample_id"] for line in lines(directory)} == {BROKEN}
+    counts = read_manifest(directory, "filter").counts
+    assert counts["without_score"] == 3
+    assert counts["lowest_score"] == found[found >= np.float32(0.9)].min()
+
+
+def test_the_top_share_is_of_the_samples_with_a_score(config: Config) -> None:
+    directory = done(config, keep_share=0.3)
+    order = np.argsort(-np.nan_to_num(scores(), nan=-2), kind="stable")
+    kept = np.flatnonzero(np.load(directory / "weights.npy"))
+    assert kept.tolist() == sorted(order[: round(0.3 * (COUNT - 3))].tolist())
+
+
+def test_without_an_asked_score_samples_without_caption_are_kept(config: Config) -> None:
+    directory = done(config, near_duplicates=0.95, within="all")
+    assert np.load(directory / "weights.npy")[33] == 1
+    assert not left_out(directory, "no_caption")
+
+
+# --- evaluation images ---
+
+
+@pytest.mark.parametrize("kind", ["run", "npy"])
+def test_copies_of_evaluation_images_are_listed_with_these(
+    config: Config, made: Path, kind: str
+) -> None:
+    folder = made / ("eval/run/stage_0/embeddings" if kind == "run" else "evaluation.npy")
+    directory = done(config, against=[f"ev={folder}"])
+    assert left_out(directory, "against") == {*SEEN}
+    found = [line for line in lines(directory) if line["reason"] == "against"]
+    rows = images().astype(np.float64)
+    for line in found:
+        sample, row = line["sample_id"], line["of"]
+        assert (row, line["against"]) == (SEEN[sample], "ev")
+        assert line["of_key"] == (f"s/e{row:03d}" if kind == "run" else None)
+        assert line["cosine"] == pytest.approx(unit(rows[sample]) @ evaluation()[row], abs=1e-3)
+    counts = read_manifest(directory, "filter").counts["against"]
+    assert counts == {"ev": {"images": 6, "images_with_copies": 2, "samples": 2}}
+
+
+def test_of_several_sets_the_nearest_image_is_named(config: Config, tmp_path: Path) -> None:
+    rows = images().astype(np.float32)
+    np.save(tmp_path / "a.npy", unit(evaluation() + 0.02))
+    np.save(tmp_path / "b.npy", np.stack([rows[7], rows[8]]))
+    sets = [str(tmp_path / "a.npy"), f"b={tmp_path}/b.npy"]
+    found = {}
+    for number, against in enumerate((sets, sets[::-1])):
+        directory = done(config, against=against, against_cosine=0.9, name=f"f{number}")
+        found[number] = {
+            line["sample_id"]: (line["against"], line["of"])
+            for line in lines(directory)
+            if line["reason"] == "against"
+        }
+    assert found[0] == found[1] == {7: ("b", 0), 8: ("b", 1), 31: (sets[0], 4)}
+
+
+def test_every_filter_sees_what_those_before_it_left(config: Config, tmp_path: Path) -> None:
+    """The copy of an evaluation image is no sample that others are copies of."""
+    np.save(tmp_path / "a.npy", images().astype(np.float32)[[1]])
+    own = {"against": [str(tmp_path / "a.npy")], "against_cosine": 0.999}
+    directory = done(config, near_duplicates=0.95, within="all", min_clip_score=0.9, **own)
+    assert left_out(directory, "against") == {1, 2}
+    assert not left_out(directory, "near_duplicate") & {1, 2, *left_out(directory, "low_score")}
+    kept = {line["of"] for line in lines(directory) if line["reason"] == "near_duplicate"}
+    assert np.load(directory / "weights.npy")[[*kept]].all()
+
+
+# --- what training reads ---
+
+
+def test_training_reads_the_weights_and_draws_nothing_that_is_left_out(config: Config) -> None:
+    directory = done(config, near_duplicates=0.95, within="all")
+    samples = SampleIndex.open(Path(config.run_dir) / "index")
+    weights = SampleWeights.open(
+        samples, path=str(directory / "weights.npy"), by_source={}, per_epoch=None, option="plan"
+    )
+    assert weights is not None and weights.num_draws == COUNT - 6
+    # Replacements of undecodable samples are taken from the grouped index too.
+    labels = np.zeros(COUNT, np.int64)
+    grouped = GroupedIndex.build(labels, (1,), weights)
+    assert {*grouped.sample_ids.tolist()} == {*np.flatnonzero(np.load(directory / "weights.npy"))}
+    assert LabelBlocks(labels, (1,), weights=weights).sizes().num_samples == COUNT - 6
+
+
+def test_blocks_change_no_bit(config: Config, monkeypatch: pytest.MonkeyPatch, made: Path) -> None:
+    wanted: dict[str, Any] = {"near_duplicates": 0.95, "keep_share": 0.8}
+    wanted["against"] = [str(made / "evaluation.npy")]
+    whole = {
+        within: done(config, within=within, name=f"{within}", **wanted) for within in ("all", None)
+    }
+    for module, name, size in (
+        (near_duplicates, "HELD_BYTES", 700), (search, "QUERY_ROWS", 3), (search, "BANK_ROWS", 7),
+        (verdict, "_AT_ONCE", 2),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, size)
+    for function in (search.blocks, search.num_blocks):
+        monkeypatch.setattr(function, "__kwdefaults__", {"query_rows": 3, "bank_rows": 7})
+    monkeypatch.setattr(clip_scores.cuts, "__defaults__", (5,))
+    for within, directory in whole.items():
+        cut = done(config, within=within, name=f"{within}_cut", **wanted)
+        names = sorted(path.name for path in directory.iterdir() if path.suffix != ".json")
+        assert names == ["left_out.jsonl", "reasons.npy", "scores.npy", "weights.npy"]
+        for name in names:
+            assert (cut / name).read_bytes() == (directory / name).read_bytes()
+
+
+def test_a_second_call_is_skipped_and_other_settings_are_refused(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mclclip"):
+        directory = done(config, near_duplicates=0.95)
+        weights = directory / "weights.npy"
+        assert f"train.plan.weights={weights}" in caplog.text
+        assert "no_embedding 1, against 0, no_caption 0, low_score 0, near_duplicate" in caplog.text
+        before = weights.stat().st_mtime_ns
+        assert done(config, near_duplicates=0.95) == directory
+    assert "is finished: skipped" in caplog.text and weights.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="config.near_duplicates was 0.95, now 0.97"):
+        filtering.run(config, SINGLE, near_duplicates=0.97)
+    done(config, near_duplicates=0.97, force=True)
+    assert directory.with_name("filter.old-1").is_dir()
+
+
+def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
+    config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO, "mclclip"):
+        assert filtering.run(config, SINGLE, within="all") is None
+    assert not (Path(config.run_dir) / "filters").exists()
+    shown = np.quantile(scores()[np.isfinite(scores())], 0.5)
+    assert "57 samples (2 without a caption, 1 without an embedding)" in caplog.text
+    assert f"50 % {shown:.4f}" in caplog.text
+    assert (
+        "2 samples are equal to an earlier one; near pairs of the others among all" in caplog.text
+    )
+    assert "4 pairs above 0.95, at most 6 samples would be left out" in caplog.text
+    assert "0 pairs above 0.99, at most 2 samples would be left out" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(survey, "SURVEYED_PAIRS", 200)
+    with caplog.at_level(logging.INFO, "mclclip"):
+        filtering.run(config, SINGLE)
+    assert re.search(r"others within clusters, estimated from \d+ % of them", caplog.text)
+
+
+def test_many_equal_embeddings_cost_no_more_than_their_number(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture that is there 37 times has 36 pairs with the first, and 666 in all."""
+    rows, layout = images(), Layout.of(config)
+    same = np.setdiff1d(np.arange(20, COUNT), [30, 31, 41])[:36]
+    rows[same] = rows[5]
+    shutil.rmtree(layout.embeddings(0))
+    embed(layout.embeddings(0), SampleIndex.open(layout.index), rows)
+    searched = []
+    original = search.near_pairs
+
+    def near_pairs(rows: Any, *arguments: Any, **more: Any) -> Any:
+        searched.append(len(rows))
+        return original(rows, *arguments, **more)
+
+    monkeypatch.setattr(search, "near_pairs", near_pairs)
+    directory = done(config, near_duplicates=0.95, within="all")
+    assert searched == [COUNT - 1 - 36 - 1]  # without a broken one, these copies, and another
+    counts = read_manifest(directory, "filter").counts["near_duplicates"]
+    assert counts["largest_group"] == 38 and counts["by_chain"] == 0
+
+
+def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    for wanted in ({}, {"near_duplicates": 0.9}):
+        line = failing(lambda w=wanted: filtering.run(config, SINGLE, **w), config)  # type: ignore[misc]
+        assert line.startswith("filter needs the package faiss")
+    assert done(config, keep_share=0.5)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"near_duplicates": 1.0}, "--near-duplicates is 1.0, wanted a number between 0 and 1"),
+        ({"near_duplicates": float("nan")}, "--near-duplicates is nan"),
+        ({"keep_share": 0.0}, "--keep-share is 0.0, wanted a number between 0 and 1"),
+        ({"keep_share": 1.0}, "--keep-share is 1.0"),
+        ({"min_clip_score": 1.5}, "--min-clip-score is 1.5, wanted a number between -1 and 1"),
+        ({"min_clip_score": 0.2, "keep_share": 0.3}, "leave one of them out"),
+        ({"against_cosine": 0.9}, "--against-cosine says how near .* name --against too"),
+        ({"keep_share": 0.3, "within": "all"}, "--within says .* name --near-duplicates too"),
+        ({"against": ["x"], "against_cosine": 0.0}, "--against-cosine is 0.0"),
+        ({"against": ["nowhere"]}, "no finished embeddings at nowhere: run 'mclclip embed' first"),
+        ({"against": ["nowhere.npy"]}, "--against: there is no file at nowhere.npy"),
+        ({"against": ["../a=x.npy"]}, r"--against names evaluation images '../a': wanted letters"),
+        ({"stage": 1, "keep_share": 0.5}, "stage_1/embeddings: run 'mclclip embed --stage 1'"),
+        ({"min_clip_score": 0.999}, r"all 60 samples would be left out \(no_embedding 1, no_cap"),
+        ({"near_duplicates": 0.9, "name": "../x"}, "--name names its folder '../x': wanted"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_leaves_nothing(
+    config: Config, wanted: dict[str, Any], message: str
+) -> None:
+    line = failing(lambda: filtering.run(config, SINGLE, **wanted), config)
+    assert re.search(message, line), line
+
+
+def test_evaluation_images_of_another_kind_are_refused(config: Config, tmp_path: Path) -> None:
+    def refused(*against: str) -> str:
+        return failing(lambda: filtering.run(config, SINGLE, against=against), config)
+
+    np.save(tmp_path / "wide.npy", np.ones((3, DIM + 1), np.float32))
+    np.save(tmp_path / "whole.npy", np.ones((3, DIM), int))
+    np.save(tmp_path / "nan.npy", np.full((3, DIM), np.nan, np.float32))
+    np.save(tmp_path / "good.npy", evaluation())
+    (tmp_path / "text.npy").write_text("no array")
+    assert f"has rows of {DIM + 1} numbers" in refused(f"{tmp_path}/wide.npy")
+    assert "wanted floating-point rows [M, D]" in refused(f"{tmp_path}/whole.npy")
+    assert "row 0 of --against" in refused(f"{tmp_path}/nan.npy")
+    assert "is no .npy file of rows" in refused(f"{tmp_path}/text.npy")
+    assert "names two sets alike" in refused(*[f"a={tmp_path}/good.npy"] * 2)
+    other = evaluation_run(tmp_path / "other", evaluation(), encoder="another")
+    line = refused(str(other))
+    assert "of another encoder" in line and "model.name=local-dir:" in line
+    pooled = evaluation_run(tmp_path / "pooled", evaluation(), feature="pooled")
+    assert "are of the feature pooled" in refused(str(pooled))
+    # Equal weights are one model, though exported by two runs.
+    for directory in (other, Layout.of(config).embeddings(0)):
+        export = directory.parent / "export"
+        artifact = Artifact.open(export, kind="export", config={"run": str(export)}, inputs={})
+        (export / "open_clip_model.safetensors").write_bytes(b"weights")
+        name = "open_clip_model.safetensors"
+        artifact.finish({}, records={name: record_of(export / name)})
+    assert left_out(done(config, against=[str(other)]), "against") == {*SEEN}
+
+
+def test_embeddings_that_do_not_fit_are_one_line(config: Config) -> None:
+    layout, wanted = Layout.of(config), {"near_duplicates": 0.95}
+
+    def refused(**more: Any) -> str:
+        return failing(lambda: filtering.run(config, SINGLE, **wanted | more), config)
+
+    samples = SampleIndex.open(layout.index)
+    embeddings, rows = layout.embeddings(0), images()
+    path = rows_path(embeddings, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"\1")
+    assert "00002.npy is damaged" in refused()
+    path.write_bytes(whole)
+    labels = layout.clusters(0) / "cluster_labels.npy"
+    whole = labels.read_bytes()
+    labels.write_bytes(whole[:-1] + b"\7")
+    assert "cluster_labels.npy is damaged" in refused()
+    labels.write_bytes(whole)
+    rows[40, 3] = np.inf
+    shutil.rmtree(embeddings)
+    embed(embeddings, samples, rows)
+    assert "row 40 of image embeddings is not finite" in refused(within="all")
+    shutil.rmtree(embeddings)
+    embed(embeddings, samples, images(), feature="pooled")
+    line = failing(lambda: filtering.run(config, SINGLE, keep_share=0.5), config)
+    assert line.startswith("CLIP scores are asked for, and embeddings at")
+    shutil.rmtree(embeddings)
+    embed(embeddings, samples, images(), encoder="another")
+    assert "are of another encoder than the images'" in refused()
+    shutil.rmtree(layout.text_embeddings)
+    assert "are of other embeddings than those at" in refused(within="clusters")
+    assert "no finished text embeddings" in refused(keep_share=0.5)
+    shutil.rmtree(layout.clusters(0))
+    assert "no finished clusters at" in refused(within="clusters")
+
+
+def test_embeddings_of_another_index_are_refused(
+    config: Config, made: Path, tmp_path: Path
+) -> None:
+    write_shards(tmp_path / "shards", prefix="x")
+    other = options(tmp_path / "other", tmp_path / "shards")
+    index.run(other, SINGLE)
+    shutil.copytree(made / "run/stage_0", tmp_path / "other/stage_0")
+    line = failing(lambda: filtering.run(other, SINGLE, near_duplicates=0.9), other)
+    assert "(and other sample keys): run 'mclclip embed --force'" in line
+
+
+def test_the_command_line_has_its_options() -> None:
+    words = "filter --near-duplicates 0.9 --within all --against a=b --against c --keep-share 0.3"
+    assert cli._flags(cli._parse(words.split())) == {
+        "stage": 0, "name": "filter", "min_clip_score": None, "keep_share": 0.3,
+        "near_duplicates": 0.9, "within": "all", "against": ["a=b", "c"], "against_cosine": None,
+        "force": False,
+    }  # fmt: skip
+    assert cli._flags(cli._parse(["filter"]))["against"] == []
+    assert material.AGAINST == 0.95
