@@ -94,23 +94,27 @@ class Shard:
 
 
 def join_rows(
-    known: pa.Table | None, num_known: int, scanned: Sequence[pa.RecordBatch], findings: Findings
+    known: pa.Table | None, num_known: int, scanned: list[pa.RecordBatch], findings: Findings
 ) -> pa.Table:
     """The rows of known shards, then those of scanned shards, whose numbers follow ``num_known``.
 
     Of rows with the same key the first stays; the others are counted as ``duplicate_key``. A row
     has no value for attributes that only other shards have. The result has one chunk per column,
-    which zero-copy reading needs.
+    which zero-copy reading needs. ``scanned`` is emptied, so that a column's parts go as soon as
+    they are joined: millions of rows are never there twice.
     """
     tables = [] if known is None else [known]
     for number, rows in enumerate(scanned, start=num_known):
         shard = pa.array(np.full(len(rows), number, np.int32))
         table = pa.Table.from_batches([rows])
         tables.append(table.add_column(len(ROW), SCHEMA.field("shard"), shard))
-    table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
-    table = table.combine_chunks()
-    keys = table["key"].combine_chunks()
-    repeated = _repeated(keys) if len(keys) else np.zeros(0, bool)
+    table = pa.concat_tables(tables, promote_options="default")
+    tables.clear(), scanned.clear()
+    for number, field in enumerate(table.schema):
+        joined = table.column(number).unify_dictionaries().combine_chunks()
+        table = table.set_column(number, field, joined)
+    keys = table["key"].chunk(0) if len(table) else pa.array([], pa.large_string())
+    repeated = _repeated(keys)
     if repeated.any():
         examples = keys.take(pa.array(np.flatnonzero(repeated)[:MAX_EXAMPLES])).to_pylist()
         findings.add("duplicate_key", *examples, count=int(repeated.sum()))
@@ -119,11 +123,25 @@ def join_rows(
 
 
 def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
-    """[N], True where the same key came before. Works on arrow's hash table, not Python's."""
-    codes = keys.dictionary_encode().indices.to_numpy()
+    """[N], True where the same key came before.
+
+    Keys of the same 64-bit hash are compared, so that of all keys hashes alone are held.
+    """
+    from pandas.util import hash_array
+
+    hashes = np.empty(len(keys), np.uint64)
+    for start in range(0, len(keys), _KEYS_AT_ONCE):
+        some = keys.slice(start, _KEYS_AT_ONCE).to_numpy(zero_copy_only=False)
+        hashes[start : start + len(some)] = hash_array(some, categorize=False)
+    ordered = np.sort(hashes)
+    several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    found = np.zeros(len(keys), bool)
+    alike = np.flatnonzero(np.isin(hashes, several)) if len(several) else several.astype(np.int64)
+    codes = keys.take(pa.array(alike)).dictionary_encode().indices.to_numpy()
     # Codes are given in order of first appearance: a key is new where its code is a new maximum.
-    before = np.concatenate([[-1], np.maximum.accumulate(codes)[:-1]])
-    return np.asarray(codes <= before)
+    before = np.concatenate([[-1], np.maximum.accumulate(codes)[:-1]]) if len(codes) else codes
+    found[alike] = codes <= before
+    return found
 
 
 def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> str:

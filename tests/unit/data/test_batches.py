@@ -59,7 +59,7 @@ def make_index(directory: Path, bad: set[int], bare: Container[int] = ()) -> Sam
         for path, rows, stop in zip(paths, scans, stops, strict=True)
     ]
     (directory / "index").mkdir()
-    digest = write_tables(directory / "index", join_rows(None, 0, scans, Findings()), shards)
+    digest = write_tables(directory / "index", join_rows(None, 0, list(scans), Findings()), shards)
     return SampleIndex(directory / "index", digest)
 
 

@@ -36,7 +36,7 @@ def rows(*keys: str, captions: int = 1) -> pa.RecordBatch:
 
 
 def build(directory: Path, *shards: pa.RecordBatch) -> SampleIndex:
-    table = join_rows(None, 0, shards, Findings())
+    table = join_rows(None, 0, list(shards), Findings())
     stops = np.cumsum([len(shard) for shard in shards]).tolist()
     placed = [
         Shard(f"/data/{number}.tar", "s", "txt", start, stop, 10)
@@ -140,11 +140,18 @@ def test_first_of_equal_keys_stays() -> None:
     assert findings.to_json() == {"duplicate_key": {"count": 2, "examples": ["s/a", "s/b"]}}
 
 
-def test_repeated_keys_against_a_set() -> None:
+@pytest.mark.parametrize("collide", [False, True])
+def test_repeated_keys_against_a_set(monkeypatch: pytest.MonkeyPatch, collide: bool) -> None:
+    """Also where different keys have equal hashes."""
+    if collide:
+        monkeypatch.setattr(
+            "pandas.util.hash_array",
+            lambda keys, **_: np.array([len(key) for key in keys], np.uint64),
+        )
     rng = np.random.default_rng(0)
     shards = [rows(*(f"s/{n}" for n in rng.integers(0, 60, 25))) for _ in range(8)]
     findings = Findings()
-    table = join_rows(None, 0, shards, findings)
+    table = join_rows(None, 0, list(shards), findings)
     ordered = [key for shard in shards for key in shard["key"].to_pylist()]
     unique = list(dict.fromkeys(ordered))
     assert table["key"].to_pylist() == unique

@@ -58,7 +58,7 @@ def build_index(directory: Path, paths: list[Path], captions: str) -> SampleInde
         Shard(str(path), "test", captions, stop - len(rows), stop, path.stat().st_size)
         for path, rows, stop in zip(paths, scans, stops, strict=True)
     ]
-    digest = write_tables(directory, join_rows(None, 0, scans, Findings()), shards)
+    digest = write_tables(directory, join_rows(None, 0, list(scans), Findings()), shards)
     return SampleIndex(directory, digest)
 
 
