@@ -413,7 +413,7 @@ def _add_filter(verb: argparse.ArgumentParser) -> None:
     group.add_argument("--within", choices=["clusters", "all"], help=within)
     sets = "leave out copies of these evaluation images: embeddings by the same encoder, or .npy"
     group.add_argument("--against", action="append", default=[], metavar="[NAME=]FOLDER", help=sets)
-    near = "above this cosine (default: that of --near-duplicates, or 0.95)"
+    near = "above this cosine (default: 0.95)"
     group.add_argument("--against-cosine", type=float, metavar="COSINE", help=near)
 
 

@@ -185,6 +185,7 @@ def _trained(config: Config) -> dict[str, Any]:
     report = coverage_report(grouped, options.global_batch, options.plan.policy)
     return {
         "share": config.pilot.share,
+        "steps_share": config.pilot.steps_share or config.pilot.share,
         "samples": grouped.num_samples,
         "samples_of_index": len(SampleIndex.open(layout.index)),
         "full_label_share": report.full_label_share,

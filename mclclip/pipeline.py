@@ -73,7 +73,7 @@ def _steps(config: Config, context: Context, force: Force) -> None:
             _pilot(config, context, force)
             if collectives.on_main(lambda: pilot.reason_to_stop(config)) is not None:
                 return
-        if config.reshard.enabled and not is_finished(Layout.of(config).train(stage)):
+        if collectives.on_main(partial(_needs_copies, config, stage, force)):
             reshard.run(config, context, stage=stage, force=force)
         _stage(config, context, stage, "mcl", force)
     _join(config, context, "mcl", force)
@@ -82,6 +82,12 @@ def _steps(config: Config, context: Context, force: Force) -> None:
         for stage in range(1, config.num_stages + 1):
             _stage(config, context, stage, control, force)
         _join(config, context, control, force)
+
+
+def _needs_copies(config: Config, stage: int, force: Force) -> bool:
+    """Whether the stage's training will read copies; those of a finished one may be deleted."""
+    finished = is_finished(Layout.of(config).train(stage))
+    return config.reshard.enabled and (bool(force) or not finished)
 
 
 def _pilot(config: Config, context: Context, force: Force) -> None:
@@ -105,6 +111,12 @@ def _check(config: Config, context: Context) -> None:
     _check_objectives(config, context)
     if config.reshard.enabled and config.has_stages:
         reshard.check(config)
+        if config.reshard.url is not None:
+            raise ValueError(
+                f"reshard.url={config.reshard.url} is where copies are uploaded between the verbs "
+                "'reshard' and 'train', and 'run' would train before that: leave it out, or call "
+                "the verbs"
+            )
     pilot.check(config)
     held_out.check(config)
     evaluation.check(config.eval.suite)

@@ -7,7 +7,6 @@ for both forms, and so are batches, weights and results.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections import Counter
@@ -19,11 +18,12 @@ import numpy as np
 
 from mclclip import files
 from mclclip.config import Config
+from mclclip.data import resharding
 from mclclip.data.arrays import write_npy_parts
 from mclclip.data.grouping import LabelBlocks
 from mclclip.data.groups import GroupedIndex, StageGroups
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.locations import GROUPS, KIND, OFFSETS, SIZES
+from mclclip.data.locations import GROUPS, KIND, MEMBERS, SIZES
 from mclclip.data.remote import protocol_of
 from mclclip.data.resharding import REASONS, Resharding, write_shard
 from mclclip.data.sample_index import SampleIndex
@@ -48,7 +48,8 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     Shards are dealt out to ranks, and of a rank to ``data.index_workers`` processes. A killed run
     goes on at the first shard that is missing. Samples that are cut short or have changed since
     they were indexed are not copied, but counted: a training finds them where they were. Raises
-    ValueError where the stage has no groups or the disk has too little room.
+    ValueError where the stage has no groups, the disk has too little room, or more samples than
+    ``data.max_bad_fraction`` cannot be copied.
     """
     layout = Layout.of(config)
     check(config, stage)
@@ -64,9 +65,14 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     def copy() -> Left:
         left: Left = {}
         calls = [(of, number) for number in mine]
-        with closing(map_in_pool(write_shard, calls, config.data.index_workers)) as written:
-            for found in runlog.progress(written, total=len(mine), description="reshard, shards"):
-                left |= found
+        try:
+            with closing(map_in_pool(write_shard, calls, config.data.index_workers)) as written:
+                what = "reshard, shards"
+                for found in runlog.progress(written, total=len(mine), description=what):
+                    left |= found
+                    index.check_bad_fraction(len(left), config.data.max_bad_fraction)
+        finally:
+            resharding.close()
         return left
 
     left = collectives.gather_objects(collectives.together(copy, "reshard"))
@@ -111,19 +117,20 @@ def _begin(
     directory = layout.resharded(stage, config.reshard.folder)
     labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(stage), index)
     _check_room(directory, index)
+    blocks = LabelBlocks(labels, radices)
+    sizes = blocks.sizes()
+    if not sizes.num_samples:
+        raise ValueError(f"no sample has a pseudo label of stage {stage}: there is nothing to copy")
     artifact = _open(config, layout, stage, index, force, write=True)
     groups = StageGroups(directory / GROUPS)
     if not groups.written:
-        blocks = LabelBlocks(labels, radices)
-        groups.write(blocks, blocks.sizes(), np.zeros(0, np.int64))
+        groups.write(blocks, sizes, np.zeros(0, np.int64))
     of = Resharding(
         artifact.identity, index.directory, index.digest, groups.directory, directory,
         config.reshard.samples_per_shard, config.data.max_open_files, config.data.remote,
     )  # fmt: skip
-    num_samples = GroupedIndex.mapped(groups.directory).num_samples
-    if not num_samples:
-        raise ValueError(f"no sample has a pseudo label of stage {stage}: there is nothing to copy")
-    return artifact, of, -(-num_samples // of.samples_per_shard)
+    GroupedIndex.open(groups.directory, "reshard")  # of a call that was killed, perhaps
+    return artifact, of, -(-sizes.num_samples // of.samples_per_shard)
 
 
 def _check_room(directory: Path, index: SampleIndex) -> None:
@@ -146,12 +153,12 @@ def _finish(
     """Joins the notes of all shards, and removes them once the artifact is finished."""
     directory = artifact.directory
     grouped = GroupedIndex.mapped(of.grouped)
-    with write_npy_parts(directory / OFFSETS, (grouped.num_samples, 2), np.int64) as append:
+    with write_npy_parts(directory / MEMBERS, (grouped.num_samples, 4), np.int64) as append:
         for number in range(num_shards):
-            offsets = of.offsets(number)
-            if offsets is None:
+            members = of.members(number)
+            if members is None:
                 raise RuntimeError(f"{of.tar(number)} is gone: run 'mclclip reshard' again")
-            append(offsets)
+            append(members)
     sizes = [of.tar(number).stat().st_size for number in range(num_shards)]
     files.write_json(directory / SIZES, sizes)
     not_copied = {sample_id: why for part in left for sample_id, why in part.items()}
@@ -163,7 +170,7 @@ def _finish(
         "without_label": len(index) - grouped.num_samples,
         "not_copied": dict(reasons),
     }
-    artifact.finish(counts, records=files.records_of(directory, OFFSETS, SIZES))
+    artifact.finish(counts, records=files.records_of(directory, MEMBERS, SIZES))
     for number in range(num_shards):
         of.note(number).unlink(missing_ok=True)
     log.info(
@@ -176,5 +183,6 @@ def _finish(
         some = index.keys(sorted(not_copied)[:_SHOWN])
         log.warning(
             "reshard: %d samples cannot be copied (%s) and are read where they were, such as %s",
-            len(not_copied), files.shown(json.dumps(dict(reasons))), ", ".join(some),
+            len(not_copied), ", ".join(f"{n} {why}" for why, n in reasons.items()),
+            files.shown(", ".join(some)),
         )  # fmt: skip

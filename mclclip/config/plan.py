@@ -31,7 +31,8 @@ class PlanConfig:
     the number of samples where none is set)."""
     block: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Samples of a group, neighbours in the index, that stay together in every epoch, so that they
-    can be read in one piece from the shards of ``mclclip reshard`` (1: none do)."""
+    can be read in one piece from the shards of ``mclclip reshard`` (1: none do; small groups have
+    smaller blocks). Trainings without groups have none."""
 
     def identity(self) -> dict[str, Any]:
         """Fields that results depend on; the weights' digest is among a training's inputs."""

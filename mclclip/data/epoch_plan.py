@@ -31,6 +31,8 @@ Order = Literal["round_robin", "proportional"]
 # Purposes of the randomness, part of its key.
 _SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW, _TURN = 1, 2, 3, 4, 5
 
+_FEWEST_BLOCKS = 8  # that a group is cut into, or smaller ones
+
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
@@ -218,16 +220,19 @@ def shuffled(
     ``size``, ``key`` are those of each element's sequence. With ``block`` > 1 a sequence is turned
     by a drawn number of places, cut into blocks of that many neighbours, and the blocks are
     shuffled; what is left of it after the last whole block, other elements for each key, comes
-    last. So neighbours stay together, and can be read in one piece (`mclclip reshard`).
+    last. So neighbours stay together, and can be read in one piece (`mclclip reshard`). Short
+    sequences are cut into smaller blocks, an eighth of them each, since what is one block is not
+    shuffled.
     """
     if block == 1:
         return permute(position, size, key)
     size = np.broadcast_to(np.asarray(size, dtype=np.int64), np.shape(position))
-    number, within = np.divmod(position, block)
-    whole = size // block
+    blocks = np.clip(size // _FEWEST_BLOCKS, 1, block)
+    number, within = np.divmod(position, blocks)
+    whole = size // blocks
     is_whole = number < whole
     moved = permute(np.where(is_whole, number, 0), np.maximum(whole, 1), key)
-    turned = np.where(is_whole, moved * block + within, position)
+    turned = np.where(is_whole, moved * blocks + within, position)
     turn = mix(key, _TURN) % size.astype(np.uint64)
     return np.asarray((turned + turn.astype(np.int64)) % size, dtype=np.int64)
 

@@ -138,31 +138,31 @@ class GroupedIndex(GroupSizes):
         write_grouped(Path(directory), self, [(self.sample_ids, self.weight_sums)])
 
     @classmethod
-    def open(cls, directory: str | Path) -> GroupedIndex:
-        """Memory-mapped, read only. FileNotFoundError where there is no finished index,
-        RuntimeError where its files do not fit each other or are not what was written.
+    def open(cls, directory: str | Path, verb: str = "train") -> GroupedIndex:
+        """Memory-mapped, read only; ``verb`` wrote it. FileNotFoundError where there is no finished
+        index, RuntimeError where its files do not fit each other or are not what was written.
 
         All of them is read once, for this comparison. A process that the index is handed to maps
         the files without it.
         """
-        return cls.mapped(Path(directory), compare=True)
+        return cls.mapped(Path(directory), compare=True, verb=verb)
 
     @classmethod
-    def mapped(cls, directory: Path, compare: bool = False) -> GroupedIndex:
+    def mapped(cls, directory: Path, compare: bool = False, verb: str = "train") -> GroupedIndex:
         """As ``open``, without the comparison where ``compare`` is false."""
-        header = _read_header(directory)
+        header = _read_header(directory, verb)
         records = header.get("records", {}) if compare else {}
         known = {name: Record(**entry) for name, entry in records.items()}
         names = _arrays(bool(header.get("weighted")))
         arrays = [
-            open_npy(directory / f"{name}.npy", "train", known.get(f"{name}.npy")) for name in names
+            open_npy(directory / f"{name}.npy", verb, known.get(f"{name}.npy")) for name in names
         ]
         num_samples, num_groups = header["num_samples"], header["num_groups"]
         wanted = [num_samples, num_groups + 1, num_groups, num_groups, num_samples][: len(names)]
         if (got := [len(array) for array in arrays]) != wanted:
             raise RuntimeError(
                 f"grouped index {directory}: its arrays have {got} rows, its header says {wanted}: "
-                "run 'mclclip train --force' to train again"
+                f"run 'mclclip {verb} --force' to make it again"
             )
         ids, starts, labels = arrays[:3]
         draws, sums = (np.asarray(arrays[3]), arrays[4]) if arrays[3:] else (None, None)
@@ -233,14 +233,16 @@ def write_grouped(directory: Path, sizes: GroupSizes, parts: Parts) -> None:
     write_json(directory / "grouped_index.json", sealed(header))
 
 
-def _read_header(directory: Path) -> dict[str, Any]:
+def _read_header(directory: Path, verb: str = "train") -> dict[str, Any]:
     path = directory / "grouped_index.json"
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: no finished grouped index in that directory")
-    return _unsealed(path, "radices", required=False)  # older versions did not seal it
+    return _unsealed(path, "radices", verb, required=False)  # older versions did not seal it
 
 
-def _unsealed(path: Path, wanted: str, *, required: bool = True) -> dict[str, Any]:
+def _unsealed(
+    path: Path, wanted: str, verb: str = "train", *, required: bool = True
+) -> dict[str, Any]:
     """The fields of a sealed file, which has the field ``wanted``."""
     try:
         found = read_json(path)
@@ -250,7 +252,7 @@ def _unsealed(path: Path, wanted: str, *, required: bool = True) -> dict[str, An
         return fields
     except (ValueError, AttributeError, TypeError) as error:
         raise RuntimeError(
-            f"{path} is damaged ({error}): run 'mclclip train --force' to train again"
+            f"{path} is damaged ({error}): run 'mclclip {verb} --force' to make it again"
         ) from error
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from mclclip.run.artifacts import read_manifest
 
 Integers = npt.NDArray[np.int64]
 KIND = "resharded"
-GROUPS, OFFSETS, SIZES = "grouped_index", "offsets.npy", "shard_sizes.json"
+GROUPS, MEMBERS, SIZES = "grouped_index", "members.npy", "shard_sizes.json"
 
 
 def shard_name(number: int) -> str:
@@ -37,12 +37,12 @@ def shard_name(number: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Resharded:
-    """Copies of samples in shards in the order of a stage's groups; pickles as its path.
+    """Copies of samples in shards in the order of a stage's groups; pickles as its ``arguments``.
 
     grouped  the samples by group; that at position p is in shard p // samples_per_shard
     labels   int64 [N], pseudo labels of all samples, memory-mapped
-    offsets  int64 [M, 2] by position: where image and captions begin in their shard; negative
-             where a sample was not copied
+    members  int64 [M, 4] by position: where image and captions begin in their shard, and the CRC-32
+             of each; the first number is negative where a sample was not copied
     """
 
     directory: Path
@@ -51,7 +51,7 @@ class Resharded:
     places: list[Place]
     grouped: GroupedIndex
     labels: Integers
-    offsets: Integers
+    members: Integers
 
     @classmethod
     def open(
@@ -77,19 +77,28 @@ class Resharded:
                 "of now: run 'mclclip reshard --force'"
             )
         manifest.check(directory)
+        GroupedIndex.open(directory / GROUPS, "reshard")
         base = str(directory) if url is None else url.rstrip("/")
         places = _look_at(base, read_json(directory / SIZES), remote)
         per_shard = int(manifest.config["samples_per_shard"])
-        return cls._map(directory, labels_directory, per_shard, places)
+        return cls.mapped(directory, labels_directory, per_shard, places)
 
     @classmethod
-    def _map(
+    def mapped(
         cls, directory: Path, labels_directory: Path, samples_per_shard: int, places: list[Place]
     ) -> Resharded:
+        """What ``open`` has checked, in another process. Raises FileNotFoundError where this
+        machine does not have the files."""
         labels = open_npy(labels_directory / "pseudo_labels.npy", "cluster").reshape(-1)
-        offsets = open_npy(directory / OFFSETS, "reshard")
+        members = open_npy(directory / MEMBERS, "reshard")
         given = directory, labels_directory, samples_per_shard, places
-        return cls(*given, GroupedIndex.mapped(directory / GROUPS), labels, offsets)
+        grouped = GroupedIndex.mapped(directory / GROUPS, verb="reshard")
+        return cls(*given, grouped, labels, members)
+
+    @property
+    def arguments(self) -> tuple[Path, Path, int, list[Place]]:
+        """Those of ``mapped``."""
+        return self.directory, self.labels_directory, self.samples_per_shard, self.places
 
     @property
     def shown(self) -> str:
@@ -97,15 +106,14 @@ class Resharded:
         return shown_url(self.places[0].path.rpartition("/")[0])
 
     def find(self, sample_ids: Integers) -> tuple[Integers, Integers]:
-        """The shard's number int64 [n] (-1: not copied), and the offsets int64 [n, 2] in it."""
+        """The shard's number int64 [n] (-1: not copied), and the rows int64 [n, 4] of members."""
         position = self.grouped.positions(sample_ids, np.asarray(self.labels[sample_ids]))
-        offsets = np.asarray(self.offsets[np.maximum(position, 0)])
-        copied = (position >= 0) & (offsets[:, 0] >= 0)
-        return np.where(copied, position // self.samples_per_shard, -1), offsets
+        members = np.asarray(self.members[np.maximum(position, 0)])
+        copied = (position >= 0) & (members[:, 0] >= 0)
+        return np.where(copied, position // self.samples_per_shard, -1), members
 
     def __reduce__(self) -> tuple[Callable[..., Resharded], tuple[Any, ...]]:
-        given = self.directory, self.labels_directory, self.samples_per_shard, self.places
-        return Resharded._map, given
+        return Resharded.mapped, self.arguments
 
 
 def _look_at(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[Place]:
@@ -122,12 +130,18 @@ def _look_at(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[
     return [Place(path, look) for path, look in zip(paths, looks, strict=True) if look is not None]
 
 
-class Locations:
-    """Byte ranges of the image and of the member with the captions, by sample_id.
+class Located(NamedTuple):
+    """Byte ranges of a sample's image and of the member with its captions, which is empty where
+    there are none; and the CRC-32 of both where it is a copy."""
 
-    ``places`` are the shards by number: those of the index, then those of ``resharded``, which is
-    asked first. Samples without captions have an empty range for them.
-    """
+    image: Range
+    text: Range
+    crc32: tuple[int, int] | None = None
+
+
+class Locations:
+    """Where samples are read, by sample_id: in the shards of the index or, of those that were
+    copied, in those of ``resharded``, whose numbers in ``places`` follow."""
 
     def __init__(self, index: SampleIndex, resharded: Resharded | None = None) -> None:
         self.index, self.resharded = index, resharded
@@ -135,8 +149,18 @@ class Locations:
         if resharded is not None:
             self.places += resharded.places
 
-    def of(self, sample_ids: Integers) -> list[tuple[Range, Range]]:
-        """Image and captions of each sample.
+    def of(self, sample_ids: Integers) -> list[Located]:
+        """Where each sample is read. Raises the error of ``of_index``."""
+        found = self.of_index(sample_ids)
+        if self.resharded is not None:
+            numbers, members = self.resharded.find(sample_ids)
+            first = len(self.index.shards)
+            rows = zip(found, numbers.tolist(), members.tolist(), strict=True)
+            found = [_moved(old, first + n, row) if n >= 0 else old for old, n, row in rows]
+        return found
+
+    def of_index(self, sample_ids: Integers) -> list[Located]:
+        """Where each sample is in the shards of the index.
 
         Raises RuntimeError, one line, for a row of the index that no shard could have.
         """
@@ -145,12 +169,8 @@ class Locations:
         starts = np.stack([index.image_offset[sample_ids], index.text_offset[sample_ids]], axis=1)
         sizes = np.stack([index.image_size[sample_ids], index.text_size[sample_ids]], axis=1)
         self._check(sample_ids, shard, starts, sizes)
-        if self.resharded is not None:
-            number, offsets = self.resharded.find(sample_ids)
-            shard = np.where(number >= 0, len(index.shards) + number, shard)
-            starts = np.where(number[:, None] >= 0, offsets, starts)
         table = np.concatenate([shard[:, None], starts, sizes], axis=1).tolist()
-        return [((s, image, m), (s, text, n)) for s, image, text, m, n in table]
+        return [Located((s, image, m), (s, text, n)) for s, image, text, m, n in table]
 
     def _check(self, ids: Integers, shard: Integers, starts: Integers, sizes: Integers) -> None:
         wrong = (shard < 0) | (shard >= len(self.index.shards))
@@ -162,3 +182,8 @@ class Locations:
                 f"{shard[row]}, offsets {starts[row].tolist()} and sizes {sizes[row].tolist()}; "
                 "take the folder away and run 'mclclip index' again"
             )
+
+
+def _moved(old: Located, shard: int, members: list[int]) -> Located:
+    image, text, *crc32 = members
+    return Located((shard, image, old.image[2]), (shard, text, old.text[2]), (crc32[0], crc32[1]))

@@ -6,7 +6,8 @@ killed one leaves nothing but whole shards behind. A shard is read again before 
 its members must have the names, sizes and checksums of what was copied.
 
     00007.tar  SOURCE/KEY.jpg SOURCE/KEY.txt ...   as any WebDataset reader takes them
-    00007.npy  int64 [n, 2]: where image and captions of each sample begin; written last
+    00007.npy  int64 [n, 4]: where image and captions of each sample begin, and the CRC-32 of each;
+               written last
 
 A sample has its image and the member with its captions there; its other members stay behind. One
 whose bytes are not those of the index, or are cut short, is not copied, and read where it was.
@@ -28,10 +29,10 @@ from webdataset.writer import TarWriter
 
 from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.groups import GroupedIndex
-from mclclip.data.locations import Locations, shard_name
+from mclclip.data.locations import Located, Locations, shard_name
 from mclclip.data.remote import Remote, RemoteOptions
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.shard_reader import Range, ShardReader
+from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ARRAY_EXTENSION, caption_field
 from mclclip.data.tar_members import TarFault, read_members
 from mclclip.files import whole_file
@@ -39,7 +40,7 @@ from mclclip.files import whole_file
 Integers = npt.NDArray[np.int64]
 TRUNCATED, CHANGED = -1, -2
 REASONS = {TRUNCATED: "truncated", CHANGED: "changed"}
-"""Offsets of samples that are not copied -> why not."""
+"""What stands for the offset of samples that are not copied -> why not."""
 
 _WINDOW_BYTES = 1 << 26  # of samples that are read before they are written
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSION, b"RIFF": "webp"}
@@ -47,7 +48,7 @@ _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSI
 
 @dataclass(frozen=True)
 class Resharding:
-    """What every process that writes shards is told.
+    """Arguments of ``write_shard``, the same for all shards.
 
     identity  digest of all that the shards depend on
     grouped   folder of the grouped index, whose samples are copied in its order
@@ -70,18 +71,16 @@ class Resharding:
         """Where the samples of a shard are in it; marks it as done."""
         return self.tar(number).with_suffix(".npy")
 
-    def offsets(self, number: int) -> Integers | None:
-        """int64 [n, 2] of a shard that is done; None for another."""
+    def members(self, number: int) -> Integers | None:
+        """int64 [n, 4] of a shard that is done; None for another."""
         if not self.tar(number).exists() or not self.note(number).exists():
             return None
-        found = open_npy(self.note(number), "reshard")
-        size = self.tar(number).stat().st_size
-        return found if size > found.max(initial=0) else None
+        return open_npy(self.note(number), "reshard")
 
 
 @dataclass(frozen=True, eq=False)
 class _Sources:
-    """What samples are read from, opened once in a process."""
+    """The index, the groups and the shards that samples are read from, opened once in a process."""
 
     index: SampleIndex
     grouped: GroupedIndex
@@ -110,11 +109,16 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Member:
-    """What was written: a member of the sample in ``row``, its image (column 0) or captions (1)."""
+    """A member that was written: of the sample in ``row``, its image (column 0) or captions (1)."""
 
     row: int
     column: int
     crc32: int
+
+
+def close() -> None:
+    """Closes what ``write_shard`` has opened in this process."""
+    _sources.cache_clear()
 
 
 def write_shard(of: Resharding, number: int) -> dict[int, int]:
@@ -126,33 +130,42 @@ def write_shard(of: Resharding, number: int) -> dict[int, int]:
     sources = _sources(of)
     start = number * of.samples_per_shard
     ids = np.asarray(sources.grouped.sample_ids[start : start + of.samples_per_shard])
-    offsets = of.offsets(number)
-    if offsets is None or len(offsets) != len(ids):
-        offsets = _write(of.tar(number), sources, ids)
-        save_npy(of.note(number), offsets)
-    left = np.flatnonzero(offsets[:, 0] < 0)
-    return {int(ids[row]): int(offsets[row, 0]) for row in left}
+    members = of.members(number)
+    if members is None or not _is_whole(of.tar(number), members, sources.index, ids):
+        members = _write(of.tar(number), sources, ids)
+        save_npy(of.note(number), members)
+    left = np.flatnonzero(members[:, 0] < 0)
+    return {int(ids[row]): int(members[row, 0]) for row in left}
+
+
+def _is_whole(path: Path, members: Integers, index: SampleIndex, ids: Integers) -> bool:
+    """Whether a note is one on these samples, and the shard is as long as it says."""
+    if members.shape != (len(ids), 4):
+        return False
+    sizes = np.stack([index.image_size[ids], index.text_size[ids]], axis=1)
+    end = int((members[:, :2] + sizes)[members[:, 0] >= 0].max(initial=0))
+    return path.stat().st_size >= end
 
 
 def _write(path: Path, sources: _Sources, ids: Integers) -> Integers:
-    """Writes the samples to a tar; returns where they are in it, int64 [n, 2]."""
-    offsets = np.zeros((len(ids), 2), dtype=np.int64)
+    """Writes the samples to a tar; returns what its note holds, int64 [n, 4]."""
+    members = np.zeros((len(ids), 4), dtype=np.int64)
     written: dict[str, _Member] = {}
     options: dict[str, Any] = {"user": "mclclip", "group": "mclclip", "mtime": 0, "encoder": False}
     with whole_file(path) as file:
         # Names of any length, which the default (ustar) does not take.
         with TarWriter(file, format="PAX_FORMAT", **options) as writer:
             for row, copy in enumerate(_copies(sources, ids)):
-                offsets[row] = copy.reason
-                members = [member for member in (copy.image, copy.text) if member is not None]
-                if members:
-                    writer.write({"__key__": copy.key, **dict(members)})
-                for column, (extension, data) in enumerate(members):
+                members[row, 0] = copy.reason
+                own = [member for member in (copy.image, copy.text) if member is not None]
+                if own:
+                    writer.write({"__key__": copy.key, **dict(own)})
+                for column, (extension, data) in enumerate(own):
                     name = f"{copy.key}.{extension}"
                     written[name] = _Member(row, column, zlib.crc32(data))
         file.flush()
-        _read_back(Path(file.name), path, written, offsets)
-    return offsets
+        _read_back(Path(file.name), path, written, members)
+    return members
 
 
 def _copies(sources: _Sources, ids: Integers) -> Iterator[_Copy]:
@@ -161,7 +174,7 @@ def _copies(sources: _Sources, ids: Integers) -> Iterator[_Copy]:
     windows = np.cumsum(sizes) // _WINDOW_BYTES
     for window in np.split(ids, np.flatnonzero(np.diff(windows)) + 1):
         places = sources.locations.of(window)
-        sources.reader.prefetch(r for place in places for r in place if r[2])
+        sources.reader.prefetch(r for p in places for r in (p.image, p.text) if r[2])
         keys = sources.index.keys(window)
         found: dict[int, _Copy] = {}
         for k in sorted(range(len(window)), key=lambda k: places[k]):
@@ -169,10 +182,10 @@ def _copies(sources: _Sources, ids: Integers) -> Iterator[_Copy]:
         yield from (found[k] for k in range(len(window)))
 
 
-def _copy(sources: _Sources, sample_id: int, key: str, place: tuple[Range, Range]) -> _Copy:
-    index = sources.index
-    image, text = (sources.reader.read(*r) if r[2] else b"" for r in place)
-    if (len(image), len(text)) != (place[0][2], place[1][2]):
+def _copy(sources: _Sources, sample_id: int, key: str, place: Located) -> _Copy:
+    index, ranges = sources.index, (place.image, place.text)
+    image, text = (sources.reader.read(*r) if r[2] else b"" for r in ranges)
+    if [len(image), len(text)] != [size for _, _, size in ranges]:
         return _Copy(key, reason=TRUNCATED)
     for data, known in ((image, index.image_crc32), (text, index.text_crc32)):
         if data and known is not None and zlib.crc32(data) != known[sample_id]:
@@ -188,9 +201,9 @@ def _extension(image: bytes) -> str:
 
 
 def _read_back(
-    temporary: Path, path: Path, written: Mapping[str, _Member], offsets: Integers
+    temporary: Path, path: Path, written: Mapping[str, _Member], members: Integers
 ) -> None:
-    """Compares the members of a tar with what was written, and fills in where they begin.
+    """Compares the members of a tar with what was written, and notes where they begin.
 
     Raises RuntimeError where they differ.
     """
@@ -202,7 +215,7 @@ def _read_back(
                 data = os.pread(file.fileno(), member.size, member.offset)
                 if known is None or zlib.crc32(data) != known.crc32:
                     raise TarFault("damaged_shard", f"{member.name} is not what was written")
-                offsets[known.row, known.column] = member.offset
+                members[known.row, [known.column, 2 + known.column]] = member.offset, known.crc32
         except TarFault as fault:
             raise RuntimeError(f"{path} does not hold what was written: {fault}") from fault
     if missing:

@@ -109,7 +109,8 @@ def join_rows(
         table = pa.Table.from_batches([rows])
         tables.append(table.add_column(len(ROW), SCHEMA.field("shard"), shard))
     table = pa.concat_tables(tables, promote_options="default")
-    tables.clear(), scanned.clear()
+    tables.clear()
+    scanned.clear()
     for number, field in enumerate(table.schema):
         joined = table.column(number).unify_dictionaries().combine_chunks()
         table = table.set_column(number, field, joined)

@@ -29,7 +29,7 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.embeddings import rows_path
-from mclclip.data.locations import Locations, Resharded
+from mclclip.data.locations import Located, Locations, Resharded
 from mclclip.data.remote import Remote, RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
@@ -208,7 +208,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 f"data.verify=full compares images with the index, and {self.index.directory} has "
                 "no checksums of them: run 'mclclip index' with data.verify=full, which adds them"
             )
-        self.locations = Locations(self.index, resharded)
+        self.locations, self._has_warned = Locations(self.index, resharded), False
         self.reader = ShardReader(self.locations.places, max_open_files, Remote(remote))
 
     def __len__(self) -> int:
@@ -257,7 +257,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         found: dict[int, list[str]] = {}
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
-            texts = [text for _, text in self.locations.of(np.asarray(some, np.int64))]
+            texts = [place.text for place in self.locations.of_index(np.asarray(some, np.int64))]
             self.reader.prefetch(texts)
             found |= {i: self._captions(i, text) for i, text in zip(some, texts, strict=True)}
         return [found.get(sample_id, []) for sample_id in sample_ids]
@@ -355,11 +355,15 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _key(self, sample_id: int) -> str:
         return self.index.keys([sample_id])[0]
 
-    def _read(self, sample_id: int, place: tuple[Range, Range]) -> RawSample | BadSample:
+    def _read(self, sample_id: int, place: Located) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):
             return BadSample(sample_id, "no_caption")
-        image = self._member(place[0])
-        text = self._member(place[1]) if self.tokenizer is not None else b""
+        image = self._member(place.image)
+        text = self._member(place.text) if self.tokenizer is not None else b""
+        if place.crc32 is not None and not _is_copy(image, text, place.crc32):
+            self._warn_of_copy(sample_id)
+            (original,) = self.locations.of_index(np.array([sample_id], np.int64))
+            return self._read(sample_id, original)
         if image is None or text is None:
             return BadSample(sample_id, "truncated")
         if self._has_changed(sample_id, text, image):
@@ -381,9 +385,19 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _has_caption(self, sample_id: int) -> bool:
         return bool(self.index.num_captions[sample_id])
 
-    def _wanted(self, place: tuple[Range, Range]) -> tuple[Range, ...]:
+    def _wanted(self, place: Located) -> tuple[Range, ...]:
         """The ranges that `_read` reads of a sample."""
-        return place if self.tokenizer is not None else place[:1]
+        return (place.image, place.text) if self.tokenizer is not None else (place.image,)
+
+    def _warn_of_copy(self, sample_id: int) -> None:
+        """Says once in a process that copies are damaged, and what is read instead."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the copy of sample %s is not what 'mclclip reshard' wrote: such samples are read "
+                "from the shards of the index, one by one; run 'mclclip reshard --force', or "
+                "upload its shards again", self._key(sample_id),
+            )  # fmt: skip
 
     def _member(self, wanted: Range) -> bytes | None:
         """The bytes of a member; None where the shard ends before it does."""
@@ -403,6 +417,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
             if not 0 <= sample_id < len(self.index):
                 raise IndexError(f"sample_id {sample_id}, the index has 0..{len(self.index) - 1}")
         return ids
+
+
+def _is_copy(image: bytes | None, text: bytes | None, crc32: tuple[int, int]) -> bool:
+    """Whether a copy has the checksums of what was written; captions that are not read have."""
+    if image is None or text is None:
+        return False
+    return zlib.crc32(image) == crc32[0] and (not text or zlib.crc32(text) == crc32[1])
 
 
 class BadSamples:

@@ -161,12 +161,13 @@ def _leave_out_evaluation(material: Material, options: Options, verdict: Verdict
 
 
 def _leave_out_scores(options: Options, verdict: Verdict, scores: NDArray[np.float32]) -> None:
-    """Samples without a caption, and those whose score is too low, of all samples with one."""
+    """Samples without a caption, and those whose score is too low, of those that are left."""
+    left = verdict.reasons == 0
     if options.min_clip_score is not None:
         high = scores >= options.min_clip_score
     else:
-        high = clip_scores.top_share(scores, options.keep_share or 1.0)
-    left = verdict.reasons == 0
+        own = np.where(left, scores, np.float32(np.nan))
+        high = clip_scores.top_share(own, options.keep_share or 1.0)
     verdict.reasons[left & np.isnan(scores)] = KEPT.index("no_caption")
     verdict.reasons[left & ~np.isnan(scores) & ~high] = KEPT.index("low_score")
     verdict.counts["lowest_score"] = float(scores[high].min()) if high.any() else None

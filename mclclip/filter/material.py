@@ -81,7 +81,7 @@ class Options:
     @property
     def copy_cosine(self) -> float:
         """The cosine above which a sample is a copy of an evaluation image."""
-        return self.against_cosine or self.near_duplicates or AGAINST
+        return self.against_cosine or AGAINST
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,9 @@ def opened(config: Config, layout: Layout, stage: int, options: Options) -> Mate
     if texts is None and options.scores:
         raise ValueError(f"CLIP scores are asked for, and {no_scores}")
     clusters = _clusters(layout, stage, index, images, options)
-    others = [_others(text, images, len(index)) for text in options.against]
+    others = sorted(
+        (_others(text, images, len(index)) for text in options.against), key=lambda o: o.name
+    )
     if len({other.name for other in others}) < len(others):
         raise ValueError("--against names two sets alike: give each a NAME=FOLDER of its own")
     return Material(
@@ -209,7 +211,7 @@ def _clusters(
 def _others(text: str, images: Embedded, num_samples: int) -> Others:
     """Evaluation images that ``--against`` names, after a comparison of width and encoder."""
     name, path = named_path(text, "--against", "evaluation images")
-    name = name or text
+    name = name or str(path.resolve())
     if path.suffix == ".npy":
         try:
             rows: Any = open_given_npy(path, "rows")

@@ -17,7 +17,7 @@ read with a warning, and ``--force`` makes them again with digests::
                 train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy
-                resharded/      00000.tar ...  shard_sizes.json  offsets.npy  grouped_index/
+                resharded/      00000.tar ...  shard_sizes.json  members.npy  grouped_index/
                 train/          grouped_index/  checkpoints/  metrics.jsonl
                 export/  embeddings/  clusters/
       ...

@@ -137,13 +137,24 @@ class Job:
         directory = self.layout.clusters(self.stage - 1)
         return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
 
+    @property
+    def reads_groups(self) -> bool:
+        """Whether batches are made of groups of pseudo labels."""
+        reads = self.options.objective.reads.groups
+        return reads and self.stage > 0 and self.layout.method != "ungrouped"
+
+    @property
+    def block(self) -> int:
+        """Samples of a group that stay together: of all samples none, whose neighbours in the index
+        may have more in common than two samples of a batch by chance."""
+        return self.options.plan.block if self.reads_groups else 1
+
     @cached_property
     def resharded(self) -> Resharded | None:
         """Copies of the samples in the order of this training's groups; None where it reads them
         from the shards of the index. Raises the errors of ``Resharded.open``."""
         how, layout = self.config.reshard, self.layout
-        groups = self.stage > 0 and self.options.objective.reads.groups
-        if not how.enabled or not groups or layout.variant != "mcl":
+        if not how.enabled or not self.reads_groups or layout.variant != "mcl":
             return None
         directory = layout.resharded(self.stage, how.folder)
         url = how.url and f"{how.url.rstrip('/')}/stage_{self.stage}"
@@ -352,7 +363,7 @@ def loader_of(
         check_pixels=data.verify == "full",
         remote=data.remote,
         resharded=job.resharded,
-        block=options.plan.block,
+        block=job.block,
     )
     batches.dataset.check()
     paths = [place.path for place in batches.dataset.locations.places]

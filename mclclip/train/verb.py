@@ -20,6 +20,7 @@ from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
 from mclclip.data.grouping import GroupSizes, LabelBlocks
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
+from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_check import check_shards
 from mclclip.files import move_aside
@@ -74,7 +75,8 @@ def run(
         return job.directory
     collectives.together(lambda: parts.check_pixels(config, [job.model]))
     job.class_labels = collectives.on_main(lambda: job.class_labels)
-    job.resharded = collectives.on_main(lambda: job.resharded)
+    given = collectives.on_main(lambda: job.resharded and job.resharded.arguments)
+    job.resharded = collectives.together(lambda: given and Resharded.mapped(*given))
     workers, remote = config.data.index_workers, config.data.remote
     collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
     model = parts.build_model(config, layout, stage, options, context)
@@ -113,10 +115,11 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
             f"--variant {layout.variant} trains stage 1 on a share of the samples, got stage "
             f"{stage} and pilot.share={config.pilot.share}: use --stage 1, and set pilot.share"
         )
-    share = config.pilot.steps_share or config.pilot.share
-    steps = options.steps and max(1, round(options.steps * share))
-    # Epochs over fewer samples have fewer steps already.
-    return replace(options, steps=steps, epochs=options.epochs * share / config.pilot.share)
+    share, epochs = config.pilot.steps_share, options.epochs
+    if share is not None:  # epochs over fewer samples have fewer steps already
+        epochs *= share / config.pilot.share
+    steps = options.steps and max(1, round(options.steps * (share or config.pilot.share)))
+    return replace(options, steps=steps, epochs=epochs)
 
 
 def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups]:
@@ -211,7 +214,7 @@ def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
     left_out = np.union1d(job.without_caption, job.without_attribute)
     left_out = np.union1d(left_out, job.outside_of_share)
     labels, radices = np.broadcast_to(np.int64(0), len(job.index)), tuple[int, ...]()
-    if _reads_groups(job):
+    if job.reads_groups:
         directory = job.layout.pseudo_labels(job.stage)
         labels, radices, _ = read_pseudo_labels(directory, job.index)
     if radices and job.layout.variant == "random_groups":
@@ -221,11 +224,6 @@ def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
             labels[job.weights.units(np.arange(len(labels))) == 0] = -1
         labels = permute_labels(labels, job.seed, job.stage)
     return LabelBlocks(labels, radices, np.union1d(left_out, bad_ids), weights=job.weights)
-
-
-def _reads_groups(job: Job) -> bool:
-    reads = job.options.objective.reads.groups
-    return reads and job.stage > 0 and job.layout.method != "ungrouped"
 
 
 def _inputs(job: Job) -> dict[str, str]:
@@ -244,7 +242,7 @@ def _inputs(job: Job) -> dict[str, str]:
         inputs["text_embeddings"] = text.digest
     if job.options.objective.reads.clusters and job.class_labels is not None:
         inputs["clusters"] = job.class_labels.digest
-    if _reads_groups(job):
+    if job.reads_groups:
         directory = job.layout.pseudo_labels(job.stage)
         inputs["pseudo_labels"] = artifacts.read_manifest(directory, "pseudo_labels").digest
     return inputs
@@ -262,7 +260,7 @@ def _train(
     grouped, known_bad = collectives.on_main(groups.read)
     engine = parts.engine_of(job, trainee)
     plan = EpochPlan(
-        grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, 0, how.block
+        grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, 0, job.block
     )
     total = collectives.on_main(lambda: _controlled_steps(job)) or total_steps(
         options.steps, options.epochs, plan.steps_per_epoch

@@ -16,6 +16,7 @@ from mclclip import config as configuration
 from tests import damage, tiny
 from tests.e2e.conftest import RecordBatches, Shell
 from tests.matrix import kept
+from tests.shard_server import serving
 
 PER_SHARD = 8
 NUM_SHARDS = damage.NUM_SAMPLES // PER_SHARD
@@ -87,6 +88,7 @@ def test_a_training_reads_either_form_and_ends_with_the_same_bits(
     index_form = prepared(prepared_run, tmp_path / "index", "reshard.enabled=false")
     copies = prepared(prepared_run, tmp_path / "copies", "data.index_workers=2")
     two = prepared(prepared_run, tmp_path / "two")
+    uploaded = prepared(prepared_run, tmp_path / "uploaded")
     batches = {name: RecordBatches(tmp_path / f"{name}_batches") for name in ("i", "c", "t")}
     shell.ok("train", *index_form, inside=batches["i"])
     shell.ok("reshard", *copies)
@@ -94,21 +96,26 @@ def test_a_training_reads_either_form_and_ends_with_the_same_bits(
     one_rank, two_ranks = written(tmp_path / "copies"), written(tmp_path / "two")
     del one_rank["manifest.json"], two_ranks["manifest.json"]
     assert one_rank == two_ranks
-    # The copies are what is read: the shards of the index may not be touched after the check.
     trained = shell.ok("train", *copies, inside=batches["c"])
     assert "samples are read from copies at" in trained.stderr
+    # Copies behind a url: what the server was asked for shows that they are what is read.
+    shell.ok("reshard", *uploaded)
+    shutil.copytree(tmp_path / "uploaded/stage_1/resharded", tmp_path / "bucket/stage_1")
+    with serving(tmp_path / "bucket") as server:
+        shell.ok("train", *uploaded, f"reshard.url={server.url('')}")
+        assert sum(server.seen.values()) >= STEPS
     shell.ok("train", *two, ranks=2, inside=batches["t"])
     expected = batches["i"].sample_ids()
     assert expected.shape == (STEPS, 8)
     np.testing.assert_array_equal(batches["c"].sample_ids(), expected)
     np.testing.assert_array_equal(batches["t"].sample_ids(ranks=2), expected)
-    for command in (index_form, copies):
+    for command in (index_form, copies, uploaded):
         shell.ok("export", *command)
     ended = [
         tiny.digests(tmp_path / name / "stage_1/export", "*.safetensors")
-        for name in ("index", "copies")
+        for name in ("index", "copies", "uploaded")
     ]
-    assert ended[0] == ended[1] and ended[0]
+    assert ended[0] == ended[1] == ended[2] and ended[0]
 
 
 def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Path) -> None:
@@ -137,3 +144,11 @@ def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Pa
     )
     (line,) = refused.complaints()
     assert refused.code == 2 and "not trained on groups" in line
+    refused = shell("run", "--config", str(path), "reshard.enabled=true", "reshard.url=s3://b")
+    (line,) = refused.complaints()
+    assert refused.code == 2 and "'run' would train before that" in line
+    # Other clusters are other groups: copies and trainings are made again.
+    forced = shell.ok(
+        "run", "--config", str(path), "reshard.enabled=true", "cluster.num_clusters=2", "--force"
+    )
+    assert "samples are read from copies at" in forced.stderr

@@ -108,6 +108,8 @@ def test_a_pilot_takes_its_share_of_the_steps_or_another_one(tmp_path: Path) -> 
     assert taken(fixed, share=0.1, steps_share=0.5)[0] == 25
     # An epoch over a tenth of the samples has a tenth of the steps.
     assert taken(epochs, share=0.1) == (None, 4)
+    for number in (3, 6, 29):  # epochs are a part of what a begun pilot is known by
+        assert taken({"steps": None, "epochs": number}, share=0.05) == (None, number)
     assert taken(epochs, share=0.1, steps_share=1.0) == (None, pytest.approx(40))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -139,7 +140,7 @@ def test_every_labelled_sample_is_once_in_the_order_of_its_group(
     manifest = read_manifest(folder, "resharded")
     assert manifest.counts["without_label"] == (LABELS < 0).sum()
     assert manifest.counts["size_bytes"] == sum(tar.stat().st_size for tar in tars)
-    assert not list(folder.glob("*.npy.*")) and {*folder.glob("*.npy")} == {folder / "offsets.npy"}
+    assert not list(folder.glob("*.npy.*")) and {*folder.glob("*.npy")} == {folder / "members.npy"}
 
 
 def test_samples_are_the_same_in_either_form(config: Config) -> None:
@@ -148,7 +149,7 @@ def test_samples_are_the_same_in_either_form(config: Config) -> None:
     samples, resharded = opened(config)
     assert raw_samples(config, resharded) == before
     places = Locations(samples, resharded).of(np.arange(len(samples)))
-    copied = [image[0] >= len(samples.shards) for image, _ in places]
+    copied = [place.image[0] >= len(samples.shards) for place in places]
     assert copied == (LABELS >= 0).tolist()
     # Those that were not copied come from the index's own shards; the others need none of these.
     for shard in samples.shards:
@@ -169,9 +170,14 @@ def test_a_group_is_read_in_one_piece(config: Config) -> None:
     reshard.run(config, SINGLE, stage=1)
     samples, resharded = opened(config)
     ids = np.flatnonzero(LABELS == 2)
-    places = [image for image, _ in Locations(samples, resharded).of(ids)]
-    assert places == sorted(places)
-    assert {shard for shard, *_ in places} == set(range(places[0][0], places[-1][0] + 1))
+    found = Locations(samples, resharded).of(ids)
+    ranges = [r for place in found for r in sorted((place.image, place.text)) if r[2]]
+    assert ranges == sorted(ranges)
+    for (shard, start, size), (next_shard, next_start, _) in itertools.pairwise(ranges):
+        if next_shard == shard:
+            assert 0 < next_start - (start + size) <= 4 * 512  # padding, and the next header
+        else:
+            assert next_shard == shard + 1 and next_start <= 4 * 512
 
 
 # --- going on, and being refused ---------------------------------------------------------------
@@ -209,7 +215,7 @@ def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkey
 
 
 def test_samples_that_changed_or_are_cut_short_are_counted_and_read_where_they_were(
-    config: Config, monkeypatch, caplog: pytest.LogCaptureFixture
+    config: Config, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "mclclip")
     samples = SampleIndex.open(Layout.of(config).index)
@@ -224,12 +230,15 @@ def test_samples_that_changed_or_are_cut_short_are_counted_and_read_where_they_w
         file.truncate(int(samples.image_offset[cut]) + 3)
     monkeypatch.setattr(reshard, "check_shards", lambda *_: None)  # as if it came while copying
     before = raw_samples(config)
+    with pytest.raises(ValueError, match=r"data.max_bad_fraction=0.01 allows 0"):
+        reshard.run(config, SINGLE, stage=1)
+    config = options(tmp_path, data={"max_bad_fraction": 0.5})
     folder = reshard.run(config, SINGLE, stage=1)
     lost = int((LABELS[samples.shard_of == samples.shard_of[cut]] >= 0)[(cut % 10) :].sum())
     assert read_manifest(folder, "resharded").counts["not_copied"] == {
         "changed": 1, "truncated": lost,
     }  # fmt: skip
-    assert f"{1 + lost} samples cannot be copied" in caplog.text
+    assert f"{1 + lost} samples cannot be copied (" in caplog.text
     resharded = opened(config)[1]
     numbers, _ = resharded.find(np.array([changed, cut]))
     assert numbers.tolist() == [-1, -1]
@@ -283,10 +292,36 @@ def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
         opened(config)
     tar.write_bytes(whole)
     opened(config)
-    offsets = folder / "offsets.npy"
+    for name in ("members.npy", "grouped_index/sample_ids.npy"):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(before[:-8] + b"\1" * 8)
+        with pytest.raises(RuntimeError, match=rf"{name}.*reshard --force"):
+            opened(config)
+        (folder / name).write_bytes(before)
+    offsets = folder / "members.npy"
     offsets.write_bytes(offsets.read_bytes()[:-8] + b"\1" * 8)
-    with pytest.raises(RuntimeError, match=r"offsets.npy.*reshard --force"):
+    with pytest.raises(RuntimeError, match=r"members.npy.*reshard --force"):
         opened(config)
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "other"])
+def test_damaged_copies_are_told_once_and_the_shards_of_the_index_are_read(
+    config: Config, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """Also shards of the same size with other samples, such as an upload from before."""
+    before = raw_samples(config)
+    folder = reshard.run(config, SINGLE, stage=1)
+    resharded = opened(config)[1]
+    for tar in folder.glob("*.tar"):
+        data = bytearray(tar.read_bytes())
+        if damage == "bit":
+            data[600:-600:7] = bytes(byte ^ 1 for byte in data[600:-600:7])
+        elif damage == "other":
+            data.reverse()
+        tar.write_bytes(bytes(data) if damage != "cut" else bytes(data[:700]))
+    assert raw_samples(config, resharded) == before
+    (warned,) = [r for r in caplog.records if "is not what 'mclclip reshard' wrote" in r.message]
+    assert warned.levelname == "WARNING"
 
 
 def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
@@ -306,11 +341,11 @@ def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
     monkeypatch.setattr(reshard.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match=r"needs about 0.0 GiB, its disk has 0.0 GiB free"):
         reshard.run(config, SINGLE, stage=1)
-    assert not (tmp_path / "run/stage_1/resharded").exists()
-    write_labels(config, np.full(NUM_SAMPLES, -1))
     monkeypatch.undo()
+    write_labels(config, np.full(NUM_SAMPLES, -1))
     with pytest.raises(ValueError, match="no sample has a pseudo label"):
         reshard.run(config, SINGLE, stage=1)
+    assert not (tmp_path / "run/stage_1/resharded").exists()
 
 
 def test_copies_may_lie_on_another_disk(config: Config, tmp_path: Path) -> None:

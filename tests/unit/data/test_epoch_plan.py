@@ -98,8 +98,9 @@ class Node:
 
 
 def shuffled(case: Case, length: int, label: int, elements: list[int]) -> list[int]:
-    key, size = mix(*case.key, epoch_plan._SAMPLES, length, label), case.block
-    if size > 1 and elements:  # turned, cut into blocks, and the whole ones shuffled
+    key = mix(*case.key, epoch_plan._SAMPLES, length, label)
+    size = min(case.block, max(1, len(elements) // 8))
+    if case.block > 1 and elements:  # turned, cut into blocks, and the whole ones shuffled
         turn = int(mix(key, epoch_plan._TURN)) % len(elements)
         elements = elements[turn:] + elements[:turn]
     cuts = [elements[start : start + size] for start in range(0, len(elements), size)]
