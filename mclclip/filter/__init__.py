@@ -60,7 +60,8 @@ def run(
                              ``against_cosine`` are left out: ``[NAME=]FOLDER`` of embeddings by the
                              same encoder, or ``.npy`` [M, D]
     min_clip_score           samples with a lower CLIP score are left out, and those without caption
-    keep_share               so are all but this share of the samples, those of the highest scores
+    keep_share               so are all but this share of the samples with a score that are left
+                             then, those of the highest ones
     near_duplicates, within  of samples whose cosine is above ``near_duplicates`` one is kept; they
                              are compared within the stage's clusters, or ``all`` with all (None:
                              within clusters where there are some)

@@ -38,8 +38,12 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
         "exports": exports,
         "embeddings": embeddings,
         "clusters": clusters,
-        **({"copies": copies} if copies != 0 else {}),
-        "sum": checkpoints + exports + (embeddings or 0) + (clusters or 0) + (copies or 0),
+        **copies,
+        "sum": checkpoints
+        + exports
+        + (embeddings or 0)
+        + (clusters or 0)
+        + (copies.get("copies") or 0),
         "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
         "free": shutil.disk_usage(existing(run_dir)).free,
     }
@@ -94,12 +98,13 @@ def _of_samples(
     return int(item * values), int(labels + sum(config.clusters) * dim * 4)
 
 
-def _copies(config: Config, samples: dict[str, Any]) -> int | None:
-    """Copies of the samples in the order of their groups, where they lie in the run directory."""
-    if not config.reshard.enabled or config.reshard.folder is not None:
-        return 0
+def _copies(config: Config, samples: dict[str, Any]) -> dict[str, int | None]:
+    """Copies of the samples in the order of their groups: in the run directory, or elsewhere."""
+    if not config.reshard.enabled:
+        return {}
     size: int | None = samples["size_bytes"]
-    return None if size is None else size * config.num_stages
+    name = "copies" if config.reshard.folder is None else "copies, in reshard.folder"
+    return {name: None if size is None else size * config.num_stages}
 
 
 def _exports(config: Config, measured: dict[str, Any]) -> int:

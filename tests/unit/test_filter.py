@@ -343,6 +343,19 @@ def test_every_filter_sees_what_those_before_it_left(config: Config, tmp_path: P
     assert np.load(directory / "weights.npy")[[*kept]].all()
 
 
+def test_a_share_is_one_of_what_the_filters_before_it_left(config: Config, tmp_path: Path) -> None:
+    """So that copies of evaluation images, however high their scores, take nobody's place."""
+    known = np.flatnonzero(~np.isnan(scores()))
+    highest = known[np.argsort(-scores()[known])][:10]
+    np.save(tmp_path / "a.npy", images().astype(np.float32)[highest])
+    directory = done(config, keep_share=0.3, against=[f"e={tmp_path}/a.npy"], against_cosine=0.999)
+    copies = left_out(directory, "against")
+    assert {*highest.tolist()} <= copies
+    of = [i for i in known[np.argsort(-scores()[known], kind="stable")] if i not in copies]
+    kept = {*np.flatnonzero(np.load(directory / "weights.npy")).tolist()}
+    assert kept == {*of[: round(0.3 * len(of))]} and kept
+
+
 # --- what training reads ---
 
 

@@ -318,7 +318,9 @@ def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
     elsewhere = tiny.make_config(
         tmp_path / "run", tmp_path / "data", *options, f"reshard.folder={tmp_path}/other"
     )
-    assert "copies" not in plan.make(elsewhere, plan.Machine(1, 1))["disk"]
+    planned = plan.make(elsewhere, plan.Machine(1, 1))["disk"]
+    assert planned["copies, in reshard.folder"] == found["disk"]["copies"]
+    assert planned["sum"] == found["disk"]["sum"] - found["disk"]["copies"]
 
 
 def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: Path) -> None:
