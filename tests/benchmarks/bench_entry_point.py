@@ -99,8 +99,8 @@ def ours(setting: Setting, run_dir: Path, *more: str) -> float:
     rows = run_dir / "stage_1/train/metrics.jsonl"
     if done.returncode or not rows.exists():
         raise RuntimeError(f"mclclip gave no figures:\n{done.stderr[-2000:]}")
-    found = [json.loads(line)["samples_per_s"] for line in rows.read_text().splitlines()]
-    return statistics.median(found[WARM_UP:])
+    found = [json.loads(line)["seconds"] for line in rows.read_text().splitlines()]
+    return setting.batch / statistics.median(found[WARM_UP:])
 
 
 def theirs(setting: Setting, interpreter: str) -> float:
