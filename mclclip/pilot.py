@@ -285,7 +285,8 @@ def _of_training(trained: dict[str, Any]) -> str:
     of_run, own = trained["full_label_share_of_run"], trained["full_label_share"]
     text = (
         f"The pilot trained on {trained['samples']:,} of {trained['samples_of_index']:,} samples, "
-        "with groups and without, from the run's own stage 0 and its clusters."
+        f"with groups and without, for {100 * trained['steps_share']:.3g} % of the steps, from the "
+        "run's own stage 0 and its clusters."
     )
     if of_run is not None and own < of_run - _MIXED:
         text += (

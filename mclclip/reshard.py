@@ -38,6 +38,7 @@ from mclclip.run.layout import Layout
 log = logging.getLogger("mclclip")
 
 _HEADERS_BYTES = 2048  # of a sample in a tar at most, for names of usual length
+_TAR_BYTES = 10_240  # of a tar's end
 _SHOWN = 3  # samples that are not copied, in a log line
 Left = dict[int, int]  # sample_id -> one of ``REASONS``
 
@@ -90,6 +91,8 @@ def check(config: Config, stage: int = 1) -> None:
         )
     if folder is not None and protocol_of(folder) is not None:
         raise ValueError(f"reshard.folder={folder} is a url: give a folder of a disk")
+    if folder is not None and Path(folder).expanduser().is_file():
+        raise ValueError(f"reshard.folder={folder} is a file: give a folder")
 
 
 def _open(
@@ -116,7 +119,7 @@ def _begin(
     check_shards(index.directory, index.shards, config.data.index_workers, config.data.remote)
     directory = layout.resharded(stage, config.reshard.folder)
     labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(stage), index)
-    _check_room(directory, index)
+    _check_room(directory, index, config.reshard.samples_per_shard)
     blocks = LabelBlocks(labels, radices)
     sizes = blocks.sizes()
     if not sizes.num_samples:
@@ -133,17 +136,17 @@ def _begin(
     return artifact, of, -(-sizes.num_samples // of.samples_per_shard)
 
 
-def _check_room(directory: Path, index: SampleIndex) -> None:
+def _check_room(directory: Path, index: SampleIndex, per_shard: int) -> None:
     """Raises ValueError where the disk has no room for the shards that are not there yet."""
     bytes_ = int(index.image_size.sum()) + int(index.text_size.sum())
-    needed = bytes_ + _HEADERS_BYTES * len(index)
+    needed = bytes_ + _HEADERS_BYTES * len(index) + _TAR_BYTES * -(-len(index) // per_shard)
     begun = [] if is_finished(directory) else directory.glob("*.tar")  # a finished one is moved
     there = sum(path.stat().st_size for path in begun)
     free = shutil.disk_usage(files.existing(directory)).free
     if needed - there > free:
         raise ValueError(
-            f"{directory} needs about {(needed - there) / 2**30:.1f} GiB, its disk has "
-            f"{free / 2**30:.1f} GiB free: name another disk in reshard.folder"
+            f"{directory} needs about {(needed - there) / 2**30:.3g} GiB, its disk has "
+            f"{free / 2**30:.3g} GiB free: name another disk in reshard.folder"
         )
 
 

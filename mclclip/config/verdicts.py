@@ -27,6 +27,13 @@ class PilotConfig:
     false: the run goes on whatever the pilot shows, and its verdict stands in
     ``pilot/verdict.json``."""
 
+    def __post_init__(self) -> None:
+        if self.steps_share is not None and self.share is None:
+            raise ValueError(
+                f"pilot.steps_share={self.steps_share} is of a pilot, and there is none: set "
+                "pilot.share too, or leave it out"
+            )
+
 
 @checked_dataclass(frozen=True, config=STRICT)
 class EvaluateConfig:

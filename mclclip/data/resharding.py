@@ -73,9 +73,10 @@ class Resharding:
 
     def members(self, number: int) -> Integers | None:
         """int64 [n, 4] of a shard that is done; None for another."""
-        if not self.tar(number).exists() or not self.note(number).exists():
+        try:
+            return open_npy(self.note(number), "reshard") if self.tar(number).exists() else None
+        except (FileNotFoundError, RuntimeError):  # it was not written, or lost in a crash
             return None
-        return open_npy(self.note(number), "reshard")
 
 
 @dataclass(frozen=True, eq=False)

@@ -358,8 +358,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _read(self, sample_id: int, place: Located) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):
             return BadSample(sample_id, "no_caption")
-        image = self._member(place.image)
-        text = self._member(place.text) if self.tokenizer is not None else b""
+        try:
+            image = self._member(place.image)
+            text = self._member(place.text) if self.tokenizer is not None else b""
+        except FileNotFoundError:
+            if place.crc32 is None:
+                raise
+            image = text = None  # a copy that somebody has deleted
         if place.crc32 is not None and not _is_copy(image, text, place.crc32):
             self._warn_of_copy(sample_id)
             (original,) = self.locations.of_index(np.array([sample_id], np.int64))

@@ -163,8 +163,8 @@ class ShardReader:
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"shard {path} is in the index but not on disk: put it back, "
-                "or run 'mclclip index' on the shards there are"
+                f"shard {path} is not on disk any more: put it back, or run 'mclclip index' on the "
+                "shards there are"
             ) from error
         self._handles[shard] = handle
         return handle

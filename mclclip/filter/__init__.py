@@ -34,7 +34,7 @@ from mclclip.filter.verdict import KEPT, Verdict, by_reason, write
 from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Force
+from mclclip.run.artifacts import Artifact, Force, refuse_foreign
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -99,6 +99,7 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
         Artifact.open, layout.filters(name), kind="filter", inputs=material.inputs(), force=force,
         config=fields,
     )  # fmt: skip
+    refuse_foreign(layout.filters(name), "--name: ")
     if (artifact := open_artifact(write=False)).finished:
         log.info("%s is finished: skipped", artifact.directory)
         return artifact.directory

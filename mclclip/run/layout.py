@@ -92,9 +92,10 @@ class Layout:
         return self.run_dir / f"stage_{stage}" / "pseudo_labels"
 
     def resharded(self, stage: int, folder: str | None) -> Path:
-        """Copies of the samples in the order of a stage's groups, or in a folder elsewhere."""
+        """Copies of the samples in the order of a stage's groups; in a folder elsewhere below the
+        run's name, since several runs may use it."""
         if folder is not None:
-            return Path(folder).expanduser() / f"stage_{stage}"
+            return Path(folder).expanduser() / self.run_dir.resolve().name / f"stage_{stage}"
         return self.run_dir / f"stage_{stage}" / "resharded"
 
     def train(self, stage: int) -> Path:

@@ -356,6 +356,17 @@ def test_a_share_is_one_of_what_the_filters_before_it_left(config: Config, tmp_p
     assert kept == {*of[: round(0.3 * len(of))]} and kept
 
 
+def test_a_folder_of_somebody_else_is_refused(config: Config) -> None:
+    folder = Path(config.run_dir) / "filters/mine"
+    folder.mkdir(parents=True)
+    (folder / "weights.npy").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"--name: .*filters/mine holds files that mclclip did not"
+    ):
+        done(config, keep_share=0.5, name="mine")
+    assert (folder / "weights.npy").read_text() == "mine"
+
+
 # --- what training reads ---
 
 

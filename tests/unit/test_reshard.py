@@ -194,7 +194,7 @@ def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkey
     written: list[int] = []
 
     def interrupted(of: resharding.Resharding, number: int) -> dict[int, int]:
-        if len(written) == 3:
+        if len(written) == 4:
             raise KeyboardInterrupt
         written.append(number)
         return resharding.write_shard(of, number)
@@ -204,9 +204,11 @@ def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkey
         reshard.run(config, SINGLE, stage=1)
     folder = Layout.of(config).resharded(1, None)
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
-    assert len(times) == 3 and not (folder / "manifest.json").exists()
+    (folder / "00003.npy").write_bytes(b"")  # nor a note that a crash has emptied
+    assert len(times) == 4 and not (folder / "manifest.json").exists()
     (folder / "00001.npy").unlink()  # a shard without its note is not believed
-    (folder / "00002.tar").write_bytes(b"short")  # nor one that does not fit its note
+    data = (folder / "00002.tar").read_bytes()
+    (folder / "00002.tar").write_bytes(data[: len(data) * 2 // 3])  # nor one that is shorter
     monkeypatch.undo()
     reshard.run(config, SINGLE, stage=1)
     kept = {path.name for path in times if path.stat().st_mtime_ns == times[path]}
@@ -304,7 +306,7 @@ def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
         opened(config)
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut", "other"])
+@pytest.mark.parametrize("damage", ["bit", "cut", "other", "gone"])
 def test_damaged_copies_are_told_once_and_the_shards_of_the_index_are_read(
     config: Config, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -319,6 +321,8 @@ def test_damaged_copies_are_told_once_and_the_shards_of_the_index_are_read(
         elif damage == "other":
             data.reverse()
         tar.write_bytes(bytes(data) if damage != "cut" else bytes(data[:700]))
+        if damage == "gone":
+            tar.unlink()
     assert raw_samples(config, resharded) == before
     (warned,) = [r for r in caplog.records if "is not what 'mclclip reshard' wrote" in r.message]
     assert warned.levelname == "WARNING"
@@ -331,15 +335,20 @@ def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
         reshard.run(config, SINGLE, stage=0)
     with pytest.raises(ValueError, match=r"folder=s3://bucket is a url"):
         reshard.run(options(tmp_path, folder="s3://bucket"), SINGLE, stage=1)
-    (tmp_path / "mine/stage_1").mkdir(parents=True)
-    (tmp_path / "mine/stage_1/notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"reshard.url: 'ftp://x' is neither"):
+        options(tmp_path, url="ftp://x")
+    (tmp_path / "afile").write_text("mine")
+    with pytest.raises(ValueError, match=r"reshard.folder=.*afile is a file"):
+        reshard.run(options(tmp_path, folder=f"{tmp_path}/afile"), SINGLE, stage=1)
+    (tmp_path / "mine/run/stage_1").mkdir(parents=True)
+    (tmp_path / "mine/run/stage_1/notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"reshard.folder .*did not write"):
         reshard.run(options(tmp_path, folder=f"{tmp_path}/mine"), SINGLE, stage=1)
     with pytest.raises(FileNotFoundError, match="no finished pseudo_labels"):
         reshard.run(config, SINGLE, stage=2)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(reshard.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ValueError, match=r"needs about 0.0 GiB, its disk has 0.0 GiB free"):
+    with pytest.raises(ValueError, match=r"needs about .* GiB, its disk has .* GiB free"):
         reshard.run(config, SINGLE, stage=1)
     monkeypatch.undo()
     write_labels(config, np.full(NUM_SAMPLES, -1))
@@ -350,6 +359,6 @@ def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
 
 def test_copies_may_lie_on_another_disk(config: Config, tmp_path: Path) -> None:
     elsewhere = options(tmp_path, folder=f"{tmp_path}/fast")
-    assert reshard.run(elsewhere, SINGLE, stage=1) == tmp_path / "fast/stage_1"
+    assert reshard.run(elsewhere, SINGLE, stage=1) == tmp_path / "fast/run/stage_1"
     assert raw_samples(config, opened(elsewhere)[1]) == raw_samples(config)
     assert not re.search("resharded", str([*(tmp_path / "run/stage_1").iterdir()]))

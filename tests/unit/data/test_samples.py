@@ -234,7 +234,7 @@ def test_a_missing_shard_is_an_error_not_a_bad_sample(tmp_path: Path) -> None:
     os.unlink(index.shards[1].path)
     dataset = TarDataset(index, to_tensor, **TEXTS)
     assert colour(dataset[0]) == 0
-    with pytest.raises(FileNotFoundError, match="00001.tar is in the index but not on disk"):
+    with pytest.raises(FileNotFoundError, match="00001.tar is not on disk any more"):
         dataset[PER_SHARD]
 
 
