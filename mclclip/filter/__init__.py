@@ -99,7 +99,7 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
         Artifact.open, layout.filters(name), kind="filter", inputs=material.inputs(), force=force,
         config=fields,
     )  # fmt: skip
-    refuse_foreign(layout.filters(name), "--name: ")
+    refuse_foreign(layout.filters(name), "--name")
     if (artifact := open_artifact(write=False)).finished:
         log.info("%s is finished: skipped", artifact.directory)
         return artifact.directory

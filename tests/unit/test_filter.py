@@ -360,9 +360,7 @@ def test_a_folder_of_somebody_else_is_refused(config: Config) -> None:
     folder = Path(config.run_dir) / "filters/mine"
     folder.mkdir(parents=True)
     (folder / "weights.npy").write_text("mine")
-    with pytest.raises(
-        ValueError, match=r"--name: .*filters/mine holds files that mclclip did not"
-    ):
+    with pytest.raises(ValueError, match=r"--name .*filters/mine holds files that mclclip did not"):
         done(config, keep_share=0.5, name="mine")
     assert (folder / "weights.npy").read_text() == "mine"
 
