@@ -43,7 +43,8 @@ def check_nearest(
     data: Sequence[Data] = ("whole_numbers", "unit_vectors"),
     num_rows: int = 8,
 ) -> int:
-    """How many of the labels and scores that ``Search`` finds differ from a brute force.
+    """How many of the labels and scores that ``Search`` finds differ from a brute force, and how
+    many of the labels that it finds without scores differ from those.
 
     Each of ``ks`` (numbers of centroids) is taken with each of ``dims`` and of ``counts`` (how many
     of the nearest are wanted), for both kinds of ``data``. Of whole numbers float32's scores are
@@ -61,6 +62,7 @@ def check_nearest(
             for count in counts:
                 found = search.best(rows, count).cpu()
                 differences += _differences(found, scores[:, :k], tolerance)
+            differences += int((search.nearest(rows) != unpack(search.best(rows))[1][:, 0]).sum())
     return differences
 
 

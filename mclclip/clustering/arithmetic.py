@@ -37,7 +37,7 @@ Threads = Literal["per_block", "per_operation"]
 ``per_operation``: blocks are handled one after the other, each operation with all threads.
 """
 
-TILES: dict[Tile, tuple[int, int]] = {"cache": (1024, 2048), "large": (4096, 16_384)}
+TILES: dict[Tile, tuple[int, int]] = {"cache": (2048, 2048), "large": (4096, 16_384)}
 """Rows and centroids of a tile."""
 
 BFLOAT16_FROM = 64  # centroids; below, casting rows to bfloat16 costs more than it saves

@@ -26,7 +26,7 @@ from mclclip.clustering.nearest import (
     squared_distance,
     unpack,
 )
-from mclclip.clustering.rows import Integers, Rows, add_rows, tiles
+from mclclip.clustering.rows import Integers, Rows, add_rows, move_rows, tiles
 from mclclip.ranks.process_group import Context
 
 SHARDED_FROM = 2**25  # numbers in all centroids: whole, they and their sums take about a GiB
@@ -69,6 +69,7 @@ class WholeCentroids:
         self.held = self._held(rows.context)
         self._rows_per_tile = choose_tile(rows.context.device, rows.arithmetic)[0]
         self._labels: dict[int, Tensor] = {}  # of own blocks, from the last sums
+        self._sums: tuple[Tensor, Tensor] | None = None  # of own blocks, by those labels
 
     def _held(self, context: Context) -> range:
         return range(self.num_clusters)
@@ -76,26 +77,45 @@ class WholeCentroids:
     # --- passes of all rows ---
 
     def sums(self, centroids: Tensor, unit: float) -> tuple[Tensor, Tensor]:
-        """(int64 [k, D], int64 [k]): sums in fixed point and counts of the rows nearest to each."""
+        """(int64 [k, D], int64 [k]): sums in fixed point and counts of the rows nearest to each.
+
+        Rows that are where they were at the last call are summed already: only the others move.
+        The next call, which has to have the same ``unit``, may change the sums of this one.
+        """
         search = self._search(centroids)
-        no_labels = torch.zeros(0, dtype=torch.int64, device=centroids.device)
+        kept = self._sums or _nothing(centroids)
 
-        def add_run(numbers: list[int]) -> tuple[Tensor, Tensor]:
-            sums, counts = _nothing(centroids)
+        def move_run(run: tuple[tuple[Tensor, Tensor], list[int]]) -> None:
+            (sums, counts), numbers = run
             for number in numbers:
-                labels = []
-                for tile in tiles(self.rows.block(number), self._rows_per_tile):
-                    labels.append(unpack(search.best(tile)[:, 0])[1])
-                    add_rows(sums, counts, labels[-1], tile, unit)
-                self._labels[number] = torch.cat(labels) if labels else no_labels
-            return sums, counts
+                self._labels[number] = self._move(number, search, sums, counts, unit)
 
-        parts = self.rows.each(add_run, self.rows.runs())
-        sums, counts = parts[0] if parts else _nothing(centroids)
+        runs = self.rows.runs()
+        parts = [kept, *(_nothing(centroids) for _ in runs[1:])]
+        self.rows.each(move_run, list(zip(parts, runs, strict=False)))
         for more_sums, more_counts in parts[1:]:
-            sums += more_sums
-            counts += more_counts
-        return self.rows.total(sums), self.rows.total(counts)
+            kept[0].add_(more_sums)
+            kept[1].add_(more_counts)
+        self._sums = kept
+        return self.rows.total(kept[0]), self.rows.total(kept[1].clone())
+
+    def _move(
+        self, number: int, search: Search, sums: Tensor, counts: Tensor, unit: float
+    ) -> Tensor:
+        """Moves the rows of a block whose nearest centroid is another one than before from sum to
+        sum; returns the labels [n].
+        """
+        block, before = self.rows.block(number), self._labels.get(number)
+        labels = [torch.zeros(0, dtype=torch.int64, device=block.device)]
+        for first in range(0, len(block), self._rows_per_tile):
+            some = slice(first, first + self._rows_per_tile)
+            tile = block[some]
+            labels.append(search.nearest(tile))
+            if before is None:
+                add_rows(sums, counts, labels[-1], tile, unit)
+            else:
+                move_rows(sums, counts, before[some], labels[-1], tile, unit)
+        return torch.cat(labels)
 
     def farthest(self, centroids: Tensor) -> Tensor:
         """int64 [k], packed: of the rows that the last ``sums`` assigned to each centroid, the

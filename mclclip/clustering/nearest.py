@@ -35,6 +35,7 @@ from mclclip.pair_products import pair_products
 
 NOTHING = -(2**63)  # packed: no candidate
 ROWS_PER_PASS = 1024  # centroids that are handled in one operation
+FEW = 64  # centroids that are searched one by one
 _CONSTANT_COLUMNS = 4  # of the euclidean product: three hold -|c|^2 / 2, the fourth is zero
 _LEAST_PART = 8  # numbers of a row in the shortest part whose sum a product may round by itself
 _LOW_32 = 2**32 - 1
@@ -125,15 +126,41 @@ class Search:
         found = [self._tile(part, count) for part in tiles(rows, self._rows_per_tile)]
         return torch.cat(found) if found else rows.new_zeros((0, count), dtype=torch.int64)
 
+    def nearest(self, rows: Tensor) -> Tensor:
+        """int64 [n]: the ids that ``best`` finds for finite rows [n, D], of one centroid or more.
+
+        A row for which the product leaves one candidate, as it mostly does, is not scored.
+        """
+        found = [self._nearest(part) for part in tiles(rows, self._rows_per_tile)]
+        return torch.cat(found) if found else rows.new_zeros(0, dtype=torch.int64)
+
     def _tile(self, rows: Tensor, count: int) -> Tensor:
         if not len(self.centroids):
             return torch.full((len(rows), count), NOTHING, device=rows.device)
         pairs = self._candidates(rows, count)
-        scores = score_pairs(rows, self.centroids, pairs.row, pairs.centroid, self._scores)
-        if self.half_squares is not None:
-            scores -= self.half_squares[pairs.centroid]
-        packed = pack(scores, pairs.centroid + self.first_id)
+        packed = self._packed(rows, pairs.row, pairs.centroid)
         return _largest(packed, pairs.row, len(rows), count)
+
+    def _nearest(self, rows: Tensor) -> Tensor:
+        pairs = self._candidates(rows, 1)
+        # Every row has a candidate, so where each has one the pairs are in the order of the rows.
+        if len(pairs.row) == len(rows):
+            return pairs.centroid + self.first_id
+        found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+        found[pairs.row] = pairs.centroid + self.first_id  # of several any, until they are scored
+        several = torch.bincount(pairs.row, minlength=len(rows)) > 1
+        open_ = torch.nonzero(several[pairs.row]).flatten()
+        row = pairs.row[open_]
+        packed = self._packed(rows, row, pairs.centroid[open_])
+        found[row] = unpack(_largest(packed, row, len(rows), 1)[row, 0])[1]
+        return found
+
+    def _packed(self, rows: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
+        """The packed scores and ids of pairs; ``row`` ascends."""
+        scores = score_pairs(rows, self.centroids, row, centroid, self._scores)
+        if self.half_squares is not None:
+            scores -= self.half_squares[centroid]
+        return pack(scores, centroid + self.first_id)
 
     def _candidates(self, rows: Tensor, count: int) -> _Pairs:
         """All pairs that may be among the ``count`` best of their row, sorted by row."""
@@ -176,9 +203,8 @@ class Search:
         coarse = rows.to(self._coarse.dtype)
         lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         error = lengths * self._lost
-        if coarse.dtype != rows.dtype:
-            lost = torch.linalg.vector_norm(coarse.float().sub_(rows), dim=1, keepdim=True)
-            error = error + lost * (self._shifted + self._lost)
+        if coarse.dtype != rows.dtype:  # each number by up to 2^-8 of itself
+            error = error + lengths * (self._shifted + self._lost) * 2.0**-8
         if self._rounding == "inputs":  # each by up to 2^-7 of itself, where 8 bits are kept
             error = error + lengths * self._shifted * 2.0**-6
         if self._rounding == "partial_sums":
@@ -209,6 +235,8 @@ class Search:
 
 def multiply(rows: Tensor, columns: Tensor) -> Tensor:
     """[n, k]: the dot products of all ``rows`` [n, D] and ``columns`` [k, D]. Tests replace it."""
+    if len(columns) <= FEW:  # many rows times few columns take a BLAS 1.2 times as long
+        return (columns @ rows.T).T
     return rows @ columns.T
 
 
@@ -235,17 +263,17 @@ def half_squares(centroids: Tensor) -> Tensor:
 
 def _padded(num_centroids: int) -> int:
     """Columns of the products for so many centroids: a number that ``_num_groups`` divides."""
-    lanes = 16 if num_centroids <= 64 else 32 if num_centroids < 512 else 512
+    lanes = 1 if num_centroids <= FEW else 32 if num_centroids < 512 else 512
     return -(-num_centroids // lanes) * lanes
 
 
 def _num_groups(columns: int) -> int:
     """Number of groups of a tile's columns; a group is searched only if its maximum is a candidate.
 
-    Up to 64 columns are their own groups. Above, there are 32 groups, or groups of 16 columns where
-    there are 512 columns or more (then ``columns`` is a multiple of 512).
+    Up to ``FEW`` columns are their own groups. Above, there are 32 groups, or groups of 16 columns
+    where there are 512 columns or more (then ``columns`` is a multiple of 512).
     """
-    if columns <= 64:
+    if columns <= FEW:
         return columns
     return 32 if columns < 512 else columns // 16
 

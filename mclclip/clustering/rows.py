@@ -269,8 +269,26 @@ def add_rows(sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor, unit: f
     """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts them
     in ``counts`` [K]. It makes an int64 copy of the rows, so give it a tile at a time.
     """
-    sums.index_put_((labels,), (rows * unit).long(), accumulate=True)
-    counts += torch.bincount(labels, minlength=len(counts))
+    _add(sums, counts, labels, (rows * unit).long(), 1)
+
+
+def move_rows(
+    sums: Tensor, counts: Tensor, before: Tensor, labels: Tensor, rows: Tensor, unit: float
+) -> None:
+    """Takes rows [n, D] that ``add_rows`` added at the labels ``before`` [n] to other ``labels``.
+
+    Integers come off exactly, so the sums are those of rows that were added at ``labels`` alone.
+    """
+    moved = torch.nonzero(labels != before).flatten()
+    fixed = rows.index_select(0, moved).mul_(unit).long()
+    _add(sums, counts, labels[moved], fixed, 1)
+    _add(sums, counts, before[moved], fixed.neg_(), -1)
+
+
+def _add(sums: Tensor, counts: Tensor, labels: Tensor, fixed: Tensor, count: int) -> None:
+    """Adds int64 rows [n, D] to ``sums``, and ``count`` for each of them to ``counts``."""
+    sums.index_put_((labels,), fixed, accumulate=True)
+    counts.add_(torch.bincount(labels, minlength=len(counts)), alpha=count)
 
 
 def _width(layouts: Sequence[BlockLayout]) -> int:

@@ -6,7 +6,8 @@ that centroids are equal for any number of ranks, which the last column shows. f
 assignments as updates; ours makes one more, so that counts and inertia are those of the centroids
 it returns: "per iteration" divides each by the assignments it made.
 
-Then the memory of one iteration at a million clusters: whole in one process, sharded over two.
+Then the memory of one iteration at a million clusters: whole in one process, sharded over two; and
+with ``--two-level`` the time in which two ranks find a million clusters in two levels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mclclip.clustering import kmeans
+from mclclip.clustering import kmeans, two_level
 from mclclip.clustering.centroids import hold
 from mclclip.clustering.rows import Rows
 from mclclip.data.arrays import NpyBlocks, cut_blocks
@@ -35,10 +36,13 @@ Floats = npt.NDArray[np.float32]
 SIZES = {10: (200_000, 10), 100: (200_000, 10), 1000: (50_000, 5), 20_000: (40_000, 2)}
 """K: rows and updates that take seconds."""
 MILLION, MILLION_DIM, MILLION_ROWS = 1_000_000, 64, 8192
+MILLION_UPDATES = 10
 NEVER = -1.0  # a tolerance that no update reaches
 
 
-def write_rows(folder: Path, num_rows: int, dim: int, num_files: int = 8) -> list[Path]:
+def write_rows(
+    folder: Path, num_rows: int, dim: int, num_files: int = 8, dtype: Any = np.float32
+) -> list[Path]:
     """Unit rows around 300 centres, the way embeddings lie on disk: one file per shard."""
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((300, dim), dtype=np.float32)
@@ -49,7 +53,7 @@ def write_rows(folder: Path, num_rows: int, dim: int, num_files: int = 8) -> lis
         rows += 1.5 * rng.standard_normal((size, dim), dtype=np.float32)
         rows /= np.linalg.norm(rows, axis=1, keepdims=True)
         paths.append(folder / f"{number:05d}.npy")
-        np.save(paths[-1], rows)
+        np.save(paths[-1], rows.astype(dtype))
     return paths
 
 
@@ -195,18 +199,55 @@ def report_memory(pool: RankPool) -> None:
     )
 
 
+def two_levels_on_rank(paths: Sequence[Path]) -> tuple[float, float, float, int]:
+    """In a process of the pool: peak MiB, seconds, CPU seconds, and centroids that it holds."""
+    context = Context(collectives.rank(), collectives.world_size())
+    blocks = NpyBlocks(paths)
+    options = {"init": "random", "max_iterations": MILLION_UPDATES, "tolerance": NEVER}
+    found = []
+    collectives.barrier()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    peak = memory.peak_mib(
+        lambda: found.append(two_level.fit(blocks, MILLION, context=context, **options))
+    )
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    assert found[0].iterations == MILLION_UPDATES and len(found[0].held) < MILLION
+    return peak, wall_s, cpu_s, len(found[0].held)
+
+
+def report_two_levels(pool: RankPool, num_rows: int) -> None:
+    """Prints how long two ranks take for a million clusters of so many rows."""
+    with tempfile.TemporaryDirectory() as temporary:
+        paths = write_rows(Path(temporary), num_rows, MILLION_DIM, dtype=np.float16)
+        ranks = pool(2, two_levels_on_rank, paths, timeout_s=3600.0)
+    timing.print_table(
+        f"two levels on two ranks, {num_rows:,} x {MILLION_DIM} float16 rows, K = {MILLION:,}, "
+        f"random starts, {MILLION_UPDATES} updates in each level",
+        ["rank", "centroids held", "peak MiB", "s", "CPU s"],
+        [
+            [str(rank), f"{held:,}", *(timing.number(x) for x in (peak, wall_s, cpu_s))]
+            for rank, (peak, wall_s, cpu_s, held) in enumerate(ranks)
+        ],
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """All numbers of clusters, then the memory at a million."""
     parser = timing.parser(__doc__)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--clusters", type=int, nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--no-memory", action="store_true", help="skip the million clusters")
+    parser.add_argument(
+        "--two-level", type=int, default=0, metavar="ROWS", help="a million clusters of so many"
+    )
     options = timing.parse(parser, arguments, dim=32, clusters=[10], no_memory=True)
     torch.set_num_threads(1)
     pool = RankPool()
     try:
         if not options.no_memory:
             report_memory(pool)
+        if options.two_level:
+            report_two_levels(pool, options.two_level)
         for num_clusters in options.clusters:
             num_rows, updates = SIZES[num_clusters]
             with tempfile.TemporaryDirectory() as temporary:

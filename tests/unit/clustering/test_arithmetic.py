@@ -47,7 +47,7 @@ def test_an_old_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch
 def test_what_is_not_forced_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arithmetic.choose_scores(CPU, CHOSEN) == "pair_products"
     assert arithmetic.choose_scores(CUDA, CHOSEN) == "blocks"
-    assert arithmetic.choose_tile(CPU, CHOSEN) == (1024, 2048)
+    assert arithmetic.choose_tile(CPU, CHOSEN) == (2048, 2048)
     assert arithmetic.choose_tile(CUDA, CHOSEN) == (4096, 16_384)
     assert arithmetic.choose_threads(CPU, CHOSEN) == "per_block"
     assert arithmetic.choose_threads(CUDA, CHOSEN) == "per_operation"

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.assignment import assign
+from mclclip.clustering.centroids import hold
+from mclclip.clustering.rows import Rows
 from mclclip.data.arrays import NpyBlocks, cut_blocks
-from mclclip.ranks.process_group import num_threads
+from mclclip.ranks.process_group import Context, num_threads
 
 ALGORITHMS = ("spherical", "euclidean")
 BLOCK = 100
@@ -155,10 +157,35 @@ def test_threads_and_cache_do_not_change_a_bit() -> None:
         assert other.history == results[0].history
 
 
+@pytest.mark.parametrize("sharded", (False, True))
+@pytest.mark.parametrize("threads", (1, 3))
+def test_sums_of_moved_rows_are_those_of_all_rows(sharded: bool, threads: int) -> None:
+    """Also where rows were summed by other centroids before; what was returned stays."""
+    data = noise(900).astype(np.float16)
+    valid = np.random.default_rng(4).random(900) < 0.9
+    valid[BLOCK : 2 * BLOCK] = False
+    with num_threads(threads):
+        rows = Rows(cut_blocks([data], BLOCK), valid, "euclidean", Context(), None)
+        unit = rows.survey().unit
+        kept, shown = hold(rows, 6, sharded), []
+        for seed in (1, 2, 3, 2):
+            centroids = torch.from_numpy(noise(6, seed=seed))
+            sums, counts = kept.sums(centroids, unit)
+            fresh = hold(rows, 6, sharded).sums(centroids, unit)
+            assert torch.equal(sums, fresh[0]) and torch.equal(counts, fresh[1])
+            nearest = assign(rows.blocks, centroids, algorithm="euclidean", valid=valid).labels
+            labels = nearest[torch.from_numpy(valid), 0].long()
+            shown.append((counts, torch.bincount(labels, minlength=6)))
+        assert all(torch.equal(found, wanted) for found, wanted in shown)
+        assert not torch.equal(shown[0][0], shown[1][0])
+
+
 def test_starts_are_seeded_and_the_best_wins() -> None:
     blocks = cut_blocks([noise()], BLOCK)
     one = [kmeans.fit(blocks, 9, seed=[7, 1], restarts=n) for n in (1, 5, 5)]
     assert one[1].inertia <= one[0].inertia
+    labels = assign(blocks, one[1].centroids).labels[:, 0].long()
+    assert torch.equal(one[1].counts, torch.bincount(labels, minlength=9))
     assert torch.equal(one[1].centroids, one[2].centroids)
     assert one[1].restart == one[2].restart
     assert not torch.equal(one[0].centroids, kmeans.fit(blocks, 9, seed=[7, 2]).centroids)

@@ -258,12 +258,13 @@ def hard_to_tell_apart(algorithm: str) -> list[tuple[Tensor, Tensor]]:
         return [(1e-3 * rows, centroids * torch.linspace(1.0, 1.0005, 150)[:, None])]
     near = centroids + 1e-5 * torch.randn(150, 64, generator=torch.Generator().manual_seed(2))
     # Small whole numbers, which bfloat16 holds. The mean is zero, and the second half of a product
-    # nearly cancels the first: the sums of parts are much larger than the sum.
+    # nearly cancels the first: the sums of parts are much larger than the sum, and they are many,
+    # so that their errors exceed what the cast of rows to bfloat16 could lose.
     generator = torch.Generator().manual_seed(3)
-    first = torch.randint(-15, 16, (75, 32), generator=generator).float()
-    second = torch.randint(-1, 2, (75, 32), generator=generator) - first
+    first = torch.randint(8, 16, (75, 512), generator=generator).float()
+    second = torch.randint(-1, 2, (75, 512), generator=generator) - first
     halves = torch.cat([first, second], dim=1)
-    half_rows = torch.randint(-15, 16, (60, 32), generator=generator).float()
+    half_rows = torch.randint(8, 16, (60, 512), generator=generator).float()
     return [(rows, near), (half_rows.repeat(1, 2), torch.cat([halves, -halves]))]
 
 
@@ -319,6 +320,16 @@ def test_the_error_bound_is_never_exceeded(
         # And not so wide that it would say nothing, but where parts of 8 numbers may be rounded.
         if rounding != "partial_sums":
             assert float(error.max()) < (0.05 if algorithm == "spherical" else 0.1)
+
+
+def test_the_error_bound_holds_where_bfloat16_loses_most() -> None:
+    """Every number of the row lies nearly in the middle of two bfloat16, and all losses add up."""
+    signs = torch.randn(64, generator=torch.Generator().manual_seed(0)).sign()
+    rows, centroids = signs[None] * (1.0 + 2.0**-8 - 2.0**-20), torch.stack([signs, -signs])
+    search = Search(centroids, "spherical", 0, Arithmetic(products="bfloat16"))
+    coarse, error = search._lower(rows)
+    lost = (coarse.double() @ centroids.double().T - rows.double() @ centroids.double().T).abs()
+    assert (lost > 0.24).all() and (lost <= error).all()
 
 
 @pytest.mark.parametrize("precision", ("high", "medium"))
