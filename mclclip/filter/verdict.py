@@ -100,7 +100,7 @@ def _tell(artifact: Artifact, counts: dict[str, Any]) -> None:
             f"{copies['largest_group']:,}", f"{copies['by_chain']:,}",
         )  # fmt: skip
     path = shlex.quote(str((artifact.directory / WEIGHTS).resolve()))
-    log.info("filter: to train on what is kept: train.plan.weights=%s", path)
+    log.info("filter: to train on what is kept: %s", f"train.plan.weights={path}")
 
 
 def _write_left_out(path: Path, material: Material, verdict: Verdict) -> None:
