@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from mclclip.data.batches import Batch, KeyedRng, TrainingBatches, kept_rng
 from mclclip.data.epoch_plan import EpochPlan
@@ -125,6 +125,36 @@ def assert_equal(left: Batch, right: Batch) -> None:
 
 def steps_of(batches: TrainingBatches, num_epochs: int = 2) -> Iterator[int]:
     yield from range(num_epochs * batches.steps_per_epoch)
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Weighed(Dataset[int]):
+    """The bytes of its own (not mapped from files) that a process holds after each batch."""
+
+    def __init__(self, batches: TrainingBatches, keeps: bool) -> None:
+        self.batches, self.kept = batches, [] if keeps else None
+
+    def __getitem__(self, step: int) -> int:
+        batch = self.batches[step]
+        if self.kept is not None:
+            self.kept.append(batch)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc to read")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_worker_does_not_grow_from_epoch_to_epoch(index: SampleIndex, keeps: bool) -> None:
+    """Nor does it copy the index page by page; one that keeps its batches is noticed."""
+    batches, epochs = make(index, transform=plain), 16
+    per_epoch = batches.steps_per_epoch
+    steps = range(epochs * per_epoch)
+    loader = DataLoader(Weighed(batches, keeps), batch_size=None, sampler=steps, num_workers=1)
+    held = torch.tensor(list(loader)).view(epochs, per_epoch).amax(1)
+    growth = int(held[-1] - held[2])
+    assert (growth > 300_000) if keeps else (growth < 150_000), held.tolist()
 
 
 # --- randomness --------------------------------------------------------------------------------
