@@ -7,8 +7,10 @@ listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,13 +64,13 @@ def run(
     images = layout.embeddings(stage)
     if text is None:
         text = stage == 0 and config.needs_text_embeddings
-    jobs = [(images, "embeddings", _embed_images)]
+    jobs: list[tuple[Path, str, _EmbedShards]] = [(images, "embeddings", _embed_images)]
     if text:
         without = len(index.without_caption("embed with text"))
         if without:
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
         jobs.append((layout.text_embeddings, "text_embeddings", _embed_texts))
-    for directory, kind, embed_shard in jobs:
+    for directory, kind, embed_shards in jobs:
         artifact = collectives.on_main(
             partial(_open, config, layout, stage, index, directory, kind, force)
         )
@@ -80,7 +82,7 @@ def run(
             partial(check_shards, index.directory, index.shards, config.data.index_workers)
         )
         collectives.together(_image_dataset(config, index, model).check, "embed")
-        _embed(config, context, index, model, artifact, embed_shard)
+        _embed(config, context, index, model, artifact, embed_shards)
     return images
 
 
@@ -112,8 +114,9 @@ def _open(
     return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=again)
 
 
-_EmbedShard = Callable[
-    [Config, Context, SampleIndex, AnyModel, Shard], tuple[np.ndarray, dict[int, str]]
+_Rows = tuple[np.ndarray, dict[int, str]]  # of a shard, and its undecodable samples by reason
+_EmbedShards = Callable[
+    [Config, Context, SampleIndex, AnyModel, Sequence[Shard]], Generator[_Rows, None, None]
 ]
 
 
@@ -123,17 +126,21 @@ def _embed(
     index: SampleIndex,
     model: AnyModel,
     artifact: Artifact,
-    embed_shard: _EmbedShard,
+    embed_shards: _EmbedShards,
 ) -> None:
     """Embeds this rank's missing shards, then finishes the artifact together."""
     directory = artifact.directory
 
     def work() -> dict[int, str]:
-        bad: dict[int, str] = {}
         mine = range(context.rank, len(index.shards), context.world_size)
-        for number in runlog.progress(mine, total=len(mine), description=artifact.kind):
-            bad |= _one_shard(config, context, index, model, directory, number, embed_shard)
-            index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
+        bad, missing = _done(directory, index, mine)
+        shown = runlog.progress(missing, total=len(missing), description=artifact.kind)
+        shards = [index.shards[number] for number in missing]
+        with closing(embed_shards(config, context, index, model, shards)) as found:
+            for number, (values, reasons) in zip(shown, found, strict=True):
+                values = values.astype(config.embed.dtype)
+                bad |= write_shard(directory, number, values, reasons, index).reasons
+                index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
         return bad
 
     found = collectives.together(work, "embed")
@@ -172,22 +179,20 @@ def _notes(directory: Path, num_shards: int) -> dict[str, Note]:
     return notes
 
 
-def _one_shard(
-    config: Config,
-    context: Context,
-    index: SampleIndex,
-    model: AnyModel,
-    directory: Path,
-    number: int,
-    embed_shard: _EmbedShard,
-) -> dict[int, str]:
-    """Embeds one shard unless it is done, and its undecodable samples are what they were; returns
-    those by reason."""
-    note = read_note(directory, number)
-    if note is None or not note.is_of(index):
-        values, bad = embed_shard(config, context, index, model, index.shards[number])
-        note = write_shard(directory, number, values.astype(config.embed.dtype), bad, index)
-    return note.reasons
+def _done(
+    directory: Path, index: SampleIndex, mine: Sequence[int]
+) -> tuple[dict[int, str], list[int]]:
+    """The undecodable samples, by reason, of the shards that are done and whose undecodable samples
+    are what they were; and the numbers of the others."""
+    bad: dict[int, str] = {}
+    missing = []
+    for number in mine:
+        note = read_note(directory, number)
+        if note is None or not note.is_of(index):
+            missing.append(number)
+        else:
+            bad |= note.reasons
+    return bad, missing
 
 
 def _encode(config: Config, context: Context, encode: Callable[[], Tensor]) -> np.ndarray:
@@ -203,26 +208,43 @@ def _encode(config: Config, context: Context, encode: Callable[[], Tensor]) -> n
 
 
 def _embed_images(
-    config: Config, context: Context, index: SampleIndex, model: AnyModel, shard: Shard
-) -> tuple[np.ndarray, dict[int, str]]:
-    """Unit features [n, D] of a shard's images, and its undecodable samples."""
-    pooled = config.embed.feature == "pooled"
+    config: Config,
+    context: Context,
+    index: SampleIndex,
+    model: AnyModel,
+    shards: Sequence[Shard],
+) -> Generator[_Rows, None, None]:
+    """Yields unit features [n, D] of each shard's images.
+
+    One loader reads all shards, so that it does not stand still between them.
+    """
+    batches = _image_batches(config, index, model, shards)
+    for shard in shards:
+        parts: list[np.ndarray] = []
+        bad: dict[int, str] = {}
+        for samples in itertools.islice(batches, len(_cuts(config, shard))):
+            bad |= {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
+            parts.append(_features_of(config, context, model, samples))
+        yield _rows(parts, model), bad
+    next(batches, None)  # the loader's own end
+
+
+def _features_of(
+    config: Config, context: Context, model: AnyModel, samples: Sequence[Sample | BadSample]
+) -> np.ndarray:
+    """Unit features [n, D] of a batch of images, zeros for undecodable ones."""
     size = model.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    parts: list[np.ndarray] = []
-    bad: dict[int, str] = {}
-    for samples in _image_batches(config, index, model, shard):
-        bad |= {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
-        good = torch.tensor([isinstance(sample, Sample) for sample in samples])
-        # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
-        images = torch.zeros(len(samples), model.num_channels, height, width)
-        if good.any():
-            images[good] = torch.stack([s.views[0] for s in samples if isinstance(s, Sample)])
-        encode = partial(_image_features, model, images.to(context.device), pooled)
-        features = _encode(config, context, encode)
-        features[~good.numpy()] = 0.0
-        parts.append(features)
-    return _rows(parts, model), bad
+    good = torch.tensor([isinstance(sample, Sample) for sample in samples])
+    # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
+    images = torch.zeros(len(samples), model.num_channels, height, width)
+    if good.any():
+        images[good] = torch.stack([s.views[0] for s in samples if isinstance(s, Sample)])
+    pooled = config.embed.feature == "pooled"
+    encode = partial(_image_features, model, images.to(context.device), pooled)
+    features = _encode(config, context, encode)
+    features[~good.numpy()] = 0.0
+    return features
 
 
 def _rows(parts: list[np.ndarray], model: AnyModel) -> np.ndarray:
@@ -248,25 +270,36 @@ def _image_dataset(config: Config, index: SampleIndex, model: AnyModel) -> TarDa
     )
 
 
+def _cuts(config: Config, shard: Shard) -> list[range]:
+    """The batches of a shard, as ranges of sample ids."""
+    size = config.embed.batch_size
+    starts = range(shard.start, shard.stop, size)
+    return [range(start, min(start + size, shard.stop)) for start in starts]
+
+
 def _image_batches(
-    config: Config, index: SampleIndex, model: AnyModel, shard: Shard
+    config: Config, index: SampleIndex, model: AnyModel, shards: Sequence[Shard]
 ) -> Iterator[list[Sample | BadSample]]:
     dataset = _image_dataset(config, index, model)
-    size = config.embed.batch_size
-    cuts = range(shard.start, shard.stop, size)
-    ids = [list(range(start, min(start + size, shard.stop))) for start in cuts]
-    workers = min(config.data.num_workers, max(len(ids) - 1, 0))  # none for a single batch
+    cuts = [cut for shard in shards for cut in _cuts(config, shard)]
+    workers = min(config.data.num_workers, max(len(cuts) - 1, 0))  # none for a single batch
 
-    def describe(ids: list[int], place: int) -> str:
-        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shard.path}"
+    def describe(ids: range, place: int) -> str:
+        path = index.shards[int(index.shard_of[ids[0]])].path
+        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {path}"
 
-    yield from Loader(dataset, ids, num_workers=workers, describe=describe, batched=True)
+    return iter(Loader(dataset, cuts, num_workers=workers, describe=describe, batched=True))
 
 
 def _embed_texts(
-    config: Config, context: Context, index: SampleIndex, model: AnyModel, shard: Shard
-) -> tuple[np.ndarray, dict[int, str]]:
-    """Unit features [captions of the shard, D], in the order of (sample, caption number)."""
+    config: Config,
+    context: Context,
+    index: SampleIndex,
+    model: AnyModel,
+    shards: Sequence[Shard],
+) -> Generator[_Rows, None, None]:
+    """Yields unit features [captions of the shard, D] of each shard, in the order of (sample,
+    caption number)."""
     dataset = TarDataset(
         index,
         transform=None,
@@ -275,10 +308,11 @@ def _embed_texts(
         max_open_files=config.data.max_open_files,
         remote=config.data.remote,
     )
-    captions = [c for of in dataset.captions_of(range(shard.start, shard.stop)) for c in of]
     size = config.embed.batch_size
-    parts = []
-    for start in range(0, len(captions), size):
-        tokens = model.tokenizer(captions[start : start + size]).to(context.device)
-        parts.append(_encode(config, context, partial(model.encode_text, tokens)))
-    return _rows(parts, model), {}
+    for shard in shards:
+        captions = [c for of in dataset.captions_of(range(shard.start, shard.stop)) for c in of]
+        parts = []
+        for start in range(0, len(captions), size):
+            tokens = model.tokenizer(captions[start : start + size]).to(context.device)
+            parts.append(_encode(config, context, partial(model.encode_text, tokens)))
+        yield _rows(parts, model), {}

@@ -9,6 +9,7 @@ verb also runs on two processes, to be compared with one of them.
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
@@ -51,9 +52,15 @@ def options(run_dir: Path, shards: Sequence[Path], model: str) -> Config:
     return from_tree(tree)
 
 
+def _settle() -> None:
+    """One thread; and loader workers are forked, as in a process that was not itself spawned."""
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def verb(config: Config, rank: int = 0, world_size: int = 1, store: str = "") -> float:
     """Seconds of ``mclclip embed`` on this rank, without loading the model."""
-    torch.set_num_threads(1)
+    _settle()
     context: Context = SINGLE
     if world_size > 1:
         context = process_group.init(
@@ -76,7 +83,7 @@ def verb(config: Config, rank: int = 0, world_size: int = 1, store: str = "") ->
 
 def bare(config: Config) -> float:
     """Seconds of the forward alone, for as many images."""
-    torch.set_num_threads(1)
+    _settle()
     model = load_any(Layout.of(config).export(0)).eval()
     samples = len(index.SampleIndex.open(Layout.of(config).index))
     images = torch.randn(BATCH, 3, model.image_size, model.image_size)
@@ -90,7 +97,7 @@ def bare(config: Config) -> float:
 
 def loop(config: Config, shards: Sequence[Path], out: Path) -> float:
     """Seconds of the plain loop."""
-    torch.set_num_threads(1)
+    _settle()
     model = load_any(Layout.of(config).export(0)).eval()
     data = webdataset.WebDataset([str(path) for path in shards], shardshuffle=False)
     data = data.decode("pil").to_tuple("jpg;png").map_tuple(model.preprocess_val)
