@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         real = timing.SHARED_DATA.is_dir() and not args.short
-        shards = photographs(work / "photos") if real else rendered(work, 256)
+        shards = photographs(work / "photos", 2, 400) if real else rendered(work, 256)
         config = options(work / "run", shards, args.model)
         samples = len(index.run(config, SINGLE))
         export.stage(config, SINGLE, stage=0)

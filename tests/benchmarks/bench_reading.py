@@ -241,19 +241,20 @@ def rendered(folder: Path, num_samples: int) -> list[Path]:
     return sorted((folder / "shards").glob("*.tar"))
 
 
-def photographs(folder: Path) -> list[Path]:
+def photographs(folder: Path, every: int = 7, samples_per_shard: int = 40) -> list[Path]:
     """Every seventh captioned photograph of ucm_captions, packed."""
     source = timing.SHARED_DATA / "ucm_captions"
     with open(source / "captions.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    chosen = set(sorted({row["filepath"] for row in rows})[::7])
+    chosen = set(sorted({row["filepath"] for row in rows})[::every])
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "captions.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, ["filepath", "title"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(row for row in rows if row["filepath"] in chosen)
     out = folder / "shards"
-    pack.pack(folder / "captions.csv", _images(source, rows[0]), out, samples_per_shard=40)
+    images = _images(source, rows[0])
+    pack.pack(folder / "captions.csv", images, out, samples_per_shard=samples_per_shard)
     return sorted(out.glob("*.tar"))
 
 
