@@ -51,7 +51,7 @@ class Chosen(Protocol):
 
 @dataclass(frozen=True)
 class Subset:
-    """Some of many rows, by their sorted ids, cut as if they were all there is."""
+    """The rows [n, D] with the sorted ``ids`` [n] among many; a slice counts these rows alone."""
 
     rows: Chosen
     ids: Integers

@@ -142,7 +142,7 @@ class KeyedRng(AbstractContextManager[None]):
         np.random.seed([self.key & 0xFFFFFFFF, self.key >> 32])
 
     def __exit__(self, *_: object) -> None:
-        """The next one seeds them again."""
+        """Restores nothing: ``kept_rng`` does, once for all samples."""
 
 
 class TrainingBatches(Dataset[Batch]):

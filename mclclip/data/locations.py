@@ -87,8 +87,10 @@ class Resharded:
     def mapped(
         cls, directory: Path, labels_directory: Path, samples_per_shard: int, places: list[Place]
     ) -> Resharded:
-        """What ``open`` has checked, in another process. Raises FileNotFoundError where this
-        machine does not have the files."""
+        """Maps the files that ``open`` has compared on one rank, without comparing them again.
+
+        Raises FileNotFoundError where this machine does not have them.
+        """
         labels = open_npy(labels_directory / "pseudo_labels.npy", "cluster").reshape(-1)
         members = open_npy(directory / MEMBERS, "reshard")
         given = directory, labels_directory, samples_per_shard, places
@@ -97,7 +99,7 @@ class Resharded:
 
     @property
     def arguments(self) -> tuple[Path, Path, int, list[Place]]:
-        """Those of ``mapped``."""
+        """Arguments of ``mapped``, by which another process opens the same copies."""
         return self.directory, self.labels_directory, self.samples_per_shard, self.places
 
     @property

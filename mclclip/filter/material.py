@@ -34,8 +34,10 @@ Within = Literal["clusters", "all"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is left out; every field is a flag of the verb. Raises ValueError for what does not
-    fit."""
+    """The thresholds of the filters, a field for each flag of the verb (None: not given).
+
+    Raises ValueError for numbers out of range and for flags that exclude or need each other.
+    """
 
     min_clip_score: float | None = None
     keep_share: float | None = None

@@ -31,13 +31,23 @@ def weights(values: np.ndarray | None = WEIGHTS, per_epoch: int | None = None) -
     return SampleWeights(values, np.ones(1), np.zeros(NUM_SAMPLES, np.int32), per_epoch)
 
 
-def plan_of(grouped: GroupedIndex, policy: Policy, epoch: int = 0) -> EpochPlan:
-    return EpochPlan(grouped, 16, policy, "proportional", seed=3, stage=1, epoch=epoch)
+def plan_of(grouped: GroupedIndex, policy: Policy, epoch: int = 0, block: int = 1) -> EpochPlan:
+    return EpochPlan(grouped, 16, policy, "proportional", 3, 1, epoch, block)
 
 
 def counts(plan: EpochPlan) -> np.ndarray:
     ids = [plan.batch(step).ids for step in range(plan.steps_per_epoch)]
     return np.bincount(np.concatenate(ids), minlength=NUM_SAMPLES)
+
+
+@pytest.mark.parametrize("block", [2, 5, 64])
+def test_an_epoch_in_blocks_draws_the_same_samples_as_often(block: int) -> None:
+    """In another order: draws are numbered alike, and blocks of them are shuffled."""
+    grouped = GroupedIndex.build(np.zeros(NUM_SAMPLES, np.int64), (1,), weights(per_epoch=640))
+    one, other = plan_of(grouped, "drop"), plan_of(grouped, "drop", block=block)
+    assert one.remainder == 0 and counts(one).max() > 1
+    np.testing.assert_array_equal(counts(one), counts(other))
+    assert one.batch(0).ids.tolist() != other.batch(0).ids.tolist()
 
 
 @pytest.mark.parametrize("num_rows", kept([1, 2, 63, 64, 65, 1000, 5000], 1, 65, 1000))
