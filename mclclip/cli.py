@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 # Parsed names that are not arguments of the function that a verb calls.
-_COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone"}
+_COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone", "trunk_cache"}
 # Those of export to another library's layout.
 _CONVERSION = ("to", "model", "out", "images", "texts", "precision", "push", "public")
 # Those of soup that say what soups are measured on.
@@ -356,6 +356,9 @@ def _add_configured(verbs: Any) -> None:
         verb.add_argument("--stage", type=int, required=verb is not export)
     text = "captions too, also where the text tower is trained"
     embed.add_argument("--text", action="store_true", default=None, help=text)
+    cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "
+    cache += "as trunk_cache.enabled=true, which later verbs need too)"
+    embed.add_argument("--trunk-cache", action="store_true", help=cache)
     for verb in (train, export):
         verb.add_argument("--variant", default="mcl", choices=_VARIANTS)
     evaluate = add("eval", "encoders -> rows of results.jsonl", _eval)
@@ -466,6 +469,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             args.standalone = _convert
     if getattr(args, "pilot", None) is not None:
         args.overrides.append(f"pilot.share={args.pilot}")
+    if getattr(args, "trunk_cache", False):
+        args.overrides.append("trunk_cache.enabled=true")
     return args
 
 

@@ -15,6 +15,7 @@ from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout
 from mclclip.config.plan import PlanConfig
 from mclclip.config.resharding import ReshardConfig
 from mclclip.config.sources import SourceConfig
+from mclclip.config.trunk_cache import TrunkCacheConfig, check_trunk_cache
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.labels import LabelMode
@@ -380,6 +381,7 @@ class Config:
     embed: EmbedConfig = EmbedConfig()
     cluster: ClusterConfig = ClusterConfig()
     reshard: ReshardConfig = ReshardConfig()
+    trunk_cache: TrunkCacheConfig = TrunkCacheConfig()
     train: TrainConfig = TrainConfig()
     """Training of every stage s >= 1 (and of the controls)."""
     controls: list[Literal["ungrouped", "random_groups"]] = field(default_factory=list)
@@ -415,6 +417,10 @@ class Config:
                 f"has {', '.join(objective.controls) or 'none'}: leave them out"
             )
         self._check_start()
+        if self.trunk_cache.enabled:
+            train, others = self.train, (self.trained_model is not None, self.reshard.enabled)
+            blocks, augmentation = train.lock.image_blocks, self.model.augmentation
+            check_trunk_cache(objective, blocks, train.start, augmentation, *others)
         for options in filter(None, (self.base, self.train)):
             options.objective.check(self.facts(options))
         for name, options in self.trainings.items():

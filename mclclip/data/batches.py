@@ -48,6 +48,7 @@ from mclclip.data.samples import (
     Tokenizer,
     Transform,
 )
+from mclclip.data.trunk_rows import TrunkRows
 from mclclip.randomness import mix
 
 # Purposes of the randomness, part of its key.
@@ -61,7 +62,8 @@ class Batch:
     """One rank's columns of one global batch; b = global_batch / world_size.
 
     views          one or more [b, C, H, W]: the images, transformed once for each view; float32
-                   and normalised, or uint8 from a transform that leaves this to the device
+                   and normalised, or uint8 from a transform that leaves this to the device; or
+                   [b, ...] of the trunk's cache, float16 or float32
     text           int64 [b, context], or None (captions are not read, or text_features instead)
     text_features  float32 [b, D] text embeddings from disk, or None
     labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
@@ -154,7 +156,7 @@ class TrainingBatches(Dataset[Batch]):
     same global batches.
 
     index, transform, reads_captions, tokenizer, text_features, max_image_pixels, max_open_files,
-    check_pixels, remote, resharded  see `TarDataset`; the transform is the training transform
+    check_pixels, remote, resharded, trunk  see `TarDataset`; the transform is that of training
     num_views     how many times each image is transformed, each time with other random draws
     grouped       the stage's grouped index, made for this index
     global_batch  samples per step over all ranks
@@ -196,6 +198,7 @@ class TrainingBatches(Dataset[Batch]):
         check_pixels: bool = False,
         remote: RemoteOptions | None = None,
         resharded: Resharded | None = None,
+        trunk: TrunkRows | None = None,
         block: int = 1,
     ) -> None:
         if world_size < 1 or global_batch % world_size != 0:
@@ -218,6 +221,7 @@ class TrainingBatches(Dataset[Batch]):
             check_pixels=check_pixels,
             remote=remote,
             resharded=resharded,
+            trunk=trunk,
         )
         self.num_views = num_views
         self.grouped, self._class_labels = grouped, class_labels

@@ -56,7 +56,18 @@ def write_shard(
     """Writes the rows of a shard, then the note, which is returned."""
     path = rows_path(directory, number)
     save_npy(path, rows)
-    note = Note(files.record_of(path), dict(reasons), index.bytes_of(list(reasons)))
+    return write_note(directory, number, files.record_of(path), reasons, index)
+
+
+def write_note(
+    directory: Path,
+    number: int,
+    record: files.Record,
+    reasons: Mapping[int, str],
+    index: SampleIndex,
+) -> Note:
+    """Writes and returns the note on a shard whose rows are on disk."""
+    note = Note(record, dict(reasons), index.bytes_of(list(reasons)))
     bad = {str(i): {"reason": r, "bytes": note.bytes_of[i]} for i, r in note.reasons.items()}
     value = files.sealed({"shard": number, "record": asdict(note.record), "bad": bad})
     files.write_json(_note_path(directory, number), value)

@@ -2,7 +2,7 @@
 
 That verb copies samples into shards in the order of a stage's groups, so that those of a batch lie
 close together. Ids, keys, labels and batches are those of the index in either form; only the places
-of bytes differ.
+of bytes differ. With a cache of the trunk (``data.trunk_rows``) its rows are read, not the images.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mclclip.data.remote import Place, RemoteOptions, shown_url
 from mclclip.data.sample_index import SAMPLES, SampleIndex
 from mclclip.data.shard_check import look_at
 from mclclip.data.shard_reader import Range
+from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import read_json
 from mclclip.run.artifacts import read_manifest
 
@@ -134,22 +135,32 @@ def _look_at(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[
 
 class Located(NamedTuple):
     """Byte ranges of a sample's image and of the member with its captions, which is empty where
-    there are none; and the CRC-32 of both where it is a copy."""
+    there are none; and the CRC-32 of both where it is a copy. Where the trunk's output stands for
+    the image, ``row`` is the CRC-32 of that (-1: there is none)."""
 
     image: Range
     text: Range
     crc32: tuple[int, int] | None = None
+    row: int | None = None
 
 
 class Locations:
     """Where samples are read, by sample_id: in the shards of the index or, of those that were
-    copied, in those of ``resharded``, whose numbers in ``places`` follow."""
+    copied, in those of ``resharded``, whose numbers in ``places`` follow. With ``trunk`` its rows
+    stand for images; its files are the last of ``places``."""
 
-    def __init__(self, index: SampleIndex, resharded: Resharded | None = None) -> None:
-        self.index, self.resharded = index, resharded
+    def __init__(
+        self,
+        index: SampleIndex,
+        resharded: Resharded | None = None,
+        trunk: TrunkRows | None = None,
+    ) -> None:
+        self.index, self.resharded, self.trunk = index, resharded, trunk
         self.places = [shard.place for shard in index.shards]
         if resharded is not None:
             self.places += resharded.places
+        if trunk is not None:
+            self.places += trunk.places(len(index.shards))
 
     def of(self, sample_ids: Integers) -> list[Located]:
         """Where each sample is read. Raises the error of ``of_index``."""
@@ -159,7 +170,23 @@ class Locations:
             first = len(self.index.shards)
             rows = zip(found, numbers.tolist(), members.tolist(), strict=True)
             found = [_moved(old, first + n, row) if n >= 0 else old for old, n, row in rows]
+        if self.trunk is not None:
+            ranges = self._rows_of(self.trunk, sample_ids, [place.text[0] for place in found])
+            sums = self.trunk.checksums[sample_ids].tolist()
+            whole = zip(found, ranges, sums, strict=True)
+            found = [old._replace(image=of_row, row=crc32) for old, of_row, crc32 in whole]
         return found
+
+    def _rows_of(self, trunk: TrunkRows, sample_ids: Integers, numbers: list[int]) -> list[Range]:
+        """The ranges of rows of the trunk's output, of samples in the shards ``numbers``."""
+        shards = [self.index.shards[number] for number in numbers]
+        starts = np.array([shard.start for shard in shards], np.int64)
+        sizes = np.array([shard.stop for shard in shards], np.int64) - starts
+        offsets = trunk.offsets(sample_ids - starts, sizes).tolist()
+        first = len(self.places) - len(self.index.shards)
+        return [
+            (first + n, at, trunk.bytes_per_row) for n, at in zip(numbers, offsets, strict=True)
+        ]
 
     def of_index(self, sample_ids: Integers) -> list[Located]:
         """Where each sample is in the shards of the index.

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mclclip.data.remote import Remote, RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
+from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import Checked
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
@@ -48,8 +50,8 @@ _AT_ONCE = 4096  # captions that are asked for together
 @dataclass(frozen=True)
 class BadSample:
     """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
-    ``no_caption``; ``changed``, where its bytes are not those that were indexed; or ``unfit``,
-    where the model does not take such an image."""
+    ``no_caption``; ``changed``, where its bytes are not those that were indexed; ``unfit``, where
+    the model does not take such an image; or ``not_cached``, where the trunk's cache has no row."""
 
     sample_id: int
     reason: str
@@ -58,7 +60,7 @@ class BadSample:
 @dataclass(frozen=True)
 class RawSample:
     """The undecoded members of a sample; ``text`` is the .txt or .json member (empty where it is
-    not read, or where there is none)."""
+    not read, or where there is none). ``image`` may be a row of the trunk's cache instead."""
 
     sample_id: int
     image: bytes
@@ -174,6 +176,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
     With True it is tokenized with ``tokenizer`` (a list of captions -> int64 [n, context]) or
     looked up in ``text_features``, which goes first; a sample without a caption is then a
     `BadSample`. Copies of samples in ``resharded`` are read in the place of those of the index.
+    With ``trunk`` views are its rows, and neither images nor ``transform`` are needed.
 
     Through `__getitem__` and `__getitems__` a sample comes with one view and its first caption.
     Raises ValueError where captions are to be read and there is nothing to read them with, and
@@ -193,6 +196,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         check_pixels: bool = False,
         remote: RemoteOptions | None = None,
         resharded: Resharded | None = None,
+        trunk: TrunkRows | None = None,
     ) -> None:
         if reads_captions and tokenizer is None and text_features is None:
             raise ValueError("reads_captions is True: wanted a tokenizer or text_features as well")
@@ -208,7 +212,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 f"data.verify=full compares images with the index, and {self.index.directory} has "
                 "no checksums of them: run 'mclclip index' with data.verify=full, which adds them"
             )
-        self.locations, self._has_warned = Locations(self.index, resharded), False
+        self.locations, self._has_warned = Locations(self.index, resharded, trunk), False
+        self.trunk = trunk
         self.reader = ShardReader(self.locations.places, max_open_files, Remote(remote))
 
     def __len__(self) -> int:
@@ -304,15 +309,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
         """As ``prepare``, but a sample that the transform does not take raises."""
         if isinstance(raw, BadSample):
             return raw
-        if self.transform is None:
-            raise RuntimeError("this TarDataset has no transform: it reads captions and bytes only")
         try:
-            image = self._decode(raw, self.transform)
+            view = self._views_of(raw)
         except DecodeError as error:
             return BadSample(raw.sample_id, error.reason)
         text = text_features = None
         with contexts[0]:
-            views = [self._view(raw, image, self.transform)]
+            views = [view()]
             if self.text_features is not None:
                 text_features = self.text_features.get(raw.sample_id, caption_number)
             elif self.tokenizer is not None:
@@ -322,8 +325,16 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 text = self.tokenizer([captions[caption_number]])[0]
         for context in contexts[1:]:
             with context:
-                views.append(self._view(raw, image, self.transform))
+                views.append(view())
         return Sample(raw.sample_id, views, caption_number, text, text_features)
+
+    def _views_of(self, raw: RawSample) -> Callable[[], Tensor]:
+        """What makes a view of a sample each time it is called; the image is decoded once."""
+        if self.trunk is not None:
+            return partial(self.trunk.decoded, raw.image)
+        if self.transform is None:
+            raise RuntimeError("this TarDataset has no transform: it reads captions and bytes only")
+        return partial(self._view, raw, self._decode(raw, self.transform), self.transform)
 
     def _decode(self, raw: RawSample, transform: Transform) -> Any:
         arrays = bool(getattr(transform, "reads_arrays", False))
@@ -358,6 +369,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _read(self, sample_id: int, place: Located) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):
             return BadSample(sample_id, "no_caption")
+        if place.row == -1:
+            return BadSample(sample_id, "not_cached")
         try:
             image = self._member(place.image)
             text = self._member(place.text) if self.tokenizer is not None else b""
@@ -369,9 +382,12 @@ class TarDataset(Dataset["Sample | BadSample"]):
             self._warn_of_copy(sample_id)
             (original,) = self.locations.of_index(np.array([sample_id], np.int64))
             return self._read(sample_id, original)
+        if self.trunk is not None and (image is None or zlib.crc32(image) != place.row):
+            shard = int(self.index.shard_of[sample_id])
+            raise self.trunk.damaged(self._key(sample_id), shard)
         if image is None or text is None:
             return BadSample(sample_id, "truncated")
-        if self._has_changed(sample_id, text, image):
+        if self._has_changed(sample_id, text, image if self.trunk is None else None):
             return BadSample(sample_id, "changed")
         return RawSample(sample_id, image, text)
 

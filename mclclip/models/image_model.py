@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mclclip import files
 from mclclip.models import towers
 
 Transform = Callable[[Any], Tensor]
@@ -29,7 +31,8 @@ class ImageModel(nn.Module):
     `exported` is the module that an export holds; its `visual` is the image tower. It is stored
     under the attribute that `part` names, so the names of its parameters begin with `part`.
     `config` is the content of the export's JSON file. `layout` is the image tower's, or the reason
-    why it has none. `transforms`: train, validation.
+    why it has none. `transforms`: train, validation. `first_block`: where `encode_image` starts; if
+    it is not 0, it is given that block's input, such as rows of a cache, in the place of images.
     """
 
     part: str
@@ -52,6 +55,7 @@ class ImageModel(nn.Module):
         self.preprocess_train, self.preprocess_val = transforms
         self._layout = layout
         self.num_frozen_blocks = 0
+        self.first_block = 0
         self._recompute = False
         # Parameters that open_clip never trains (sine-cosine positions) stay fixed with every lock.
         self._fixed = {n for n, p in self.exported.named_parameters() if not p.requires_grad}
@@ -126,7 +130,9 @@ class ImageModel(nn.Module):
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
         """[B, C, H, W] -> [B, D], raw or (`normalize`) unit length. A frozen trunk has no graph."""
         frozen = self.num_frozen_blocks
-        if frozen and not images.requires_grad:
+        if self.first_block:
+            features = self.encode_tail(images, self.first_block)
+        elif frozen and not images.requires_grad:
             with torch.no_grad():
                 hidden = self.encode_trunk(images, frozen)
             features = self.encode_tail(hidden, frozen)
@@ -137,6 +143,19 @@ class ImageModel(nn.Module):
             # Towers with output_tokens give (features, tokens).
             features = output[0] if isinstance(output, tuple) else output
         return unit(features) if normalize else features
+
+    def trunk_digest(self, num_trunk_blocks: int) -> str:
+        """Digest of all that the output of `encode_trunk` depends on beside the images' pixels:
+        the tensors of these blocks, in fp32, and how pixels are made."""
+        self._check_split(num_trunk_blocks)
+        parts, found = self.layout.trunk(num_trunk_blocks), hashlib.sha256()
+        found.update(files.digest_json(self.config["preprocess_cfg"]).encode())
+        for name, tensor in sorted(self.visual.state_dict().items()):
+            if towers.belongs(name, parts):
+                values = tensor.detach().float().cpu().contiguous().numpy()
+                found.update(f"{name} {values.shape}".encode())
+                found.update(values.data)
+        return found.hexdigest()
 
     # --- training ----------------------------------------------------------------------------
 

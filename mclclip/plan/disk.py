@@ -27,6 +27,7 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
     *_, last = measured.values()
     embeddings, clusters = _of_samples(config, counted["samples"], last)
     copies = _copies(config, counted["samples"])
+    rows = _trunk_rows(config, counted["samples"], last)
     exports = _exports(config, last)
     # A new checkpoint is whole before the oldest goes.
     spare = max(training["each"] for training in trainings)
@@ -39,11 +40,13 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
         "embeddings": embeddings,
         "clusters": clusters,
         **copies,
+        **rows,
         "sum": checkpoints
         + exports
         + (embeddings or 0)
         + (clusters or 0)
-        + (copies.get("copies") or 0),
+        + (copies.get("copies") or 0)
+        + (rows.get("trunk cache") or 0),
         "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
         "free": shutil.disk_usage(existing(run_dir)).free,
     }
@@ -105,6 +108,18 @@ def _copies(config: Config, samples: dict[str, Any]) -> dict[str, int | None]:
     size: int | None = samples["size_bytes"]
     name = "copies" if config.reshard.folder is None else "copies, in reshard.folder"
     return {name: None if size is None else size * config.num_stages}
+
+
+def _trunk_rows(
+    config: Config, samples: dict[str, Any], measured: dict[str, Any]
+) -> dict[str, int | None]:
+    """What the frozen blocks make of every image: in the run directory, or elsewhere."""
+    how, number = config.trunk_cache, samples["number"]
+    if not how.enabled:
+        return {}
+    each = measured["operations"]["trunk"]["values"] * np.dtype(how.dtype).itemsize
+    name = "trunk cache" if how.folder is None else "trunk cache, in trunk_cache.folder"
+    return {name: None if number is None else number * each}
 
 
 def _exports(config: Config, measured: dict[str, Any]) -> int:

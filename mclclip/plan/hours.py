@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mclclip.config import Config
-from mclclip.engines.engine import HALF
 from mclclip.plan import operations
 from mclclip.plan.machine import PEAK_TFLOPS, SHARE, Machine, Speed
 from mclclip.plan.steps import Range
@@ -24,10 +25,10 @@ def count(
 ) -> dict[str, Any]:
     """Every pass in the order of a run, sums over all of them, and the trunk's cache by training.
 
-    A pass: ``name`` (``training``, ``images``, ``captions``), stage, variant, ``option`` (``base``
-    or ``train``, of a training), ``samples`` as [fewest, most], operations of a ``sample``,
-    ``precision``, ``samples_per_s`` of a GPU, whether that was ``given``, and ``hours`` and
-    ``gpu_hours``, [fewest, most]. Samples and hours are None where their number is unknown.
+    A pass: ``name`` (``training``, ``trunk``, ``images``, ``captions``), stage, variant, ``option``
+    (``base`` or ``train``, of a training), ``samples`` as [fewest, most], operations of a
+    ``sample``, ``precision``, ``samples_per_s`` of a GPU, whether that was ``given``, and ``hours``
+    and ``gpu_hours``, [fewest, most]. Samples and hours are None where their number is unknown.
     ``speed`` has what was given or assumed.
     """
     trainings = [_training(config, of, measured, machine, speed) for of in counted["trainings"]]
@@ -57,6 +58,8 @@ def _training(
     name, kind = of["option"], measured[of["option"]]
     options = config.trainings[name]
     sample = kind["operations"]["sample"]
+    if name == "train" and config.trunk_cache.enabled:
+        sample = kind["operations"]["trunk"]["sample_cached"]
     step_s = kind["local_batch"] * sample / speed.operations_per_s(options.precision)
     # The products of class centers have an estimate of their own.
     step_s += sum(kind["objective"].get("seconds", {}).values())
@@ -75,10 +78,20 @@ def _embeddings(
     machine: Machine,
     speed: Speed,
 ) -> list[dict[str, Any]]:
-    """The pass over all images with the encoder of a stage; at stage 0 that over captions too."""
+    """The pass over all images with the encoder of a stage; at stage 0 that over captions too, and
+    that of the trunk alone where its output is kept."""
     encoder = _encoder(config, stage, measured)
-    precision = config.embed.precision
-    passes = [("images", samples["number"], encoder["image"], speed.images_per_s)]
+    precision, image = config.embed.precision, encoder["image"]
+    images = {"images": image}
+    if config.trunk_cache.enabled:  # the rate that was given is that of the whole encoder
+        trunk = measured["train"]["operations"]["trunk"]["image"]
+        images = {"trunk": trunk} if stage == 0 else {}
+        images["images"] = image - trunk
+    rate = speed.images_per_s
+    passes = [
+        (name, samples["number"], each, None if rate is None else rate * image / max(each, 1))
+        for name, each in images.items()
+    ]
     if stage == 0 and config.needs_text_embeddings:
         passes.append(("captions", samples["captions"], encoder["text"] or 0, None))
     found = []
@@ -132,18 +145,16 @@ def _cache(
     unknown), ``faster``: how many times a step could be so at most, and ``bytes_per_s`` that each
     GPU would then read.
     """
-    options, found = config.trainings[name], measured["operations"]
+    found = measured["operations"]
     trunk: dict[str, Any] = found["trunk"]
-    half = options.precision in HALF
-    each = trunk["values"] * (2 if half else 8 if options.precision == "float64" else 4)
+    each = trunk["values"] * np.dtype(config.trunk_cache.dtype).itemsize
     number = counted["samples"]["usable"]
     faster = found["sample"] / trunk["sample_cached"]
     rates = [of["samples_per_s"] for of in passes if of.get("option") == name]
-    views = options.objective.num_views
     return trunk | {
         "sample": found["sample"],
         "bytes_each": each,
         "bytes_per_crop": None if number is None else number * each,
         "faster": faster,
-        "bytes_per_s": rates[0] * faster * each * views,
+        "bytes_per_s": rates[0] * each * (1 if config.trunk_cache.enabled else faster),
     }

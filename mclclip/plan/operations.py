@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mclclip.config import ModelConfig
 from mclclip.data.batches import Batch
 from mclclip.models import memory
+from mclclip.models.image_model import ImageModel
 from mclclip.models.loading import AnyModel
 from mclclip.train.loop import Trainee
 
@@ -49,8 +49,10 @@ def of_training(trainee: Trainee, batch: Batch, step: Step, *, twice: bool) -> d
     ``step`` gives the forward and backward pass of a batch; ``twice``: gradient caching runs the
     forward pass once more before. The loss itself is left out. Beside ``sample``: ``features``,
     bytes of a sample's features, and of those with a gradient (``features_trained``); ``trunk``
-    (None where no block is frozen): its ``blocks``, the ``values`` of its output for one crop, and
-    what is left of ``sample`` where that output is at hand (``sample_cached``).
+    (None where no block is frozen, or there are several views): its ``blocks``, the ``values`` of
+    its output for one crop, what is left of ``sample`` where that output is at hand
+    (``sample_cached``), and ``image``, the trunk's part of an embedding pass. The trainee starts
+    from that output afterwards.
     """
     model: Any = trainee.model
     batch = batch.rows(0, _ROWS)
@@ -69,21 +71,16 @@ def of_training(trainee: Trainee, batch: Batch, step: Step, *, twice: bool) -> d
     found: dict[str, Any] = dict(zip(("features", "features_trained"), sizes, strict=True))
     found |= {"sample": count(), "trunk": None}
     frozen = model.num_frozen_blocks
-    if frozen:
+    if frozen and len(batch.views) == 1:  # several views of a row would be equal
+        images = batch.views[0]
         with torch.no_grad():
-            output = model.encode_trunk(batch.views[0], frozen)
-        with _at_hand(model, output):
-            cached = count()
-        blocks = {"blocks": frozen, "of_blocks": model.num_blocks}
-        found["trunk"] = blocks | {"values": output.numel() // rows, "sample_cached": cached}
+            output = model.encode_trunk(images, frozen)
+            image = memory.operations(lambda: model.encode_trunk(images, frozen)) // rows
+        batch = replace(batch, views=[output])
+        for module in trainee.modules():  # a momentum copy starts there too
+            if isinstance(module, ImageModel):
+                module.first_block = frozen
+        cached = count()
+        found["trunk"] = {"blocks": frozen, "of_blocks": model.num_blocks, "image": image}
+        found["trunk"] |= {"values": output.numel() // rows, "sample_cached": cached}
     return found
-
-
-@contextmanager
-def _at_hand(model: Any, output: Tensor) -> Iterator[None]:
-    """While the block runs, the trunk's output is there without being computed."""
-    vars(model)["encode_trunk"] = lambda images, num_trunk_blocks: output
-    try:
-        yield
-    finally:
-        del vars(model)["encode_trunk"]

@@ -186,7 +186,7 @@ def _trunk_cache(name: str, cache: dict[str, Any]) -> Iterator[str]:
     rows.append(["times faster, at most", f"{cache['faster']:.2f}"])
     rows.append(["GB/s that each GPU then reads", f"{cache['bytes_per_s'] / 1e9:,.2f}"])
     yield from _aligned(rows)
-    yield "note: mclclip has no such cache; it would give every epoch the same crops"
+    yield "note: trunk_cache.enabled=true makes it; every epoch then has the same crops"
 
 
 def _disk(plan: dict[str, Any]) -> Iterator[str]:
@@ -196,8 +196,9 @@ def _disk(plan: dict[str, Any]) -> Iterator[str]:
         number = f"{of['number']:,}"
         rows.append([f"checkpoints, {_name(of)}", _gib(of["each"]), number, _gib(of["kept"])])
     rows.append(["checkpoints, one more at a time", "", "", _gib(disk["checkpoints"])])
-    kinds = ("exports", "embeddings", "clusters", "copies", "copies, in reshard.folder", "sum",
-             "present", "free")  # fmt: skip
+    kinds = ("exports", "embeddings", "clusters", "copies", "copies, in reshard.folder",
+             "trunk cache", "trunk cache, in trunk_cache.folder", "sum", "present",
+             "free")  # fmt: skip
     for key in filter(disk.__contains__, kinds):
         rows.append([key, "", "", "unknown" if disk[key] is None else _gib(disk[key])])
     yield from _aligned(rows)

@@ -13,6 +13,7 @@ read with a warning, and ``--force`` makes them again with digests::
                                 manifest.json
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/
+                trunk_cache/    checksums.npy  rows/00000.npy ...
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
                 train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
                 export/         open_clip_config.json  open_clip_model.safetensors
@@ -53,6 +54,7 @@ SCHEMA_VERSION = 2  # 2: manifests hold records of files, and are sealed
 _WRITTEN_BY = {
     "embeddings": "embed",
     "text_embeddings": "embed --text",
+    "trunk_cache": "embed --stage 0 --trunk-cache",
     "clusters": "cluster",
     "pseudo_labels": "cluster",
     "resharded": "reshard",

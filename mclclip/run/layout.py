@@ -83,6 +83,19 @@ class Layout:
         """Text embeddings of the frozen text tower (stage 0's)."""
         return self.run_dir / "stage_0" / "text_embeddings"
 
+    @property
+    def trunk_cache(self) -> Path:
+        """The cache of what the frozen blocks of stage 0's encoder make of every image."""
+        return self.run_dir / "stage_0" / "trunk_cache"
+
+    def trunk_rows(self, folder: str | None, identity: str) -> Path:
+        """Where its rows lie; in a folder elsewhere below the run's name and a part of the cache's
+        ``identity``, since it may hold several."""
+        if folder is None:
+            return self.trunk_cache / "rows"
+        name = f"trunk_{identity[:12]}"
+        return Path(folder).expanduser() / self.run_dir.resolve().name / name
+
     def clusters(self, stage: int) -> Path:
         """k-means of a stage's embeddings."""
         return self.stage(stage) / "clusters"

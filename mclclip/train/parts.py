@@ -25,8 +25,9 @@ from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.samples import BadSamples, TextFeatures
+from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
-from mclclip.engines.engine import Engine
+from mclclip.engines.engine import HALF, Engine
 from mclclip.models.clip import architecture
 from mclclip.models.fast_pixels import check_fast, fast_transform, normalized
 from mclclip.models.loading import AnyModel, load_any, prepare_model
@@ -58,6 +59,7 @@ class Job:
     index: SampleIndex
     directory: Path
     peaks: PeakMemory
+    trunk_dtype: torch.dtype | None = None  # of the trunk's output in this training's precision
 
     @property
     def seed(self) -> int:
@@ -160,6 +162,44 @@ class Job:
         url = how.url and f"{how.url.rstrip('/')}/stage_{self.stage}"
         labels, remote = layout.pseudo_labels(self.stage), self.config.data.remote
         return Resharded.open(directory, labels, self.index, url, remote)
+
+    @property
+    def reads_trunk(self) -> bool:
+        """Whether views are what the frozen blocks made of images once, not images."""
+        return self.stage > 0 and self.config.trunk_cache.enabled
+
+    @cached_property
+    def trunk(self) -> TrunkRows | None:
+        """The rows that stand for images, where they do. All ranks ask for it together; raises the
+        errors of ``TrunkRows.open``."""
+        if not self.reads_trunk:
+            return None
+        folder = self.config.trunk_cache.folder
+        return TrunkRows.open_together(self.layout, folder, self.index)
+
+    def start_from_trunk(self, model: AnyModel) -> None:
+        """Has the model start from the rows that stand for images, where they do, in the number
+        format that its frozen blocks would give.
+
+        Raises RuntimeError where they are of other weights, and ValueError where blocks would be
+        left out that are trained.
+        """
+        if self.trunk is None:
+            return
+        if self.trunk.num_blocks > model.num_frozen_blocks:
+            raise ValueError(
+                f"the trunk's cache has passed {self.trunk.num_blocks} blocks, and "
+                f"train.lock freezes {model.num_frozen_blocks}: lower train.lock.image_blocks, or "
+                "run 'mclclip embed --stage 0 --trunk-cache --force'"
+            )
+        self.trunk.start(model)
+        size = model.image_size
+        sides = (size, size) if isinstance(size, int) else size
+        images = torch.zeros(1, model.num_channels, *sides, device=self.context.device)
+        double, half = self.options.precision == "float64", HALF.get(self.options.precision)
+        images = images.double() if double else images
+        with torch.no_grad(), torch.autocast(images.device.type, half, enabled=half is not None):
+            self.trunk_dtype = model.encode_trunk(images, self.trunk.num_blocks).dtype
 
 
 def trainee_of(job: Job, model: AnyModel, objective: Objective) -> Trainee:
@@ -264,6 +304,7 @@ def trainer_of(
             options=options,
             context=context,
             normalization=tuple(v.to(context.device) for v in trainee.model.normalization),
+            trunk_dtype=job.trunk_dtype,
         ),
         seed_words=(job.seed, job.stage),
         checkpoint_every=options.checkpoint.every,
@@ -360,9 +401,10 @@ def loader_of(
         bad_ids=known_bad,
         max_image_pixels=data.max_image_pixels,
         max_open_files=data.max_open_files,
-        check_pixels=data.verify == "full",
+        check_pixels=data.verify == "full" and job.trunk is None,
         remote=data.remote,
         resharded=job.resharded,
+        trunk=job.trunk,
         block=job.block,
     )
     batches.dataset.check()
@@ -396,11 +438,17 @@ def transform_of(pixels: Pixels, model: AnyModel) -> Callable[[Any], Tensor]:
 
 
 def prepared(
-    batch: Batch, options: TrainConfig, context: Context, normalization: tuple[Tensor, ...]
+    batch: Batch,
+    options: TrainConfig,
+    context: Context,
+    normalization: tuple[Tensor, ...],
+    trunk_dtype: torch.dtype | None,
 ) -> Batch:
-    """The batch on the device, normalised (mean and deviation in ``normalization``) if its views
-    are uint8, in the training's number format."""
+    """The batch on the device, in the training's number format, normalised (mean and deviation in
+    ``normalization``) if its views are uint8. Rows of a cache get ``trunk_dtype``."""
     batch = batch.to(context.device)
+    if trunk_dtype is not None:
+        batch.views = [view.to(trunk_dtype) for view in batch.views]
     batch.views = [
         normalized(view, *normalization) if view.dtype == torch.uint8 else view
         for view in batch.views

@@ -23,6 +23,7 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_check import check_shards
+from mclclip.data.trunk_rows import KIND
 from mclclip.files import move_aside
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -77,9 +78,11 @@ def run(
     job.class_labels = collectives.on_main(lambda: job.class_labels)
     given = collectives.on_main(lambda: job.resharded and job.resharded.arguments)
     job.resharded = collectives.together(lambda: given and Resharded.mapped(*given))
+    _ = job.trunk  # opened by all ranks together, before one of them asks for it alone
     workers, remote = config.data.index_workers, config.data.remote
     collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
     model = parts.build_model(config, layout, stage, options, context)
+    collectives.together(lambda: job.start_from_trunk(model))
     objective = parts.objective_of(job, model)
     artifact, groups = collectives.on_main(lambda: _prepare(job, force, write=True))
     trainee = parts.trainee_of(job, model, objective)
@@ -140,7 +143,7 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         "model": to_tree(job.model),
         "train": options,
     }
-    if job.config.data.pixels != "exact":
+    if job.config.data.pixels != "exact" and not job.reads_trunk:
         config["data"] = {"pixels": job.config.data.pixels}
     if job.layout.is_pilot:
         config["share"] = job.config.pilot.share
@@ -158,6 +161,14 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
     if force and groups.damage() is not None:
         move_aside(job.directory)
     artifact = opened(write=True)
+    _tell(job)
+    if not groups.written:  # with --force the ones found before may have been moved aside
+        groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
+    return artifact, groups
+
+
+def _tell(job: Job) -> None:
+    """Logs which samples a training draws, and where it reads them."""
     attribute = job.options.objective.reads.attribute
     for what, ids in (
         ("have no caption", job.without_caption),
@@ -173,11 +184,13 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         shares = job.weights.by_source(job.index)
         drawn = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         log.info("stage %d: samples are drawn by weight, of all draws: %s", job.stage, drawn)
+    if job.trunk is not None:
+        log.info(
+            "stage %d: starts from what the first %d blocks made of every image, at %s",
+            job.stage, job.trunk.num_blocks, job.trunk.folder,
+        )  # fmt: skip
     if job.resharded is not None:
         log.info("stage %d: samples are read from copies at %s", job.stage, job.resharded.shown)
-    if not groups.written:  # with --force the ones found before may have been moved aside
-        groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
-    return artifact, groups
 
 
 def _controlled_steps(job: Job) -> int | None:
@@ -237,6 +250,8 @@ def _inputs(job: Job) -> dict[str, str]:
     if job.stage == 0:
         return inputs
     inputs["base"] = artifacts.read_manifest(job.layout.export(0), "export").digest
+    if job.reads_trunk:
+        inputs["trunk_cache"] = artifacts.read_manifest(job.layout.trunk_cache, KIND).digest
     if job.uses_cached_text:
         text = artifacts.read_manifest(job.layout.text_embeddings, "text_embeddings")
         inputs["text_embeddings"] = text.digest

@@ -198,13 +198,13 @@ def test_force_makes_what_is_finished_again(config: Config, verb: str) -> None:
 def test_embeddings_that_are_not_finite_are_made_again_as_advised(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = embed._encode
+    unit = embed._unit
 
     def spoiled(*given: Any) -> np.ndarray:
-        return encode(*given) * np.nan
+        return unit(*given) * np.nan
 
     with monkeypatch.context() as patched:
-        patched.setattr(embed, "_encode", spoiled)
+        patched.setattr(embed, "_unit", spoiled)
         embed.run(config, SINGLE, stage=0, force=True)
     with pytest.raises(ValueError, match="hold NaN or infinite.*'mclclip embed --force'"):
         cluster.run(config, SINGLE, stage=0, force=True)

@@ -77,7 +77,7 @@ def batches_of(config: Config, pixels: decode.Pixels, model: Any, **options: Any
 
 def prepared(batch: Batch, config: Config, model: Any) -> Batch:
     assert config.base is not None
-    return parts.prepared(batch, config.base, SINGLE, model.normalization)
+    return parts.prepared(batch, config.base, SINGLE, model.normalization, None)
 
 
 def test_batches_are_open_clips_within_two_of_255(data: Path, tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,11 @@ from torch import Tensor
 
 from mclclip.config import Config
 from mclclip.data.embeddings import Note, num_restored, read_note, rows_path, write_shard
-from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex, Shard
-from mclclip.data.samples import BadSample, BadSamples, Sample, TarDataset
+from mclclip.data.samples import BadSamples, TarDataset
 from mclclip.data.shard_check import check_shards
+from mclclip.data.trunk_rows import KIND, TrunkRows
+from mclclip.embed import images, trunk
 from mclclip.files import digest_json
 from mclclip.models.loading import AnyModel, load_any
 from mclclip.ranks import collectives
@@ -54,6 +54,9 @@ def run(
     text of another stage, whose text tower is not what later stages are compared with. Finished
     embeddings that lack samples which have been restored since are kept, with a warning, and made
     again with any ``force``.
+
+    With ``trunk_cache.enabled`` stage 0 first writes what its frozen blocks make of every image
+    (``embed.trunk``), and the images of every stage are embedded from that.
     """
     if text and stage != 0:
         raise ValueError(
@@ -61,29 +64,38 @@ def run(
         )
     layout = Layout.of(config, variant)
     index = SampleIndex.open(layout.index)
-    images = layout.embeddings(stage)
+    if config.trunk_cache.enabled and stage == 0:
+        trunk.write(config, context, layout, index, force)
     if text is None:
         text = stage == 0 and config.needs_text_embeddings
-    jobs: list[tuple[Path, str, _EmbedShards]] = [(images, "embeddings", _embed_images)]
+    jobs = [(layout.embeddings(stage), "embeddings")]
     if text:
         without = len(index.without_caption("embed with text"))
         if without:
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
-        jobs.append((layout.text_embeddings, "text_embeddings", _embed_texts))
-    for directory, kind, embed_shards in jobs:
+        jobs.append((layout.text_embeddings, "text_embeddings"))
+    for directory, kind in jobs:
         artifact = collectives.on_main(
             partial(_open, config, layout, stage, index, directory, kind, force)
         )
         if artifact.finished:
             log.info("%s is finished: skipped", directory)
             continue
-        model = load_any(layout.export(stage)).to(context.device).eval()
+        model = load_any(layout.export(stage)).eval()
+        rows = None
+        if kind == "embeddings" and config.trunk_cache.enabled:
+            rows = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
+            collectives.together(partial(rows.start, model), "embed")
+        model.to(context.device)
         collectives.on_main(
             partial(check_shards, index.directory, index.shards, config.data.index_workers)
         )
-        collectives.together(_image_dataset(config, index, model).check, "embed")
-        _embed(config, context, index, model, artifact, embed_shards)
-    return images
+        source = images.dataset(config, index, model, rows)
+        collectives.together(source.check, "embed")
+        embed_shards = _embed_images if kind == "embeddings" else _embed_texts
+        of_shards = partial(embed_shards, config, context, source, model)
+        _embed(config, context, index, artifact, of_shards)
+    return layout.embeddings(stage)
 
 
 def _open(
@@ -104,6 +116,8 @@ def _open(
         "index": index.digest,
         "encoder": artifacts.read_manifest(layout.export(stage), "export").digest,
     }
+    if kind == "embeddings" and config.trunk_cache.enabled:
+        inputs["trunk_cache"] = artifacts.read_manifest(layout.trunk_cache, KIND).digest
     restored = num_restored(directory, index) if artifacts.is_finished(directory) else 0
     if restored and not force:
         log.warning(
@@ -114,19 +128,12 @@ def _open(
     return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=again)
 
 
-_Rows = tuple[np.ndarray, dict[int, str]]  # of a shard, and its undecodable samples by reason
-_EmbedShards = Callable[
-    [Config, Context, SampleIndex, AnyModel, Sequence[Shard]], Generator[_Rows, None, None]
-]
-
-
 def _embed(
     config: Config,
     context: Context,
     index: SampleIndex,
-    model: AnyModel,
     artifact: Artifact,
-    embed_shards: _EmbedShards,
+    embed_shards: Callable[[Sequence[Shard]], Generator[images.Rows, None, None]],
 ) -> None:
     """Embeds this rank's missing shards, then finishes the artifact together."""
     directory = artifact.directory
@@ -136,7 +143,7 @@ def _embed(
         bad, missing = _done(directory, index, mine)
         shown = runlog.progress(missing, total=len(missing), description=artifact.kind)
         shards = [index.shards[number] for number in missing]
-        with closing(embed_shards(config, context, index, model, shards)) as found:
+        with closing(embed_shards(shards)) as found:
             for number, (values, reasons) in zip(shown, found, strict=True):
                 values = values.astype(config.embed.dtype)
                 bad |= write_shard(directory, number, values, reasons, index).reasons
@@ -195,124 +202,59 @@ def _done(
     return bad, missing
 
 
-def _encode(config: Config, context: Context, encode: Callable[[], Tensor]) -> np.ndarray:
-    bf16 = config.embed.precision == "bf16"
-    with (
-        torch.inference_mode(),
-        torch.autocast(context.device.type, dtype=torch.bfloat16, enabled=bf16),
-    ):
-        features = encode()
-    unit = torch.nn.functional.normalize(features.float(), dim=-1)
-    array: np.ndarray = unit.cpu().numpy()
+def _unit(features: Tensor) -> np.ndarray:
+    array: np.ndarray = torch.nn.functional.normalize(features, dim=-1).cpu().numpy()
     return array
 
 
 def _embed_images(
     config: Config,
     context: Context,
-    index: SampleIndex,
+    source: TarDataset,
     model: AnyModel,
     shards: Sequence[Shard],
-) -> Generator[_Rows, None, None]:
-    """Yields unit features [n, D] of each shard's images.
+) -> Generator[images.Rows, None, None]:
+    """Yields unit features [n, D] of each shard's images."""
 
-    One loader reads all shards, so that it does not stand still between them.
-    """
-    batches = _image_batches(config, index, model, shards)
-    for shard in shards:
-        parts: list[np.ndarray] = []
-        bad: dict[int, str] = {}
-        for samples in itertools.islice(batches, len(_cuts(config, shard))):
-            bad |= {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
-            parts.append(_features_of(config, context, model, samples))
-        yield _rows(parts, model), bad
-    next(batches, None)  # the loader's own end
+    def encode(pixels: Tensor) -> np.ndarray:
+        return _unit(images.forward(config, context, partial(features, pixels)))
 
+    def features(pixels: Tensor) -> Tensor:
+        if config.embed.feature == "pooled":
+            return model.encode_tail(pixels, model.first_block, project=False)
+        return model.encode_image(pixels)
 
-def _features_of(
-    config: Config, context: Context, model: AnyModel, samples: Sequence[Sample | BadSample]
-) -> np.ndarray:
-    """Unit features [n, D] of a batch of images, zeros for undecodable ones."""
-    size = model.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    good = torch.tensor([isinstance(sample, Sample) for sample in samples])
-    # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
-    images = torch.zeros(len(samples), model.num_channels, height, width)
-    if good.any():
-        images[good] = torch.stack([s.views[0] for s in samples if isinstance(s, Sample)])
-    pooled = config.embed.feature == "pooled"
-    encode = partial(_image_features, model, images.to(context.device), pooled)
-    features = _encode(config, context, encode)
-    features[~good.numpy()] = 0.0
-    return features
+    shape = images.row_shape(model, source.trunk)
+    with closing(images.by_shard(config, context, source, shape, shards, encode)) as passes:
+        for batches in passes:
+            parts: list[np.ndarray] = []
+            bad: dict[int, str] = {}
+            for rows, reasons in batches:
+                parts.append(rows)
+                bad |= reasons
+            yield _joined(parts, model), bad
 
 
-def _rows(parts: list[np.ndarray], model: AnyModel) -> np.ndarray:
+def _joined(parts: list[np.ndarray], model: AnyModel) -> np.ndarray:
     """The concatenated parts [n, D]; n is 0 if there are none."""
     return np.concatenate(parts) if parts else np.zeros((0, model.embed_dim), np.float32)
-
-
-def _image_features(model: AnyModel, images: Tensor, pooled: bool) -> Tensor:
-    if pooled:
-        return model.encode_tail(model.encode_trunk(images, 0), 0, project=False)
-    return model.encode_image(images)
-
-
-def _image_dataset(config: Config, index: SampleIndex, model: AnyModel) -> TarDataset:
-    return TarDataset(
-        index,
-        transform=model.preprocess_val,
-        reads_captions=False,
-        max_image_pixels=config.data.max_image_pixels,
-        max_open_files=config.data.max_open_files,
-        check_pixels=config.data.verify == "full",
-        remote=config.data.remote,
-    )
-
-
-def _cuts(config: Config, shard: Shard) -> list[range]:
-    """The batches of a shard, as ranges of sample ids."""
-    size = config.embed.batch_size
-    starts = range(shard.start, shard.stop, size)
-    return [range(start, min(start + size, shard.stop)) for start in starts]
-
-
-def _image_batches(
-    config: Config, index: SampleIndex, model: AnyModel, shards: Sequence[Shard]
-) -> Iterator[list[Sample | BadSample]]:
-    dataset = _image_dataset(config, index, model)
-    cuts = [cut for shard in shards for cut in _cuts(config, shard)]
-    workers = min(config.data.num_workers, max(len(cuts) - 1, 0))  # none for a single batch
-
-    def describe(ids: range, place: int) -> str:
-        path = index.shards[int(index.shard_of[ids[0]])].path
-        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {path}"
-
-    return iter(Loader(dataset, cuts, num_workers=workers, describe=describe, batched=True))
 
 
 def _embed_texts(
     config: Config,
     context: Context,
-    index: SampleIndex,
+    source: TarDataset,
     model: AnyModel,
     shards: Sequence[Shard],
-) -> Generator[_Rows, None, None]:
+) -> Generator[images.Rows, None, None]:
     """Yields unit features [captions of the shard, D] of each shard, in the order of (sample,
     caption number)."""
-    dataset = TarDataset(
-        index,
-        transform=None,
-        reads_captions=False,
-        max_image_pixels=config.data.max_image_pixels,
-        max_open_files=config.data.max_open_files,
-        remote=config.data.remote,
-    )
     size = config.embed.batch_size
     for shard in shards:
-        captions = [c for of in dataset.captions_of(range(shard.start, shard.stop)) for c in of]
+        captions = [c for of in source.captions_of(range(shard.start, shard.stop)) for c in of]
         parts = []
         for start in range(0, len(captions), size):
             tokens = model.tokenizer(captions[start : start + size]).to(context.device)
-            parts.append(_encode(config, context, partial(model.encode_text, tokens)))
-        yield _rows(parts, model), {}
+            encode = partial(model.encode_text, tokens)
+            parts.append(_unit(images.forward(config, context, encode)))
+        yield _joined(parts, model), {}

@@ -1,0 +1,178 @@
+"""The cache of the trunk: what the frozen blocks make of every image, written once at stage 0.
+
+Stages, controls and later embedding passes have the same frozen blocks, so they start from these
+rows (``data.trunk_rows``) instead of images. The pass is cut into shards as that of embeddings.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mclclip import files
+from mclclip.config import Config
+from mclclip.data import trunk_rows
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import BadSamples
+from mclclip.data.shard_check import check_shards
+from mclclip.data.trunk_rows import CHECKSUMS, KIND
+from mclclip.embed import images
+from mclclip.models import memory
+from mclclip.models.loading import AnyModel, load_any, prepare_model
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run import runlog
+from mclclip.run.artifacts import Artifact, Force, is_finished
+from mclclip.run.layout import Layout
+
+log = logging.getLogger("mclclip")
+
+
+def write(
+    config: Config, context: Context, layout: Layout, index: SampleIndex, force: Force
+) -> None:
+    """Writes the cache of stage 0's encoder, unless it is finished. All ranks call it.
+
+    A killed call goes on at the first shard that is missing. Raises ValueError where the training
+    freezes no block, the disk has too little room, or ``trunk_cache.dtype`` does not hold a value.
+    """
+    model = load_any(layout.export(0)).eval()
+    blocks = collectives.on_main(lambda: _frozen_blocks(config, layout))
+    fields: dict[str, Any] = {"blocks": blocks, "dtype": config.trunk_cache.dtype}
+    fields["precision"] = config.embed.precision
+    inputs = {"index": index.digest, "trunk": model.trunk_digest(blocks)}
+    artifact = collectives.on_main(
+        partial(_open, config, layout, index, fields, inputs, force=force)
+    )
+    if artifact.finished:
+        log.info("%s is finished: skipped", artifact.directory)
+        return
+    workers, remote = config.data.index_workers, config.data.remote
+    collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
+    collectives.together(images.dataset(config, index, model).check, "embed")
+    shape = _shape(model, blocks)
+    folder = layout.trunk_rows(config.trunk_cache.folder, artifact.identity)
+    collectives.on_main(lambda: _check_room(folder, index, shape, config.trunk_cache.dtype))
+    model.to(context.device)
+    found = collectives.together(
+        lambda: _work(config, context, index, model, folder, blocks, shape), "embed"
+    )
+    num_bad = BadSamples(index, config.data.max_bad_fraction).share(found)
+    without = collectives.gather_objects(sorted(found))
+
+    def finish() -> None:
+        trunk_rows.join_checksums(artifact.directory, folder, index)
+        lost = sorted(sample_id for part in without for sample_id in part)
+        artifact.finish(
+            {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
+            | {"shape": list(shape)},
+            dtype=config.trunk_cache.dtype,
+            content_digest=files.digest_json([artifact.identity, lost]) if lost else None,
+            records=files.records_of(artifact.directory, CHECKSUMS),
+        )
+
+    collectives.on_main(finish)
+
+
+def _frozen_blocks(config: Config, layout: Layout) -> int:
+    """Number of first blocks that no stage trains; ValueError for none."""
+    model = memory.load_shapes(str(layout.export(0)), text=config.model.text)
+    with memory.faked(model):
+        arguments = config.train.model_arguments() | {"precision": "fp32"}
+        prepare_model(model, **arguments, seed=config.seed)
+    if not model.num_frozen_blocks:
+        raise ValueError(
+            f"trunk_cache.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
+            f"trains all of the image tower's {model.layout.counted}: lower it, or leave "
+            "trunk_cache out"
+        )
+    return model.num_frozen_blocks
+
+
+def _shape(model: AnyModel, blocks: int) -> tuple[int, ...]:
+    with torch.inference_mode():
+        hidden = model.encode_trunk(torch.zeros(1, *images.row_shape(model)), blocks)
+    return tuple(hidden.shape[1:])
+
+
+def _open(
+    config: Config,
+    layout: Layout,
+    index: SampleIndex,
+    fields: dict[str, Any],
+    inputs: dict[str, str],
+    force: Force,
+) -> Artifact:
+    given = config.trunk_cache.folder
+    if given is not None and Path(given).expanduser().is_file():
+        raise ValueError(f"trunk_cache.folder={given} is a file: give a folder")
+    directory = layout.trunk_cache
+    was_finished = is_finished(directory)
+    artifact = Artifact.open(directory, kind=KIND, config=fields, inputs=inputs, force=force)
+    folder = layout.trunk_rows(given, artifact.identity)
+    if artifact.finished:
+        _warn_of_restored(directory, index)
+    elif was_finished and folder.exists():  # it is made again
+        files.move_aside(folder)
+    return artifact
+
+
+def _warn_of_restored(directory: Path, index: SampleIndex) -> None:
+    """Says how many samples have no row and could have one now."""
+    without = np.flatnonzero(np.load(directory / CHECKSUMS, mmap_mode="r") == -1)
+    if restored := len(np.setdiff1d(without, index.bad_ids())):
+        log.warning(
+            "%s has no rows of %d samples that could not be read and have changed since: they are "
+            "replaced in trainings; --force makes all rows again", directory, restored,
+        )  # fmt: skip
+
+
+def _check_room(folder: Path, index: SampleIndex, shape: tuple[int, ...], dtype: str) -> None:
+    """Raises ValueError where the disk has no room for the shards that are not there yet."""
+    needed = len(index) * int(np.prod(shape)) * np.dtype(dtype).itemsize
+    there = sum(path.stat().st_size for path in folder.glob("*.npy"))
+    free = shutil.disk_usage(files.existing(folder)).free
+    if needed - there > free:
+        raise ValueError(
+            f"the trunk's cache needs about {(needed - there) / 2**30:.3g} GiB, the disk of "
+            f"{folder} has {free / 2**30:.3g} GiB free: name another disk in trunk_cache.folder"
+        )
+
+
+def _work(
+    config: Config,
+    context: Context,
+    index: SampleIndex,
+    model: AnyModel,
+    folder: Path,
+    blocks: int,
+    shape: tuple[int, ...],
+) -> dict[int, str]:
+    """Writes this rank's missing shards; returns its samples without a row, by reason."""
+    mine = range(context.rank, len(index.shards), context.world_size)
+    bad, missing = trunk_rows.shards_done(folder, index, mine)
+    shards = [index.shards[number] for number in missing]
+
+    def encode(pixels: Tensor) -> np.ndarray:
+        run = partial(model.encode_trunk, pixels, blocks)
+        rows: np.ndarray = images.forward(config, context, run).cpu().numpy()
+        return rows
+
+    source = images.dataset(config, index, model)
+    of_images = images.row_shape(model)
+    shown = runlog.progress(missing, total=len(missing), description=KIND)
+    passes = images.by_shard(config, context, source, of_images, shards, encode)
+    with closing(passes):
+        for number, batches in zip(shown, passes, strict=True):
+            dtype = config.trunk_cache.dtype
+            bad |= trunk_rows.write_rows(folder, number, shape, dtype, batches, index)
+            index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
+    return bad

@@ -1,0 +1,360 @@
+"""The frozen blocks' output on disk: what it holds, what starts from it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip import cluster, embed, export, index, train
+from mclclip.config import Config
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import BadSample, Sample, TarDataset
+from mclclip.data.trunk_rows import TrunkRows
+from mclclip.models.loading import load_any
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
+from mclclip.run.layout import Layout
+from tests import tiny
+from tests.matrix import kept
+
+RESNET = str(tiny.ROOT / "tests/configs/tiny_resnet.json")
+NUM_SAMPLES = 60
+PLAIN = "model.augmentation={kind: none}"  # as from the cache: the crops of validation
+ON = "trunk_cache={enabled: true, dtype: float32}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_data(tmp_path_factory.mktemp("trunk"), num_samples=NUM_SAMPLES)
+
+
+def options(run_dir: Path, data: Path, *more: str) -> Config:
+    """A given encoder and one stage; captions' embeddings come from disk."""
+    return tiny.make_config(
+        run_dir, data, "base=null", "num_stages=1", "train.steps=4", "train.log_every=1", *more,
+        locked_text=True,
+    )  # fmt: skip
+
+
+def embedded(config: Config) -> TrunkRows:
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+    embed.run(config, SINGLE, stage=0)
+    return rows_of(config)
+
+
+def rows_of(config: Config) -> TrunkRows:
+    layout = Layout.of(config)
+    return TrunkRows.open(layout, config.trunk_cache.folder, SampleIndex.open(layout.index))
+
+
+def trained(config: Config) -> list[float]:
+    """The loss of every step of stage 1, whose encoder embeds the images again."""
+    cluster.run(config, SINGLE, stage=0)
+    train.run(config, SINGLE, stage=1)
+    export.stage(config, SINGLE, stage=1)
+    embed.run(config, SINGLE, stage=1)
+    lines = (Layout.of(config).train(1) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def embeddings(config: Config, stage: int) -> np.ndarray:
+    paths = sorted(Layout.of(config).embeddings(stage).glob("*.npy"))
+    return np.concatenate([np.load(path) for path in paths])
+
+
+def read(config: Config, rows: TrunkRows, ids: list[int]) -> list[Sample | BadSample]:
+    samples = SampleIndex.open(Layout.of(config).index)
+    found = TarDataset(
+        samples, None, reads_captions=False, max_image_pixels=10**6, trunk=pickle.loads(
+            pickle.dumps(rows)
+        ),
+    )  # fmt: skip
+    return found.__getitems__(ids)
+
+
+@pytest.fixture(scope="module")
+def made(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A finished cache; tests copy it."""
+    config = options(tmp_path_factory.mktemp("made") / "run", data, ON)
+    embedded(config)
+    return config
+
+
+def copied(made: Config, data: Path, root: Path, *more: str) -> Config:
+    shutil.copytree(made.run_dir, root / "run")
+    return options(root / "run", data, ON, *more)
+
+
+# --- what is written and what starts from it -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks", "shape"),
+    kept([(None, 1, (17, 32)), (RESNET, 3, (128, 4, 4))], 0, 1),
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rows_are_the_output_of_the_frozen_blocks(
+    data: Path, tmp_path: Path, model: str | None, blocks: int, shape: tuple[int, ...], dtype: str
+) -> None:
+    more = [f"model.name={model}", "train.lock.image_blocks=2"] if model else []
+    given = f"trunk_cache={{enabled: true, dtype: {dtype}, folder: {tmp_path}/rows}}"
+    config = options(tmp_path / "run", data, given, *more)
+    rows = embedded(config)
+    assert (rows.num_blocks, rows.shape, rows.dtype) == (blocks, shape, dtype)
+    assert rows.folder.parent == tmp_path / "rows" / "run"
+    encoder = load_any(Layout.of(config).export(0)).eval()
+    samples = SampleIndex.open(Layout.of(config).index)
+    images = TarDataset(
+        samples, encoder.preprocess_val, reads_captions=False, max_image_pixels=10**6
+    )
+    ids = [51, 3, 59, 0, 48, 47]  # of both shards, in no order
+    for number, found in zip(ids, read(config, rows, ids), strict=True):
+        picture = images[number]
+        assert isinstance(found, Sample) and isinstance(picture, Sample)
+        with torch.no_grad():
+            (wanted,) = encoder.encode_trunk(picture.views[0][None], blocks)
+        assert found.views[0].dtype == getattr(torch, dtype)
+        tolerance = 2e-3 if dtype == "float16" else 1e-6
+        torch.testing.assert_close(found.views[0].float(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_everything_after_it_is_as_from_images(made: Config, data: Path, tmp_path: Path) -> None:
+    """In float32 to the bit, by the same crops: embeddings, losses, the trained encoder."""
+    cached = copied(made, data, tmp_path / "cached")
+    images = options(tmp_path / "images/run", data, PLAIN)
+    index.run(images, SINGLE)
+    export.stage(images, SINGLE, stage=0)
+    embed.run(images, SINGLE, stage=0)
+    losses = trained(images)
+    assert trained(cached) == losses and len({*losses}) == 4
+    for stage in (0, 1):
+        np.testing.assert_array_equal(embeddings(cached, stage), embeddings(images, stage))
+    weights = [tiny.digests(Layout.of(config).export(1)) for config in (images, cached)]
+    assert weights[0] == weights[1] and weights[0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    kept(
+        [
+            ["train.engine.micro_batch=8"],
+            ["train.precision=bf16", "embed.precision=bf16"],
+            ["train.precision=float64"],
+            ["train.lora={rank: 2}"],
+            ["embed.feature=pooled"],
+            ["train.engine.compile=model"],
+            ["train.cached_text=false"],
+            ["train.start=previous", "num_stages=2"],
+            ["data.num_workers=2", "data.verify=full"],
+        ],
+        0,
+        3,
+        7,
+        8,
+    ),
+    ids=str,
+)
+def test_every_way_to_train_starts_from_it(data: Path, tmp_path: Path, more: list[str]) -> None:
+    found = {}
+    for name, given in {"images": PLAIN, "cache": ON}.items():
+        config = options(tmp_path / name, data, given, *more)
+        index.run(config, SINGLE)
+        export.stage(config, SINGLE, stage=0)
+        embed.run(config, SINGLE, stage=0)
+        found[name] = trained(config)
+        if config.num_stages == 2:
+            cluster.run(config, SINGLE, stage=1)
+            train.run(config, SINGLE, stage=2)
+            lines = (Layout.of(config).train(2) / "metrics.jsonl").read_text().splitlines()
+            found[name] += [json.loads(line)["loss"] for line in lines]
+    # In float64 the cache's trunk still ran in fp32.
+    tolerance = 1e-4 if "train.precision=float64" in more else 1e-5
+    np.testing.assert_allclose(found["cache"], found["images"], rtol=tolerance)
+
+
+def test_a_control_starts_from_it_too(made: Config, data: Path, tmp_path: Path) -> None:
+    cached = copied(made, data, tmp_path, "controls=[ungrouped]")
+    trained(cached)
+    path = train.run(cached, SINGLE, stage=1, variant="ungrouped")
+    inputs = read_manifest(path, "train").inputs
+    assert (
+        inputs["trunk_cache"] == read_manifest(Layout.of(cached).trunk_cache, "trunk_cache").digest
+    )
+
+
+# --- what is bad ---------------------------------------------------------------------------------
+
+
+def test_a_sample_that_cannot_be_decoded_has_no_row(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    config = options(tmp_path / "run", tmp_path / "data", ON, "data.max_bad_fraction=0.1")
+    index.run(config, SINGLE)
+    samples = SampleIndex.open(Layout.of(config).index)
+    shard = samples.shards[0]
+    with open(shard.path, "r+b") as file:  # the image of sample 5 ends in zeros
+        file.seek(int(samples.image_offset[5]) + 60)
+        file.write(bytes(int(samples.image_size[5]) - 60))
+    rows = embedded(config)
+    assert np.flatnonzero(rows.checksums == -1).tolist() == [5]
+    (found, other) = read(config, rows, [5, 6])
+    assert found == BadSample(5, "not_cached") and isinstance(other, Sample)
+    assert not embeddings(config, 0)[5].any()
+    trained(config)
+    record = read_manifest(Layout.of(config).trunk_cache, "trunk_cache")
+    assert record.counts["bad_samples"] == 1
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_damaged_row_is_refused_when_it_is_read(made: Config, data: Path, tmp_path: Path) -> None:
+    config = copied(made, data, tmp_path)
+    rows = rows_of(config)
+    flip(rows.folder / "00001.npy", 128 + 3 * rows.bytes_per_row + 17)
+    key = SampleIndex.open(Layout.of(config).index).keys([51])[0]
+    wanted = f"00001.npy is damaged at the row of sample {key}: run 'mclclip embed --stage 0"
+    with pytest.raises(RuntimeError, match=wanted):
+        read(config, rows, [51])
+    assert isinstance(read(config, rows, [50])[0], Sample)
+    cluster.run(config, SINGLE, stage=0)
+    with pytest.raises(RuntimeError, match=wanted):
+        train.run(config, SINGLE, stage=1)
+    embed.run(config, SINGLE, stage=0, force=True)
+    train.run(config, SINGLE, stage=1)
+
+
+def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
+    made: Config, data: Path, tmp_path: Path
+) -> None:
+    config = copied(made, data, tmp_path)
+    cluster.run(config, SINGLE, stage=0)
+    path = rows_of(config).folder / "00000.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(RuntimeError, match=r"00000.npy is damaged \(it has .* were written\): run"):
+        train.run(config, SINGLE, stage=1)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"there is no .*00000.npy: run 'mclclip embed"):
+        train.run(config, SINGLE, stage=1)
+    path.write_bytes(whole)
+    flip(Layout.of(config).trunk_cache / "checksums.npy", 140)
+    with pytest.raises(RuntimeError, match=r"checksums.npy is damaged .*--trunk-cache --force'"):
+        train.run(config, SINGLE, stage=1)
+    assert not Layout.of(config).train(1).exists()
+
+
+def test_a_finished_run_does_not_need_its_rows(made: Config, data: Path, tmp_path: Path) -> None:
+    config = copied(made, data, tmp_path)
+    losses = trained(config)
+    shutil.rmtree(rows_of(config).folder)
+    embed.run(config, SINGLE, stage=0)
+    assert trained(config) == losses
+
+
+def test_other_blocks_or_other_weights_are_refused(
+    made: Config, data: Path, tmp_path: Path
+) -> None:
+    config = copied(made, data, tmp_path)
+    fewer = copied(made, data, tmp_path / "fewer", "train.lock.image_blocks=1")
+    with pytest.raises(ValueError, match="config.blocks was 1, now 2.*--force"):
+        embed.run(fewer, SINGLE, stage=0)
+    more = copied(made, data, tmp_path / "more", "train.lock.image_blocks=3")
+    cluster.run(more, SINGLE, stage=0)
+    with pytest.raises(ValueError, match="has passed 1 blocks, and train.lock freezes 0: lower"):
+        train.run(more, SINGLE, stage=1)
+    rows, other = rows_of(config), load_any(config.model.name, seed=5)
+    with pytest.raises(RuntimeError, match="was made by other weights than the first 1 blocks"):
+        rows.start(other)
+    assert other.first_block == 0
+
+
+def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -> None:
+    config = options(tmp_path / "run", data)
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+    embed.run(config, SINGLE, stage=0)
+    cluster.run(config, SINGLE, stage=0)
+    on = options(tmp_path / "run", data, ON)
+    with pytest.raises(FileNotFoundError, match="no finished trunk_cache .* --trunk-cache' first"):
+        train.run(on, SINGLE, stage=1)
+
+
+def test_a_value_that_float16_does_not_hold_is_told(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = options(tmp_path / "run", data, "trunk_cache.enabled=true")
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+    forward = embed.images.forward
+
+    def large(*given: Any) -> torch.Tensor:
+        return forward(*given) * 1e6
+
+    monkeypatch.setattr(embed.images, "forward", large)
+    with pytest.raises(ValueError, match="float16 does not hold: set trunk_cache.dtype=float32"):
+        embed.run(config, SINGLE, stage=0)
+    assert not [*Layout.of(config).trunk_cache.rglob("*.npy")]
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["train.objective.kind=nt_xent"], "nt_xent trains on 2 views of an image"),
+        (["train.lock.image_blocks=all"], "image_blocks=all freezes no block"),
+        (["train.start=random", "export.soup=false"], "train.start=random gives stages other"),
+        (["model.augmentation={scale: [0.4, 1.0]}"], "would have no effect"),
+        (["reshard.enabled=true"], "reshard.enabled copies images"),
+        (["trunk_cache.folder=s3://bucket/rows"], "is a url: give a folder of a disk"),
+    ],
+)
+def test_options_that_contradict_it(tmp_path: Path, more: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        options(tmp_path / "run", tmp_path, "trunk_cache.enabled=true", *more)
+
+
+def test_a_training_of_all_blocks_has_nothing_to_start_from(data: Path, tmp_path: Path) -> None:
+    config = options(tmp_path / "run", data, ON, "train.lock.image_blocks=3")
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+    with pytest.raises(ValueError, match="image_blocks=3 trains all of the image tower's 3 blocks"):
+        embed.run(config, SINGLE, stage=0)
+
+
+def test_a_disk_without_room_is_told_before_a_row(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = options(tmp_path / "run", data, ON)
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    with pytest.raises(ValueError, match="cache needs about .* GiB, the disk .*trunk_cache.folder"):
+        embed.run(config, SINGLE, stage=0)
+
+
+def test_without_the_option_nothing_changes(made: Config, data: Path, tmp_path: Path) -> None:
+    """Artifacts of runs that never had it keep their identity."""
+    config = options(tmp_path / "run", data)
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+    embed.run(config, SINGLE, stage=0)
+    cluster.run(config, SINGLE, stage=0)
+    path = train.run(config, SINGLE, stage=1)
+    for directory, kind in ((Layout.of(config).embeddings(0), "embeddings"), (path, "train")):
+        assert "trunk_cache" not in read_manifest(directory, kind).inputs
