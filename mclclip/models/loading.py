@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mclclip import files
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, load_image_encoder
@@ -73,8 +75,8 @@ def prepare_model(
     if lora is not None:
         add_lora(model, **lora, seed=seed)
     drop_patches(model, patch_dropout)
-    if precision == "float64":
-        model.double()
+    if precision == "float64" and next(model.parameters()).dtype != torch.float64:
+        model.double()  # tensors without values cannot be converted here, and come so (`plan`)
     model.train()
     if grad_checkpointing:
         model.set_grad_checkpointing(True)

@@ -52,6 +52,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     gpu = config.device != "cpu"
     named = config.model_of(name)
     model = memory.load_shapes(named.name, text=named.text, projector=named.projector)
+    if options.precision == "float64":
+        model.double()
     with memory.faked(model, gpu_autocast=gpu and options.precision in HALF):
         encoder = operations.of_encoder(model)
         prepare_model(model, **options.model_arguments(), seed=config.seed)

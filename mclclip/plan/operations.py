@@ -27,7 +27,8 @@ def of_encoder(model: AnyModel) -> dict[str, int | None]:
     """
     size = model.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    images = torch.empty(_ROWS, model.num_channels, height, width)
+    kind = next(model.parameters()).dtype
+    images = torch.empty(_ROWS, model.num_channels, height, width, dtype=kind)
     context = int(getattr(model.tokenizer, "context_length", 77)) if model.reads_texts else 0
     tokens = torch.zeros(_ROWS, context, dtype=torch.int64)
     with torch.no_grad():

@@ -76,6 +76,15 @@ def test_what_runs_again_counts_again() -> None:
     assert of_sample(*both)["sample"] == plain + IMAGE + tail
 
 
+def test_float64_has_the_same_operations_and_twice_the_bytes() -> None:
+    double, single = (
+        measured(tiny_config(f"train.precision={name}"))["train"] for name in ("float64", "fp32")
+    )
+    assert double["operations"]["sample"] == single["operations"]["sample"]
+    for part in ("parameters", "activations", "batch"):
+        assert double["parts"][part] == pytest.approx(2 * single["parts"][part], rel=0.05)
+
+
 def test_a_view_more_is_a_pass_more() -> None:
     two = of_sample("train.objective={kind: nt_xent}")
     assert two["sample"] == 2 * of_sample()["sample"]
