@@ -82,6 +82,29 @@ class KillAfter:
 
 
 @dataclass(frozen=True)
+class KillAtFile:
+    """The process kills itself with -9 when it begins to write its n-th file, or (``renamed``)
+    right after that file got its name."""
+
+    count: int
+    renamed: bool
+
+    def __call__(self) -> None:
+        original, calls = os.replace, []
+
+        def replace(source: Any, target: Any) -> None:
+            calls.append(target)
+            due = len(calls) == self.count
+            if due and not self.renamed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(source, target)
+            if due:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.replace = replace  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
 class Touch:
     """Makes a file, as a user would in a running job's directory."""
 

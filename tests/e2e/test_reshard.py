@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from mclclip import config as configuration
 from tests import damage, tiny
-from tests.e2e.conftest import RecordBatches, Shell
+from tests.e2e.conftest import KillAtFile, RecordBatches, Shell
 from tests.matrix import kept
 from tests.shard_server import serving
 
 PER_SHARD = 8
 NUM_SHARDS = damage.NUM_SAMPLES // PER_SHARD
 STEPS = 6
-
-
-@dataclass(frozen=True)
-class KillAtFile:
-    """The process kills itself with -9 when it begins to write its n-th file, or (``renamed``)
-    right after that file got its name."""
-
-    count: int
-    renamed: bool
-
-    def __call__(self) -> None:
-        original, calls = os.replace, []
-
-        def replace(source: Any, target: Any) -> None:
-            calls.append(target)
-            due = len(calls) == self.count
-            if due and not self.renamed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(source, target)
-            if due:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        os.replace = replace  # type: ignore[assignment]
 
 
 def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:

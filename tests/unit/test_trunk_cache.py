@@ -156,8 +156,6 @@ def test_everything_after_it_is_as_from_images(made: Config, data: Path, tmp_pat
             ["data.num_workers=2", "data.verify=full"],
         ],
         0,
-        3,
-        7,
         8,
     ),
     ids=str,

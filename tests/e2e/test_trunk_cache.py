@@ -1,0 +1,181 @@
+"""The trunk's output on disk, through the command line: kills, ranks, and the whole method."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import config as configuration
+from tests import damage, tiny
+from tests.e2e.conftest import KillAfter, KillAtFile, RecordBatches, Shell
+from tests.matrix import in_soak, kept
+
+STEPS = 6
+ON = "trunk_cache={enabled: true, dtype: float32}"
+
+
+@dataclass(frozen=True)
+class KillAtWrite:
+    """The process kills itself with -9 in its n-th batch of rows."""
+
+    count: int
+
+    def __call__(self) -> None:
+        from mclclip.data import trunk_rows
+
+        original, calls = trunk_rows._stored, []
+
+        def stored(*given: Any) -> Any:
+            calls.append(given)
+            if len(calls) == self.count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*given)
+
+        trunk_rows._stored = stored
+
+
+def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:
+    """``--config FILE`` of a copy of a run whose encoder is exported, and nothing embedded."""
+    shutil.copytree(prepared_run, root)
+    for name in ("embeddings", "clusters"):
+        shutil.rmtree(root / "stage_0" / name)
+    shutil.rmtree(root / "stage_1")
+    options = damage.options(
+        root, prepared_run.parent / "data", ON, "cluster.feature=image", "train.global_batch=24",
+        f"train.steps={STEPS}", *more,
+    )  # fmt: skip
+    path = root.with_suffix(".yaml")
+    path.write_text(configuration.dump(options))
+    return ["--config", str(path)]
+
+
+def written(root: Path) -> dict[str, str]:
+    """Digests of every file of the cache but its manifest, which holds the time."""
+    found = tiny.digests(root / "stage_0/trunk_cache", "**/*")
+    del found["manifest.json"]
+    return found
+
+
+def through(shell: Shell, options: list[str], ranks: int = 1) -> None:
+    for verb in ("embed --stage 0", "cluster --stage 0", "train --stage 1", "export --stage 1",
+                 "embed --stage 1"):  # fmt: skip
+        shell.ok(*verb.split(), *options, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "kill",
+    kept(
+        [
+            *(KillAtWrite(count) for count in (1, 3, 4, 6)),
+            *(KillAtFile(count, renamed) for count in range(2, 12) for renamed in (False, True)),
+        ],
+        1,
+    ),
+    ids=str,
+)
+def test_killed_anywhere_it_goes_on_and_ends_with_the_same_bytes(
+    shell: Shell, prepared_run: Path, tmp_path: Path, kill: KillAtWrite | KillAtFile
+) -> None:
+    whole = prepared(prepared_run, tmp_path / "whole")
+    killed = prepared(prepared_run, tmp_path / "killed")
+    shell.ok("embed", "--stage", "0", *whole)
+    assert shell("embed", "--stage", "0", *killed, inside=kill).code == -9
+    refused = shell("train", "--stage", "1", *killed)
+    (line,) = refused.complaints()
+    assert refused.code == 2 and "run 'mclclip" in line
+    shell.ok("embed", "--stage", "0", *killed)
+    expected = written(tmp_path / "whole")
+    assert sum(name.startswith("rows/") and name.endswith(".npy") for name in expected) == 4
+    assert written(tmp_path / "killed") == expected
+    embedded = [
+        tiny.digests(tmp_path / n / "stage_0/embeddings", "*.npy") for n in ("whole", "killed")
+    ]
+    assert embedded[0] == embedded[1]
+
+
+def test_two_ranks_write_the_same_cache_and_train_on_the_same_batches(
+    shell: Shell, prepared_run: Path, tmp_path: Path
+) -> None:
+    batches = {name: RecordBatches(tmp_path / f"{name}_batches") for name in ("one", "two")}
+    ended = {}
+    for name, ranks in (("one", 1), ("two", 2)):
+        options = prepared(prepared_run, tmp_path / name)
+        for verb in ("embed --stage 0", "cluster --stage 0"):
+            shell.ok(*verb.split(), *options, ranks=ranks)
+        shell.ok("train", "--stage", "1", *options, ranks=ranks, inside=batches[name])
+        shell.ok("export", "--stage", "1", *options)
+        shell.ok("embed", "--stage", "1", *options, ranks=ranks)
+        paths = sorted((tmp_path / name / "stage_1/embeddings").glob("*.npy"))
+        ended[name] = np.concatenate([np.load(path) for path in paths])
+    assert written(tmp_path / "one") == written(tmp_path / "two")
+    expected = batches["one"].sample_ids()
+    np.testing.assert_array_equal(batches["two"].sample_ids(ranks=2), expected)
+    np.testing.assert_allclose(ended["two"], ended["one"], atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", kept(["fsdp", "deepspeed"]))
+def test_sharded_engines_train_from_it(
+    shell: Shell, prepared_run: Path, tmp_path: Path, engine: str
+) -> None:
+    """Blocks that never run forward have parameters of their own to gather, and to save."""
+    found = {}
+    for name, ranks in (("ddp", 1), (engine, 2)):
+        more = (f"train.engine.name={name}",) if ranks == 2 else ()
+        options = prepared(prepared_run, tmp_path / name, *more)
+        through(shell, options, ranks)
+        paths = sorted((tmp_path / name / "stage_1/embeddings").glob("*.npy"))
+        found[name] = np.concatenate([np.load(path) for path in paths])
+    np.testing.assert_allclose(found[engine], found["ddp"], atol=2e-4)
+
+
+@in_soak
+def test_a_killed_training_resumes_to_the_same_bits(
+    shell: Shell, prepared_run: Path, tmp_path: Path
+) -> None:
+    whole = prepared(prepared_run, tmp_path / "whole", "train.checkpoint.every=2")
+    through(shell, whole)
+    killed = prepared(prepared_run, tmp_path / "killed", "train.checkpoint.every=2")
+    for verb in ("embed --stage 0", "cluster --stage 0"):
+        shell.ok(*verb.split(), *killed)
+    assert shell("train", "--stage", "1", *killed, inside=KillAfter("update", 5)).code == -9
+    through(shell, killed)
+    ended = [tiny.digests(tmp_path / name / "stage_1/export") for name in ("whole", "killed")]
+    assert ended[0] == ended[1] and ended[0]
+
+
+def test_run_makes_it_and_every_stage_and_control_starts_from_it(
+    shell: Shell, tmp_path: Path
+) -> None:
+    data = tiny.make_data(tmp_path / "data", num_samples=96)
+    more = (
+        "base=null", "num_stages=2", "train.steps=2", "export.concat=[]", "export.soup=false",
+        "controls=[ungrouped]", f"trunk_cache.folder={tmp_path}/rows",
+    )  # fmt: skip
+    path = tiny.write_config(tmp_path / "c.yaml", tmp_path / "run", data, *more)
+    run = ("run", "--config", str(path), "trunk_cache.enabled=true")
+    done = shell.ok(*run)
+    assert done.stderr.count("starts from what the first 1 blocks made of every image, at") == 4
+    assert len([*(tmp_path / "rows/run").glob("trunk_*/*.npy")]) == 4
+    # A finished run does not need the rows any more.
+    shutil.rmtree(tmp_path / "rows")
+    shell.ok(*run)
+    assert not (tmp_path / "rows").exists()
+    refused = shell("embed", "--stage", "1", "--force", *run[1:])
+    (line,) = refused.complaints()
+    assert refused.code == 2 and "there is no" in line and "--trunk-cache --force'" in line
+
+
+def test_the_flag_is_the_option(shell: Shell, prepared_run: Path, tmp_path: Path) -> None:
+    options = prepared(prepared_run, tmp_path / "run", "trunk_cache.enabled=false")
+    shell.ok("embed", "--stage", "0", "--trunk-cache", *options)
+    assert (tmp_path / "run/stage_0/trunk_cache/manifest.json").exists()
+    refused = shell("embed", "--stage", "0", *options)
+    (line,) = refused.complaints()
+    assert refused.code == 2 and "inputs.trunk_cache was" in line and "now absent" in line
