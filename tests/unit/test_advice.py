@@ -13,7 +13,8 @@ import pytest
 from mclclip import config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of these at least one has to take an advice: some options belong to class centers alone.
+# Of these at least one has to take an advice: some options belong to class centers or
+# frozen blocks alone.
 BASES: tuple[dict[str, Any], ...] = (
     {
         "run_dir": "run",
@@ -21,6 +22,7 @@ BASES: tuple[dict[str, Any], ...] = (
         "train": {"objective": {"kind": "mlcd"}},
     },
     {"run_dir": "run"},
+    {"run_dir": "run", "train": {"lock": {"image_blocks": 6}}},
 )
 UNKNOWN = "\0"  # stands for the values that an f-string fills in, and for "..."
 ADVICE = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)+)=([^\s,;:)`'\"]+)")

@@ -1,0 +1,130 @@
+"""A training and an embedding pass from the trunk's output on disk, beside those from images.
+
+The same shards, weights, locks and batches; one thread and one loader worker. Rates of training are
+those of its own steps, the first ones left out; those of embedding are of a whole pass over the
+samples, with the loader. The ratio that operations allow is the plan's (`config --plan`): what a
+step or an image costs without the frozen blocks, to all of it; images also have to be decoded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mclclip import embed, plan
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.trunk_rows import TrunkRows
+from mclclip.embed import trunk
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.layout import Layout
+from tests.benchmarks import timing
+from tests.benchmarks.bench_entry_point import Setting, options, ours, prepare
+from tests.benchmarks.bench_reading import rendered, repeated
+
+WAYS = {
+    "images": (),
+    "images, fast": ("data.pixels=fast",),
+    "cache, float16": ("trunk_cache.enabled=true",),
+    "cache, float32": ("trunk_cache={enabled: true, dtype: float32}",),
+}
+
+
+def allowed(setting: Setting, run_dir: Path) -> tuple[float, float]:
+    """How many times as fast a step and an embedded image could be, by their operations."""
+    measured = plan.make(options(setting, run_dir), plan.Machine(1, 1))["memory"]["train"]
+    found = measured["operations"]
+    image, of_trunk = found["image"], found["trunk"]["image"]
+    return found["sample"] / found["trunk"]["sample_cached"], image / (image - of_trunk)
+
+
+def written(setting: Setting, run_dir: Path, dtype: str) -> list[str]:
+    """A row of the table: writing the cache, by the time of the whole pass."""
+    config = options(setting, run_dir, f"trunk_cache={{enabled: true, dtype: {dtype}}}")
+    layout = Layout.of(config)
+    index = SampleIndex.open(layout.index)
+    start = time.perf_counter()
+    trunk.write(config, SINGLE, layout, index, force=True)
+    seconds = time.perf_counter() - start
+    rows = TrunkRows.open(layout, None, index)
+    size = len(index) * rows.bytes_per_row
+    return [
+        dtype, f"{rows.bytes_per_row / 1e3:,.1f}", f"{len(index) / seconds:,.1f}",
+        f"{size / seconds / 2**20:,.1f}",
+    ]  # fmt: skip
+
+
+def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
+    """Images per second of a whole pass at stage 0."""
+    config = options(setting, run_dir, *more)
+    layout = Layout.of(config)
+    index = SampleIndex.open(layout.index)
+    rows = TrunkRows.open(layout, None, index) if config.trunk_cache.enabled else None
+    model = embed.load_any(layout.export(0)).eval()
+    if rows is not None:
+        rows.start(model)
+    source = embed.images.dataset(config, index, model, rows)
+    start = time.perf_counter()
+    found = [*embed._embed_images(config, SINGLE, source, model, index.shards)]
+    assert sum(len(features) for features, _ in found) == len(index)
+    return len(index) / (time.perf_counter() - start)
+
+
+def report(setting: Setting, rounds: int) -> None:
+    """Prints the tables of one setting."""
+    rates: dict[str, list[list[float]]] = {name: [] for name in WAYS}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: Path(folder) / f"run_{number}" for number, name in enumerate(WAYS)}
+        for name, run_dir in runs.items():
+            prepare(setting, run_dir)
+            if name.startswith("cache"):
+                rows.append(written(setting, run_dir, name.split()[-1]))
+        for _ in range(rounds):
+            for name, more in WAYS.items():
+                train = ours(setting, runs[name], *more)
+                rates[name].append([train, embedded(setting, runs[name], *more)])
+        steps, images = allowed(setting, runs["images"])
+    title = f"{setting.model}, {setting.blocks} blocks trained, batch {setting.batch}, fp32"
+    header = ["rows", "kB each", "samples/s", "MiB/s"]
+    timing.print_table(f"{title}: writing the cache, decoding included", header, rows)
+    for number, (what, most) in enumerate((("training", steps), ("embedding", images))):
+        shown = []
+        for name, found in rates.items():
+            own = [each[number] for each in found]
+            ratios = [a / b[number] for a, b in zip(own, rates["images"], strict=True)]
+            low, high = np.quantile(ratios, [0.25, 0.75])
+            ratio = f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
+            shown.append([name, timing.number(statistics.median(own)), ratio])
+        timing.print_table(
+            f"{title}: {what}; operations allow {most:.2f}",
+            ["from", "samples/s", "times as fast (quartiles)"],
+            shown,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the tables of each model."""
+    parser = timing.parser(__doc__)
+    parser.set_defaults(rounds=3)
+    parser.add_argument("--models", nargs="+", default=["ViT-B-32"])
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=6)
+    args = timing.parse(parser, arguments, models=["ViT-S-32-alt"], batch=4, steps=1)
+    with tempfile.TemporaryDirectory() as name:
+        real = sorted((timing.SHARED_DATA / "cc12m_sample").glob("*.tar"))
+        if real and not args.short:
+            shards = repeated(real, Path(name) / "shards", 4)
+        else:
+            shards = rendered(Path(name), 64)
+        for model in args.models:
+            report(Setting(model, args.blocks, args.batch, args.steps, tuple(shards)), args.rounds)
+
+
+if __name__ == "__main__":
+    main()
