@@ -57,10 +57,11 @@ def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:
 
 
 def written(root: Path) -> dict[str, str]:
-    """Digests of every file of the cache but its manifest, which holds the time."""
+    """Digests of every file of the cache but its manifest, which holds the time, and a temporary
+    one of a kill before the directory was begun (only begun ones are cleaned)."""
     found = tiny.digests(root / "stage_0/trunk_cache", "**/*")
     del found["manifest.json"]
-    return found
+    return {name: d for name, d in found.items() if not name.startswith(".in_progress.json.")}
 
 
 def through(shell: Shell, options: list[str], ranks: int = 1) -> None:
