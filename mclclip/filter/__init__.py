@@ -182,9 +182,10 @@ def _leave_out_copies(material: Material, above: float, verdict: Verdict) -> Non
         material.rows, left, verdict.scores, above,
         partial(near_pairs, material, above), equal=equal_pairs(material, left, above),
     )  # fmt: skip
-    copies = left & (found.of != np.arange(len(left)))
+    copies = np.flatnonzero(left & (found.of != np.arange(len(left))))
     verdict.reasons[copies] = KEPT.index("near_duplicate")
     verdict.of[copies] = found.of[copies]
+    verdict.cosines[copies] = near_duplicates.cosines_of(material.rows, copies, found.of[copies])
     verdict.counts["near_duplicates"] = {
         "pairs": found.pairs,
         "groups": found.groups,

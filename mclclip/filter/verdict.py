@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mclclip import files
-from mclclip.analysis import near_duplicates
 from mclclip.data.arrays import save_npy
 from mclclip.filter.material import Material
 from mclclip.run.artifacts import Artifact
@@ -110,9 +109,6 @@ def _write_left_out(path: Path, material: Material, verdict: Verdict) -> None:
     with files.whole_file(path) as file:
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
-            copies = some[verdict.reasons[some] == KEPT.index("near_duplicate")]
-            own = near_duplicates.cosines_of(material.rows, copies, verdict.of[copies])
-            verdict.cosines[copies] = own
             lines = _lines(material, verdict, some)
             file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
