@@ -440,6 +440,27 @@ def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
     with caplog.at_level(logging.INFO, "mclclip"):
         filtering.run(config, SINGLE)
     assert re.search(r"others within clusters, estimated from \d+ % of them", caplog.text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "mclclip"):
+        filtering.run(config, SINGLE, within="all")  # 20 of 57 samples are compared
+    assert "others among all, estimated from 12 % of them" in caplog.text
+    assert "would be left out" not in caplog.text
+
+
+@pytest.mark.parametrize("within", ["all", "clusters"])
+def test_data_without_any_pair_are_surveyed(
+    config: Config, caplog: pytest.LogCaptureFixture, within: material.Within
+) -> None:
+    """Four pictures, and copies of them: each is alone in its cluster."""
+    layout, rows = Layout.of(config), np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
+    rows[BROKEN] = 0.0
+    shutil.rmtree(layout.embeddings(0))
+    embed(layout.embeddings(0), SampleIndex.open(layout.index), rows)
+    cluster.run(config, SINGLE, stage=0, force=True)
+    with caplog.at_level(logging.INFO, "mclclip"):
+        assert filtering.run(config, SINGLE, within=within) is None
+    assert "55 samples are equal to an earlier one" in caplog.text
+    assert "0 pairs above 0.95, at most 55 samples would be left out" in caplog.text
 
 
 def test_many_equal_embeddings_cost_no_more_than_their_number(
