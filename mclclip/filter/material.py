@@ -22,7 +22,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.options import named_path
 from mclclip.run import runlog
 from mclclip.run.artifacts import Manifest, is_finished, read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.layout import Layout, folders_above
 
 log = logging.getLogger("mclclip")
 
@@ -273,11 +273,10 @@ def _weights(directory: Path) -> dict[str, Any]:
 def _index_of(directory: Path, manifest: Manifest) -> SampleIndex | None:
     """The index of the run that embeddings lie in, which has their keys; None where it is not
     there."""
-    for above in list(directory.resolve().parents)[:4]:
-        if is_finished(above / "index"):
-            index = SampleIndex.open(above / "index")
-            return index if index.digest == manifest.inputs.get("index") else None
-    return None
+    places = [Layout(folder).index for folder in folders_above(directory)]
+    path = next(filter(is_finished, places), None)
+    index = None if path is None else SampleIndex.open(path)
+    return None if index is None or index.digest != manifest.inputs.get("index") else index
 
 
 # --- reading -------------------------------------------------------------------------------------

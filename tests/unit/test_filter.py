@@ -298,11 +298,15 @@ def test_without_an_asked_score_samples_without_caption_are_kept(config: Config)
 # --- evaluation images ---
 
 
-@pytest.mark.parametrize("kind", ["run", "npy"])
+@pytest.mark.parametrize("kind", ["run", "npy", "control of a pilot"])
 def test_copies_of_evaluation_images_are_listed_with_these(
-    config: Config, made: Path, kind: str
+    config: Config, made: Path, kind: str, tmp_path: Path
 ) -> None:
-    folder = made / ("eval/run/stage_0/embeddings" if kind == "run" else "evaluation.npy")
+    folder = made / ("evaluation.npy" if kind == "npy" else "eval/run/stage_0/embeddings")
+    if kind == "control of a pilot":
+        shutil.copytree(made / "eval/run", tmp_path / "eval")
+        of_run, folder = folder, tmp_path / "eval/pilot/controls/ungrouped/stage_1/embeddings"
+        shutil.copytree(of_run, folder)
     directory = done(config, against=[f"ev={folder}"])
     assert left_out(directory, "against") == {*SEEN}
     found = [line for line in lines(directory) if line["reason"] == "against"]
@@ -310,7 +314,7 @@ def test_copies_of_evaluation_images_are_listed_with_these(
     for line in found:
         sample, row = line["sample_id"], line["of"]
         assert (row, line["against"]) == (SEEN[sample], "ev")
-        assert line["of_key"] == (f"s/e{row:03d}" if kind == "run" else None)
+        assert line["of_key"] == (None if kind == "npy" else f"s/e{row:03d}")
         assert line["cosine"] == pytest.approx(unit(rows[sample]) @ evaluation()[row], abs=1e-3)
     counts = read_manifest(directory, "filter").counts["against"]
     assert counts == {"ev": {"images": 6, "images_with_copies": 2, "samples": 2}}
