@@ -174,17 +174,17 @@ def _copies(sources: _Sources, ids: Integers) -> Iterator[_Copy]:
     sizes = sources.index.image_size[ids] + sources.index.text_size[ids]
     windows = np.cumsum(sizes) // _WINDOW_BYTES
     for window in np.split(ids, np.flatnonzero(np.diff(windows)) + 1):
-        places = sources.locations.of(window)
-        sources.reader.prefetch(r for p in places for r in (p.image, p.text) if r[2])
+        located = sources.locations.of(window)
+        sources.reader.prefetch(r for own in located for r in (own.image, own.text) if r[2])
         keys = sources.index.keys(window)
         found: dict[int, _Copy] = {}
-        for k in sorted(range(len(window)), key=lambda k: places[k]):
-            found[k] = _copy(sources, int(window[k]), keys[k], places[k])
+        for k in sorted(range(len(window)), key=lambda k: located[k]):
+            found[k] = _copy(sources, int(window[k]), keys[k], located[k])
         yield from (found[k] for k in range(len(window)))
 
 
-def _copy(sources: _Sources, sample_id: int, key: str, place: Located) -> _Copy:
-    index, ranges = sources.index, (place.image, place.text)
+def _copy(sources: _Sources, sample_id: int, key: str, located: Located) -> _Copy:
+    index, ranges = sources.index, (located.image, located.text)
     image, text = (sources.reader.read(*r) if r[2] else b"" for r in ranges)
     if [len(image), len(text)] != [size for _, _, size in ranges]:
         return _Copy(key, reason=TRUNCATED)

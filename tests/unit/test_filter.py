@@ -27,7 +27,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.files import record_of
 from mclclip.filter import material, survey, verdict
-from mclclip.filter.verdict import KEPT
+from mclclip.filter.verdict import CODES
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.layout import Layout
@@ -188,7 +188,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def left_out(directory: Path, reason: str) -> set[int]:
-    return {*np.flatnonzero(np.load(directory / "reasons.npy") == KEPT.index(reason)).tolist()}
+    return {*np.flatnonzero(np.load(directory / "reasons.npy") == CODES.index(reason)).tolist()}
 
 
 def done(config: Config, **wanted: Any) -> Path:
@@ -236,7 +236,7 @@ def test_of_planted_copies_one_is_kept_and_nothing_else_is_left_out(config: Conf
     assert manifest.counts["near_duplicates"] == {
         "pairs": 6, "groups": 5, "largest_group": 3, "by_chain": 0,
     }  # fmt: skip
-    assert manifest.counts["reasons"] == dict.fromkeys(KEPT, 0) | {
+    assert manifest.counts["reasons"] == dict.fromkeys(CODES, 0) | {
         "kept": COUNT - 6, "no_embedding": 1, "near_duplicate": 5,
     }  # fmt: skip
     assert manifest.counts["without_score"] == COUNT
