@@ -20,7 +20,7 @@ from mclclip import cli, cluster, index, process, search
 from mclclip import filter as filtering
 from mclclip.analysis import clip_scores, near_duplicates
 from mclclip.config import Config, from_tree
-from mclclip.data.embeddings import rows_path, write_shard
+from mclclip.data.embeddings import rows_path
 from mclclip.data.grouping import LabelBlocks
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
@@ -31,6 +31,7 @@ from mclclip.filter.verdict import CODES
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.layout import Layout
+from tests.made_run import write_embeddings
 from tests.unit.test_blindspots import picture
 
 SIZES = (17, 25, 18)  # samples per shard
@@ -130,24 +131,20 @@ def embed(
     directory: Path,
     samples: SampleIndex,
     rows: np.ndarray,
-    kind: str = "embeddings",
     encoder: str = "enc",
     feature: str = "projected",
 ) -> None:
-    config = {"feature": feature} if kind == "embeddings" else {}
-    inputs = {"index": samples.digest, "encoder": encoder}
-    artifact = Artifact.open(directory, kind=kind, config=config, inputs=inputs)
-    records, first = {}, 0
-    for number, shard in enumerate(samples.shards):
-        ids = range(shard.start, shard.stop)
-        size = len(ids) if kind == "embeddings" else sum(len(captions(i)) for i in ids)
-        bad = {BROKEN: "truncated"} if BROKEN in ids and len(rows) == COUNT else {}
-        write_shard(directory, number, rows[first : first + size], bad, samples)
-        first += size
-        path = rows_path(directory, number)
-        records[path.name] = record_of(path)
-    counts = {"samples": len(samples), "shards": len(samples.shards)}
-    artifact.finish(counts, dtype="float16", records=records)
+    bad = [BROKEN] if len(rows) == COUNT else []
+    write_embeddings(directory, samples, rows, encoder=encoder, bad=bad, feature=feature)
+
+
+def embed_texts(directory: Path, samples: SampleIndex) -> None:
+    sizes = [
+        sum(len(captions(i)) for i in range(shard.start, shard.stop)) for shard in samples.shards
+    ]
+    write_embeddings(
+        directory, samples, texts(), encoder="enc", sizes=sizes, kind="text_embeddings"
+    )
 
 
 def evaluation_run(root: Path, rows: np.ndarray, **how: str) -> Path:
@@ -169,7 +166,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     index.run(config, SINGLE)
     layout, samples = Layout.of(config), SampleIndex.open(root / "run/index")
     embed(layout.embeddings(0), samples, images())
-    embed(layout.text_embeddings, samples, texts(), kind="text_embeddings")
+    embed_texts(layout.text_embeddings, samples)
     cluster.run(config, SINGLE, stage=0)
     np.save(root / "evaluation.npy", evaluation())
     evaluation_run(root / "eval", evaluation())
