@@ -59,7 +59,7 @@ def write(artifact: Artifact, material: Material, verdict: Verdict) -> None:
     _write_left_out(directory / LEFT_OUT, material, verdict)
     counts = {
         "samples": len(reasons),
-        "reasons": dict(zip(CODES, np.bincount(reasons, minlength=len(CODES)).tolist(), strict=True)),
+        "reasons": _counted(reasons),
         "without_score": len(reasons) - _num_scores(verdict.scores),
         **verdict.counts,
     }
@@ -79,9 +79,11 @@ def _num_scores(scores: NDArray[np.float32] | None) -> int:
 
 def by_reason(reasons: Codes) -> str:
     """How many samples there are of each reason that occurs, for a message."""
-    counts = np.bincount(reasons, minlength=len(CODES)).tolist()
-    named = [f"{name} {count:,}" for name, count in zip(CODES, counts, strict=True) if count]
-    return ", ".join(named)
+    return ", ".join(f"{name} {count:,}" for name, count in _counted(reasons).items() if count)
+
+
+def _counted(reasons: Codes) -> dict[str, int]:
+    return dict(zip(CODES, np.bincount(reasons, minlength=len(CODES)).tolist(), strict=True))
 
 
 def _tell(artifact: Artifact, counts: dict[str, Any]) -> None:
