@@ -117,9 +117,8 @@ def embed(directory: Path, samples: SampleIndex, stage: int) -> None:
     samples have none."""
     ids = range(len(samples))
     side = np.array([is_red(i) if stage == 0 else i >= NUM_SAMPLES // 2 for i in ids])
-    rows = np.stack([side, ~side], axis=1) + 0.1 * np.random.default_rng(stage).random(
-        (len(ids), 2)
-    )
+    noise = np.random.default_rng(stage).random((len(ids), 2))
+    rows = np.stack([side, ~side], axis=1) + 0.1 * noise
     rows[[*BROKEN]] = 0.0
     write_embeddings(directory, samples, rows.astype(np.float32), encoder=str(stage), bad=BROKEN)
 
