@@ -55,12 +55,12 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     layout = Layout.of(config)
     check(config, stage)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
-    artifact = collectives.on_main(partial(_open, config, layout, stage, index, force, write=False))
-    if artifact.finished:
-        log.info("%s is finished: skipped", artifact.directory)
-        return artifact.directory
-    begin = partial(_begin, config, layout, stage, index, force)
-    artifact, of, num_shards = collectives.on_main(begin)
+    begun = collectives.on_main(partial(_begin, config, layout, stage, index, force))
+    if begun is None:
+        directory = layout.resharded(stage, config.reshard.folder)
+        log.info("%s is finished: skipped", directory)
+        return directory
+    artifact, of, num_shards = begun
     mine = range(context.rank, num_shards, context.world_size)
 
     def copy() -> Left:
@@ -95,36 +95,28 @@ def check(config: Config, stage: int = 1) -> None:
         raise ValueError(f"reshard.folder={folder} is a file: give a folder")
 
 
-def _open(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force, write: bool
-) -> Artifact:
-    """Checks the inputs and returns the artifact, which may be finished already."""
-    directory = layout.resharded(stage, config.reshard.folder)
-    refuse_foreign(directory, "reshard.folder")
-    _, _, labels = read_pseudo_labels(layout.pseudo_labels(stage), index)
-    return Artifact.open(
-        directory,
-        kind=KIND,
-        config={"stage": stage, "samples_per_shard": config.reshard.samples_per_shard},
-        inputs={"index": index.digest, "pseudo_labels": labels},
-        force=force,
-        write=write,
-    )
-
-
 def _begin(
     config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force
-) -> tuple[Artifact, Resharding, int]:
-    """Sorts the samples by group on disk, unless they are; returns what is to be written."""
-    check_shards(index.directory, index.shards, config.data.index_workers, config.data.remote)
+) -> tuple[Artifact, Resharding, int] | None:
+    """Checks the inputs, and sorts the samples by group on disk, unless they are; returns what is
+    to be written and the number of shards, None where all is finished."""
     directory = layout.resharded(stage, config.reshard.folder)
-    labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(stage), index)
+    refuse_foreign(directory, "reshard.folder")
+    labels, radices, digest = read_pseudo_labels(layout.pseudo_labels(stage), index)
+    open_artifact = partial(
+        Artifact.open, directory, kind=KIND,
+        config={"stage": stage, "samples_per_shard": config.reshard.samples_per_shard},
+        inputs={"index": index.digest, "pseudo_labels": digest}, force=force,
+    )  # fmt: skip
+    if open_artifact(write=False).finished:
+        return None
+    check_shards(index.directory, index.shards, config.data.index_workers, config.data.remote)
     _check_room(directory, index, config.reshard.samples_per_shard)
     blocks = LabelBlocks(labels, radices)
     sizes = blocks.sizes()
     if not sizes.num_samples:
         raise ValueError(f"no sample has a pseudo label of stage {stage}: there is nothing to copy")
-    artifact = _open(config, layout, stage, index, force, write=True)
+    artifact = open_artifact(write=True)
     groups = StageGroups(directory / GROUPS)
     if not groups.written:
         groups.write(blocks, sizes, np.zeros(0, np.int64))
