@@ -180,6 +180,33 @@ def test_a_group_is_read_in_one_piece(config: Config) -> None:
             assert next_shard == shard + 1 and next_start <= 4 * 512
 
 
+def test_keys_that_lead_out_of_a_folder_name_no_member(tmp_path: Path) -> None:
+    """What unpacks a copy by its names stays in its folder; a training reads the same samples."""
+    leading_out = ("../../up", "/../top", "in/../../../up", "back\\..\\up/x", "/top")
+    names = (*leading_out, "a..b/x", "./here", "0000001")
+    samples = [
+        [(f"{name}.jpg", picture(number, "jpg")), (f"{name}.txt", f"caption {number}".encode())]
+        for number, name in enumerate(names)
+    ]
+    write_tar(tmp_path / "a/0.tar", samples)
+    write_tar(tmp_path / "b/0.tar", [members_of(30)])
+    config = options(tmp_path, samples_per_shard=100)
+    index.run(config, SINGLE)
+    indexed = SampleIndex.open(Layout.of(config).index)
+    write_labels(config, np.zeros(len(indexed), np.int64))
+    before = raw_samples(config)
+    folder = reshard.run(config, SINGLE, stage=1)
+    with tarfile.open(folder / "00000.tar") as tar:
+        members = tar.getnames()
+    numbered = {f"{number:09d}" for number in indexed.ids_of([f"a/{key}" for key in leading_out])}
+    stems = {*numbered, *(f"a/{key}" for key in names[5:])}
+    assert {name for name in members if not name.startswith("b/")} == {
+        f"{stem}.{extension}" for stem in stems for extension in ("jpg", "txt")
+    }
+    assert raw_samples(config, opened(config)[1]) == before
+    assert not any(isinstance(sample, BadSample) for sample in before)
+
+
 # --- going on, and being refused ---------------------------------------------------------------
 
 
