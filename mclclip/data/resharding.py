@@ -188,8 +188,10 @@ def _copies(sources: _Sources, ids: Integers) -> Iterator[_Copy]:
 
 
 def _member_name(key: str, sample_id: int) -> str:
-    """The key, or ``sample_id`` where the key, a stranger's, is an absolute path or has ``..``. A key
-    has its source before a slash and a number has no slash, so no two samples have one name."""
+    """The key, or ``sample_id`` where the key, a stranger's, is an absolute path or has ``..``.
+
+    A key has its source before a slash, and a number has no slash: no two samples have one name.
+    """
     leads_out = not {"", ".."}.isdisjoint(re.split(r"[/\\]", key))
     return f"{sample_id:09d}" if leads_out else key
 
