@@ -25,6 +25,7 @@ from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.layout import Layout
+from tests.unit.test_disk_errors import at_most
 
 NUM_SAMPLES = 60
 LABELS = np.random.default_rng(0).integers(-1, 4, size=NUM_SAMPLES)
@@ -382,6 +383,25 @@ def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
     with pytest.raises(ValueError, match="no sample has a pseudo label"):
         reshard.run(config, SINGLE, stage=1)
     assert not (tmp_path / "run/stage_1/resharded").exists()
+
+
+@pytest.mark.parametrize("num_bytes", [200, 5_000])
+def test_a_full_disk_is_told_with_the_option_that_names_another(
+    config: Config, tmp_path: Path, num_bytes: int
+) -> None:
+    """While samples are sorted by group, and while a shard is written; the next call goes on."""
+    config = options(tmp_path, folder=f"{tmp_path}/fast", data={"index_workers": 2})
+    (tmp_path / "fast").mkdir()
+    with (
+        at_most(num_bytes),
+        pytest.raises(ValueError, match=r"File too large.* reshard\.folder$") as e,
+    ):
+        reshard.run(config, SINGLE, stage=1)
+    assert str(e.value).startswith(f"{tmp_path}/fast/run/stage_1/") and "run_dir" not in str(
+        e.value
+    )
+    reshard.run(config, SINGLE, stage=1)
+    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
 
 
 def test_copies_may_lie_on_another_disk(config: Config, tmp_path: Path) -> None:
