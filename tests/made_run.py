@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from mclclip import blindspots, cluster, config, index
+from mclclip import filter as filtering
 from mclclip.config import Config
 from mclclip.data.embeddings import rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex
@@ -106,6 +107,7 @@ def make(root: Path) -> Path:
         embed(layout.embeddings(stage), samples, stage)
         cluster.run(options, SINGLE, stage=stage)
     blindspots.run(options, SINGLE, other="1", per_image=1)
+    filtering.run(options, SINGLE, name="few", near_duplicates=0.999)
     for variant, stage in (("mcl", 1), ("mcl", 2), ("ungrouped", 1)):
         train(Layout.of(options, variant).train(stage), slower=variant != "mcl")
     evaluate(layout.results)
