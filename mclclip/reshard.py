@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -54,13 +55,14 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     """
     layout = Layout.of(config)
     check(config, stage)
+    directory = layout.resharded(stage, config.reshard.folder)
+    named = _naming_the_folder(directory)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
-    artifact = collectives.on_main(partial(_open, config, layout, stage, index, force, write=False))
-    if artifact.finished:
-        log.info("%s is finished: skipped", artifact.directory)
-        return artifact.directory
-    begin = partial(_begin, config, layout, stage, index, force)
-    artifact, of, num_shards = collectives.on_main(begin)
+    begun = collectives.on_main(named(partial(_begin, config, layout, stage, index, force)))
+    if begun is None:
+        log.info("%s is finished: skipped", directory)
+        return directory
+    artifact, of, num_shards = begun
     mine = range(context.rank, num_shards, context.world_size)
 
     def copy() -> Left:
@@ -76,9 +78,24 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
             resharding.close()
         return left
 
-    left = collectives.gather_objects(collectives.together(copy, "reshard"))
-    collectives.on_main(partial(_finish, artifact, of, num_shards, index, left))
-    return artifact.directory
+    left = collectives.gather_objects(collectives.together(named(copy), "reshard"))
+    collectives.on_main(named(partial(_finish, artifact, of, num_shards, index, left)))
+    return directory
+
+
+@contextmanager
+def _naming_the_folder(directory: Path) -> Iterator[None]:
+    """Gives the error of a full disk, which names another run_dir as the remedy, the option of this
+    folder instead: as a ValueError, whose message other ranks get too."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in files.FULL or not Path(str(error.filename)).is_relative_to(directory):
+            raise
+        raise ValueError(
+            f"{error.filename} cannot be written ({error.strerror}): make room there, and the same "
+            "command goes on, or name another disk in reshard.folder"
+        ) from error
 
 
 def check(config: Config, stage: int = 1) -> None:
@@ -95,36 +112,28 @@ def check(config: Config, stage: int = 1) -> None:
         raise ValueError(f"reshard.folder={folder} is a file: give a folder")
 
 
-def _open(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force, write: bool
-) -> Artifact:
-    """Checks the inputs and returns the artifact, which may be finished already."""
-    directory = layout.resharded(stage, config.reshard.folder)
-    refuse_foreign(directory, "reshard.folder")
-    _, _, labels = read_pseudo_labels(layout.pseudo_labels(stage), index)
-    return Artifact.open(
-        directory,
-        kind=KIND,
-        config={"stage": stage, "samples_per_shard": config.reshard.samples_per_shard},
-        inputs={"index": index.digest, "pseudo_labels": labels},
-        force=force,
-        write=write,
-    )
-
-
 def _begin(
     config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force
-) -> tuple[Artifact, Resharding, int]:
-    """Sorts the samples by group on disk, unless they are; returns what is to be written."""
-    check_shards(index.directory, index.shards, config.data.index_workers, config.data.remote)
+) -> tuple[Artifact, Resharding, int] | None:
+    """Checks the inputs, and sorts the samples by group on disk, unless they are; returns what is
+    to be written and the number of shards, None where all is finished."""
     directory = layout.resharded(stage, config.reshard.folder)
-    labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(stage), index)
+    refuse_foreign(directory, "reshard.folder")
+    labels, radices, digest = read_pseudo_labels(layout.pseudo_labels(stage), index)
+    open_artifact = partial(
+        Artifact.open, directory, kind=KIND,
+        config={"stage": stage, "samples_per_shard": config.reshard.samples_per_shard},
+        inputs={"index": index.digest, "pseudo_labels": digest}, force=force,
+    )  # fmt: skip
+    if open_artifact(write=False).finished:
+        return None
+    check_shards(index.directory, index.shards, config.data.index_workers, config.data.remote)
     _check_room(directory, index, config.reshard.samples_per_shard)
     blocks = LabelBlocks(labels, radices)
     sizes = blocks.sizes()
     if not sizes.num_samples:
         raise ValueError(f"no sample has a pseudo label of stage {stage}: there is nothing to copy")
-    artifact = _open(config, layout, stage, index, force, write=True)
+    artifact = open_artifact(write=True)
     groups = StageGroups(directory / GROUPS)
     if not groups.written:
         groups.write(blocks, sizes, np.zeros(0, np.int64))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from mclclip import blindspots, cluster, config, index
+from mclclip import filter as filtering
 from mclclip.config import Config
 from mclclip.data.embeddings import rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex
@@ -105,6 +107,7 @@ def make(root: Path) -> Path:
         embed(layout.embeddings(stage), samples, stage)
         cluster.run(options, SINGLE, stage=stage)
     blindspots.run(options, SINGLE, other="1", per_image=1)
+    filtering.run(options, SINGLE, name="few", near_duplicates=0.999)
     for variant, stage in (("mcl", 1), ("mcl", 2), ("ungrouped", 1)):
         train(Layout.of(options, variant).train(stage), slower=variant != "mcl")
     evaluate(layout.results)
@@ -114,19 +117,39 @@ def make(root: Path) -> Path:
 def embed(directory: Path, samples: SampleIndex, stage: int) -> None:
     """Embeddings that part red from blue in stage 0, and halves of the data in stage 1; the broken
     samples have none."""
-    made_of = {"index": samples.digest, "encoder": str(stage)}
-    artifact = Artifact.open(directory, kind="embeddings", config={}, inputs=made_of)
-    random, records = np.random.default_rng(stage), {}
+    ids = range(len(samples))
+    side = np.array([is_red(i) if stage == 0 else i >= NUM_SAMPLES // 2 for i in ids])
+    noise = np.random.default_rng(stage).random((len(ids), 2))
+    rows = np.stack([side, ~side], axis=1) + 0.1 * noise
+    rows[[*BROKEN]] = 0.0
+    write_embeddings(directory, samples, rows.astype(np.float32), encoder=str(stage), bad=BROKEN)
+
+
+def write_embeddings(
+    directory: Path,
+    samples: SampleIndex,
+    rows: np.ndarray,
+    *,
+    encoder: str,
+    bad: Collection[int] = (),
+    sizes: Sequence[int] | None = None,
+    kind: str = "embeddings",
+    **options: str,
+) -> None:
+    """Finished embeddings of the rows [N, D], without those of the samples ``bad``; ``sizes``: how
+    many rows each shard has (None: one for each sample)."""
+    inputs = {"index": samples.digest, "encoder": encoder}
+    artifact = Artifact.open(directory, kind=kind, config=options, inputs=inputs)
+    records, first = {}, 0
     for number, shard in enumerate(samples.shards):
-        ids = np.arange(shard.start, shard.stop)
-        side = np.array([is_red(int(i)) if stage == 0 else i >= NUM_SAMPLES // 2 for i in ids])
-        rows = np.stack([side, ~side], axis=1) + 0.1 * random.random((len(ids), 2))
-        bad = {i: "truncated" for i in BROKEN if shard.start <= i < shard.stop}
-        rows[[i - shard.start for i in bad]] = 0.0
-        write_shard(directory, number, rows.astype(np.float32), bad, samples)
-        path = rows_path(directory, number)
+        ids = range(shard.start, shard.stop)
+        stop = first + (len(ids) if sizes is None else sizes[number])
+        own = {i: "truncated" for i in bad if i in ids}
+        write_shard(directory, number, rows[first:stop], own, samples)
+        path, first = rows_path(directory, number), stop
         records[path.name] = record_of(path)
-    artifact.finish({"samples": len(samples)}, dtype="float32", records=records)
+    counts = {"samples": len(samples), "shards": len(samples.shards)}
+    artifact.finish(counts, dtype=rows.dtype.name, records=records)
 
 
 def train(directory: Path, slower: bool) -> None:

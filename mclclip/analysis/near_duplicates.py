@@ -75,7 +75,8 @@ def equal_pairs(
     enough; the copies need no further search. Rows are found by a hash of 64 bits, and compared.
     ``over``: blocks of rows (None: all ``cuts``). Rows of zeros are equal to nothing.
     """
-    keys = 2 * np.random.default_rng(0).integers(2**63, size=_width(rows), dtype=np.uint64) + 1
+    width = rows[:1].nbytes // 2  # words of 16 bits in a row
+    keys = 2 * np.random.default_rng(0).integers(2**63, size=width, dtype=np.uint64) + 1
     hashes = np.zeros(len(rows), np.uint64)
     for cut in cuts(len(rows)) if over is None else over:
         words = np.ascontiguousarray(rows[cut]).view(np.uint16)
@@ -91,12 +92,6 @@ def equal_pairs(
         own = search.cosines(left, right)
         equal = (left == right).all(axis=1) & (own > above)
         yield Pairs(pairs[equal], own[equal])
-
-
-def _width(rows: Chosen) -> int:
-    """Words of 16 bits in a row."""
-    first = rows[:1]
-    return int(first.nbytes) // 2
 
 
 @dataclass(frozen=True)
@@ -136,14 +131,14 @@ class Groups:
             first = stop
         return found
 
-    def drawn(self, order: Integers, most: int) -> Groups:
-        """The first groups in an order that have at most ``most`` comparisons; at least one."""
+    def drawn(self, order: Integers, most: int) -> Integers:
+        """The samples of the first groups in an order that have at most ``most`` comparisons; of
+        one group at least."""
         count = int(np.searchsorted(np.cumsum(self.comparisons()[order]), most, side="right"))
         chosen = np.zeros(len(self), bool)
         chosen[order[: max(count, 1)]] = True
-        sizes = np.diff(self.starts)
-        ends = np.cumsum(sizes[chosen])
-        return Groups(self.ids[np.repeat(chosen, sizes)], np.concatenate([[0], ends]))
+        ids: Integers = self.ids[np.repeat(chosen, np.diff(self.starts))]
+        return ids
 
 
 def near_in_groups(
@@ -165,10 +160,9 @@ def near_in_groups(
         starts = groups.starts[first : stop + 1]
         members = groups.ids[starts[0] : starts[-1]]
         if len(members) > held_rows:
-            for found in search.near_pairs(Subset(rows, members), above, what=what):
-                yield Pairs(members[found.rows], found.cosines)
-            continue
-        yield from _near_in_batch(rows, members, starts - starts[0], above, what)
+            yield from near_among(rows, members, above, what=what)
+        else:
+            yield from _near_in_batch(rows, members, starts - starts[0], above, what)
 
 
 def _near_in_batch(

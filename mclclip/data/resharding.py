@@ -9,13 +9,16 @@ its members must have the names, sizes and checksums of what was copied.
     00007.npy  int64 [n, 4]: where image and captions of each sample begin, and the CRC-32 of each;
                written last
 
-A sample has its image and the member with its captions there; its other members stay behind. One
+A sample has its image and the member with its captions there; its other members stay behind. Where
+its key is an absolute path or has ``..``, which would lead out of the folder that somebody unpacks
+the tar in, its sample_id names its members; a training does not read their names. A sample
 whose bytes are not those of the index, or are cut short, is not copied, and read where it was.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -99,10 +102,11 @@ def _sources(of: Resharding) -> _Sources:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A sample as it is written: its image and its captions, each with its extension (None: there
-    are none). Neither is there where the sample is not copied, for a ``reason``."""
+    """A sample as it is written: the name of its members, its image and its captions, each with its
+    extension (None: there are none). Neither is there where the sample is not copied, for a
+    ``reason``."""
 
-    key: str
+    name: str
     image: tuple[str, bytes] | None = None
     text: tuple[str, bytes] | None = None
     reason: int = 0
@@ -160,10 +164,9 @@ def _write(path: Path, sources: _Sources, ids: Integers) -> Integers:
                 members[row, 0] = copy.reason
                 own = [member for member in (copy.image, copy.text) if member is not None]
                 if own:
-                    writer.write({"__key__": copy.key, **dict(own)})
+                    writer.write({"__key__": copy.name, **dict(own)})
                 for column, (extension, data) in enumerate(own):
-                    name = f"{copy.key}.{extension}"
-                    written[name] = _Member(row, column, zlib.crc32(data))
+                    written[f"{copy.name}.{extension}"] = _Member(row, column, zlib.crc32(data))
         file.flush()
         _read_back(Path(file.name), path, written, members)
     return members
@@ -174,26 +177,36 @@ def _copies(sources: _Sources, ids: Integers) -> Iterator[_Copy]:
     sizes = sources.index.image_size[ids] + sources.index.text_size[ids]
     windows = np.cumsum(sizes) // _WINDOW_BYTES
     for window in np.split(ids, np.flatnonzero(np.diff(windows)) + 1):
-        places = sources.locations.of(window)
-        sources.reader.prefetch(r for p in places for r in (p.image, p.text) if r[2])
+        located = sources.locations.of(window)
+        sources.reader.prefetch(r for own in located for r in (own.image, own.text) if r[2])
         keys = sources.index.keys(window)
         found: dict[int, _Copy] = {}
-        for k in sorted(range(len(window)), key=lambda k: places[k]):
-            found[k] = _copy(sources, int(window[k]), keys[k], places[k])
+        for k in sorted(range(len(window)), key=lambda k: located[k]):
+            name = _member_name(keys[k], int(window[k]))
+            found[k] = _copy(sources, int(window[k]), name, located[k])
         yield from (found[k] for k in range(len(window)))
 
 
-def _copy(sources: _Sources, sample_id: int, key: str, place: Located) -> _Copy:
-    index, ranges = sources.index, (place.image, place.text)
+def _member_name(key: str, sample_id: int) -> str:
+    """The key, or ``sample_id`` where the key, a stranger's, is an absolute path or has ``..``.
+
+    A key has its source before a slash, and a number has no slash: no two samples have one name.
+    """
+    leads_out = not {"", ".."}.isdisjoint(re.split(r"[/\\]", key))
+    return f"{sample_id:09d}" if leads_out else key
+
+
+def _copy(sources: _Sources, sample_id: int, name: str, located: Located) -> _Copy:
+    index, ranges = sources.index, (located.image, located.text)
     image, text = (sources.reader.read(*r) if r[2] else b"" for r in ranges)
     if [len(image), len(text)] != [size for _, _, size in ranges]:
-        return _Copy(key, reason=TRUNCATED)
+        return _Copy(name, reason=TRUNCATED)
     for data, known in ((image, index.image_crc32), (text, index.text_crc32)):
         if data and known is not None and zlib.crc32(data) != known[sample_id]:
-            return _Copy(key, reason=CHANGED)
+            return _Copy(name, reason=CHANGED)
     captions = index.shards[int(index.shard_of[sample_id])].captions
     extension = "txt" if caption_field(captions) is None else "json"
-    return _Copy(key, (_extension(image), image), (extension, text) if text else None)
+    return _Copy(name, (_extension(image), image), (extension, text) if text else None)
 
 
 def _extension(image: bytes) -> str:

@@ -24,10 +24,9 @@ from mclclip.models.clip_model import ClipModel
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.loading import AnyModel
 from mclclip.run import artifacts
-from mclclip.run.layout import Layout
+from mclclip.run.layout import Layout, folders_above
 
 Precision = Literal["fp32", "fp16"]
-_DEEPEST = 5  # folders between a run directory and an export, as of a pilot's control
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class Source:
     def run_dir(self) -> Path | None:
         """The run directory that the export lies in, known by its index or its stage 0, since verbs
         that are called one by one leave no configuration there; None for a folder elsewhere."""
-        above = [*self.directory.resolve().parents][:_DEEPEST]
-        return next((path for path in above if _is_run(path)), None)
+        return next(filter(_is_run, folders_above(self.directory)), None)
 
     @property
     def name(self) -> str:

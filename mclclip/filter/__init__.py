@@ -30,7 +30,7 @@ from mclclip.filter.material import (
     scores_of,
     tell_scores,
 )
-from mclclip.filter.verdict import KEPT, Verdict, by_reason, write
+from mclclip.filter.verdict import CODES, Verdict, by_reason, write
 from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -116,7 +116,7 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
 def _judge(material: Material, options: Options) -> Verdict:
     """Every filter in turn, of what those before it left."""
     count = len(material.index)
-    reasons = np.where(material.usable, 0, KEPT.index("no_embedding")).astype(np.uint8)
+    reasons = np.where(material.usable, 0, CODES.index("no_embedding")).astype(np.uint8)
     scores = scores_of(material)
     tell_scores(material, scores)
     verdict = Verdict(
@@ -126,7 +126,7 @@ def _judge(material: Material, options: Options) -> Verdict:
     if options.scores and scores is not None:
         _leave_out_scores(options, verdict, scores)
     if options.near_duplicates is not None:
-        _leave_out_copies(material, options.near_duplicates, verdict)
+        _leave_out_near_duplicates(material, options.near_duplicates, verdict)
     if not (reasons == 0).any():
         raise ValueError(
             f"all {count:,} samples would be left out ({by_reason(reasons)}): ask for less"
@@ -145,7 +145,7 @@ def _leave_out_evaluation(material: Material, options: Options, verdict: Verdict
         near = found.rows >= 0
         # Not ">": a sample that has no cosine yet has NaN.
         better = near & ~(found.cosines <= verdict.cosines[ids])
-        verdict.reasons[ids[near]] = KEPT.index("against")
+        verdict.reasons[ids[near]] = CODES.index("against")
         verdict.of[ids[better]] = found.rows[better]
         verdict.which[ids[better]] = number
         verdict.cosines[ids[better]] = found.cosines[better]
@@ -170,21 +170,22 @@ def _leave_out_scores(options: Options, verdict: Verdict, scores: NDArray[np.flo
     else:
         own = np.where(left, scores, np.float32(np.nan))
         high = clip_scores.top_share(own, options.keep_share or 1.0)
-    verdict.reasons[left & np.isnan(scores)] = KEPT.index("no_caption")
-    verdict.reasons[left & ~np.isnan(scores) & ~high] = KEPT.index("low_score")
+    verdict.reasons[left & np.isnan(scores)] = CODES.index("no_caption")
+    verdict.reasons[left & ~np.isnan(scores) & ~high] = CODES.index("low_score")
     verdict.counts["lowest_score"] = float(scores[high].min()) if high.any() else None
 
 
-def _leave_out_copies(material: Material, above: float, verdict: Verdict) -> None:
+def _leave_out_near_duplicates(material: Material, above: float, verdict: Verdict) -> None:
     """Near-duplicates of samples that are kept."""
     left = verdict.reasons == 0
     found = near_duplicates.copies_among(
         material.rows, left, verdict.scores, above,
         partial(near_pairs, material, above), equal=equal_pairs(material, left, above),
     )  # fmt: skip
-    copies = left & (found.of != np.arange(len(left)))
-    verdict.reasons[copies] = KEPT.index("near_duplicate")
-    verdict.of[copies] = found.of[copies]
+    ids = np.flatnonzero(left & (found.of != np.arange(len(left))))
+    verdict.reasons[ids] = CODES.index("near_duplicate")
+    verdict.of[ids] = found.of[ids]
+    verdict.cosines[ids] = near_duplicates.cosines_of(material.rows, ids, found.of[ids])
     verdict.counts["near_duplicates"] = {
         "pairs": found.pairs,
         "groups": found.groups,

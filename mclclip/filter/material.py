@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.options import named_path
 from mclclip.run import runlog
 from mclclip.run.artifacts import Manifest, is_finished, read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.layout import Layout, folders_above
 
 log = logging.getLogger("mclclip")
 
@@ -273,11 +273,10 @@ def _weights(directory: Path) -> dict[str, Any]:
 def _index_of(directory: Path, manifest: Manifest) -> SampleIndex | None:
     """The index of the run that embeddings lie in, which has their keys; None where it is not
     there."""
-    for above in list(directory.resolve().parents)[:4]:
-        if is_finished(above / "index"):
-            index = SampleIndex.open(above / "index")
-            return index if index.digest == manifest.inputs.get("index") else None
-    return None
+    places = [Layout(folder).index for folder in folders_above(directory)]
+    path = next(filter(is_finished, places), None)
+    index = None if path is None else SampleIndex.open(path)
+    return None if index is None or index.digest != manifest.inputs.get("index") else index
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -331,26 +330,12 @@ def equal_pairs(
 
 def near_pairs(material: Material, above: float, left: NDArray[np.bool_]) -> Iterator[search.Pairs]:
     """Near pairs of the samples that are left, within clusters or of all."""
-    if material.clusters is not None:
-        return in_groups(material, Groups.of(labels_of(material), left), above)
-    ids = np.flatnonzero(left)
-    return among(material, ids, above, search.blocks(len(ids)), search.num_blocks(len(ids)))
-
-
-def among(
-    material: Material,
-    ids: NDArray[np.int64],
-    above: float,
-    blocks: Iterable[search.Block],
-    total: int,
-) -> Iterator[search.Pairs]:
-    """Near pairs of samples in some blocks of them, of which there are ``total``."""
-    shown = runlog.progress(blocks, total=total, description="filter, blocks")
-    return near_duplicates.near_among(material.rows, ids, above, shown, what="filter")
-
-
-def in_groups(material: Material, groups: Groups, above: float) -> Iterator[search.Pairs]:
-    """Near pairs within groups."""
+    if material.clusters is None:
+        ids = np.flatnonzero(left)
+        blocks, total = search.blocks(len(ids)), search.num_blocks(len(ids))
+        over = runlog.progress(blocks, total=total, description="filter, blocks")
+        return near_duplicates.near_among(material.rows, ids, above, over, what="filter")
+    groups = Groups.of(labels_of(material), left)
     batches = groups.batches(material.held_rows)
     shown = runlog.progress(batches, total=len(batches), description="filter, clusters")
     return near_duplicates.near_in_groups(

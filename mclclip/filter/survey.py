@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip import search
 from mclclip.analysis.near_duplicates import Components, Groups
 from mclclip.filter.material import (
     Material,
-    among,
     equal_pairs,
-    in_groups,
     labels_of,
+    near_pairs,
     scores_of,
     tell_scores,
 )
@@ -38,10 +36,11 @@ def show(material: Material, seed: int) -> None:
     for found in equal_pairs(material, material.usable, max(SURVEYED)):
         left[found.rows[:, 1]] = False
         equal += len(found.rows)
-    some, share, whole_groups = _some_pairs(material, left, np.random.default_rng([seed, 7]))
+    drawn, share = _drawn(material, left, np.random.default_rng([seed, 7]))
+    whole_groups = material.clusters is not None or share == 1
     pairs = dict.fromkeys(SURVEYED, 0)
     components = {above: Components(len(left)) for above in SURVEYED}
-    for piece in some:
+    for piece in near_pairs(material, min(SURVEYED), drawn):
         for above in SURVEYED:
             near = piece.rows[piece.cosines > above]
             pairs[above] += len(near)
@@ -65,20 +64,17 @@ def show(material: Material, seed: int) -> None:
     )
 
 
-def _some_pairs(
+def _drawn(
     material: Material, left: NDArray[np.bool_], random: np.random.Generator
-) -> tuple[Iterator[search.Pairs], float, bool]:
-    """Near pairs of some samples that are left, their share of all, and whether they are pairs of
-    whole groups."""
-    lowest = min(SURVEYED)
+) -> tuple[NDArray[np.bool_], float]:
+    """Some samples bool [N] of those that are left, of clusters all or none, and the share that
+    they have of the pairs of all."""
     if material.clusters is not None:
-        groups = Groups.of(labels_of(material), left)
-        drawn = groups.drawn(random.permutation(len(groups)), SURVEYED_PAIRS)
-        return in_groups(material, drawn, lowest), len(drawn.ids) / max(len(groups.ids), 1), True
-    ids = np.flatnonzero(left)
-    total = search.num_blocks(len(ids))
-    most = max(SURVEYED_PAIRS // (search.QUERY_ROWS * search.BANK_ROWS), 1)
-    chosen = set(random.permutation(total)[:most].tolist())
-    blocks = (block for number, block in enumerate(search.blocks(len(ids))) if number in chosen)
-    found = among(material, ids, lowest, blocks, len(chosen))
-    return found, len(chosen) / max(total, 1), len(chosen) == total
+        groups, power = Groups.of(labels_of(material), left), 1
+        every, ids = groups.ids, groups.drawn(random.permutation(len(groups)), SURVEYED_PAIRS)
+    else:
+        every, power = np.flatnonzero(left), 2
+        ids = random.permutation(every)[: math.isqrt(2 * SURVEYED_PAIRS)]
+    drawn = np.zeros(len(left), bool)
+    drawn[ids] = True
+    return drawn, (len(ids) / len(every)) ** power if len(every) else 1.0

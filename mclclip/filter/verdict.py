@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mclclip import files
-from mclclip.analysis import near_duplicates
 from mclclip.data.arrays import save_npy
 from mclclip.filter.material import Material
 from mclclip.run.artifacts import Artifact
@@ -23,8 +22,8 @@ log = logging.getLogger("mclclip")
 
 WEIGHTS, REASONS, SCORES, LEFT_OUT = "weights.npy", "reasons.npy", "scores.npy", "left_out.jsonl"
 
-KEPT = ("kept", "no_embedding", "against", "no_caption", "low_score", "near_duplicate")
-"""Codes of reasons.npy, in the order in which they are looked for."""
+CODES = ("kept", "no_embedding", "against", "no_caption", "low_score", "near_duplicate")
+"""Names of the codes in reasons.npy, in the order in which they are looked for."""
 
 _AT_ONCE = 4096  # samples whose lines are written together
 Codes = NDArray[np.uint8]
@@ -32,7 +31,7 @@ Codes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Per sample: why it is left out (codes of ``KEPT``), its score, and what it is a copy of.
+    """Per sample: why it is left out (``CODES``), its score, and what it is a copy of.
 
     of       int64 [N], the sample that is kept instead, or the row of the evaluation images
     which    int16 [N], the number of these evaluation images
@@ -60,7 +59,7 @@ def write(artifact: Artifact, material: Material, verdict: Verdict) -> None:
     _write_left_out(directory / LEFT_OUT, material, verdict)
     counts = {
         "samples": len(reasons),
-        "reasons": dict(zip(KEPT, np.bincount(reasons, minlength=len(KEPT)).tolist(), strict=True)),
+        "reasons": _counted(reasons),
         "without_score": len(reasons) - _num_scores(verdict.scores),
         **verdict.counts,
     }
@@ -80,24 +79,26 @@ def _num_scores(scores: NDArray[np.float32] | None) -> int:
 
 def by_reason(reasons: Codes) -> str:
     """How many samples there are of each reason that occurs, for a message."""
-    counts = np.bincount(reasons, minlength=len(KEPT)).tolist()
-    named = [f"{name} {count:,}" for name, count in zip(KEPT, counts, strict=True) if count]
-    return ", ".join(named)
+    return ", ".join(f"{name} {count:,}" for name, count in _counted(reasons).items() if count)
+
+
+def _counted(reasons: Codes) -> dict[str, int]:
+    return dict(zip(CODES, np.bincount(reasons, minlength=len(CODES)).tolist(), strict=True))
 
 
 def _tell(artifact: Artifact, counts: dict[str, Any]) -> None:
-    reasons, copies = counts["reasons"], counts.get("near_duplicates")
-    shown = ", ".join(f"{name} {reasons[name]:,}" for name in KEPT[1:])
+    reasons, near = counts["reasons"], counts.get("near_duplicates")
+    shown = ", ".join(f"{name} {reasons[name]:,}" for name in CODES[1:])
     log.info(
         "filter: %s of %s samples are kept; left out: %s; %s have no score",
         f"{reasons['kept']:,}", f"{counts['samples']:,}", shown, f"{counts['without_score']:,}",
     )  # fmt: skip
-    if copies is not None:
+    if near is not None:
         log.info(
             "filter: %s near pairs (compared: within %s) link %s groups of samples, the largest of "
             "%s; %s samples are left out that a chain alone links to one that is kept",
-            f"{copies['pairs']:,}", artifact.config["within"], f"{copies['groups']:,}",
-            f"{copies['largest_group']:,}", f"{copies['by_chain']:,}",
+            f"{near['pairs']:,}", artifact.config["within"], f"{near['groups']:,}",
+            f"{near['largest_group']:,}", f"{near['by_chain']:,}",
         )  # fmt: skip
     path = shlex.quote(str((artifact.directory / WEIGHTS).resolve()))
     log.info("filter: to train on what is kept: %s", f"train.plan.weights={path}")
@@ -105,14 +106,11 @@ def _tell(artifact: Artifact, counts: dict[str, Any]) -> None:
 
 def _write_left_out(path: Path, material: Material, verdict: Verdict) -> None:
     """A line of JSON per sample that is a copy, or has no embedding, in index order."""
-    listed = [KEPT.index(name) for name in ("no_embedding", "against", "near_duplicate")]
+    listed = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
     ids = np.flatnonzero(np.isin(verdict.reasons, listed))
     with files.whole_file(path) as file:
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
-            copies = some[verdict.reasons[some] == KEPT.index("near_duplicate")]
-            own = near_duplicates.cosines_of(material.rows, copies, verdict.of[copies])
-            verdict.cosines[copies] = own
             lines = _lines(material, verdict, some)
             file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
@@ -122,12 +120,12 @@ def _lines(
 ) -> Iterator[dict[str, Any]]:
     """The fields of the lines of some samples."""
     of = verdict.of[ids]
-    own = verdict.reasons[ids] == KEPT.index("near_duplicate")
+    own = verdict.reasons[ids] == CODES.index("near_duplicate")
     of_keys = dict(zip(of[own].tolist(), material.index.keys(of[own]), strict=True))
     for place, (sample_id, key) in enumerate(
         zip(ids.tolist(), material.index.keys(ids), strict=True)
     ):
-        reason, row = KEPT[verdict.reasons[sample_id]], int(of[place])
+        reason, row = CODES[verdict.reasons[sample_id]], int(of[place])
         line: dict[str, Any] = {"sample_id": sample_id, "key": key, "reason": reason}
         if reason == "against":
             other = material.others[verdict.which[sample_id]]

@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +27,7 @@ from mclclip import config as configuration
 from mclclip.config import Config
 from mclclip.config.options import DataConfig
 from mclclip.eval import results
-from mclclip.report import blindspots, clusters, nearest, pairs, scores, story, training
+from mclclip.report import blindspots, clusters, filters, nearest, pairs, scores, story, training
 from mclclip.report.material import Material
 from mclclip.report.scores import Verdicts
 from mclclip.report.thumbnails import Samples, Thumbnails
@@ -123,12 +124,7 @@ def _content(material: Material) -> dict[str, Any]:
     verdicts = scores.verdicts(material)
     trainings = training.trainings(material)
 
-    def of_samples(make: Callable[[Samples], Sequence[T]], needs: str) -> Section[Sequence[T]]:
-        if samples.content is None:
-            return Section(None, samples.missing)
-        known = samples.content
-        return _section(lambda: make(known), needs)
-
+    of_samples = partial(_of_samples, samples)
     shown_clusters = of_samples(
         lambda known: clusters.clustered(material, known, thumbnails),
         "There are no clusters: 'mclclip cluster --stage 0' makes them.",
@@ -163,6 +159,10 @@ def _content(material: Material) -> dict[str, Any]:
             lambda known: blindspots.blindspots(material, known, thumbnails),
             "None were looked for: 'mclclip blindspots' finds them.",
         ),
+        "filters": _section(
+            lambda: filters.filters(material),
+            "No samples were chosen by their embeddings: 'mclclip filter' does it.",
+        ),
         "curves": _section(lambda: training.curves(material), "No training has records."),
         "trainings": trainings,
         "seconds": training.total(trainings, lambda one: one.seconds),
@@ -175,6 +175,16 @@ def _content(material: Material) -> dict[str, Any]:
         "summary": _summary(material, trainings, verdicts),
     }
     return content | {"lost": thumbnails.lost()}
+
+
+def _of_samples(
+    samples: Section[Samples], make: Callable[[Samples], Sequence[T]], needs: str
+) -> Section[Sequence[T]]:
+    """A section that ``make`` makes of the samples, where there are some."""
+    if samples.content is None:
+        return Section(None, samples.missing)
+    known = samples.content
+    return _section(lambda: make(known), needs)
 
 
 def _section(make: Callable[[], T], needs: str) -> Section[T]:

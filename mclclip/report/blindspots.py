@@ -41,8 +41,7 @@ def blindspots(material: Material, samples: Samples, thumbnails: Thumbnails) -> 
     Raises RuntimeError where they are of another index, or damaged.
     """
     found = []
-    places = [path.parent for path in material.layout.blindspots("").glob("*/manifest.json")]
-    for directory in sorted(place for place in places if ".old-" not in place.name):
+    for directory in material.finished(material.layout.blindspots("")):
         manifest = material.index.manifest_of(directory, "blindspots")
         pairs = _pairs(directory, manifest, samples, thumbnails)
         found.append(BlindSpots(manifest.config, manifest.counts, pairs))

@@ -110,6 +110,11 @@ class Material:
             return None
         return artifacts.read_manifest(directory, kind)
 
+    def finished(self, folder: Path) -> list[Path]:
+        """The finished artifacts in a folder by name, without those that were moved aside."""
+        found = [path.parent for path in folder.glob(f"*/{artifacts.MANIFEST}")]
+        return sorted(path for path in found if ".old-" not in path.name)
+
     # --- rows of clusters and embeddings ---
 
     @cached_property

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 PILOTS = {"pilot": "mcl", "pilot_ungrouped": "ungrouped"}
 """Variants that are trained on a share of the samples -> the method that they try out."""
+
+
+def folders_above(artifact: Path) -> Sequence[Path]:
+    """The folders, nearest first, among which is the run directory that an artifact of a stage lies
+    in; of a pilot's control it is the fifth."""
+    return artifact.resolve().parents[:5]
 
 
 class HasRunDir(Protocol):

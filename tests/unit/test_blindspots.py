@@ -20,13 +20,13 @@ from PIL import Image
 
 from mclclip import blindspots, cli, index, process
 from mclclip.config import Config, from_tree
-from mclclip.data.embeddings import rows_path, write_shard
+from mclclip.data.embeddings import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.datasets import read_pairs
-from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, read_manifest
+from mclclip.run.artifacts import read_manifest
 from mclclip.run.layout import Layout
+from tests.made_run import write_embeddings
 
 SIZES = (17, 5, 18)  # samples per shard
 DIM = 48
@@ -81,18 +81,8 @@ def rows_of(which: str) -> np.ndarray:
 
 
 def embed(directory: Path, samples: SampleIndex, which: str) -> None:
-    artifact = Artifact.open(
-        directory, kind="embeddings", config={}, inputs={"index": samples.digest, "encoder": which}
-    )
-    records, rows = {}, rows_of(which)
-    for number, shard in enumerate(samples.shards):
-        bad = {BROKEN: "truncated"} if which == "second" else {}
-        own = {i: reason for i, reason in bad.items() if shard.start <= i < shard.stop}
-        write_shard(directory, number, rows[shard.start : shard.stop], own, samples)
-        path = rows_path(directory, number)
-        records[path.name] = record_of(path)
-    counts = {"samples": len(samples), "shards": len(samples.shards)}
-    artifact.finish(counts, dtype="float16", records=records)
+    bad = [BROKEN] if which == "second" else []
+    write_embeddings(directory, samples, rows_of(which), encoder=which, bad=bad)
 
 
 @pytest.fixture(scope="module")

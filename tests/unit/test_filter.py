@@ -20,17 +20,18 @@ from mclclip import cli, cluster, index, process, search
 from mclclip import filter as filtering
 from mclclip.analysis import clip_scores, near_duplicates
 from mclclip.config import Config, from_tree
-from mclclip.data.embeddings import rows_path, write_shard
+from mclclip.data.embeddings import rows_path
 from mclclip.data.grouping import LabelBlocks
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.files import record_of
 from mclclip.filter import material, survey, verdict
-from mclclip.filter.verdict import KEPT
+from mclclip.filter.verdict import CODES
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.layout import Layout
+from tests.made_run import write_embeddings
 from tests.unit.test_blindspots import picture
 
 SIZES = (17, 25, 18)  # samples per shard
@@ -130,24 +131,20 @@ def embed(
     directory: Path,
     samples: SampleIndex,
     rows: np.ndarray,
-    kind: str = "embeddings",
     encoder: str = "enc",
     feature: str = "projected",
 ) -> None:
-    config = {"feature": feature} if kind == "embeddings" else {}
-    inputs = {"index": samples.digest, "encoder": encoder}
-    artifact = Artifact.open(directory, kind=kind, config=config, inputs=inputs)
-    records, first = {}, 0
-    for number, shard in enumerate(samples.shards):
-        ids = range(shard.start, shard.stop)
-        size = len(ids) if kind == "embeddings" else sum(len(captions(i)) for i in ids)
-        bad = {BROKEN: "truncated"} if BROKEN in ids and len(rows) == COUNT else {}
-        write_shard(directory, number, rows[first : first + size], bad, samples)
-        first += size
-        path = rows_path(directory, number)
-        records[path.name] = record_of(path)
-    counts = {"samples": len(samples), "shards": len(samples.shards)}
-    artifact.finish(counts, dtype="float16", records=records)
+    bad = [BROKEN] if len(rows) == COUNT else []
+    write_embeddings(directory, samples, rows, encoder=encoder, bad=bad, feature=feature)
+
+
+def embed_texts(directory: Path, samples: SampleIndex) -> None:
+    sizes = [
+        sum(len(captions(i)) for i in range(shard.start, shard.stop)) for shard in samples.shards
+    ]
+    write_embeddings(
+        directory, samples, texts(), encoder="enc", sizes=sizes, kind="text_embeddings"
+    )
 
 
 def evaluation_run(root: Path, rows: np.ndarray, **how: str) -> Path:
@@ -169,7 +166,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     index.run(config, SINGLE)
     layout, samples = Layout.of(config), SampleIndex.open(root / "run/index")
     embed(layout.embeddings(0), samples, images())
-    embed(layout.text_embeddings, samples, texts(), kind="text_embeddings")
+    embed_texts(layout.text_embeddings, samples)
     cluster.run(config, SINGLE, stage=0)
     np.save(root / "evaluation.npy", evaluation())
     evaluation_run(root / "eval", evaluation())
@@ -188,7 +185,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def left_out(directory: Path, reason: str) -> set[int]:
-    return {*np.flatnonzero(np.load(directory / "reasons.npy") == KEPT.index(reason)).tolist()}
+    return {*np.flatnonzero(np.load(directory / "reasons.npy") == CODES.index(reason)).tolist()}
 
 
 def done(config: Config, **wanted: Any) -> Path:
@@ -236,7 +233,7 @@ def test_of_planted_copies_one_is_kept_and_nothing_else_is_left_out(config: Conf
     assert manifest.counts["near_duplicates"] == {
         "pairs": 6, "groups": 5, "largest_group": 3, "by_chain": 0,
     }  # fmt: skip
-    assert manifest.counts["reasons"] == dict.fromkeys(KEPT, 0) | {
+    assert manifest.counts["reasons"] == dict.fromkeys(CODES, 0) | {
         "kept": COUNT - 6, "no_embedding": 1, "near_duplicate": 5,
     }  # fmt: skip
     assert manifest.counts["without_score"] == COUNT
@@ -298,11 +295,15 @@ def test_without_an_asked_score_samples_without_caption_are_kept(config: Config)
 # --- evaluation images ---
 
 
-@pytest.mark.parametrize("kind", ["run", "npy"])
+@pytest.mark.parametrize("kind", ["run", "npy", "control of a pilot"])
 def test_copies_of_evaluation_images_are_listed_with_these(
-    config: Config, made: Path, kind: str
+    config: Config, made: Path, kind: str, tmp_path: Path
 ) -> None:
-    folder = made / ("eval/run/stage_0/embeddings" if kind == "run" else "evaluation.npy")
+    folder = made / ("evaluation.npy" if kind == "npy" else "eval/run/stage_0/embeddings")
+    if kind == "control of a pilot":
+        shutil.copytree(made / "eval/run", tmp_path / "eval")
+        of_run, folder = folder, tmp_path / "eval/pilot/controls/ungrouped/stage_1/embeddings"
+        shutil.copytree(of_run, folder)
     directory = done(config, against=[f"ev={folder}"])
     assert left_out(directory, "against") == {*SEEN}
     found = [line for line in lines(directory) if line["reason"] == "against"]
@@ -310,7 +311,7 @@ def test_copies_of_evaluation_images_are_listed_with_these(
     for line in found:
         sample, row = line["sample_id"], line["of"]
         assert (row, line["against"]) == (SEEN[sample], "ev")
-        assert line["of_key"] == (f"s/e{row:03d}" if kind == "run" else None)
+        assert line["of_key"] == (None if kind == "npy" else f"s/e{row:03d}")
         assert line["cosine"] == pytest.approx(unit(rows[sample]) @ evaluation()[row], abs=1e-3)
     counts = read_manifest(directory, "filter").counts["against"]
     assert counts == {"ev": {"images": 6, "images_with_copies": 2, "samples": 2}}
@@ -440,6 +441,27 @@ def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
     with caplog.at_level(logging.INFO, "mclclip"):
         filtering.run(config, SINGLE)
     assert re.search(r"others within clusters, estimated from \d+ % of them", caplog.text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "mclclip"):
+        filtering.run(config, SINGLE, within="all")  # 20 of 57 samples are compared
+    assert "others among all, estimated from 12 % of them" in caplog.text
+    assert "would be left out" not in caplog.text
+
+
+@pytest.mark.parametrize("within", ["all", "clusters"])
+def test_data_without_any_pair_are_surveyed(
+    config: Config, caplog: pytest.LogCaptureFixture, within: material.Within
+) -> None:
+    """Four pictures, and copies of them: each is alone in its cluster."""
+    layout, rows = Layout.of(config), np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
+    rows[BROKEN] = 0.0
+    shutil.rmtree(layout.embeddings(0))
+    embed(layout.embeddings(0), SampleIndex.open(layout.index), rows)
+    cluster.run(config, SINGLE, stage=0, force=True)
+    with caplog.at_level(logging.INFO, "mclclip"):
+        assert filtering.run(config, SINGLE, within=within) is None
+    assert "55 samples are equal to an earlier one" in caplog.text
+    assert "0 pairs above 0.95, at most 55 samples would be left out" in caplog.text
 
 
 def test_many_equal_embeddings_cost_no_more_than_their_number(

@@ -25,6 +25,7 @@ from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.layout import Layout
+from tests.unit.test_disk_errors import at_most
 
 NUM_SAMPLES = 60
 LABELS = np.random.default_rng(0).integers(-1, 4, size=NUM_SAMPLES)
@@ -178,6 +179,33 @@ def test_a_group_is_read_in_one_piece(config: Config) -> None:
             assert 0 < next_start - (start + size) <= 4 * 512  # padding, and the next header
         else:
             assert next_shard == shard + 1 and next_start <= 4 * 512
+
+
+def test_keys_that_lead_out_of_a_folder_name_no_member(tmp_path: Path) -> None:
+    """What unpacks a copy by its names stays in its folder; a training reads the same samples."""
+    leading_out = ("../../up", "/../top", "in/../../../up", "back\\..\\up/x", "/top")
+    names = (*leading_out, "a..b/x", "./here", "0000001")
+    samples = [
+        [(f"{name}.jpg", picture(number, "jpg")), (f"{name}.txt", f"caption {number}".encode())]
+        for number, name in enumerate(names)
+    ]
+    write_tar(tmp_path / "a/0.tar", samples)
+    write_tar(tmp_path / "b/0.tar", [members_of(30)])
+    config = options(tmp_path, samples_per_shard=100)
+    index.run(config, SINGLE)
+    indexed = SampleIndex.open(Layout.of(config).index)
+    write_labels(config, np.zeros(len(indexed), np.int64))
+    before = raw_samples(config)
+    folder = reshard.run(config, SINGLE, stage=1)
+    with tarfile.open(folder / "00000.tar") as tar:
+        members = tar.getnames()
+    numbered = {f"{number:09d}" for number in indexed.ids_of([f"a/{key}" for key in leading_out])}
+    stems = {*numbered, *(f"a/{key}" for key in names[5:])}
+    assert {name for name in members if not name.startswith("b/")} == {
+        f"{stem}.{extension}" for stem in stems for extension in ("jpg", "txt")
+    }
+    assert raw_samples(config, opened(config)[1]) == before
+    assert not any(isinstance(sample, BadSample) for sample in before)
 
 
 # --- going on, and being refused ---------------------------------------------------------------
@@ -355,6 +383,21 @@ def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
     with pytest.raises(ValueError, match="no sample has a pseudo label"):
         reshard.run(config, SINGLE, stage=1)
     assert not (tmp_path / "run/stage_1/resharded").exists()
+
+
+@pytest.mark.parametrize("num_bytes", [200, 5_000])
+def test_a_full_disk_is_told_with_the_option_that_names_another(
+    config: Config, tmp_path: Path, num_bytes: int
+) -> None:
+    """While samples are sorted by group, and while a shard is written; the next call goes on."""
+    config = options(tmp_path, folder=f"{tmp_path}/fast")
+    folder = re.escape(f"{tmp_path}/fast/run/stage_1/")
+    wanted = rf"^{folder}\S+ cannot be written \(File too large\): make .* in reshard\.folder$"
+    with at_most(num_bytes), pytest.raises(ValueError, match=wanted) as caught:
+        reshard.run(config, SINGLE, stage=1)
+    assert "run_dir" not in str(caught.value)
+    reshard.run(config, SINGLE, stage=1)
+    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
 
 
 def test_copies_may_lie_on_another_disk(config: Config, tmp_path: Path) -> None:

@@ -143,9 +143,8 @@ def test_groups_are_read_together_up_to_a_bound() -> None:
     assert groups.batches(3) == [(0, 1), (1, 2), (2, 3)]
     assert groups.batches(8) == [(0, 2), (2, 3)]
     assert groups.batches(100) == [(0, 3)]
-    drawn = groups.drawn(np.array([2, 0, 1]), 4)
-    assert drawn.ids.tolist() == [1, 2, 11, 0, 8] and drawn.starts.tolist() == [0, 3, 5]
-    assert groups.drawn(np.array([1, 0, 2]), 4).ids.tolist() == [3, 4, 5, 6, 10]
+    assert groups.drawn(np.array([2, 0, 1]), 4).tolist() == [1, 2, 11, 0, 8]
+    assert groups.drawn(np.array([1, 0, 2]), 4).tolist() == [3, 4, 5, 6, 10]
     nothing = Groups.of(np.arange(5), np.ones(5, bool))
     assert len(nothing) == 0 and nothing.batches(10) == []
 

@@ -22,7 +22,9 @@ from mclclip.run.artifacts import read_manifest
 from tests import made_run
 from tests.tiny import digests
 
-SECTIONS = "story results better pairs clusters groups nearest blindspots curves cost".split()
+SECTIONS = (
+    "story results better pairs clusters groups nearest blindspots filters curves cost".split()
+)
 VOID = {"meta", "link", "img", "br", "wbr"}
 
 
@@ -155,6 +157,22 @@ def test_blind_spots_are_shown_and_what_was_moved_aside_is_not(copied: Path, pag
     assert words_of_run(copied, "blindspots") == words
     shutil.rmtree(spots)
     assert "Left out: None were looked for" in words_of_run(copied, "blindspots")
+
+
+def test_filters_are_shown_and_what_was_moved_aside_is_not(copied: Path, page: str) -> None:
+    words, folder = text_of(page, "filters"), copied / "filters"
+    kept = int(np.load(folder / "few/weights.npy").sum())
+    assert 0 < kept < 46
+    flags = "--near-duplicates 0.999 --within clusters --stage 0"
+    reasons = f"no_embedding 2, near_duplicate {46 - kept}"
+    assert f"few {flags} 48 {kept} {reasons}" in words
+    shutil.copytree(folder / "few", folder / "few.old-1")
+    assert words_of_run(copied, "filters") == words
+    manifest = folder / "few/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"reasons"', '"others"'))
+    assert "few/manifest.json is damaged" in words_of_run(copied, "filters")
+    shutil.rmtree(folder)
+    assert "Left out: No samples were chosen" in words_of_run(copied, "filters")
 
 
 def test_figures_verdicts_pairs_and_costs(page: str) -> None:
