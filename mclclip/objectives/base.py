@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mclclip.objectives.label_filter import Subspaces
 from mclclip.options import STRICT
+from mclclip.ranks import collectives
 from mclclip.ranks.outside import OutsideParameters
 from mclclip.ranks.process_group import Context
 
@@ -194,6 +195,12 @@ class Objective(nn.Module):
     frozen copy of the model, such as a momentum encoder, is a submodule without gradients.
     """
 
+    gathers_images: ClassVar[bool] = False
+    """Whether ``forward`` gives ``image_features``, as they are, to ``gather_with_grad``."""
+    loss_follows: bool = False
+    """Whether ``forward`` will be called with the next ``features``. Those of gradient caching, and
+    of a step that is compiled whole, are taken for ones that it is not called with."""
+
     def outside(self) -> Sequence[OutsideParameters]:
         """Parameters that engines do not wrap; none by default."""
         return ()
@@ -207,9 +214,13 @@ class Objective(nn.Module):
         the model.
         """
         first, *others = batch.views
-        found: dict[str, Tensor] = model(
-            image=first, text=batch.text, text_features=batch.text_features
-        )
+        found: dict[str, Tensor] = model(image=first)
+        if self.gathers_images and self.loss_follows and (batch.text is not None or others):
+            # Messages are sent while the text tower, or the other views, run.
+            collectives.begin_gather(found["image_features"])
+        if batch.text is not None or batch.text_features is not None:
+            texts = model(text=batch.text, text_features=batch.text_features)
+            found |= {name: value for name, value in texts.items() if name not in found}
         for number, view in enumerate(others, 1):
             found[f"image_features_{number}"] = model(image=view)["image_features"]
         return found

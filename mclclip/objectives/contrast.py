@@ -137,6 +137,7 @@ class Contrast(Objective):
     """
 
     reads_classes: ClassVar[bool] = False
+    gathers_images = True
 
     def __init__(
         self,

@@ -46,15 +46,17 @@ def sum_to_owner(x: Tensor) -> Tensor:
 
     Overwrites ``x``.
     """
-    if world_size() == 1:
-        return x
+    return x if world_size() == 1 else _sum_to_owner(x, async_op=False)[0]
+
+
+def _sum_to_owner(x: Tensor, async_op: bool) -> tuple[Tensor, Any]:
+    """This rank's slice of the sum, and the work to wait for before it is read, if ``async_op``."""
     if x.device.type == "cuda":
         own = torch.empty_like(x[: len(x) // world_size()])
-        _reduce_scatter(own, x)
-        return own
+        return own, _reduce_scatter(own, x, async_op=async_op)
     # all_reduce, then take the own slice: gloo has no reduce_scatter for every dtype.
-    dist.all_reduce(x)
-    return x.chunk(world_size())[rank()]
+    work = dist.all_reduce(x, async_op=async_op)
+    return x.chunk(world_size())[rank()], work
 
 
 def gather_with_grad(x: Tensor) -> Tensor:
@@ -62,12 +64,86 @@ def gather_with_grad(x: Tensor) -> Tensor:
 
     The backward sums over ranks: with each rank's loss a mean over its own rows and DDP averaging
     parameter gradients, the result is the gradient of the mean over the global batch. All ranks
-    must pass the same shape.
+    must pass the same shape. A gather that ``begin_gather`` has begun is waited for.
     """
+    global _begun
     if world_size() == 1:
         return x
+    if _begun is not None and _begun.x is x:
+        begun, _begun = _begun, None
+        return begun.end()
     gathered: Tensor = _GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
     return gathered
+
+
+def begin_gather(x: Tensor) -> None:
+    """Begins ``gather_with_grad`` of ``x``, which the next call for the same tensor ends.
+
+    What is computed between the two overlaps with the messages, in the backward pass too: the
+    gradients' sum begins where the forward pass waited, and is waited for where it began. Values,
+    gradients and the order of collectives on all ranks are those of a gather at once. One gather is
+    under way at a time.
+    """
+    global _begun
+    _begun = _Begun(x) if world_size() > 1 else None
+
+
+class _Begun:
+    """A gather of ``x`` under way; in the backward pass, a sum of its gradients under way."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.parts: list[Tensor]
+        self.work: Any
+        self.summing: tuple[Tensor, Any]
+        # Without values: it ties the end to the beginning in autograd's graph.
+        self.token: Tensor = _Begin.apply(x, self)  # type: ignore[no-untyped-call]
+
+    def end(self) -> Tensor:
+        """The gathered rows of all ranks, with gradient."""
+        gathered: Tensor = _End.apply(self.token, self)  # type: ignore[no-untyped-call]
+        # The graph holds this object, which must not hold the graph.
+        del self.x, self.token
+        return gathered
+
+
+class _Begin(torch.autograd.Function):
+    """Begins the all-gather; its backward waits for the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, begun: _Begun) -> Tensor:
+        ctx.begun = begun
+        begun.parts = [torch.empty_like(x) for _ in range(world_size())]
+        begun.work = dist.all_gather(begun.parts, x.detach().contiguous(), async_op=True)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        own, work = ctx.begun.summing
+        work.wait()
+        del ctx.begun.summing
+        return own, None
+
+
+class _End(torch.autograd.Function):
+    """Waits for the all-gather; its backward begins the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, begun: _Begun) -> Tensor:
+        ctx.begun = begun
+        begun.work.wait()
+        gathered = torch.cat(begun.parts)
+        del begun.work, begun.parts
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        summed = grad_outputs[0].clone(memory_format=torch.contiguous_format)
+        ctx.begun.summing = _sum_to_owner(summed, async_op=True)
+        return summed.new_empty(0), None
+
+
+_begun: _Begun | None = None  # the gather that is under way
 
 
 class _SumWithGrad(torch.autograd.Function):

@@ -58,6 +58,8 @@ class Trainee(nn.Module):
 
         ``only_features`` returns the features by name; ``pullback`` the sum of products with it.
         """
+        if not torch.compiler.is_compiling():  # a compiler would break its graph between the towers
+            self.objective.loss_follows = not only_features and pullback is None
         with self._autocast(batch.views[0].device):
             features = self.objective.features(self.model, batch)
         if only_features:
