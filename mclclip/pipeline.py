@@ -46,8 +46,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     """
     run_dir = Path(config.run_dir)
     collectives.on_main(lambda: _check(config, context))
-    models = [config.model_of(name) for name in config.trainings]
-    collectives.together(lambda: train.check_pixels(config, models))
+    collectives.together(lambda: train.check_pixels(config, config.trainings))
     recorded = run_dir / "config.yaml"
     before = recorded.read_bytes() if context.is_main and recorded.exists() else None
     text = configuration.dump(config).encode()

@@ -1,7 +1,6 @@
 """Options as dataclasses: loaded from YAML, overridden by ``key.path=value``, checked, dumped."""
 
 from mclclip.config.options import (
-    BenchmarkConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -9,6 +8,7 @@ from mclclip.config.options import (
 )
 from mclclip.config.reading import dump, from_tree, load, to_tree
 from mclclip.config.sources import SourceConfig
+from mclclip.config.suites import BenchmarkConfig
 
 __all__ = [
     "BenchmarkConfig",

@@ -45,7 +45,7 @@ def check_patch_dropout(
     The image tower is then no vision transformer of open_clip's own, or its first blocks are
     locked, which run as in evaluation. As above, a model whose configuration is not at hand passes.
     """
-    vision = _config(name).get("vision_cfg")
+    vision = config_of(name).get("vision_cfg")
     if not share or not isinstance(vision, Mapping):
         return
     layers = vision.get("layers", 12)
@@ -63,7 +63,7 @@ def check_patch_dropout(
         )
 
 
-def _config(name: str | Mapping[str, Any]) -> Mapping[str, Any]:
+def config_of(name: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """The architecture of a model; empty where it is not at hand."""
     config = _read(name) if isinstance(name, str) else name
     config = config.get("model_cfg", config) if isinstance(config, Mapping) else {}
@@ -72,7 +72,7 @@ def _config(name: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _layers(name: str | Mapping[str, Any]) -> int | list[int] | None:
     """``layers`` of the image tower: blocks of a transformer, or those of each ResNet layer."""
-    config = _config(name)
+    config = config_of(name)
     vision = config.get("vision_cfg")
     if not isinstance(vision, Mapping):
         return None

@@ -11,15 +11,17 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from mclclip.clustering.rows import Algorithm
 from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
-from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout
+from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout, config_of
 from mclclip.config.plan import PlanConfig
 from mclclip.config.resharding import ReshardConfig
 from mclclip.config.sources import SourceConfig
+from mclclip.config.suites import EvalConfig
 from mclclip.config.trunk_cache import TrunkCacheConfig, check_trunk_cache
 from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.labels import LabelMode
 from mclclip.data.remote import RemoteOptions
+from mclclip.models.fast_pixels import unlike_crops
 from mclclip.models.lora import Targets
 from mclclip.objectives.base import AnyObjective, Facts, parse
 from mclclip.options import STRICT, Dropped
@@ -37,9 +39,10 @@ class DataConfig:
     """Processes that scan shards side by side."""
     max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS
     """Images with more pixels (width times height) are refused as decompression bombs."""
-    pixels: Pixels = "exact"
+    pixels: Pixels | Literal["auto"] = "auto"
     """How training makes pixels. ``exact``: open_clip's own transform, by PIL; ``fast``: simplejpeg
-    and torch's resize, the same crops within 2/255 of its pixels. Nothing but training changes."""
+    and torch's resize, the same crops within 2/255 of its pixels; ``auto``: ``fast``, and ``exact``
+    where an augmentation does more than to crop. Everything but training is exact."""
     max_bad_fraction: float = 0.01
     """Share of the index's samples that may be undecodable, and of the shards that may be damaged
     or cut short; above it a verb stops on all ranks."""
@@ -317,35 +320,6 @@ class TrainConfig:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class BenchmarkConfig:
-    """One benchmark of the suite that runs between stages and at the end."""
-
-    kind: Literal[
-        "mmvp", "retrieval", "zeroshot", "linear_probe", "knn", "attributes", "compositional",
-        "contrastive_loss",
-    ]  # fmt: skip
-    """Which evaluator."""
-    path: str
-    """Folder of the benchmark, in the layout that eval/README.md gives for its kind."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the evaluator, by its own names."""
-    source: str = ""
-    """What the folder holds and where to get it, for the message where it is missing."""
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class EvalConfig:
-    """Benchmarks that the encoders are measured on."""
-
-    suite: dict[str, BenchmarkConfig] = field(default_factory=dict)
-    """Benchmarks by name."""
-    batch_size: PositiveInt = 256
-    """Images or texts per forward."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the encoder during evaluation."""
-
-
-@checked_dataclass(frozen=True, config=STRICT)
 class Config:
     """A whole run. ``mclclip config`` prints it resolved."""
 
@@ -482,6 +456,13 @@ class Config:
     def model_of(self, training: str) -> ModelConfig:
         """Options of the encoder that the training ``base`` or ``train`` starts from."""
         return (self.trained_model if training == "train" else None) or self.model
+
+    def pixels_of(self, training: str) -> Pixels:
+        """How the training ``base`` or ``train`` makes pixels."""
+        if self.data.pixels != "auto":
+            return self.data.pixels
+        model = self.model_of(training)
+        return "exact" if unlike_crops(model.augmentation, config_of(model.name)) else "fast"
 
     @property
     def needs_text_embeddings(self) -> bool:

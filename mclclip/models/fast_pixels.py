@@ -113,11 +113,17 @@ def fast_transform(train: Callable[[Any], Tensor]) -> FastTransform:
 
 def check_fast(augmentation: Mapping[str, Any], model_cfg: Mapping[str, Any]) -> None:
     """Raises the ValueError of `fast_transform` from a model's configuration alone."""
-    asked = [name for name in _REFUSED if augmentation.get(name)]
-    if backbones.KEY in model_cfg["vision_cfg"]:
-        asked = asked or [f"{transforms.KIND} (simclr, the default of backbones)"]
-    if asked:
+    if asked := unlike_crops(augmentation, model_cfg):
         raise _refused(", ".join(asked))
+
+
+def unlike_crops(augmentation: Mapping[str, Any], model_cfg: Mapping[str, Any]) -> list[str]:
+    """What a model's training transform does beside open_clip's own crop: fields of its
+    augmentation; empty where it does nothing more."""
+    asked = [name for name in _REFUSED if augmentation.get(name)]
+    if backbones.KEY in model_cfg.get("vision_cfg", {}):
+        asked = asked or [f"{transforms.KIND} (simclr, the default of backbones)"]
+    return asked
 
 
 def _refused(what: str) -> ValueError:

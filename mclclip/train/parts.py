@@ -112,16 +112,21 @@ class Job:
         """How often an epoch draws each sample; None: once. Raises its errors (``open``)."""
         share = self.config.pilot.share if self.layout.is_pilot else None
         given = self.config.weight_options(self.options, share or 1.0)
-        return SampleWeights.open(self.index, **given, option=f"{self._name}.plan")
+        return SampleWeights.open(self.index, **given, option=f"{self.name}.plan")
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
         """The training's option."""
         return "train" if self.stage else "base"
 
     @property
+    def pixels(self) -> Pixels:
+        """How images become pixels."""
+        return self.config.pixels_of(self.name)
+
+    @property
     def _reader(self) -> str:
-        return self.options.reader(self._name)
+        return self.options.reader(self.name)
 
     @property
     def uses_cached_text(self) -> bool:
@@ -385,7 +390,7 @@ def loader_of(
     batches = TrainingBatches(
         index=job.index,
         grouped=grouped,
-        transform=transform_of(data.pixels, model),
+        transform=transform_of(job.pixels, model),
         num_views=options.objective.num_views,
         reads_captions=reads.captions,
         tokenizer=fetched(model.tokenizer) if reads.captions and text is None else None,
@@ -423,12 +428,13 @@ def loader_of(
     )
 
 
-def check_pixels(config: Config, models: Iterable[ModelConfig]) -> None:
-    """Raises ValueError, before anything is done, where the models cannot be trained with
-    ``data.pixels``: a package is missing, or an augmentation does more than to crop."""
-    if config.data.pixels == "fast":
-        jpeg_library()
-        for model in models:
+def check_pixels(config: Config, trainings: Iterable[str]) -> None:
+    """Raises ValueError, before anything is done, where ``base`` or ``train`` cannot make pixels as
+    ``data.pixels`` says: a package is missing, or an augmentation does more than to crop."""
+    for name in trainings:
+        if config.pixels_of(name) == "fast":
+            jpeg_library()
+            model = config.model_of(name)
             check_fast(model.augmentation, architecture(model.name))
 
 

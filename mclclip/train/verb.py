@@ -74,7 +74,7 @@ def run(
     if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
-    collectives.together(lambda: parts.check_pixels(config, [job.model]))
+    collectives.together(lambda: parts.check_pixels(config, [job.name]))
     job.class_labels = collectives.on_main(lambda: job.class_labels)
     given = collectives.on_main(lambda: job.resharded and job.resharded.arguments)
     job.resharded = collectives.together(lambda: given and Resharded.mapped(*given))
@@ -143,8 +143,8 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         "model": to_tree(job.model),
         "train": options,
     }
-    if job.config.data.pixels != "exact" and not job.reads_trunk:
-        config["data"] = {"pixels": job.config.data.pixels}
+    if job.pixels != "exact" and not job.reads_trunk:
+        config["data"] = {"pixels": job.pixels}
     if job.layout.is_pilot:
         config["share"] = job.config.pilot.share
     if (steps := _controlled_steps(job)) is not None:
