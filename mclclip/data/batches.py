@@ -54,6 +54,7 @@ from mclclip.randomness import mix
 _AUGMENTATION, _CAPTION, _REPLACEMENT = (
     int.from_bytes(word, "big") for word in (b"augment", b"caption", b"replace")
 )
+_FEW_BYTES = 2**18  # a pipe passes on so many sooner than a shared memory is made
 
 
 @dataclass
@@ -109,11 +110,27 @@ class Batch:
         """Every tensor of the batch, each view among them."""
         return [*self.views, *(v for v in vars(self).values() if isinstance(v, Tensor))]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a loader's worker: its tensors of few bytes go with the message, since each shared
+        memory costs the two processes 0.4 ms, and its other ones and its views in shared memory."""
+        return {name: _sent(value) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            is_array = isinstance(value, np.ndarray)
+            setattr(self, name, torch.from_numpy(value) if is_array else value)
+
     def _each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
         return Batch(**(values | changed | {"views": [change(view) for view in self.views]}))
+
+
+def _sent(value: Any) -> Any:
+    """A field of a batch as it is pickled: a small tensor as an array."""
+    few = isinstance(value, Tensor) and not value.is_shared() and value.nbytes <= _FEW_BYTES
+    return value.numpy() if few else value
 
 
 @contextmanager

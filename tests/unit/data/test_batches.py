@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import pickle
 import random
 import subprocess
 import sys
 from collections.abc import Container, Iterator
 from dataclasses import fields
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,28 @@ def test_a_worker_does_not_grow_from_epoch_to_epoch(index: SampleIndex, keeps: b
     held = torch.tensor(list(loader)).view(epochs, per_epoch).amax(1)
     growth = int(held[-1] - held[2])
     assert (growth > 1_000_000) if keeps else (growth < 400_000), held.tolist()
+
+
+def test_few_bytes_are_sent_with_the_message_and_many_in_shared_memory() -> None:
+    """By a worker; what arrives is the same and can be written to."""
+    batch = Batch(
+        views=[torch.rand(4, 3, 8, 8), torch.rand(4, 3, 8, 8)],
+        labels=torch.arange(4)[:, None],
+        sample_id=torch.arange(4) + 7,
+        step=3,
+        group_size=2,
+        text=torch.arange(4 * 77).view(4, 77),
+        text_features=torch.rand(300, 256),
+        replaced={8: "broken"},
+    )
+    few = [batch.labels, batch.sample_id, batch.text]
+    found = pickle.loads(ForkingPickler.dumps(batch))
+    assert not any(tensor.is_shared() for tensor in few if tensor is not None)
+    many = [*batch.views, batch.text_features]
+    assert all(tensor.is_shared() for tensor in many if tensor is not None)
+    assert_equal(found, batch)
+    for tensor in found.tensors():
+        tensor += 1
 
 
 # --- randomness --------------------------------------------------------------------------------
