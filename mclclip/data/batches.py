@@ -129,8 +129,9 @@ class Batch:
 
 def _sent(value: Any) -> Any:
     """A field of a batch as it is pickled: a small tensor as an array."""
-    few = isinstance(value, Tensor) and not value.is_shared() and value.nbytes <= _FEW_BYTES
-    return value.numpy() if few else value
+    if not isinstance(value, Tensor) or value.nbytes > _FEW_BYTES:
+        return value
+    return value if value.is_shared() else value.numpy()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -111,8 +111,8 @@ def _nothing_fits(height: int, width: int, least: float, ratio: Sequence[float])
     A margin of a thousandth, which is more than draws are rounded by, is counted as fitting.
     """
     area = least * height * width
-    widest, slimmest = (width + 0.5) ** 2 / area, area / (height + 0.5) ** 2
-    return widest < 0.999 * ratio[0] or slimmest > 1.001 * ratio[1]
+    is_too_tall = 0.999 * ratio[0] * area > (width + 0.5) ** 2
+    return is_too_tall or area > 1.001 * ratio[1] * (height + 0.5) ** 2
 
 
 def fast_transform(train: Callable[[Any], Tensor]) -> FastTransform:

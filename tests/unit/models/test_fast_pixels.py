@@ -72,7 +72,7 @@ def test_pixels_are_within_two_of_open_clips(
     assert every.max() <= 2 and every.median() == 0 and every.mean() < 0.1
 
 
-@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0), (1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0), (1.0, 1.0), (0.0, 1.0)], ids=str)
 def test_boxes_are_torchvisions_with_the_same_draws(scale: tuple[float, float]) -> None:
     boxes = set()
     for seed in range(40):
