@@ -45,6 +45,7 @@ class FastTransform:
     ratio: tuple[float, float]
     rows: RowsFirst
     reads_pixels: ClassVar[bool] = True
+    draws_from_torch_alone: ClassVar[bool] = True
 
     def __call__(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
         """uint8 [H, W, 3] -> uint8 [3, height, width]; draws from torch's global generator."""

@@ -218,6 +218,46 @@ def test_batches_neither_read_nor_move_the_global_generators(index: SampleIndex)
     assert_equal(make(index)[4], first)
 
 
+class FromTorchAlone:
+    """A transform that says from which generator it draws."""
+
+    draws_from_torch_alone = True
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        return plain(image) + torch.rand(())
+
+
+class Masking:
+    """A tokenizer that leaves out what Python's generator says."""
+
+    reduction_fn = staticmethod(random.random)
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[self.reduction_fn()] for _ in texts])
+
+
+def test_a_transform_that_draws_from_torch_alone_has_the_same_draws(
+    index: SampleIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transform = FromTorchAlone()
+    wanted = [make(index, transform=transform.__call__)[step] for step in range(3)]
+    seeded: list[object] = []
+    monkeypatch.setattr(np.random, "seed", seeded.append)
+    batches = make(index, transform=transform)
+    for step, batch in enumerate(wanted):
+        assert_equal(batches[step], batch)
+    assert not seeded
+
+
+def test_a_tokenizer_that_draws_is_seeded_beside_such_a_transform(index: SampleIndex) -> None:
+    batches = make(index, transform=FromTorchAlone(), tokenizer=Masking())
+    found = []
+    for seed in range(2):
+        random.seed(seed)
+        found.append(batches[1])
+    assert_equal(*found)
+
+
 def test_order_of_the_steps_does_not_matter(index: SampleIndex) -> None:
     batches = make(index)
     forward = {step: batches[step] for step in steps_of(batches)}
