@@ -25,6 +25,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,7 @@ class TrainingBatches(Dataset[Batch]):
             resharded=resharded,
         )
         self.num_views = num_views
+        self._only_torch = _draws_from_torch_alone(transform, tokenizer)
         self.grouped, self._class_labels = grouped, class_labels
         self.global_batch = global_batch
         self.local_batch = global_batch // world_size
@@ -360,10 +362,10 @@ class TrainingBatches(Dataset[Batch]):
         """The samples, augmented and with a caption; the result does not depend on the others."""
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
         keys = self._view_keys(epoch, sample_ids, occurrence).tolist()
-        only_torch = _draws_from_torch_alone(self.dataset)
+        keyed = partial(KeyedRng, only_torch=self._only_torch)
         with kept_rng():
             return [
-                self.dataset.prepare(raw, number, [KeyedRng(key, only_torch) for key in of_sample])
+                self.dataset.prepare(raw, number, [keyed(key) for key in of_sample])
                 for raw, number, of_sample in zip(raws, numbers, keys, strict=True)
             ]
 
@@ -417,11 +419,11 @@ class TrainingBatches(Dataset[Batch]):
         return int(truncate(label, self.grouped.radices, prefix_length)[0])
 
 
-def _draws_from_torch_alone(dataset: TarDataset) -> bool:
+def _draws_from_torch_alone(transform: Transform, tokenizer: Tokenizer | None) -> bool:
     """Whether the transform says so, as `models.fast_pixels` does, and the tokenizer draws nothing:
     one of open_clip's with a ``reduction_mask`` draws words from Python's generator."""
-    masks = getattr(dataset.tokenizer, "reduction_fn", None) is not None
-    return bool(getattr(dataset.transform, "draws_from_torch_alone", False)) and not masks
+    masks = getattr(tokenizer, "reduction_fn", None) is not None
+    return bool(getattr(transform, "draws_from_torch_alone", False)) and not masks
 
 
 def _stacked(rows: tuple[Tensor, ...]) -> Tensor:
