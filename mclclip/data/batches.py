@@ -25,6 +25,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ from mclclip.randomness import mix
 _AUGMENTATION, _CAPTION, _REPLACEMENT = (
     int.from_bytes(word, "big") for word in (b"augment", b"caption", b"replace")
 )
+_FEW_BYTES = 2**18  # a pipe passes on so many sooner than a shared memory is made
 
 
 @dataclass
@@ -111,11 +113,28 @@ class Batch:
         """Every tensor of the batch, each view among them."""
         return [*self.views, *(v for v in vars(self).values() if isinstance(v, Tensor))]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a loader's worker: its tensors of few bytes go with the message, since each shared
+        memory costs the two processes 0.4 ms, and its other ones and its views in shared memory."""
+        return {name: _sent(value) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            is_array = isinstance(value, np.ndarray)
+            setattr(self, name, torch.from_numpy(value) if is_array else value)
+
     def _each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
         return Batch(**(values | changed | {"views": [change(view) for view in self.views]}))
+
+
+def _sent(value: Any) -> Any:
+    """A field of a batch as it is pickled: a small tensor as an array."""
+    if not isinstance(value, Tensor) or value.nbytes > _FEW_BYTES:
+        return value
+    return value if value.is_shared() else value.numpy()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -132,16 +151,18 @@ def kept_rng() -> Iterator[None]:
 
 
 class KeyedRng(AbstractContextManager[None]):
-    """Seeds the global CPU generators by ``key``, 0 <= key < 2^64, when it is entered. torchvision
-    draws from torch's, timm's transforms from all. Inside of ``kept_rng``, which restores them."""
+    """Seeds the global CPU generators by ``key``, 0 <= key < 2^64, when it is entered; of these
+    torch's alone where ``only_torch``, since the others take 30 us. torchvision draws from torch's,
+    timm's transforms from all. Inside of ``kept_rng``, which restores them."""
 
-    def __init__(self, key: int) -> None:
-        self.key = key
+    def __init__(self, key: int, only_torch: bool = False) -> None:
+        self.key, self.only_torch = key, only_torch
 
     def __enter__(self) -> None:
         torch.default_generator.manual_seed(self.key)
-        random.seed(self.key)
-        np.random.seed([self.key & 0xFFFFFFFF, self.key >> 32])
+        if not self.only_torch:
+            random.seed(self.key)
+            np.random.seed([self.key & 0xFFFFFFFF, self.key >> 32])
 
     def __exit__(self, *_: object) -> None:
         """Restores nothing: ``kept_rng`` does, once for all samples."""
@@ -224,6 +245,7 @@ class TrainingBatches(Dataset[Batch]):
             trunk=trunk,
         )
         self.num_views = num_views
+        self._only_torch = _draws_from_torch_alone(transform, tokenizer)
         self.grouped, self._class_labels = grouped, class_labels
         self.global_batch = global_batch
         self.local_batch = global_batch // world_size
@@ -344,9 +366,10 @@ class TrainingBatches(Dataset[Batch]):
         """The samples, augmented and with a caption; the result does not depend on the others."""
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
         keys = self._view_keys(epoch, sample_ids, occurrence).tolist()
+        keyed = partial(KeyedRng, only_torch=self._only_torch)
         with kept_rng():
             return [
-                self.dataset.prepare(raw, number, contexts=[KeyedRng(key) for key in of_sample])
+                self.dataset.prepare(raw, number, [keyed(key) for key in of_sample])
                 for raw, number, of_sample in zip(raws, numbers, keys, strict=True)
             ]
 
@@ -398,6 +421,13 @@ class TrainingBatches(Dataset[Batch]):
         group = int(np.searchsorted(self.grouped.group_starts, position, side="right")) - 1
         label = np.asarray(self.grouped.group_labels[group : group + 1])
         return int(truncate(label, self.grouped.radices, prefix_length)[0])
+
+
+def _draws_from_torch_alone(transform: Transform, tokenizer: Tokenizer | None) -> bool:
+    """Whether the transform says so, as `models.fast_pixels` does, and the tokenizer draws nothing:
+    one of open_clip's with a ``reduction_mask`` draws words from Python's generator."""
+    masks = getattr(tokenizer, "reduction_fn", None) is not None
+    return bool(getattr(transform, "draws_from_torch_alone", False)) and not masks
 
 
 def _stacked(rows: tuple[Tensor, ...]) -> Tensor:

@@ -38,7 +38,7 @@ from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.image_model import pair
 from mclclip.models.interface import save_export
 from mclclip.models.timm_towers import timm_layout
-from mclclip.models.tokenizer import LazyTokenizer
+from mclclip.models.tokenizer import LazyTokenizer, with_words_kept
 
 __all__ = ["ClipModel", "architecture", "load_clip", "load_image_encoder", "save_export"]
 
@@ -317,7 +317,8 @@ def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None) -> Any:
     options = {"context_length": length} | (text_cfg.get("tokenizer_kwargs") or {})
     name = text_cfg.get("hf_tokenizer_name")
     if not name:
-        return _made(functools.partial(SimpleTokenizer, **options))
+        own = _made(functools.partial(SimpleTokenizer, **options))
+        return with_words_kept(own, options.get("clean", "lower"))
     options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": False}
     config_check.check_hub_name(name)
     if directory is None or not (directory / config_check.TOKENIZER_CONFIG).is_file():

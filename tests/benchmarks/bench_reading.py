@@ -11,6 +11,7 @@ from bytes to a training crop, beside open_clip's own transform (``--only pixels
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -39,6 +40,7 @@ from mclclip.data.batches import TrainingBatches
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
+from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
 from tests.benchmarks import peers, pixels, timing
 
@@ -158,15 +160,20 @@ class Reading:
         """Of all images read."""
         return float(self.index.image_size[self.ids].sum()) / 1e6
 
+    def title(self, name: str) -> str:
+        """The name of the samples, with how many and how large they are."""
+        kilobytes = 1000 * self.megabytes() / self.size
+        shards = f"{len(self.shards)} shard(s)"
+        return f"{name}: {self.size} samples, {shards}, {kilobytes:.1f} kB per image"
+
 
 def report(title: str, reading: Reading, rounds: int, cold: bool, only: str | None = None) -> None:
     """Prints the tables of one set of shards; ``only`` those of whole loaders."""
-    title += f": {reading.size} samples, {len(reading.shards)} shard(s), "
-    title += f"{1000 * reading.megabytes() / reading.size:.1f} kB per image"
+    title = reading.title(title)
     if only is None:
         report_decoded(title, reading, rounds)
         report_bytes(title, reading, rounds, cold)
-    report_loaders(title, reading, rounds)
+    report_loaders(title, reading, rounds, ["fast"] if only == "fast" else ["exact", "fast"])
 
 
 def report_decoded(title: str, reading: Reading, rounds: int) -> None:
@@ -208,12 +215,11 @@ def report_bytes(title: str, reading: Reading, rounds: int, cold: bool) -> None:
     )
 
 
-def report_loaders(title: str, reading: Reading, rounds: int) -> None:
+def report_loaders(title: str, reading: Reading, rounds: int, ways: Sequence[str]) -> None:
     """Our loader beside open_clip's, or alone where open_clip_train cannot run."""
     interpreter = peers.python(reads_shards=True)
     variants: dict[str, Callable[[], object]] = {
-        "mclclip, exact": lambda: reading.epoch("exact", sys.executable),
-        "mclclip, fast": lambda: reading.epoch("fast", sys.executable),
+        f"mclclip, {way}": partial(reading.epoch, way, sys.executable) for way in ways
     }
     if interpreter is not None:
         variants["open_clip"] = lambda: reading.epoch("open_clip", interpreter)
@@ -271,6 +277,14 @@ def repeated(shards: Sequence[Path], folder: Path, times: int) -> list[Path]:
     return sorted(folder.glob("*.tar"))
 
 
+def packed(images: Sequence[bytes], folder: Path, num_samples: int) -> list[Path]:
+    """Shards of JPEGs, with the captions of the CC12M shard, both in turn."""
+    captions = itertools.cycle(text.decode() for text in pixels.cc12m("txt"))
+    pairs = zip(range(num_samples), itertools.cycle(images), captions, strict=False)
+    samples = (PackedSample(f"{number:05d}", data, "jpg", [text]) for number, data, text in pairs)
+    return write_shards(samples, folder, samples_per_shard=64)
+
+
 def _images(source: Path, row: dict[str, str]) -> Path:
     """The folder that the table's paths are relative to."""
     return source if (source / row["filepath"]).exists() else source / "images"
@@ -279,12 +293,12 @@ def _images(source: Path, row: dict[str, str]) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Pixels of single images; rendered shards, then real ones where they are."""
     parser = timing.parser(__doc__)
-    only = ["pixels", "loaders"]
-    parser.add_argument("--only", choices=only, help="measure these alone")
+    only = ["pixels", "loaders", "fast"]
+    parser.add_argument("--only", choices=only, help="measure these alone; fast: loaders of it")
     options = timing.parse(parser, arguments)
     rounds = options.rounds
     torch.set_num_threads(1)
-    if options.only != "loaders":
+    if options.only in (None, "pixels"):
         pixels.report(rounds, count=4 if options.short else 32)
     if options.only == "pixels":
         return
@@ -299,12 +313,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not timing.SHARED_DATA.is_dir():
             print(f"\nno real data at {timing.SHARED_DATA}: set MCLCLIP_SHARED_DATA")
             return
-        reading = Reading(photographs(folder / "ucm"), 224, folder / "ucm_run")
+        shards = photographs(folder / "ucm")
+        reading = Reading(shards, 224, folder / "ucm_run")
         tables("ucm_captions, to 224 px", reading, rounds, cold=True)
         shards = sorted((timing.SHARED_DATA / "cc12m_sample").glob("*.tar"))
         shards = repeated(shards, folder / "cc_shards", 8)
         reading = Reading(shards, 224, folder / "cc")
         tables("cc12m_sample eight times, to 224 px", reading, rounds, cold=False)
+        shards = packed(pixels.caltech(), folder / "caltech", 480)
+        reading = Reading(shards, 224, folder / "caltech_run")
+        tables("caltech101, to 224 px", reading, rounds, cold=False)
+        shards = packed(pixels.squares(pixels.cc12m(), 32), folder / "squares", 192)
+        reading = Reading(shards, 224, folder / "squares_run")
+        tables("four of cc12m_sample in a square, to 224 px", reading, rounds, cold=False)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,7 @@ def sets_of(count: int) -> dict[str, list[bytes]]:
     """Sets of JPEGs by what they are, ``count`` of each at most."""
     if not timing.SHARED_DATA.is_dir():
         return {f"rendered, {side} px": rendered(count, side) for side in (300, 500, 1000)}
-    folders = (timing.SHARED_DATA / "caltech101" / "101_ObjectCategories").glob("*/image_0001.jpg")
-    small = [path.read_bytes() for path in sorted(folders)[:count]]
-    medium = cc12m()
+    small, medium = caltech()[:count], cc12m()
     return {
         f"Caltech-101, {_side(small)} px": small,
         f"CC12M, {_side(medium)} px": medium[:count],
@@ -49,11 +47,17 @@ def sets_of(count: int) -> dict[str, list[bytes]]:
     }
 
 
+def caltech() -> list[bytes]:
+    """The first image of each category of Caltech-101."""
+    folders = (timing.SHARED_DATA / "caltech101" / "101_ObjectCategories").glob("*/image_0001.jpg")
+    return [path.read_bytes() for path in sorted(folders)]
+
+
 @functools.cache
-def cc12m() -> list[bytes]:
-    """The images of the CC12M shard."""
+def cc12m(member: str = "jpg") -> list[bytes]:
+    """The images of the CC12M shard, or other members of its samples."""
     shards = sorted(map(str, (timing.SHARED_DATA / "cc12m_sample").glob("*.tar")))
-    return [sample["jpg"] for sample in webdataset.WebDataset(shards, shardshuffle=False)]
+    return [sample[member] for sample in webdataset.WebDataset(shards, shardshuffle=False)]
 
 
 def squares(images: Sequence[bytes], count: int) -> list[bytes]:

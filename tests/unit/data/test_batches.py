@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import pickle
 import random
 import subprocess
 import sys
 from collections.abc import Container, Iterator
 from dataclasses import fields
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,28 @@ def test_a_worker_does_not_grow_from_epoch_to_epoch(index: SampleIndex, keeps: b
     assert (growth > 1_000_000) if keeps else (growth < 400_000), held.tolist()
 
 
+def test_few_bytes_are_sent_with_the_message_and_many_in_shared_memory() -> None:
+    """By a worker; what arrives is the same and can be written to."""
+    batch = Batch(
+        views=[torch.rand(4, 3, 8, 8), torch.rand(4, 3, 8, 8)],
+        labels=torch.arange(4)[:, None],
+        sample_id=torch.arange(4) + 7,
+        step=3,
+        group_size=2,
+        text=torch.arange(4 * 77).view(4, 77),
+        text_features=torch.rand(300, 256),
+        replaced={8: "broken"},
+    )
+    few = [batch.labels, batch.sample_id, batch.text]
+    found = pickle.loads(ForkingPickler.dumps(batch))
+    assert not any(tensor.is_shared() for tensor in few if tensor is not None)
+    many = [*batch.views, batch.text_features]
+    assert all(tensor.is_shared() for tensor in many if tensor is not None)
+    assert_equal(found, batch)
+    for tensor in found.tensors():
+        tensor += 1
+
+
 # --- randomness --------------------------------------------------------------------------------
 
 
@@ -192,6 +216,46 @@ def test_batches_neither_read_nor_move_the_global_generators(index: SampleIndex)
     first = make(index)[4]
     assert draws() == wanted
     assert_equal(make(index)[4], first)
+
+
+class FromTorchAlone:
+    """A transform that says from which generator it draws."""
+
+    draws_from_torch_alone = True
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        return plain(image) + torch.rand(())
+
+
+class Masking:
+    """A tokenizer that leaves out what Python's generator says."""
+
+    reduction_fn = staticmethod(random.random)
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        return torch.tensor([[self.reduction_fn()] for _ in texts])
+
+
+def test_a_transform_that_draws_from_torch_alone_has_the_same_draws(
+    index: SampleIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transform = FromTorchAlone()
+    wanted = [make(index, transform=transform.__call__)[step] for step in range(3)]
+    seeded: list[object] = []
+    monkeypatch.setattr(np.random, "seed", seeded.append)
+    batches = make(index, transform=transform)
+    for step, batch in enumerate(wanted):
+        assert_equal(batches[step], batch)
+    assert not seeded
+
+
+def test_a_tokenizer_that_draws_is_seeded_beside_such_a_transform(index: SampleIndex) -> None:
+    batches = make(index, transform=FromTorchAlone(), tokenizer=Masking())
+    found = []
+    for seed in range(2):
+        random.seed(seed)
+        found.append(batches[1])
+    assert_equal(*found)
 
 
 def test_order_of_the_steps_does_not_matter(index: SampleIndex) -> None:

@@ -15,6 +15,7 @@ from torchvision.transforms import RandomResizedCrop
 from mclclip.data.decode import decode_image, decode_pixels
 from mclclip.models import backbones, clip
 from mclclip.models.fast_pixels import (
+    _nothing_fits,
     check_fast,
     choose_rows_first,
     crop_box,
@@ -71,7 +72,7 @@ def test_pixels_are_within_two_of_open_clips(
     assert every.max() <= 2 and every.median() == 0 and every.mean() < 0.1
 
 
-@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0), (1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0), (1.0, 1.0), (0.0, 1.0)], ids=str)
 def test_boxes_are_torchvisions_with_the_same_draws(scale: tuple[float, float]) -> None:
     boxes = set()
     for seed in range(40):
@@ -86,6 +87,26 @@ def test_boxes_are_torchvisions_with_the_same_draws(scale: tuple[float, float]) 
             assert torch.equal(torch.get_rng_state(), state)
             boxes.add(wanted)
     assert len(boxes) >= len(SIZES)
+
+
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.5, 0.6)], ids=str)
+def test_boxes_are_torchvisions_where_few_draws_or_none_fit(scale: tuple[float, float]) -> None:
+    """Pictures that are just too long for a box of the smallest share, and those just not."""
+    found = set()
+    for side in (7, 60, 333):
+        for share in np.linspace(0.97, 1.03, 13):
+            longer = max(round(share * side * RATIO[1] / scale[0]), 1)
+            for height, width in ((side, longer), (longer, side)):
+                found.add(_nothing_fits(height, width, scale[0], RATIO))
+                for seed in range(5):
+                    torch.manual_seed(seed)
+                    image = torch.empty(3, height, width)
+                    wanted = RandomResizedCrop.get_params(image, list(scale), list(RATIO))
+                    state = torch.get_rng_state()
+                    torch.manual_seed(seed)
+                    assert crop_box(height, width, scale, RATIO) == wanted
+                    assert torch.equal(torch.get_rng_state(), state)
+    assert found == {True, False}
 
 
 def test_the_order_of_the_two_passes_is_that_of_the_installed_pillow() -> None:
