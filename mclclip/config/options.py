@@ -11,7 +11,8 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from mclclip.clustering.rows import Algorithm
 from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
-from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout, config_of
+from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout
+from mclclip.config.pixels import settle
 from mclclip.config.plan import PlanConfig
 from mclclip.config.resharding import ReshardConfig
 from mclclip.config.sources import SourceConfig
@@ -21,7 +22,6 @@ from mclclip.config.verdicts import EvaluateConfig, PilotConfig
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.labels import LabelMode
 from mclclip.data.remote import RemoteOptions
-from mclclip.models.fast_pixels import unlike_crops
 from mclclip.models.lora import Targets
 from mclclip.objectives.base import AnyObjective, Facts, parse
 from mclclip.options import STRICT, Dropped
@@ -401,6 +401,7 @@ class Config:
             model, blocks = self.model_of(name).name, options.lock.image_blocks
             check_image_blocks(f"{name}.lock.image_blocks", blocks, model)
             check_patch_dropout(name, options.patch_dropout, blocks, model)
+            self.pixels_of(name)
 
     def _check_start(self) -> None:
         """Raises ValueError where ``start`` contradicts other options."""
@@ -458,11 +459,9 @@ class Config:
         return (self.trained_model if training == "train" else None) or self.model
 
     def pixels_of(self, training: str) -> Pixels:
-        """How the training ``base`` or ``train`` makes pixels."""
-        if self.data.pixels != "auto":
-            return self.data.pixels
+        """How the training ``base`` or ``train`` makes pixels. Raises the error of ``settle``."""
         model = self.model_of(training)
-        return "exact" if unlike_crops(model.augmentation, config_of(model.name)) else "fast"
+        return settle(self.data.pixels, model.augmentation, model.name)
 
     @property
     def needs_text_embeddings(self) -> bool:

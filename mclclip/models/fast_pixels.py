@@ -9,7 +9,7 @@ uint8 until they are on the device, where `normalized` does what open_clip's tra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -20,11 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.models import backbones, transforms
-
 STEPS = ("RandomResizedCrop", "MaybeConvertMode", "MaybeToTensor", "Normalize")
 """The steps of open_clip's training transform, where no further augmentation is asked for."""
-_REFUSED = (transforms.KIND, "use_timm", "color_jitter_prob", "gray_scale_prob")
 _TRIES = 10
 Box = tuple[int, int, int, int]
 RowsFirst = Literal["never", "shrunk"]
@@ -124,31 +121,12 @@ def fast_transform(train: Callable[[Any], Tensor]) -> FastTransform:
     steps = getattr(train, "transforms", [train])
     found = tuple(type(step).__name__ for step in steps)
     if found != STEPS:
-        raise _refused(", ".join(found))
+        raise ValueError(
+            f"data.pixels=fast only crops and resizes, and the training transform is "
+            f"{', '.join(found)}: set data.pixels=exact"
+        )
     size, scale, ratio = (tuple(getattr(steps[0], name)) for name in ("size", "scale", "ratio"))
     return FastTransform(size, scale, ratio, choose_rows_first(PIL.__version__))
-
-
-def check_fast(augmentation: Mapping[str, Any], model_cfg: Mapping[str, Any]) -> None:
-    """Raises the ValueError of `fast_transform` from a model's configuration alone."""
-    if asked := unlike_crops(augmentation, model_cfg):
-        raise _refused(", ".join(asked))
-
-
-def unlike_crops(augmentation: Mapping[str, Any], model_cfg: Mapping[str, Any]) -> list[str]:
-    """What a model's training transform does beside open_clip's own crop: fields of its
-    augmentation; empty where it does nothing more."""
-    asked = [name for name in _REFUSED if augmentation.get(name)]
-    if backbones.KEY in model_cfg.get("vision_cfg", {}):
-        asked = asked or [f"{transforms.KIND} (simclr, the default of backbones)"]
-    return asked
-
-
-def _refused(what: str) -> ValueError:
-    return ValueError(
-        f"data.pixels=fast only crops and resizes, and the augmentation asks for {what}: set "
-        "data.pixels=exact, or leave that out of model.augmentation"
-    )
 
 
 def normalized(pixels: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:

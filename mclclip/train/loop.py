@@ -80,6 +80,14 @@ class Trainee(nn.Module):
         )
         return parts
 
+    def trunk_dtype(self, device: torch.device, num_blocks: int) -> torch.dtype:
+        """Number format of the output of the model's first blocks in this precision."""
+        size, kind = self.model.image_size, next(self.model.parameters()).dtype
+        sides = (size, size) if isinstance(size, int) else size
+        image = torch.zeros(1, self.model.num_channels, *sides, dtype=kind, device=device)
+        with torch.no_grad(), self._autocast(device):
+            return self.model.encode_trunk(image, num_blocks).dtype
+
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         dtype = HALF.get(self.precision)
         return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()

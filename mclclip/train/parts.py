@@ -27,9 +27,8 @@ from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
-from mclclip.engines.engine import HALF, Engine
-from mclclip.models.clip import architecture
-from mclclip.models.fast_pixels import check_fast, fast_transform, normalized
+from mclclip.engines.engine import Engine
+from mclclip.models.fast_pixels import fast_transform, normalized
 from mclclip.models.loading import AnyModel, load_any, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.tokenizer import fetched
@@ -183,8 +182,7 @@ class Job:
         return TrunkRows.open_together(self.layout, folder, self.index)
 
     def start_from_trunk(self, model: AnyModel) -> None:
-        """Has the model start from the rows that stand for images, where they do, in the number
-        format that its frozen blocks would give.
+        """Has the model start from the rows that stand for images, where they do.
 
         Raises RuntimeError where they are of other weights, and ValueError where blocks would be
         left out that are trained.
@@ -198,18 +196,13 @@ class Job:
                 "run 'mclclip embed --stage 0 --trunk-cache --force'"
             )
         self.trunk.start(model)
-        size = model.image_size
-        sides = (size, size) if isinstance(size, int) else size
-        images = torch.zeros(1, model.num_channels, *sides, device=self.context.device)
-        double, half = self.options.precision == "float64", HALF.get(self.options.precision)
-        images = images.double() if double else images
-        with torch.no_grad(), torch.autocast(images.device.type, half, enabled=half is not None):
-            self.trunk_dtype = model.encode_trunk(images, self.trunk.num_blocks).dtype
 
 
 def trainee_of(job: Job, model: AnyModel, objective: Objective) -> Trainee:
     """Model and objective as one module, on the device."""
     trainee = Trainee(model, objective, job.options.precision).to(job.context.device)
+    if job.trunk is not None:
+        job.trunk_dtype = trainee.trunk_dtype(job.context.device, job.trunk.num_blocks)
     if job.options.engine.compile == "step":
         trainee.compile()
     return trainee
@@ -429,13 +422,10 @@ def loader_of(
 
 
 def check_pixels(config: Config, trainings: Iterable[str]) -> None:
-    """Raises ValueError, before anything is done, where ``base`` or ``train`` cannot make pixels as
-    ``data.pixels`` says: a package is missing, or an augmentation does more than to crop."""
-    for name in trainings:
-        if config.pixels_of(name) == "fast":
-            jpeg_library()
-            model = config.model_of(name)
-            check_fast(model.augmentation, architecture(model.name))
+    """Raises ValueError, before anything is done, where ``base`` or ``train`` make pixels by a
+    package that is missing."""
+    if any(config.pixels_of(name) == "fast" for name in trainings):
+        jpeg_library()
 
 
 def transform_of(pixels: Pixels, model: AnyModel) -> Callable[[Any], Tensor]:

@@ -55,6 +55,7 @@ def options(setting: Setting, run_dir: Path, *more: str) -> Config:
         "data": {
             "sources": {"bench": {"shards": [str(path) for path in setting.shards]}},
             "num_workers": 1,
+            "pixels": "exact",
         },
         "model": {"name": setting.model, "pretrained": None},
         "embed": {"batch_size": 32},

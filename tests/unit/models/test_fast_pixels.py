@@ -12,11 +12,11 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
+from mclclip.config.pixels import settle
 from mclclip.data.decode import decode_image, decode_pixels
 from mclclip.models import backbones, clip
 from mclclip.models.fast_pixels import (
     _nothing_fits,
-    check_fast,
     choose_rows_first,
     crop_box,
     fast_transform,
@@ -164,21 +164,28 @@ def test_normalising_later_gives_open_clips_bits() -> None:
 )
 def test_what_does_more_than_crop_is_refused(augmentation: dict[str, Any], named: str) -> None:
     model = clip.load_clip(tiny.MODEL, augmentation=augmentation)
-    message = f"only crops and resizes, and the augmentation asks for .*({named}).*set data.pixels="
+    message = f"only crops and resizes, and .*({named}).*set data.pixels=exact"
     with pytest.raises(ValueError, match=message):
         fast_transform(model.preprocess_train)
     with pytest.raises(ValueError, match=message):
-        check_fast(augmentation, tiny.MODEL)
+        settle("fast", augmentation, tiny.MODEL)
+    assert settle("auto", augmentation, tiny.MODEL) == "exact"
 
 
-def test_backbones_are_refused_for_their_default() -> None:
+def test_backbones_are_exact_for_their_default() -> None:
     config = {"vision_cfg": {backbones.KEY: "mclclip:small_conv"}}
     with pytest.raises(ValueError, match="asks for kind .simclr, the default of backbones"):
-        check_fast({}, config)
+        settle("fast", {}, config)
+    assert settle("auto", {}, config) == "exact"
+
+
+def test_by_default_crops_alone_are_fast() -> None:
+    for name in (tiny.MODEL, "ViT-B-32", "hf-hub:somebody/model", "ViT-SO400M-14-SigLIP"):
+        assert settle("auto", {"scale": (0.4, 1.0)}, name) == "fast"
+    assert settle("exact", {}, tiny.MODEL) == "exact"
 
 
 def test_a_scale_is_taken_over() -> None:
     augmentation = {"scale": (0.4, 0.5)}
-    check_fast(augmentation, tiny.MODEL)
     found = fast_transform(clip.load_clip(tiny.MODEL, augmentation=augmentation).preprocess_train)
     assert found.scale == (0.4, 0.5) and found.size == (32, 32) and found.ratio == RATIO

@@ -166,34 +166,36 @@ def test_the_manifest_holds_the_option_and_refuses_another(
             trained(done[name].parents[1], data, other)
 
 
-@pytest.mark.parametrize("verb", ["run", "train"])
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("augmentation", "message"),
     [
-        (
-            ["model.augmentation={gray_scale_prob: 0.2}"],
-            "asks for gray_scale_prob: set data.pixels",
-        ),
-        (["model.augmentation={kind: simclr}"], "asks for kind: set data.pixels"),
-        ([], "needs the package simplejpeg, which is not installed: pip install"),
+        ("{gray_scale_prob: 0.2}", "asks for gray_scale_prob: set data.pixels=exact"),
+        ("{kind: simclr}", "asks for kind: set data.pixels=exact"),
     ],
-    ids=["gray", "simclr", "missing"],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_written(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    message: str,
-    verb: str,
+def test_what_does_more_than_crop_is_refused_with_the_options(
+    tmp_path: Path, augmentation: str, message: str
 ) -> None:
-    config = tiny.make_config(tmp_path / "run", data, "data.pixels=fast", *overrides)
+    more = f"model.augmentation={augmentation}"
+    with pytest.raises(ValueError, match=message) as raised:
+        tiny.make_config(tmp_path, tmp_path, "data.pixels=fast", more)
+    assert "\n" not in str(raised.value)
+    settled = tiny.make_config(tmp_path, tmp_path, more)
+    assert settled.pixels_of("base") == settled.pixels_of("train") == "exact"
+
+
+@pytest.mark.parametrize("verb", ["run", "train"])
+def test_a_missing_package_is_told_before_anything_is_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    config = tiny.make_config(tmp_path / "run", data)
+    assert config.data.pixels == "auto" and config.pixels_of("base") == "fast"
     if verb == "train":
         index.run(config, SINGLE)
-    if not overrides:
-        monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
     decode.jpeg_library.cache_clear()
     try:
+        message = "needs the package simplejpeg, which is not installed: pip install"
         with pytest.raises(ValueError, match=message) as raised:
             if verb == "run":
                 pipeline.run(config, SINGLE)
