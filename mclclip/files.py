@@ -50,6 +50,21 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def full_disk_names(directory: Path, option: str) -> Iterator[None]:
+    """Gives the error of a full disk below ``directory``, which names another run_dir as the
+    remedy, the ``option`` of that folder instead: as a ValueError, which other ranks get too."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL or not Path(str(error.filename)).is_relative_to(directory):
+            raise
+        raise ValueError(
+            f"{error.filename} cannot be written ({error.strerror}): make room there, and the same "
+            f"command goes on, or name another disk in {option}"
+        ) from error
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a file to write, which replaces ``path`` after the block (fsync, then rename).
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     layout = Layout.of(config)
     check(config, stage)
     directory = layout.resharded(stage, config.reshard.folder)
-    named = _naming_the_folder(directory)
+    named = files.full_disk_names(directory, "reshard.folder")
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     begun = collectives.on_main(named(partial(_begin, config, layout, stage, index, force)))
     if begun is None:
@@ -81,21 +80,6 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     left = collectives.gather_objects(collectives.together(named(copy), "reshard"))
     collectives.on_main(named(partial(_finish, artifact, of, num_shards, index, left)))
     return directory
-
-
-@contextmanager
-def _naming_the_folder(directory: Path) -> Iterator[None]:
-    """Gives the error of a full disk, which names another run_dir as the remedy, the option of this
-    folder instead: as a ValueError, whose message other ranks get too."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in files.FULL or not Path(str(error.filename)).is_relative_to(directory):
-            raise
-        raise ValueError(
-            f"{error.filename} cannot be written ({error.strerror}): make room there, and the same "
-            "command goes on, or name another disk in reshard.folder"
-        ) from error
 
 
 def check(config: Config, stage: int = 1) -> None:

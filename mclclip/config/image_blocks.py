@@ -27,7 +27,7 @@ def check_image_blocks(option: str, number: int | str, name: str | Mapping[str, 
     """
     if not isinstance(number, int) or not number or (layers := _layers(name)) is None:
         return
-    blocks = 1 + sum(layers) if isinstance(layers, list) else layers
+    blocks = _counted(layers)
     if number > blocks:
         what = f" (the stem and {blocks - 1} residual blocks)" if isinstance(layers, list) else ""
         model = repr(name) if isinstance(name, str) else "the model"
@@ -35,6 +35,17 @@ def check_image_blocks(option: str, number: int | str, name: str | Mapping[str, 
             f"{option} is {number}, but the image tower of {model} has {blocks} blocks{what}: "
             f"give 0 to {blocks}, or 'all'"
         )
+
+
+def num_blocks(name: str | Mapping[str, Any]) -> int | None:
+    """Blocks of the image tower of the model ``name``; None where they are not known here."""
+    layers = _layers(name)
+    return None if layers is None else _counted(layers)
+
+
+def _counted(layers: int | list[int]) -> int:
+    """A ResNet's stem is a block too."""
+    return 1 + sum(layers) if isinstance(layers, list) else layers
 
 
 def check_patch_dropout(

@@ -11,7 +11,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from mclclip.clustering.rows import Algorithm
 from mclclip.clustering.start import Init
 from mclclip.config.exports import ExportConfig
-from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout
+from mclclip.config.image_blocks import check_image_blocks, check_patch_dropout, num_blocks
 from mclclip.config.pixels import settle
 from mclclip.config.plan import PlanConfig
 from mclclip.config.resharding import ReshardConfig
@@ -392,9 +392,10 @@ class Config:
             )
         self._check_start()
         if self.trunk_cache.enabled:
-            train, others = self.train, (self.trained_model is not None, self.reshard.enabled)
-            blocks, augmentation = train.lock.image_blocks, self.model.augmentation
-            check_trunk_cache(objective, blocks, train.start, augmentation, *others)
+            others = self.trained_model is not None, self.reshard.enabled
+            trained = self.train.lock.image_blocks, num_blocks(self.model.name)
+            start, augmentation = self.train.start, self.model.augmentation
+            check_trunk_cache(objective, *trained, start, augmentation, *others)
         for options in filter(None, (self.base, self.train)):
             options.objective.check(self.facts(options))
         for name, options in self.trainings.items():

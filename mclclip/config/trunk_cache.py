@@ -33,17 +33,21 @@ class TrunkCacheConfig:
 def check_trunk_cache(
     objective: ObjectiveOptions,
     image_blocks: int | str,
+    all_blocks: int | None,
     start: str,
     augmentation: Mapping[str, Any],
     has_trained_model: bool,
     reshard: bool,
 ) -> None:
-    """Raises ValueError, one line, where a run with these options cannot start from the cache."""
+    """Raises ValueError, one line, where a run with these options cannot start from the cache.
+
+    ``all_blocks`` is the number of blocks that the image tower has; None: it is not known yet.
+    """
     problems = {
         f"train.objective.kind={objective.kind} trains on {objective.num_views} views of an image, "
         "which would be equal: take an objective of one view": objective.num_views > 1,
-        "train.lock.image_blocks=all freezes no block: give the number of the last blocks that are "
-        "trained": image_blocks == "all",
+        f"train.lock.image_blocks={image_blocks} freezes no block: give the number of the last "
+        "blocks that are trained, fewer than there are": image_blocks in ("all", all_blocks),
         f"train.start={start} gives stages other first blocks than stage 0 has: leave it out": (
             start == "random"
         ),

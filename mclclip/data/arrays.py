@@ -6,6 +6,7 @@ error.
 
 from __future__ import annotations
 
+import io
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,15 @@ def save_npy(path: Path, array: np.ndarray) -> None:
         append(array)
 
 
+def npy_header(shape: tuple[int, ...], dtype: npt.DTypeLike) -> bytes:
+    """What a .npy file of this array begins with."""
+    descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    file = io.BytesIO()
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue()
+
+
 @contextmanager
 def write_npy_parts(
     path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike
@@ -83,12 +93,7 @@ def write_npy_parts(
     """
     kind, missing = np.dtype(dtype), int(np.prod(shape))
     with whole_file(path) as file:
-        header = {
-            "descr": np.lib.format.dtype_to_descr(kind),
-            "fortran_order": False,
-            "shape": shape,
-        }
-        np.lib.format.write_array_header_1_0(file, header)
+        file.write(npy_header(shape, dtype))
 
         def append(rows: npt.ArrayLike) -> None:
             nonlocal missing

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -113,16 +114,6 @@ class Batch:
         """Every tensor of the batch, each view among them."""
         return [*self.views, *(v for v in vars(self).values() if isinstance(v, Tensor))]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For a loader's worker: its tensors of few bytes go with the message, since each shared
-        memory costs the two processes 0.4 ms, and its other ones and its views in shared memory."""
-        return {name: _sent(value) for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            is_array = isinstance(value, np.ndarray)
-            setattr(self, name, torch.from_numpy(value) if is_array else value)
-
     def _each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -131,10 +122,24 @@ class Batch:
 
 
 def _sent(value: Any) -> Any:
-    """A field of a batch as it is pickled: a small tensor as an array."""
+    """A field of a batch as a loader's worker sends it: a small tensor as an array."""
     if not isinstance(value, Tensor) or value.nbytes > _FEW_BYTES:
         return value
     return value if value.is_shared() else value.numpy()  # type: ignore[no-untyped-call]
+
+
+def _received(state: dict[str, Any]) -> Batch:
+    arrays = {n: torch.from_numpy(v) for n, v in state.items() if isinstance(v, np.ndarray)}
+    return Batch(**state | arrays)
+
+
+def _reduced(batch: Batch) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
+    return _received, ({name: _sent(value) for name, value in vars(batch).items()},)
+
+
+# How processes send a batch to each other: tensors of few bytes go with the message, since each
+# shared memory costs the two processes 0.4 ms, and the views and large ones in shared memory.
+ForkingPickler.register(Batch, _reduced)
 
 
 @contextmanager

@@ -136,12 +136,12 @@ def _look_at(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[
 class Located(NamedTuple):
     """Byte ranges of a sample's image and of the member with its captions, which is empty where
     there are none; and the CRC-32 of both where it is a copy. Where the trunk's output stands for
-    the image, ``row`` is the CRC-32 of that (-1: there is none)."""
+    the image, ``row_crc32`` is that of its row (-1: there is none)."""
 
     image: Range
     text: Range
     crc32: tuple[int, int] | None = None
-    row: int | None = None
+    row_crc32: int | None = None
 
 
 class Locations:
@@ -174,7 +174,7 @@ class Locations:
             ranges = self._rows_of(self.trunk, sample_ids, [place.text[0] for place in found])
             sums = self.trunk.checksums[sample_ids].tolist()
             whole = zip(found, ranges, sums, strict=True)
-            found = [old._replace(image=of_row, row=crc32) for old, of_row, crc32 in whole]
+            found = [old._replace(image=of_row, row_crc32=crc32) for old, of_row, crc32 in whole]
         return found
 
     def _rows_of(self, trunk: TrunkRows, sample_ids: Integers, numbers: list[int]) -> list[Range]:

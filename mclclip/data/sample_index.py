@@ -53,7 +53,7 @@ SAMPLES, SHARDS, BAD_SAMPLES = "samples.arrow", "shards.json", "bad_samples.json
 SCHEMA = ROW.append(pa.field("shard", pa.int32()))
 _KEYS_AT_ONCE = 65_536
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
-READERS_OWN = ("unfit", "no_caption")
+READERS_OWN = ("unfit", "no_caption", "not_cached")
 _AGAIN = "take the folder away and run 'mclclip index' again"
 
 

@@ -369,7 +369,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _read(self, sample_id: int, place: Located) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):
             return BadSample(sample_id, "no_caption")
-        if place.row == -1:
+        if place.row_crc32 == -1:
             return BadSample(sample_id, "not_cached")
         try:
             image = self._member(place.image)
@@ -382,7 +382,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
             self._warn_of_copy(sample_id)
             (original,) = self.locations.of_index(np.array([sample_id], np.int64))
             return self._read(sample_id, original)
-        if self.trunk is not None and (image is None or zlib.crc32(image) != place.row):
+        if self.trunk is not None and (image is None or zlib.crc32(image) != place.row_crc32):
             shard = int(self.index.shard_of[sample_id])
             raise self.trunk.damaged(self._key(sample_id), shard)
         if image is None or text is None:

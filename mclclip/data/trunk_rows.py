@@ -13,7 +13,6 @@ of terabytes these would be a gigabyte themselves, and for one row a whole block
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
+from mclclip.data.arrays import npy_header, open_npy, save_npy, write_npy_parts
 from mclclip.data.embeddings import read_note, rows_path, write_note
 from mclclip.data.remote import Place
 from mclclip.data.sample_index import SampleIndex
@@ -92,8 +91,11 @@ class TrunkRows:
             int(manifest.config["blocks"]),
             manifest.inputs["trunk"],
         )
+        written, remedy = manifest.counts.get("folder"), _AGAIN
+        if folder != written:
+            remedy = f"name trunk_cache.folder={written}, where it was written, or {_AGAIN}"
         for number, shard in enumerate(index.shards):
-            found._check_size(number, shard.stop - shard.start)
+            found._check_size(number, shard.stop - shard.start, remedy)
         return found
 
     @classmethod
@@ -158,13 +160,13 @@ class TrunkRows:
         path = rows_path(self.folder, shard)
         return RuntimeError(f"{path} is damaged at the row of sample {key}: {_AGAIN}")
 
-    def _check_size(self, number: int, num_rows: int) -> None:
+    def _check_size(self, number: int, num_rows: int, remedy: str) -> None:
         path = rows_path(self.folder, number)
         wanted = _header_bytes((num_rows, *self.shape), self.dtype) + num_rows * self.bytes_per_row
         try:
             size = os.path.getsize(path)
         except FileNotFoundError:
-            raise FileNotFoundError(f"there is no {path}: {_AGAIN}") from None
+            raise FileNotFoundError(f"there is no {path}: {remedy}") from None
         if size != wanted:
             raise RuntimeError(
                 f"{path} is damaged (it has {size:,} bytes, {wanted:,} were written): {_AGAIN}"
@@ -173,14 +175,7 @@ class TrunkRows:
 
 @lru_cache(maxsize=1024)
 def _header_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    header = {
-        "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
-        "fortran_order": False,
-        "shape": shape,
-    }
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, header)
-    return file.tell()
+    return len(npy_header(shape, dtype))
 
 
 def _sums_path(folder: Path, number: int) -> Path:
@@ -246,7 +241,7 @@ def shards_done(
 
 
 def join_checksums(artifact: Path, folder: Path, index: SampleIndex) -> None:
-    """Writes the checksums of all shards as one file, then removes theirs."""
+    """Writes the checksums of all shards as one file."""
     with write_npy_parts(artifact / CHECKSUMS, (len(index),), np.int64) as append:
         for number in range(len(index.shards)):
             append(open_npy(_sums_path(folder, number), VERB))

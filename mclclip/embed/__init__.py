@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from mclclip.config import Config
+from mclclip.data import trunk_rows
 from mclclip.data.embeddings import Note, num_restored, read_note, rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSamples, TarDataset
 from mclclip.data.shard_check import check_shards
-from mclclip.data.trunk_rows import KIND, TrunkRows
+from mclclip.data.trunk_rows import TrunkRows
 from mclclip.embed import images, trunk
 from mclclip.files import digest_json
 from mclclip.models.loading import AnyModel, load_any
@@ -117,7 +118,7 @@ def _open(
         "encoder": artifacts.read_manifest(layout.export(stage), "export").digest,
     }
     if kind == "embeddings" and config.trunk_cache.enabled:
-        inputs["trunk_cache"] = artifacts.read_manifest(layout.trunk_cache, KIND).digest
+        inputs["trunk_cache"] = artifacts.read_manifest(layout.trunk_cache, trunk_rows.KIND).digest
     restored = num_restored(directory, index) if artifacts.is_finished(directory) else 0
     if restored and not force:
         log.warning(

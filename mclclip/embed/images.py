@@ -18,6 +18,7 @@ from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.trunk_rows import TrunkRows
+from mclclip.models.image_model import pair
 from mclclip.models.loading import AnyModel
 from mclclip.ranks.process_group import Context
 
@@ -45,8 +46,7 @@ def row_shape(model: AnyModel, trunk: TrunkRows | None = None) -> tuple[int, ...
     """The shape of one image, or of a row of the cache."""
     if trunk is not None:
         return trunk.shape
-    size = model.image_size
-    return (model.num_channels, *((size, size) if isinstance(size, int) else size))
+    return (model.num_channels, *pair(model.image_size))
 
 
 def by_shard(

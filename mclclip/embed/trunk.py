@@ -23,14 +23,14 @@ from mclclip.data import trunk_rows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples
 from mclclip.data.shard_check import check_shards
-from mclclip.data.trunk_rows import CHECKSUMS, KIND
+from mclclip.data.trunk_rows import CHECKSUMS
 from mclclip.embed import images
 from mclclip.models import memory
 from mclclip.models.loading import AnyModel, load_any, prepare_model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, Force, is_finished
+from mclclip.run.artifacts import Artifact, Force, is_finished, made_of
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -42,7 +42,8 @@ def write(
     """Writes the cache of stage 0's encoder, unless it is finished. All ranks call it.
 
     A killed call goes on at the first shard that is missing. Raises ValueError where the training
-    freezes no block, the disk has too little room, or ``trunk_cache.dtype`` does not hold a value.
+    freezes no block, embeddings were made without the cache, the disk has too little room, or
+    ``trunk_cache.dtype`` does not hold a value.
     """
     model = load_any(layout.export(0)).eval()
     blocks = collectives.on_main(lambda: _frozen_blocks(config, layout))
@@ -62,9 +63,9 @@ def write(
     folder = layout.trunk_rows(config.trunk_cache.folder, artifact.identity)
     collectives.on_main(lambda: _check_room(folder, index, shape, config.trunk_cache.dtype))
     model.to(context.device)
-    found = collectives.together(
-        lambda: _work(config, context, index, model, folder, blocks, shape), "embed"
-    )
+    named = files.full_disk_names(folder, "trunk_cache.folder")
+    work = named(partial(_work, config, context, index, model, folder, blocks, shape))
+    found = collectives.together(work, "embed")
     num_bad = BadSamples(index, config.data.max_bad_fraction).share(found)
     without = collectives.gather_objects(sorted(found))
 
@@ -73,7 +74,7 @@ def write(
         lost = sorted(sample_id for part in without for sample_id in part)
         artifact.finish(
             {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
-            | {"shape": list(shape)},
+            | {"shape": list(shape), "folder": config.trunk_cache.folder},
             dtype=config.trunk_cache.dtype,
             content_digest=files.digest_json([artifact.identity, lost]) if lost else None,
             records=files.records_of(artifact.directory, CHECKSUMS),
@@ -114,14 +115,24 @@ def _open(
     given = config.trunk_cache.folder
     if given is not None and Path(given).expanduser().is_file():
         raise ValueError(f"trunk_cache.folder={given} is a file: give a folder")
-    directory = layout.trunk_cache
+    directory, embeddings = layout.trunk_cache, layout.embeddings(0)
+    made_by = made_of(embeddings)
+    if made_by and "trunk_cache" not in made_by["inputs"] and not force:
+        raise ValueError(
+            f"{embeddings} was made from images, and trunk_cache.enabled starts from the trunk's "
+            "output: use another run_dir, leave trunk_cache out, or --force to make it again"
+        )
     was_finished = is_finished(directory)
-    artifact = Artifact.open(directory, kind=KIND, config=fields, inputs=inputs, force=force)
+    artifact = Artifact.open(
+        directory, kind=trunk_rows.KIND, config=fields, inputs=inputs, force=force
+    )
     folder = layout.trunk_rows(given, artifact.identity)
     if artifact.finished:
         _warn_of_restored(directory, index)
-    elif was_finished and folder.exists():  # it is made again
+        return artifact
+    if was_finished and folder.exists():  # it is made again
         files.move_aside(folder)
+    files.remove_leftovers(folder)
     return artifact
 
 
@@ -143,7 +154,8 @@ def _check_room(folder: Path, index: SampleIndex, shape: tuple[int, ...], dtype:
     if needed - there > free:
         raise ValueError(
             f"the trunk's cache needs about {(needed - there) / 2**30:.3g} GiB, the disk of "
-            f"{folder} has {free / 2**30:.3g} GiB free: name another disk in trunk_cache.folder"
+            f"{folder} has {free / 2**30:.3g} GiB free: name another disk in trunk_cache.folder, "
+            "or remove older rows (.old-1 and so on)"
         )
 
 
@@ -168,7 +180,7 @@ def _work(
 
     source = images.dataset(config, index, model)
     of_images = images.row_shape(model)
-    shown = runlog.progress(missing, total=len(missing), description=KIND)
+    shown = runlog.progress(missing, total=len(missing), description=trunk_rows.KIND)
     passes = images.by_shard(config, context, source, of_images, shards, encode)
     with closing(passes):
         for number, batches in zip(shown, passes, strict=True):

@@ -145,11 +145,12 @@ class ImageModel(nn.Module):
         return unit(features) if normalize else features
 
     def trunk_digest(self, num_trunk_blocks: int) -> str:
-        """Digest of all that the output of `encode_trunk` depends on beside the images' pixels:
-        the tensors of these blocks, in fp32, and how pixels are made."""
+        """Digest of all that the output of `encode_trunk` depends on beside the images: the tensors
+        of these blocks, in fp32, the image tower's architecture, and how pixels are made."""
         self._check_split(num_trunk_blocks)
         parts, found = self.layout.trunk(num_trunk_blocks), hashlib.sha256()
-        found.update(files.digest_json(self.config["preprocess_cfg"]).encode())
+        model = {k: v for k, v in self.config["model_cfg"].items() if k != "text_cfg"}
+        found.update(files.digest_json([model, self.config["preprocess_cfg"]]).encode())
         for name, tensor in sorted(self.visual.state_dict().items()):
             if towers.belongs(name, parts):
                 values = tensor.detach().float().cpu().contiguous().numpy()

@@ -52,8 +52,7 @@ def of_training(trainee: Trainee, batch: Batch, step: Step, *, twice: bool) -> d
     bytes of a sample's features, and of those with a gradient (``features_trained``); ``trunk``
     (None where no block is frozen, or there are several views): its ``blocks``, the ``values`` of
     its output for one crop, what is left of ``sample`` where that output is at hand
-    (``sample_cached``), and ``image``, the trunk's part of an embedding pass. The trainee starts
-    from that output afterwards.
+    (``sample_cached``), and ``image``, the trunk's part of an embedding pass.
     """
     model: Any = trainee.model
     batch = batch.rows(0, _ROWS)
@@ -78,10 +77,12 @@ def of_training(trainee: Trainee, batch: Batch, step: Step, *, twice: bool) -> d
             output = model.encode_trunk(images, frozen)
             image = memory.operations(lambda: model.encode_trunk(images, frozen)) // rows
         batch = replace(batch, views=[output])
-        for module in trainee.modules():  # a momentum copy starts there too
-            if isinstance(module, ImageModel):
-                module.first_block = frozen
+        encoders = [m for m in trainee.modules() if isinstance(m, ImageModel)]  # copies too
+        for encoder in encoders:
+            encoder.first_block = frozen
         cached = count()
+        for encoder in encoders:
+            encoder.first_block = 0
         found["trunk"] = {"blocks": frozen, "of_blocks": model.num_blocks, "image": image}
         found["trunk"] |= {"values": output.numel() // rows, "sample_cached": cached}
     return found

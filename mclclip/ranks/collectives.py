@@ -85,6 +85,8 @@ def begin_gather(x: Tensor) -> None:
     under way at a time.
     """
     global _begun
+    if _begun is not None:  # an error came before its end
+        _begun.work.wait()
     _begun = _Begun(x) if world_size() > 1 else None
 
 

@@ -20,6 +20,7 @@ from mclclip.checkpoint import Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
 from mclclip.engines.gradient_cache import Pullback
+from mclclip.models.image_model import pair
 from mclclip.models.loading import AnyModel
 from mclclip.objectives.base import Objective
 from mclclip.ranks import data_wait, peer_watch, signals
@@ -82,9 +83,9 @@ class Trainee(nn.Module):
 
     def trunk_dtype(self, device: torch.device, num_blocks: int) -> torch.dtype:
         """Number format of the output of the model's first blocks in this precision."""
-        size, kind = self.model.image_size, next(self.model.parameters()).dtype
-        sides = (size, size) if isinstance(size, int) else size
-        image = torch.zeros(1, self.model.num_channels, *sides, dtype=kind, device=device)
+        shape = 1, self.model.num_channels, *pair(self.model.image_size)
+        kind = next(self.model.parameters()).dtype
+        image = torch.zeros(shape, dtype=kind, device=device)
         with torch.no_grad(), self._autocast(device):
             return self.model.encode_trunk(image, num_blocks).dtype
 

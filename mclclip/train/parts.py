@@ -58,6 +58,7 @@ class Job:
     index: SampleIndex
     directory: Path
     peaks: PeakMemory
+    trunk: TrunkRows | None = None  # the rows that stand for images, where they do
     trunk_dtype: torch.dtype | None = None  # of the trunk's output in this training's precision
 
     @property
@@ -172,15 +173,6 @@ class Job:
         """Whether views are what the frozen blocks made of images once, not images."""
         return self.stage > 0 and self.config.trunk_cache.enabled
 
-    @cached_property
-    def trunk(self) -> TrunkRows | None:
-        """The rows that stand for images, where they do. All ranks ask for it together; raises the
-        errors of ``TrunkRows.open``."""
-        if not self.reads_trunk:
-            return None
-        folder = self.config.trunk_cache.folder
-        return TrunkRows.open_together(self.layout, folder, self.index)
-
     def start_from_trunk(self, model: AnyModel) -> None:
         """Has the model start from the rows that stand for images, where they do.
 
@@ -196,6 +188,14 @@ class Job:
                 "run 'mclclip embed --stage 0 --trunk-cache --force'"
             )
         self.trunk.start(model)
+
+
+def trunk_of(job: Job) -> TrunkRows | None:
+    """The rows that stand for images, where they do. All ranks call it together; raises the errors
+    of ``TrunkRows.open``."""
+    if not job.reads_trunk:
+        return None
+    return TrunkRows.open_together(job.layout, job.config.trunk_cache.folder, job.index)
 
 
 def trainee_of(job: Job, model: AnyModel, objective: Objective) -> Trainee:

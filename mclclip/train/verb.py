@@ -15,6 +15,7 @@ import numpy as np
 
 from mclclip.checkpoint import Checkpoints, path_of
 from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.data import trunk_rows
 from mclclip.data.coverage import coverage_report, plan_groups
 from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
 from mclclip.data.grouping import GroupSizes, LabelBlocks
@@ -23,7 +24,6 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_check import check_shards
-from mclclip.data.trunk_rows import KIND
 from mclclip.files import move_aside
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -78,7 +78,7 @@ def run(
     job.class_labels = collectives.on_main(lambda: job.class_labels)
     given = collectives.on_main(lambda: job.resharded and job.resharded.arguments)
     job.resharded = collectives.together(lambda: given and Resharded.mapped(*given))
-    _ = job.trunk  # opened by all ranks together, before one of them asks for it alone
+    job.trunk = parts.trunk_of(job)
     workers, remote = config.data.index_workers, config.data.remote
     collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
     model = parts.build_model(config, layout, stage, options, context)
@@ -251,7 +251,9 @@ def _inputs(job: Job) -> dict[str, str]:
         return inputs
     inputs["base"] = artifacts.read_manifest(job.layout.export(0), "export").digest
     if job.reads_trunk:
-        inputs["trunk_cache"] = artifacts.read_manifest(job.layout.trunk_cache, KIND).digest
+        inputs["trunk_cache"] = artifacts.read_manifest(
+            job.layout.trunk_cache, trunk_rows.KIND
+        ).digest
     if job.uses_cached_text:
         text = artifacts.read_manifest(job.layout.text_embeddings, "text_embeddings")
         inputs["text_embeddings"] = text.digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import shutil
@@ -269,14 +270,99 @@ def test_other_blocks_or_other_weights_are_refused(
     fewer = copied(made, data, tmp_path / "fewer", "train.lock.image_blocks=1")
     with pytest.raises(ValueError, match="config.blocks was 1, now 2.*--force"):
         embed.run(fewer, SINGLE, stage=0)
-    more = copied(made, data, tmp_path / "more", "train.lock.image_blocks=3")
+    embed.run(fewer, SINGLE, stage=0, force=True)  # two blocks are frozen now
+    more = options(Path(fewer.run_dir), data, ON)
     cluster.run(more, SINGLE, stage=0)
-    with pytest.raises(ValueError, match="has passed 1 blocks, and train.lock freezes 0: lower"):
+    with pytest.raises(ValueError, match="has passed 2 blocks, and train.lock freezes 1: lower"):
         train.run(more, SINGLE, stage=1)
     rows, other = rows_of(config), load_any(config.model.name, seed=5)
     with pytest.raises(RuntimeError, match="was made by other weights than the first 1 blocks"):
         rows.start(other)
     assert other.first_block == 0
+
+
+@pytest.mark.parametrize("change", [{"quick_gelu": True}, {"head_width": 8}], ids=str)
+def test_equal_weights_of_another_architecture_are_another_trunk(change: dict[str, Any]) -> None:
+    other = json.loads(json.dumps(tiny.MODEL))
+    (other if "quick_gelu" in change else other["vision_cfg"]).update(change)
+    models = [load_any(config, seed=0) for config in (tiny.MODEL, tiny.MODEL, other)]
+    same, again, changed = (model.trunk_digest(2) for model in models)
+    assert same == again != changed
+    assert models[0].trunk_digest(1) != same
+
+
+def test_a_restored_sample_is_trained_on_once_the_cache_has_its_row(
+    data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    config = options(tmp_path / "run", tmp_path / "data", ON, "data.max_bad_fraction=0.1")
+    index.run(config, SINGLE)
+    samples = SampleIndex.open(Layout.of(config).index)
+    path = Path(samples.shards[0].path)
+    whole = path.read_bytes()
+    start = int(samples.image_offset[5]) + 60
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(bytes(int(samples.image_size[5]) - 60))
+    embedded(config)
+    path.write_bytes(whole)
+    embed.run(config, SINGLE, stage=0)  # says that a row could be made
+    cluster.run(config, SINGLE, stage=0)
+    train.run(config, SINGLE, stage=1)  # finds none
+    embed.run(config, SINGLE, stage=0, force=True)
+    assert (rows_of(config).checksums >= 0).all()
+    assert 5 not in SampleIndex.open(Layout.of(config).index).bad_ids()
+
+
+def test_embeddings_of_images_are_told_before_a_row_is_written(data: Path, tmp_path: Path) -> None:
+    plain, on = (options(tmp_path / "run", data, *more) for more in ([], [ON]))
+    index.run(plain, SINGLE)
+    export.stage(plain, SINGLE, stage=0)
+    embed.run(plain, SINGLE, stage=0)
+    with pytest.raises(ValueError, match="was made from images, and trunk_cache.enabled starts"):
+        embed.run(on, SINGLE, stage=0)
+    assert not Layout.of(on).trunk_cache.exists()
+    embed.run(on, SINGLE, stage=0, force=True)
+    assert rows_of(on).checksums.shape == (NUM_SAMPLES,)
+
+
+def test_another_folder_than_the_rows_have_is_told(data: Path, tmp_path: Path) -> None:
+    there = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/there")
+    embedded(there)
+    elsewhere = options(tmp_path / "run", data, ON)
+    wanted = f"there is no .*rows/00000.npy: name trunk_cache.folder={tmp_path}/there, where it was"
+    with pytest.raises(FileNotFoundError, match=wanted):
+        rows_of(elsewhere)
+
+
+def test_temporary_files_of_killed_writers_are_removed(data: Path, tmp_path: Path) -> None:
+    config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/rows")
+    embedded(config)
+    (folder,) = (tmp_path / "rows/run").iterdir()
+    (Layout.of(config).trunk_cache / "manifest.json").rename(tmp_path / "manifest.json")
+    made = json.loads((tmp_path / "manifest.json").read_text())
+    intent = {key: made[key] for key in ("kind", "config", "inputs")}
+    (Layout.of(config).trunk_cache / "in_progress.json").write_text(json.dumps(intent))
+    (folder / ".00001.npy.host.1.tmp").write_bytes(bytes(1000))
+    embed.run(config, SINGLE, stage=0)
+    assert not [*folder.glob(".*")] and rows_of(config).folder == folder
+
+
+def test_a_full_disk_is_told_with_the_option(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/rows")
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    path = Layout.of(config).trunk_rows(str(tmp_path / "rows"), "") / "00000.npy"
+    monkeypatch.setattr(embed.trunk.trunk_rows, "write_rows", full)
+    monkeypatch.setattr(Layout, "trunk_rows", lambda *_: path.parent)
+    with pytest.raises(ValueError, match="name another disk in trunk_cache.folder"):
+        embed.run(config, SINGLE, stage=0)
 
 
 def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -> None:
@@ -327,9 +413,15 @@ def test_options_that_contradict_it(tmp_path: Path, more: list[str], told: str) 
 
 
 def test_a_training_of_all_blocks_has_nothing_to_start_from(data: Path, tmp_path: Path) -> None:
-    config = options(tmp_path / "run", data, ON, "train.lock.image_blocks=3")
-    index.run(config, SINGLE)
-    export.stage(config, SINGLE, stage=0)
+    """With the options, or, where the number of blocks is not known there, before a row."""
+    with pytest.raises(ValueError, match="train.lock.image_blocks=3 freezes no block"):
+        options(tmp_path / "run", data, ON, "train.lock.image_blocks=3")
+    plain = options(tmp_path / "run", data)
+    index.run(plain, SINGLE)
+    export.stage(plain, SINGLE, stage=0)
+    all_blocks = "train.lock.image_blocks=3"
+    later = f"model={{name: local-dir:{tmp_path}/later}}"
+    config = options(tmp_path / "run", data, ON, all_blocks, later)
     with pytest.raises(ValueError, match="image_blocks=3 trains all of the image tower's 3 blocks"):
         embed.run(config, SINGLE, stage=0)
 

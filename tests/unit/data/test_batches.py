@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import mmap
 import os
@@ -175,6 +176,7 @@ def test_few_bytes_are_sent_with_the_message_and_many_in_shared_memory() -> None
         replaced={8: "broken"},
     )
     few = [batch.labels, batch.sample_id, batch.text]
+    assert copy.copy(batch).sample_id is batch.sample_id  # only what is sent changes
     found = pickle.loads(ForkingPickler.dumps(batch))
     assert not any(tensor.is_shared() for tensor in few if tensor is not None)
     many = [*batch.views, batch.text_features]
