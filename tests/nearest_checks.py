@@ -58,7 +58,8 @@ def check_nearest(
         scores = _all_scores(rows, centroids, algorithm)
         rows, centroids = rows.to(device), centroids.to(device)
         for k in ks:
-            search = Search(centroids[:k], algorithm, 0, arithmetic)
+            is_unit = kind == "unit_vectors"
+            search = Search(centroids[:k], algorithm, 0, arithmetic, unit_rows=is_unit)
             for count in counts:
                 found = search.best(rows, count).cpu()
                 differences += _differences(found, scores[:, :k], tolerance)

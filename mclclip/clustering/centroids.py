@@ -191,7 +191,8 @@ class WholeCentroids:
 
     def _search(self, centroids: Tensor) -> Search:
         rows = self.rows
-        return Search(centroids, rows.algorithm, self.held.start, rows.arithmetic)
+        unit = rows.algorithm == "spherical"
+        return Search(centroids, rows.algorithm, self.held.start, rows.arithmetic, unit_rows=unit)
 
     def _distances(self, nearest: Tensor, rows: Tensor, ids: Integers) -> Tensor:
         distances = squared_distance(nearest, rows).float().to(rows.device)

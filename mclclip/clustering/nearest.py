@@ -38,6 +38,7 @@ ROWS_PER_PASS = 1024  # centroids that are handled in one operation
 FEW = 64  # centroids that are searched one by one
 _CONSTANT_COLUMNS = 4  # of the euclidean product: three hold -|c|^2 / 2, the fourth is zero
 _LEAST_PART = 8  # numbers of a row in the shortest part whose sum a product may round by itself
+_UNIT = 1.0 + 2.0**-10  # length of a row that was scaled to 1 in float32, at most
 _LOW_32 = 2**32 - 1
 SAME_ROW = 1e-12  # squared distance, as a share of |row|^2, that float32's rounding may make
 
@@ -69,7 +70,8 @@ class Search:
     """Finds the nearest of centroids float32 [k, D], whose ids count from ``first_id``.
 
     Holds a second copy of the centroids, in the type of the products. ``arithmetic`` forces how to
-    compute; what it leaves open is chosen for the centroids' device.
+    compute; what it leaves open is chosen for the centroids' device. ``unit_rows`` says that rows
+    will have unit length, or are zeros, so that they need not be measured for the error bound.
     """
 
     def __init__(
@@ -78,8 +80,11 @@ class Search:
         algorithm: Algorithm,
         first_id: int = 0,
         arithmetic: Arithmetic = CHOSEN,
+        *,
+        unit_rows: bool = False,
     ) -> None:
         device = centroids.device
+        self._unit_rows = unit_rows
         products = choose_products(device, len(centroids), arithmetic)
         self._rounding = choose_rounding(device, products, arithmetic)
         self._scores = choose_scores(device, arithmetic)
@@ -195,13 +200,17 @@ class Search:
         return _Pairs(row[kept], ids[kept], coarse_scores[kept])
 
     def _lower(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [n, D] in the type of the products, and the error bound [n, 1] of a row's products.
+        """Rows [n, D] in the type of the products, and the error bound of a row's products: [n, 1],
+        or [1, 1] where it is that of all.
 
         The bound covers the errors of the product (before its output is rounded) and of the score
         from ``score_pairs`` together.
         """
         coarse = rows.to(self._coarse.dtype)
-        lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        if self._unit_rows:
+            lengths = rows.new_full((1, 1), _UNIT)
+        else:
+            lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         error = lengths * self._lost
         if coarse.dtype != rows.dtype:  # each number by up to 2^-8 of itself
             error = error + lengths * (self._shifted + self._lost) * 2.0**-8

@@ -98,8 +98,11 @@ def test_centroids_that_the_coarse_product_cannot_tell_apart(algorithm: Any, shi
     centroids += 1e-4 * noise * (torch.arange(len(centroids)) % 3 > 0)[:, None]
     rows = unit(200, 64, 4, shift)
     wanted = slowly(all_scores(rows, centroids, algorithm), 5)
-    assert torch.equal(unpack(Search(centroids, algorithm).best(rows, 5))[1], wanted)
-    assert torch.equal(unpack(Search(centroids, algorithm).best(rows))[1], wanted[:, :1])
+    for known in (False, True):
+        search = Search(centroids, algorithm, unit_rows=known)
+        assert torch.equal(unpack(search.best(rows, 5))[1], wanted)
+        assert torch.equal(unpack(search.best(rows))[1], wanted[:, :1])
+        assert torch.equal(search.nearest(rows), wanted[:, 0])
 
 
 @settings(max_examples=60, deadline=None)
