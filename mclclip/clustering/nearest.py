@@ -171,6 +171,11 @@ class Search:
         """All pairs that may be among the ``count`` best of their row, sorted by row."""
         coarse, error = self._lower(rows)
         top = torch.full((len(rows), count), -torch.inf, device=rows.device)
+        if len(self._coarse) <= FEW:  # without groups, and without padding
+            scores = multiply(coarse, self._coarse).float()
+            threshold = self._threshold(_top(top, scores)[:, -1:], error)
+            row, centroid = torch.nonzero(scores >= threshold).unbind(1)
+            return _Pairs(row, centroid, scores[row, centroid])
         threshold, found = top[:, -1:], []
         step = self._columns_per_tile
         for first in range(0, len(self._coarse), step):
