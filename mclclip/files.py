@@ -56,7 +56,9 @@ def full_disk_names(directory: Path, option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL or not Path(str(error.filename)).is_relative_to(directory):
+        path = Path(str(error.filename))
+        below = path.is_relative_to(directory) or directory.is_relative_to(path)
+        if error.errno not in FULL or not below:
             raise
         raise ValueError(
             f"{error.filename} cannot be written ({error.strerror}): make room there, and the same "

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +33,7 @@ from mclclip.data.remote import Place
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import Record
 from mclclip.ranks import collectives
-from mclclip.run.artifacts import Artifact
+from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.layout import Layout
 
 Integers = npt.NDArray[np.int64]
@@ -91,9 +92,9 @@ class TrunkRows:
             int(manifest.config["blocks"]),
             manifest.inputs["trunk"],
         )
-        written, remedy = manifest.counts.get("folder"), _AGAIN
-        if folder != written:
-            remedy = f"name trunk_cache.folder={written}, where it was written, or {_AGAIN}"
+        elsewhere, remedy = written_elsewhere(manifest, artifact, found.folder), _AGAIN
+        if elsewhere is not None:
+            remedy = f"they were written to {elsewhere}: name trunk_cache.folder, or {_AGAIN}"
         for number, shard in enumerate(index.shards):
             found._check_size(number, shard.stop - shard.start, remedy)
         return found
@@ -173,6 +174,17 @@ class TrunkRows:
             )
 
 
+def where(artifact: Path, folder: Path) -> str | None:
+    """Where rows lie, as a manifest tells it; None: in the artifact's directory."""
+    return None if folder.is_relative_to(artifact) else str(folder.resolve())
+
+
+def written_elsewhere(manifest: Manifest, artifact: Path, folder: Path) -> str | None:
+    """Where the rows were written, if that is not ``folder``."""
+    written: str | None = manifest.counts["rows"]
+    return None if where(artifact, folder) == written else written or str(artifact)
+
+
 @lru_cache(maxsize=1024)
 def _header_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return len(npy_header(shape, dtype))
@@ -238,6 +250,29 @@ def shards_done(
         else:
             reasons |= note.reasons
     return reasons, missing
+
+
+def damaged_shards(
+    folder: Path, index: SampleIndex, checksums: Integers, threads: int
+) -> Iterator[int]:
+    """Yields the shards whose file of rows is missing, or does not have these checksums."""
+
+    def is_damaged(number: int) -> bool:
+        shard = index.shards[number]
+        try:
+            rows = np.load(rows_path(folder, number), mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return True
+        wanted = checksums[shard.start : shard.stop]
+        return len(rows) != len(wanted) or any(
+            crc32 != -1 and zlib.crc32(np.ascontiguousarray(row).data) != crc32
+            for row, crc32 in zip(rows, wanted.tolist(), strict=True)
+        )
+
+    with ThreadPoolExecutor(threads) as pool:
+        numbers = range(len(index.shards))
+        found = pool.map(is_damaged, numbers)
+        yield from (n for n, damaged in zip(numbers, found, strict=True) if damaged)
 
 
 def join_checksums(artifact: Path, folder: Path, index: SampleIndex) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from mclclip import files
 from mclclip.config import Config
 from mclclip.data import trunk_rows
+from mclclip.data.embeddings import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples
 from mclclip.data.shard_check import check_shards
@@ -30,7 +31,7 @@ from mclclip.models.loading import AnyModel, load_any, prepare_model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, Force, is_finished, made_of
+from mclclip.run.artifacts import Artifact, Force, is_finished, made_of, read_manifest
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -45,6 +46,7 @@ def write(
     freezes no block, embeddings were made without the cache, the disk has too little room, or
     ``trunk_cache.dtype`` does not hold a value.
     """
+    read_manifest(layout.export(0), "export")  # says which verb makes it
     model = load_any(layout.export(0)).eval()
     blocks = collectives.on_main(lambda: _frozen_blocks(config, layout))
     fields: dict[str, Any] = {"blocks": blocks, "dtype": config.trunk_cache.dtype}
@@ -74,11 +76,17 @@ def write(
         lost = sorted(sample_id for part in without for sample_id in part)
         artifact.finish(
             {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
-            | {"shape": list(shape), "folder": config.trunk_cache.folder},
+            | {"shape": list(shape), "rows": trunk_rows.where(artifact.directory, folder)},
             dtype=config.trunk_cache.dtype,
             content_digest=files.digest_json([artifact.identity, lost]) if lost else None,
             records=files.records_of(artifact.directory, CHECKSUMS),
         )
+
+        size = len(index) * int(np.prod(shape)) * np.dtype(config.trunk_cache.dtype).itemsize
+        log.info(
+            "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
+            blocks, len(index), folder, size / 2**30, len(lost),
+        )  # fmt: skip
 
     collectives.on_main(finish)
 
@@ -113,8 +121,8 @@ def _open(
     force: Force,
 ) -> Artifact:
     given = config.trunk_cache.folder
-    if given is not None and Path(given).expanduser().is_file():
-        raise ValueError(f"trunk_cache.folder={given} is a file: give a folder")
+    if given is not None and not files.existing(Path(given).expanduser()).is_dir():
+        raise ValueError(f"trunk_cache.folder={given} is a file, or below one: give a folder")
     directory, embeddings = layout.trunk_cache, layout.embeddings(0)
     made_by = made_of(embeddings)
     if made_by and "trunk_cache" not in made_by["inputs"] and not force:
@@ -122,18 +130,42 @@ def _open(
             f"{embeddings} was made from images, and trunk_cache.enabled starts from the trunk's "
             "output: use another run_dir, leave trunk_cache out, or --force to make it again"
         )
-    was_finished = is_finished(directory)
+    was_finished, was_begun = is_finished(directory), directory.exists()
     artifact = Artifact.open(
         directory, kind=trunk_rows.KIND, config=fields, inputs=inputs, force=force
     )
     folder = layout.trunk_rows(given, artifact.identity)
-    if artifact.finished:
+    if artifact.manifest is not None and force:
+        _mend(artifact, folder, index, config.data.index_workers)
+    elif artifact.manifest is not None:
         _warn_of_restored(directory, index)
-        return artifact
-    if was_finished and folder.exists():  # it is made again
+        _warn_of_folder(artifact, folder)
+    elif was_finished and folder.exists():  # it is made again
         files.move_aside(folder)
-    files.remove_leftovers(folder)
+    elif was_begun:  # another run of this name may be writing the same rows otherwise
+        files.remove_leftovers(folder)
     return artifact
+
+
+def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) -> None:
+    """Reads all rows; removes the shards that are damaged, which are then made again."""
+    checksums = np.load(artifact.directory / CHECKSUMS, mmap_mode="r")
+    damaged = [*trunk_rows.damaged_shards(folder, index, checksums, threads)]
+    if damaged:
+        log.warning("%s: %d shards of rows are damaged and made again", folder, len(damaged))
+        for number in damaged:
+            rows_path(folder, number).unlink(missing_ok=True)
+        artifact.reopen()
+
+
+def _warn_of_folder(artifact: Artifact, folder: Path) -> None:
+    """Says where rows lie that are not where the options say."""
+    assert artifact.manifest is not None, "it is finished"
+    if written := trunk_rows.written_elsewhere(artifact.manifest, artifact.directory, folder):
+        log.warning(
+            "the rows of the trunk's cache were written to %s, and are looked for in %s: move "
+            "them, or name trunk_cache.folder as it was", written, folder,
+        )  # fmt: skip
 
 
 def _warn_of_restored(directory: Path, index: SampleIndex) -> None:

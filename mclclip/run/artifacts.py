@@ -308,6 +308,12 @@ class Artifact:
         """True where a manifest exists: there is nothing to do."""
         return self.manifest is not None
 
+    def reopen(self) -> None:
+        """Marks a finished artifact as begun, because a part of it is made again."""
+        files.write_json(self.directory / INTENT, self._made_of())
+        (self.directory / MANIFEST).unlink()
+        self.manifest = None
+
     def finish(
         self,
         counts: Mapping[str, Any],

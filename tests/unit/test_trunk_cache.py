@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -235,6 +236,49 @@ def test_a_damaged_row_is_refused_when_it_is_read(made: Config, data: Path, tmp_
     train.run(config, SINGLE, stage=1)
 
 
+def test_a_run_with_force_makes_damaged_shards_again_and_no_others(
+    made: Config, data: Path, tmp_path: Path
+) -> None:
+    config = copied(made, data, tmp_path)
+    folder = rows_of(config).folder
+    whole = {path.name: path.read_bytes() for path in folder.glob("*.npy")}
+    times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+    manifest = (folder.parent / "manifest.json").read_bytes()
+    embed.run(config, SINGLE, stage=0, force="unfit")
+    assert (folder.parent / "manifest.json").read_bytes() == manifest
+    for damage in (lambda path: flip(path, 1000), Path.unlink, lambda path: path.write_bytes(b"x")):
+        damage(folder / "00001.npy")
+        embed.run(config, SINGLE, stage=0, force="unfit")
+        assert {path.name: path.read_bytes() for path in folder.glob("*.npy")} == whole
+        assert (folder / "00000.npy").stat().st_mtime_ns == times["00000.npy"]
+        assert len(rows_of(config).checksums) == NUM_SAMPLES
+    assert embeddings(config, 0).any(axis=1).all()
+
+
+def test_two_runs_of_one_name_may_write_the_same_rows(data: Path, tmp_path: Path) -> None:
+    """A run does not remove the temporary files of another one."""
+    shared = f"trunk_cache.folder={tmp_path}/rows"
+    first = options(tmp_path / "a/run", data, ON, shared)
+    embedded(first)
+    (folder,) = (tmp_path / "rows/run").iterdir()
+    (folder / ".00001.npy.host.1.tmp").write_bytes(bytes(10))
+    second = options(tmp_path / "b/run", data, ON, shared)
+    assert rows_of(first).folder == embedded(second).folder == folder
+    assert (folder / ".00001.npy.host.1.tmp").exists()
+
+
+@pytest.mark.parametrize("below", ["file", "file/rows"])
+def test_a_folder_that_is_none_is_refused(data: Path, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/{below}")
+    index.run(config, SINGLE)
+    with pytest.raises(FileNotFoundError, match="run 'mclclip export' first"):
+        embed.run(config, SINGLE, stage=0)
+    export.stage(config, SINGLE, stage=0)
+    with pytest.raises(ValueError, match="is a file, or below one: give a folder"):
+        embed.run(config, SINGLE, stage=0)
+
+
 def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
     made: Config, data: Path, tmp_path: Path
 ) -> None:
@@ -326,13 +370,21 @@ def test_embeddings_of_images_are_told_before_a_row_is_written(data: Path, tmp_p
     assert rows_of(on).checksums.shape == (NUM_SAMPLES,)
 
 
-def test_another_folder_than_the_rows_have_is_told(data: Path, tmp_path: Path) -> None:
+def test_another_folder_than_the_rows_have_is_told(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("mclclip"), "propagate", True)
     there = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/there")
     embedded(there)
     elsewhere = options(tmp_path / "run", data, ON)
-    wanted = f"there is no .*rows/00000.npy: name trunk_cache.folder={tmp_path}/there, where it was"
+    wanted = (
+        f"there is no .*rows/00000.npy: they were written to {tmp_path}/there/run/trunk_.*: name"
+    )
     with pytest.raises(FileNotFoundError, match=wanted):
         rows_of(elsewhere)
+    with caplog.at_level(logging.WARNING, "mclclip"):
+        embed.run(elsewhere, SINGLE, stage=0)
+    assert f"were written to {tmp_path}/there/run/trunk_" in caplog.text
 
 
 def test_temporary_files_of_killed_writers_are_removed(data: Path, tmp_path: Path) -> None:
