@@ -148,7 +148,12 @@ def _open(
 
 
 def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) -> None:
-    """Reads all rows; removes the shards that are damaged, which are then made again."""
+    """Reads all rows; removes the shards that are damaged, which are then made again.
+
+    Rows that are all gone were deleted on purpose, as one may once all is trained.
+    """
+    if not folder.exists():
+        return
     checksums = np.load(artifact.directory / CHECKSUMS, mmap_mode="r")
     damaged = [*trunk_rows.damaged_shards(folder, index, checksums, threads)]
     if damaged:

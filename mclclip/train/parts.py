@@ -37,6 +37,7 @@ from mclclip.randomness import mix
 from mclclip.ranks.process_group import Context, process_start
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.ranks.transfer import choose_memory
+from mclclip.run.artifacts import made_of
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
@@ -119,9 +120,19 @@ class Job:
         """The training's option."""
         return "train" if self.stage else "base"
 
-    @property
+    @cached_property
     def pixels(self) -> Pixels:
-        """How images become pixels."""
+        """How images become pixels. A training that was begun before goes on as it began, and its
+        control as it did, where ``data.pixels`` is ``auto``."""
+        if self.config.data.pixels == "auto":
+            for layout in (self.layout.controlled, self.layout):
+                try:
+                    made = made_of(layout.train(self.stage))
+                except ValueError:  # it is damaged, which is told, or mended, when it is opened
+                    continue
+                if made:
+                    begun: Pixels = made["config"].get("data", {}).get("pixels", "exact")
+                    return begun
         return self.config.pixels_of(self.name)
 
     @property

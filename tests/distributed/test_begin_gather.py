@@ -98,7 +98,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "precision", "options"), kept(CASES, 0), ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", kept([2, 3], 0))
 def test_training_has_the_same_bits(
     ranks: Ranks, world_size: int, name: str, precision: str, options: dict[str, Any]
 ) -> None:

@@ -152,6 +152,7 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
             options=cast(Any, SimpleNamespace(precision=precision)),
             context=context,
             normalization=cast(Any, normalization),
+            trunk_dtype=None,
         ),
         seed_words=(0,),
         checkpoint_every=100,

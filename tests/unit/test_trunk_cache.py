@@ -100,7 +100,7 @@ def copied(made: Config, data: Path, root: Path, *more: str) -> Config:
 
 @pytest.mark.parametrize(
     ("model", "blocks", "shape"),
-    kept([(None, 1, (17, 32)), (RESNET, 3, (128, 4, 4))], 0, 1),
+    kept([(None, 1, (17, 32)), (RESNET, 3, (128, 4, 4))], 0),
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_rows_are_the_output_of_the_frozen_blocks(
@@ -157,7 +157,6 @@ def test_everything_after_it_is_as_from_images(made: Config, data: Path, tmp_pat
             ["train.start=previous", "num_stages=2"],
             ["data.num_workers=2", "data.verify=full"],
         ],
-        0,
         8,
     ),
     ids=str,
@@ -302,9 +301,11 @@ def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
 def test_a_finished_run_does_not_need_its_rows(made: Config, data: Path, tmp_path: Path) -> None:
     config = copied(made, data, tmp_path)
     losses = trained(config)
-    shutil.rmtree(rows_of(config).folder)
-    embed.run(config, SINGLE, stage=0)
-    assert trained(config) == losses
+    folder = rows_of(config).folder
+    shutil.rmtree(folder)
+    for force in (False, "unfit"):
+        embed.run(config, SINGLE, stage=0, force=force)
+    assert trained(config) == losses and not folder.exists()
 
 
 def test_other_blocks_or_other_weights_are_refused(

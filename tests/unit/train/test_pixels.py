@@ -166,6 +166,24 @@ def test_the_manifest_holds_the_option_and_refuses_another(
             trained(done[name].parents[1], data, other)
 
 
+def test_a_training_that_was_begun_goes_on_as_it_began(
+    done: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    """As of a version in which exact pixels were the default."""
+    for name in ("exact", "fast"):
+        run_dir = tmp_path / name
+        shutil.copytree(done[name].parents[1], run_dir)
+        directory = run_dir / "stage_0" / "train"
+        (directory / "manifest.json").unlink()
+        made = read_manifest(done[name], "train")
+        begun = {"kind": "train", "config": made.config, "inputs": made.inputs}
+        (directory / "in_progress.json").write_text(json.dumps(begun))
+        shutil.rmtree(directory / "checkpoints" / "step_00000004")
+        assert trained(run_dir, data, "auto") == directory
+        assert read_manifest(directory, "train").config == made.config
+        assert_same_weights(directory, done[name])
+
+
 @pytest.mark.parametrize(
     ("augmentation", "message"),
     [
