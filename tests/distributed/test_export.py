@@ -11,6 +11,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
+from tests.matrix import in_soak
 from tests.unit.test_export import TINY, finish_training, held_out_pairs
 
 
@@ -19,6 +20,7 @@ def join(tree: dict[str, Any]) -> dict[str, Path]:
     return export.join(config.from_tree(tree), context)
 
 
+@in_soak
 def test_ranks_weigh_the_stages_as_one_process_does(ranks: Any, tmp_path: Path) -> None:
     trained_on, held_out = held_out_pairs(tmp_path / "a", 4), held_out_pairs(tmp_path / "b")
     found = []

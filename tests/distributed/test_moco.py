@@ -111,7 +111,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "name", "method", "options"), kept(CASES, 3, 8))
+@pytest.mark.parametrize(("world_size", "name", "method", "options"), kept(CASES, 8))
 def test_ranks_equal_one_process(
     ranks: Ranks, world_size: int, name: str, method: str, options: dict[str, Any]
 ) -> None:

@@ -262,7 +262,7 @@ def test_resumes_with_loader_workers(shell: Shell, done: Run, tmp_path: Path) ->
     assert_same_training(done.run_dir, tmp_path)
 
 
-@pytest.mark.parametrize("ranks", kept([2, 3], 0))
+@pytest.mark.parametrize("ranks", kept([2, 3]))
 def test_ranks_resume_and_see_the_same_batches(
     shell: Shell, done: Run, tmp_path: Path, ranks: int
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mclclip import config as configuration
 from tests import damage, tiny
 from tests.e2e.conftest import KillAtFile, RecordBatches, Shell
-from tests.matrix import kept
+from tests.matrix import in_soak, kept
 from tests.shard_server import serving
 
 PER_SHARD = 8
@@ -91,6 +91,7 @@ def test_a_training_reads_either_form_and_ends_with_the_same_bits(
     assert ended[0] == ended[1] == ended[2] and ended[0]
 
 
+@in_soak
 def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Path) -> None:
     data = tiny.make_data(tmp_path / "data", num_samples=96)
     more = (

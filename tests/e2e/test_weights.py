@@ -11,10 +11,12 @@ import numpy as np
 from mclclip import config as configuration
 from tests import damage, tiny
 from tests.e2e.conftest import KillAfter, RecordBatches, Shell
+from tests.matrix import in_soak
 
 STEPS = 8
 
 
+@in_soak
 def test_killed_or_on_two_ranks_it_draws_by_the_same_weights(
     shell: Shell, prepared_run: Path, tmp_path: Path
 ) -> None:
