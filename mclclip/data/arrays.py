@@ -74,7 +74,7 @@ def save_npy(path: Path, array: np.ndarray) -> None:
 
 
 def npy_header(shape: tuple[int, ...], dtype: npt.DTypeLike) -> bytes:
-    """What a .npy file of this array begins with."""
+    """Returns the header of a .npy file (format 1.0) whose array has this shape and type."""
     descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
     file = io.BytesIO()
     header = {"descr": descr, "fortran_order": False, "shape": shape}

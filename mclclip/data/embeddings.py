@@ -9,7 +9,7 @@ not be used, so that a shard which has been repaired since is embedded again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,6 +92,22 @@ def read_note(directory: Path, number: int) -> Note | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # then the shard is embedded
+
+
+def shards_done(
+    directory: Path, index: SampleIndex, mine: Sequence[int]
+) -> tuple[dict[int, str], list[int]]:
+    """Of the shards ``mine``: samples without a row, by reason, of those that are done and whose
+    samples without one are what they were; and the numbers of the other shards."""
+    reasons: dict[int, str] = {}
+    missing = []
+    for number in mine:
+        note = read_note(directory, number)
+        if note is None or not note.is_of(index):
+            missing.append(number)
+        else:
+            reasons |= note.reasons
+    return reasons, missing
 
 
 def num_restored(directory: Path, index: SampleIndex) -> int:

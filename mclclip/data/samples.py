@@ -329,7 +329,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         return Sample(raw.sample_id, views, caption_number, text, text_features)
 
     def _views_of(self, raw: RawSample) -> Callable[[], Tensor]:
-        """What makes a view of a sample each time it is called; the image is decoded once."""
+        """Returns a function that gives a view [C, H, W] at each call; decodes the image once."""
         if self.trunk is not None:
             return partial(self.trunk.decoded, raw.image)
         if self.transform is None:

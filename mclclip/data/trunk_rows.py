@@ -1,4 +1,4 @@
-"""What the image tower's frozen blocks make of every sample, on disk (``embed --trunk-cache``).
+"""Keeps the output of the frozen image blocks for every sample on disk (``embed --trunk-cache``).
 
 Trainings and embeddings start from these rows, which are the same in every epoch and stage::
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mclclip.data.arrays import npy_header, open_npy, save_npy, write_npy_parts
-from mclclip.data.embeddings import read_note, rows_path, write_note
+from mclclip.data.embeddings import rows_path, write_note
 from mclclip.data.remote import Place
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import Record
@@ -234,22 +234,6 @@ def _stored(rows: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
             "trunk_cache.dtype=float32, or look at the encoder if they are not numbers"
         )
     return stored
-
-
-def shards_done(
-    folder: Path, index: SampleIndex, mine: Sequence[int]
-) -> tuple[dict[int, str], list[int]]:
-    """Of ``mine``: samples without a row, by reason, of the shards that are done and whose samples
-    without one are what they were; and the numbers of the other shards."""
-    reasons: dict[int, str] = {}
-    missing = []
-    for number in mine:
-        note = read_note(folder, number)
-        if note is None or not note.is_of(index) or not _sums_path(folder, number).exists():
-            missing.append(number)
-        else:
-            reasons |= note.reasons
-    return reasons, missing
 
 
 def damaged_shards(

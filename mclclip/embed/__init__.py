@@ -20,7 +20,14 @@ from torch import Tensor
 
 from mclclip.config import Config
 from mclclip.data import trunk_rows
-from mclclip.data.embeddings import Note, num_restored, read_note, rows_path, write_shard
+from mclclip.data.embeddings import (
+    Note,
+    num_restored,
+    read_note,
+    rows_path,
+    shards_done,
+    write_shard,
+)
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSamples, TarDataset
 from mclclip.data.shard_check import check_shards
@@ -88,9 +95,8 @@ def run(
             rows = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
             collectives.together(partial(rows.start, model), "embed")
         model.to(context.device)
-        collectives.on_main(
-            partial(check_shards, index.directory, index.shards, config.data.index_workers)
-        )
+        workers, remote = config.data.index_workers, config.data.remote
+        collectives.on_main(partial(check_shards, index.directory, index.shards, workers, remote))
         source = images.dataset(config, index, model, rows)
         collectives.together(source.check, "embed")
         embed_shards = _embed_images if kind == "embeddings" else _embed_texts
@@ -141,7 +147,7 @@ def _embed(
 
     def work() -> dict[int, str]:
         mine = range(context.rank, len(index.shards), context.world_size)
-        bad, missing = _done(directory, index, mine)
+        bad, missing = shards_done(directory, index, mine)
         shown = runlog.progress(missing, total=len(missing), description=artifact.kind)
         shards = [index.shards[number] for number in missing]
         with closing(embed_shards(shards)) as found:
@@ -185,22 +191,6 @@ def _notes(directory: Path, num_shards: int) -> dict[str, Note]:
             )
         notes[path.name] = note
     return notes
-
-
-def _done(
-    directory: Path, index: SampleIndex, mine: Sequence[int]
-) -> tuple[dict[int, str], list[int]]:
-    """The undecodable samples, by reason, of the shards that are done and whose undecodable samples
-    are what they were; and the numbers of the others."""
-    bad: dict[int, str] = {}
-    missing = []
-    for number in mine:
-        note = read_note(directory, number)
-        if note is None or not note.is_of(index):
-            missing.append(number)
-        else:
-            bad |= note.reasons
-    return bad, missing
 
 
 def _unit(features: Tensor) -> np.ndarray:

@@ -86,7 +86,7 @@ def _encoded(
 
 
 def forward(config: Config, context: Context, encode: Callable[[], Tensor]) -> Tensor:
-    """What ``encode`` returns, without a graph, in the arithmetic of ``embed.precision``; fp32."""
+    """Calls ``encode`` without a graph, in the arithmetic of ``embed.precision``; returns fp32."""
     bf16 = config.embed.precision == "bf16"
     with (
         torch.inference_mode(),

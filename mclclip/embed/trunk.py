@@ -20,7 +20,8 @@ from torch import Tensor
 from mclclip import files
 from mclclip.config import Config
 from mclclip.data import trunk_rows
-from mclclip.data.embeddings import rows_path
+from mclclip.data.arrays import open_npy
+from mclclip.data.embeddings import rows_path, shards_done
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSamples
 from mclclip.data.shard_check import check_shards
@@ -154,7 +155,7 @@ def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) ->
     """
     if not folder.exists():
         return
-    checksums = np.load(artifact.directory / CHECKSUMS, mmap_mode="r")
+    checksums = open_npy(artifact.directory / CHECKSUMS, trunk_rows.VERB)
     damaged = [*trunk_rows.damaged_shards(folder, index, checksums, threads)]
     if damaged:
         log.warning("%s: %d shards of rows are damaged and made again", folder, len(damaged))
@@ -175,7 +176,7 @@ def _warn_of_folder(artifact: Artifact, folder: Path) -> None:
 
 def _warn_of_restored(directory: Path, index: SampleIndex) -> None:
     """Says how many samples have no row and could have one now."""
-    without = np.flatnonzero(np.load(directory / CHECKSUMS, mmap_mode="r") == -1)
+    without = np.flatnonzero(open_npy(directory / CHECKSUMS, trunk_rows.VERB) == -1)
     if restored := len(np.setdiff1d(without, index.bad_ids())):
         log.warning(
             "%s has no rows of %d samples that could not be read and have changed since: they are "
@@ -207,7 +208,7 @@ def _work(
 ) -> dict[int, str]:
     """Writes this rank's missing shards; returns its samples without a row, by reason."""
     mine = range(context.rank, len(index.shards), context.world_size)
-    bad, missing = trunk_rows.shards_done(folder, index, mine)
+    bad, missing = shards_done(folder, index, mine)
     shards = [index.shards[number] for number in missing]
 
     def encode(pixels: Tensor) -> np.ndarray:

@@ -67,8 +67,8 @@ def show(material: Material, seed: int) -> None:
 def _drawn(
     material: Material, left: NDArray[np.bool_], random: np.random.Generator
 ) -> tuple[NDArray[np.bool_], float]:
-    """Some samples bool [N] of those that are left, of clusters all or none, and the share that
-    they have of the pairs of all."""
+    """Draws samples of ``left``, whole clusters where there are some. Returns them, bool [N], and
+    the share that their pairs are of all pairs that a filter would compare."""
     if material.clusters is not None:
         groups, power = Groups.of(labels_of(material), left), 1
         every, ids = groups.ids, groups.drawn(random.permutation(len(groups)), SURVEYED_PAIRS)

@@ -113,7 +113,7 @@ def _copies(config: Config, samples: dict[str, Any]) -> dict[str, int | None]:
 def _trunk_rows(
     config: Config, samples: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, int | None]:
-    """What the frozen blocks make of every image: in the run directory, or elsewhere."""
+    """Bytes of the trunk's cache by where it lies; None: the number of samples is unknown."""
     how, number = config.trunk_cache, samples["number"]
     if not how.enabled:
         return {}

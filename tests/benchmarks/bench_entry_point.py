@@ -164,6 +164,14 @@ def report(setting: Setting, rounds: int) -> None:
         print(f"\n{peers.MISSING}")
 
 
+def shards_in(folder: Path, times: int, few: int | None) -> tuple[Path, ...]:
+    """CC12M's photographs ``times`` over, where they are; or ``few`` rendered pictures."""
+    real = sorted((timing.SHARED_DATA / "cc12m_sample").glob("*.tar"))
+    if real and few is None:
+        return tuple(repeated(real, folder / "shards", times))
+    return tuple(rendered(folder, few or 256))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a table per model; on a CPU the large one takes half a minute for a step of 8."""
     parser = timing.parser(__doc__)
@@ -175,13 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     small = {"models": ["ViT-S-32-alt"], "batch": 4, "steps": 1}
     args = timing.parse(parser, arguments, **small)
     with tempfile.TemporaryDirectory() as name:
-        real = sorted((timing.SHARED_DATA / "cc12m_sample").glob("*.tar"))
-        if real and not args.short:
-            shards = repeated(real, Path(name) / "shards", 8)
-        else:
-            shards = rendered(Path(name), 256)
+        shards = shards_in(Path(name), 8, 256 if args.short else None)
         for model in args.models:
-            report(Setting(model, args.blocks, args.batch, args.steps, tuple(shards)), args.rounds)
+            report(Setting(model, args.blocks, args.batch, args.steps, shards), args.rounds)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from mclclip.embed import trunk
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests.benchmarks import timing
-from tests.benchmarks.bench_entry_point import Setting, options, ours, prepare
-from tests.benchmarks.bench_reading import rendered, repeated
+from tests.benchmarks.bench_entry_point import Setting, options, ours, prepare, shards_in
 
 WAYS = {
     "images": (),
@@ -119,13 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=6)
     args = timing.parse(parser, arguments, models=["ViT-S-32-alt"], batch=4, steps=1)
     with tempfile.TemporaryDirectory() as name:
-        real = sorted((timing.SHARED_DATA / "cc12m_sample").glob("*.tar"))
-        if real and not args.short:
-            shards = repeated(real, Path(name) / "shards", 4)
-        else:
-            shards = rendered(Path(name), 64)
+        shards = shards_in(Path(name), 4, 64 if args.short else None)
         for model in args.models:
-            report(Setting(model, args.blocks, args.batch, args.steps, tuple(shards)), args.rounds)
+            report(Setting(model, args.blocks, args.batch, args.steps, shards), args.rounds)
 
 
 if __name__ == "__main__":
