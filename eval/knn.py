@@ -18,8 +18,7 @@ from mclclip.eval.features import Extractor, over_ranks
 from mclclip.eval.labelled_features import Feature, accuracy_figures, extract
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.results import Figure
-from mclclip.ranks.collectives import together
-from mclclip.search import library, nearest
+from mclclip.search import nearest
 
 READS_TEXT = False  # whether images are compared with texts
 
@@ -77,7 +76,6 @@ def evaluate(
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, wanted a number above 0")
-    together(lambda: library("kNN"))  # before hours are spent on features
     data = extract(extractor, root, feature)
     num_classes = data.protocol["num_classes"]
 

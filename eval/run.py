@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
+from mclclip import search
 from mclclip.config import BenchmarkConfig, Config
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import prompts, results
@@ -118,7 +119,8 @@ def _options_of(evaluate: Callable[..., list[Figure]]) -> type[BaseModel]:
 
 
 def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Raises ValueError for a wrong option and FileNotFoundError for missing data, in one line."""
+    """Raises ValueError for a wrong option, and where faiss is wanted and not installed, and
+    FileNotFoundError for missing data, in one line."""
     for name, benchmark in benchmarks.items():
         model = _options_of(EVALUATORS[benchmark.kind])
         try:
@@ -129,6 +131,8 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
                 f"benchmark {name!r}: option {': '.join(first_problem(error))}; options of "
                 f"{benchmark.kind}: {valid}"
             ) from None
+        if "knn" in (benchmark.kind, benchmark.options.get("probe")):
+            search.library(f"benchmark {name!r}")
     if absent := [name for name, one in benchmarks.items() if not Path(one.path).is_dir()]:
         first = benchmarks[absent[0]]
         others = f"; {', '.join(absent[1:])} have none either" if absent[1:] else ""

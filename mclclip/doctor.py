@@ -23,7 +23,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from mclclip import __version__
+from mclclip import __version__, search
 from mclclip.files import existing, fsync_directory, shown
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
@@ -58,7 +58,8 @@ def run(path: Path) -> int:
 
 def findings(path: Path) -> Iterator[Finding]:
     """All checks, in the order of the report."""
-    for check in (_python, _packages, _torchvision, _cpu, _gpus, _hub, _open_files, _shared_memory):
+    checks = (_python, _packages, _torchvision, _faiss, _cpu, _gpus, _hub, _open_files)
+    for check in (*checks, _shared_memory):
         yield from check()
     folder = existing(path)
     yield from _disk(path, folder)
@@ -121,6 +122,30 @@ def _torchvision() -> Iterator[Finding]:
             text += "; open_clip without mclclip needs a torchvision that fits, or 'import "
             text += "mclclip.torchvision_fix' before it"
         yield _finding("torchvision", text)
+
+
+def _faiss() -> Iterator[Finding]:
+    """Which build of faiss runs, and whether there are several, which overwrite each other."""
+    builds = sorted({*metadata.packages_distributions().get("faiss", ())})
+    found = ", ".join(f"{name} {_version(name)}" for name in builds)
+    again = f"pip uninstall {' '.join(builds)}, then {search.EXTRA}"
+    try:
+        faiss = search.library("doctor")
+    except ValueError:
+        if builds:
+            yield Finding("FAIL", "faiss", f"{found} cannot be imported: {again}")
+        else:
+            text = f"not installed; kNN, filter and blindspots need it: {search.EXTRA}"
+            yield _finding("faiss", text)
+        return
+    text = f"{faiss.__version__} for CPUs"
+    if hasattr(faiss, "StandardGpuResources"):
+        # torch is asked first: without a driver, faiss's builds for GPUs abort the process.
+        torch = _torch()
+        seen = faiss.get_num_gpus() if torch is not None and torch.cuda.is_available() else 0
+        text = f"{faiss.__version__} for GPUs, of which it sees {seen}"
+    advice = f"these overwrite each other, {again}" if len(builds) > 1 else ""
+    yield _finding("faiss", f"{text} ({found or 'not from pip'})", advice)
 
 
 # --- devices -----------------------------------------------------------------------------------

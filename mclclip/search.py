@@ -4,21 +4,24 @@ Rows may be arrays, memory-mapped or not, or whatever is cut like them; they are
 faiss works in float32 and proposes, and what it proposes is computed again in float64, row by row,
 so that equal rows get equal numbers. The bound on the rounding of a product in float32 says which
 other rows might have been meant; where there are any, all of a block are computed in float64. So
-neither blocks nor the number of queries change a result.
+neither blocks nor the number of queries change a result, nor does a GPU on which faiss proposes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
+
+EXTRA = "pip install 'mclclip[search]', or on GPUs 'mclclip[search-gpu]'"
 
 SPARE = 16
 """Candidates beyond k that faiss is asked for."""
@@ -30,6 +33,14 @@ other, faiss returns all pairs of two blocks, which take 0.4 GB."""
 _NEAREST_BANK_ROWS = 65_536  # of ``nearest``, which finds a few rows per query whatever they are
 _AT_ONCE = 4096  # rows that are computed in float64 at once
 _EPS = 2.0**-24  # largest relative error of one operation in float32
+
+FEWEST, MOST = 32, 2048
+"""Nearest rows that a GPU is asked for first where all within a radius are wanted, and the most
+that faiss finds there."""
+
+MakeIndex = Callable[[int], Any]
+"""Makes an empty index of faiss's for inner products of rows of a width. One that is no
+``faiss.IndexFlatIP`` is a GPU's: it has ``add``, and ``search`` for at most ``MOST`` rows."""
 
 
 class Rows(Protocol):
@@ -45,15 +56,47 @@ class Rows(Protocol):
 def library(what: str) -> Any:
     """The faiss package, imported only when it is used.
 
-    Raises ValueError, one line that says that ``what`` needs it, where it is missing.
+    Raises ValueError, one line that says that ``what`` needs it, where it is missing or broken.
     """
     try:
         import faiss
+
+        _ = faiss.IndexFlatIP  # a folder without files, as a removed build leaves, is imported too
     except ModuleNotFoundError:
         raise ValueError(
-            f"{what} needs the package faiss, which is not installed: pip install faiss-cpu"
+            f"{what} needs the package faiss, which is not installed: {EXTRA}"
+        ) from None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{what} needs the package faiss, which is broken ({error}): see 'mclclip doctor'"
         ) from None
     return faiss
+
+
+@cache
+def choose_index(faiss: Any) -> MakeIndex:
+    """Indexes on this process's GPU where torch and faiss see one, and on the CPU elsewhere."""
+    import torch
+
+    # torch is asked first: without a driver, faiss's builds for GPUs abort the process.
+    if not torch.cuda.is_available() or not faiss.get_num_gpus():
+        return cast(MakeIndex, faiss.IndexFlatIP)
+    options = faiss.GpuIndexFlatConfig()
+    options.device = torch.cuda.current_device()
+    options.useFloat16 = False
+    # The margin is that of float32, so TF32 must be off. faiss forbids its own handle of cuBLAS to
+    # round, whatever torch allows; cuVS, with which some builds multiply instead, has no such
+    # setting.
+    options.use_cuvs = False
+    torch.cuda.empty_cache()  # faiss takes 1.5 GiB, which torch may hold without using it
+    resources = faiss.StandardGpuResources()
+    return lambda dim: faiss.GpuIndexFlatIP(resources, dim, options)
+
+
+def _filled(make: MakeIndex, rows: NDArray[np.float32]) -> Any:
+    index = make(rows.shape[1])
+    index.add(rows)
+    return index
 
 
 def _cuts(count: int, size: int) -> Iterator[slice]:
@@ -81,25 +124,29 @@ def nearest(
     query_rows: int = QUERY_ROWS,
     bank_rows: int = _NEAREST_BANK_ROWS,
     what: str = "a search of nearest rows",
+    make: MakeIndex | None = None,
 ) -> tuple[NDArray[np.float32], Integers]:
     """The k nearest of unit rows ``bank`` [N, D] to each of ``queries`` [Q, D], by their product.
 
     Returns products, rounded to float32, and rows [Q, k], nearest first, ties by the lower row:
     copies of a row tie exactly, however many there are. Beside the result, memory holds a block
-    of ``query_rows`` and one of ``bank_rows`` in float32. ``what`` names the caller in the error
-    for a missing faiss. Raises ValueError unless 1 <= k <= N, and where faiss is not installed.
+    of ``query_rows`` and one of ``bank_rows`` in float32, and faiss another of these. ``what``
+    names the caller in the error for a missing faiss. ``make`` None: ``choose_index``. Raises
+    ValueError unless 1 <= k <= N, and where faiss is not installed.
     """
     if not 1 <= k <= len(bank):
         raise ValueError(f"k is {k}, wanted 1 to {len(bank)}, the number of rows to search")
     faiss = library(what)
+    make = make or choose_index(faiss)
     products = np.full((len(queries), k), -np.inf, np.float32)
     rows = np.full((len(queries), k), len(bank), np.int64)  # no row yet
     for block in _cuts(len(bank), bank_rows):
         part = _Part.of(np.asarray(bank[block], np.float32), block.start, k)
         wide = min(k + SPARE, len(part.different))
+        index = _filled(make if wide <= MOST else faiss.IndexFlatIP, part.different)
         for cut in _cuts(len(queries), query_rows):
             asked = np.asarray(queries[cut], np.float32)
-            found, near = faiss.knn(asked, part.different, wide, metric=faiss.METRIC_INNER_PRODUCT)
+            found, near = index.search(asked, wide)
             for number, query in enumerate(asked):
                 best, own = part.nearest(query, found[number], near[number], k)
                 place = cut.start + number
@@ -107,6 +154,20 @@ def nearest(
                 own = np.concatenate([rows[place], own])
                 order = np.lexsort((own, -best))[:k]
                 products[place], rows[place] = best[order], own[order]
+    return products, rows
+
+
+def nearest_to_few(
+    queries: Floats, bank: NDArray[np.float32], k: int
+) -> tuple[NDArray[np.float32], Integers]:
+    """What ``nearest`` finds, without faiss: all Q N products are computed in float64."""
+    every = np.arange(len(bank))
+    products = np.empty((len(queries), k), np.float32)
+    rows = np.empty((len(queries), k), np.int64)
+    for place, query in enumerate(np.asarray(queries, np.float64)):
+        exact = _products(bank, every, query)
+        rows[place] = np.lexsort((every, -exact))[:k]
+        products[place] = exact[rows[place]]
     return products, rows
 
 
@@ -192,29 +253,35 @@ def near_pairs(
     over: Iterable[Block] | None = None,
     *,
     what: str = "a search of near rows",
+    make: MakeIndex | None = None,
 ) -> Iterator[Pairs]:
     """Yields pairs of ``rows`` [N, D] whose cosine is above ``above``, some at a time, each once.
 
     ``over``: the blocks that are searched (None: all ``blocks``). The order of the pairs says
     nothing. Rows need not have unit length; a row of zeros is near nothing. Memory holds the two
     blocks, and what faiss found among them. Every row is compared with every other: time grows with
-    N^2 D. Raises ValueError unless 0 < above < 1, and where faiss is not installed.
+    N^2 D. ``make`` None: ``choose_index``. Raises ValueError unless 0 < above < 1, and where faiss
+    is not installed.
     """
     _check_cosine(above)
     faiss = library(what)
+    make = make or choose_index(faiss)
     last: slice | None = None
     for block, cut in blocks(len(rows)) if over is None else over:
         if block != last:
-            bank, last = np.asarray(rows[block]), block
-            index = faiss.IndexFlatIP(bank.shape[1])
-            index.add(unit(bank))
+            bank, last = _Bank(np.asarray(rows[block]), faiss.IndexFlatIP, make), block
         asked = np.asarray(rows[cut])
-        for places, own in _near(index, bank, asked, above, shift=block.start - cut.start):
+        for places, own in bank.near(asked, above, shift=block.start - cut.start):
             yield Pairs(places + [cut.start, block.start], own)
 
 
 def near_rows(
-    queries: Rows, bank: Rows, above: float, *, what: str = "a search of near rows"
+    queries: Rows,
+    bank: Rows,
+    above: float,
+    *,
+    what: str = "a search of near rows",
+    make: MakeIndex | None = None,
 ) -> Iterator[Pairs]:
     """Yields pairs of a row of ``queries`` [Q, D] and one of ``bank`` [N, D], in this order, whose
     cosine is above ``above``, some at a time, each once.
@@ -224,12 +291,11 @@ def near_rows(
     """
     _check_cosine(above)
     faiss = library(what)
+    make = make or choose_index(faiss)
     for block in _cuts(len(bank), BANK_ROWS):
-        part = np.asarray(bank[block])
-        index = faiss.IndexFlatIP(part.shape[1])
-        index.add(unit(part))
+        part = _Bank(np.asarray(bank[block]), faiss.IndexFlatIP, make)
         for cut in _cuts(len(queries), QUERY_ROWS):
-            for places, own in _near(index, part, np.asarray(queries[cut]), above):
+            for places, own in part.near(np.asarray(queries[cut]), above):
                 yield Pairs(places + [cut.start, block.start], own)
 
 
@@ -238,22 +304,55 @@ def _check_cosine(above: float) -> None:
         raise ValueError(f"the cosine of near rows is {above}, wanted one between 0 and 1")
 
 
-def _near(
-    index: Any, bank: Floats, asked: Floats, above: float, shift: int | None = None
-) -> Iterator[tuple[Integers, NDArray[np.float64]]]:
-    """Places [P, 2] in ``asked`` and in ``bank``, which ``index`` holds, of rows whose cosine is
-    above ``above``, and these cosines [P]. With ``shift``, by which the bank's rows follow the
-    queries, pairs come once, the lower row first."""
-    least = float(np.float32(above - _margin(bank.shape[1])))
-    limits, _, near = index.range_search(unit(asked), least)
-    for part in _cuts(len(near), _AT_ONCE):
-        query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
-        places = np.column_stack([query, near[part]]).astype(np.int64)
-        if shift is not None:
-            places = places[places[:, 0] < places[:, 1] + shift]
-        own = cosines(asked[places[:, 0]], bank[places[:, 1]])
-        if (close := own > above).any():
-            yield places[close], own[close]
+class _Bank:
+    """A block of rows that queries are compared with, and an index of them at length 1."""
+
+    def __init__(self, rows: Floats, on_cpu: Any, make: MakeIndex) -> None:
+        self._rows, self._unit, self._on_cpu = rows, unit(rows), on_cpu
+        self._index = _filled(make, self._unit)
+
+    def near(
+        self, asked: Floats, above: float, shift: int | None = None
+    ) -> Iterator[tuple[Integers, NDArray[np.float64]]]:
+        """Places [P, 2] in ``asked`` and in the block of rows whose cosine is above ``above``, and
+        these cosines [P]. With ``shift``, by which the block follows the queries, pairs come once,
+        the lower row first."""
+        least = float(np.float32(above - _margin(self._rows.shape[1])))
+        for numbers, limits, near in self._proposed(unit(asked), least):
+            for part in _cuts(len(near), _AT_ONCE):
+                query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
+                places = np.column_stack([numbers[query], near[part]])
+                if shift is not None:
+                    places = places[places[:, 0] < places[:, 1] + shift]
+                own = cosines(asked[places[:, 0]], self._rows[places[:, 1]])
+                if (close := own > above).any():
+                    yield places[close], own[close]
+
+    def _proposed(
+        self, asked: NDArray[np.float32], least: float
+    ) -> Iterator[tuple[Integers, Integers, Integers]]:
+        """Yields numbers [q] of some of the unit rows ``asked``, limits [q + 1], and rows of the
+        block: those within ``limits[n]`` and ``limits[n + 1]`` have a product above ``least`` with
+        the n-th of these queries.
+
+        A GPU finds no rows within a radius, so it is asked for more and more of the nearest ones
+        until the last is outside; queries that have more than ``MOST`` inside are the CPU's.
+        """
+        left, k, count = np.arange(len(asked)), FEWEST, len(self._unit)
+        index = self._index
+        if not isinstance(index, self._on_cpu):
+            while len(left) and k <= MOST:
+                products, near = index.search(asked[left], min(k, count))
+                inside = products > least
+                more = inside[:, -1] & (k < count)
+                ends = np.cumsum(inside[~more].sum(axis=1))
+                yield left[~more], np.append(0, ends), near[~more][inside[~more]]
+                left, k = left[more], 2 * k
+            if len(left):
+                index = _filled(self._on_cpu, self._unit)
+        if len(left):
+            limits, _, near = index.range_search(asked[left], least)
+            yield left, limits, near
 
 
 def cosines(left: Floats, right: Floats) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.analysis.hypersphere import unit_rows
-from mclclip.search import nearest
+from mclclip.search import nearest_to_few
 
 Integers = NDArray[np.int64]
 Cosines = NDArray[np.float32]
@@ -32,7 +32,7 @@ def nearest_samples(features: ArrayLike, anchors: ArrayLike, k: int) -> tuple[Co
     bank, chosen = unit_rows(features).astype(np.float32), np.asarray(anchors, dtype=np.int64)
     if not 1 <= k < len(bank):
         raise ValueError(f"k is {k}, with {len(bank)} samples: wanted 1 to {len(bank) - 1}")
-    similarity, rows = nearest(bank[chosen], bank, k + 1)
+    similarity, rows = nearest_to_few(bank[chosen], bank, k + 1)
     # Among more than k copies of an anchor it may be absent itself: then the last one goes.
     drop = np.where((rows == chosen[:, None]).any(axis=1), (rows == chosen[:, None]).argmax(1), k)
     keep = np.arange(k + 1) != drop[:, None]
@@ -95,5 +95,5 @@ def nearest_to_modified(
     sign = -1.0 if kind == "positive" else 1.0
     modified = unit_rows(s + sign * np.asarray(eps, dtype=np.float64)[:, None] * v)
     bank = unit_rows(features).astype(np.float32)
-    similarity, rows = nearest(modified.astype(np.float32), bank, 1)
+    similarity, rows = nearest_to_few(modified.astype(np.float32), bank, 1)
     return similarity[:, 0], rows[:, 0]

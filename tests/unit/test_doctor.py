@@ -48,11 +48,11 @@ def test_a_healthy_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(re.match(r"(ok  |warn)  [a-z0-9 ]+: .+", line) for line in lines)
     looked_at = [line[6:].split(":")[0] for line in lines]
     assert looked_at == [
-        "python", "versions", "extras", "torchvision", "cpu", *looked_at[5:-10], "weights",
+        "python", "versions", "extras", "torchvision", "faiss", "cpu", *looked_at[6:-10], "weights",
         "open files", "shared memory", "disk", "rename", "fsync", "exclusive create", "flock",
         "mmap", "clock",
     ]  # fmt: skip
-    assert looked_at[5].startswith("gpu")
+    assert looked_at[6].startswith("gpu")
     assert last == "all is well" or "to look at" in last
     assert list(tmp_path.iterdir()) == []  # nothing is left behind, nothing is made
 
@@ -121,6 +121,52 @@ def test_a_source_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(metadata, "requires", not_installed)
     (finding,) = doctor._packages()
     assert finding.state == "warn" and "pip install -e ." in finding.text
+
+
+@pytest.mark.parametrize(
+    ("builds", "gpus", "state", "text"),
+    [
+        (["faiss-cpu"], None, "ok", r"^1\.15 for CPUs \(faiss-cpu 1\.15\)$"),
+        (["faiss-gpu"], 2, "ok", r"^1\.15 for GPUs, of which it sees 2 \(faiss-gpu 1\.15\)$"),
+        ([], None, "ok", r"^1\.15 for CPUs \(not from pip\)$"),
+        (
+            ["faiss-gpu", "faiss-cpu", "faiss-cpu"], None, "warn",
+            r"faiss-cpu 1\.15, faiss-gpu 1\.15\): these overwrite each other, pip uninstall "
+            r"faiss-cpu faiss-gpu, then pip install 'mclclip\[search\]', or .*search-gpu",
+        ),
+    ],
+)  # fmt: skip
+def test_the_build_of_faiss_that_runs(
+    builds: list[str], gpus: int | None, state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"faiss": builds})
+    monkeypatch.setattr(metadata, "version", lambda _: "1.15")
+    fake_torch(monkeypatch, is_available=lambda: True)
+    faiss = SimpleNamespace(__version__="1.15", IndexFlatIP=None, get_num_gpus=lambda: gpus)
+    if gpus is not None:
+        faiss.StandardGpuResources = None
+    monkeypatch.setitem(sys.modules, "faiss", faiss)
+    (finding,) = doctor._faiss()
+    assert finding.state == state and re.search(text, finding.text), finding
+
+
+def test_no_faiss_is_no_fault_and_a_broken_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for builds, state, text in (([], "ok", "not installed"), (["faiss-gpu"], "FAIL", "uninstall")):
+        monkeypatch.setattr(metadata, "packages_distributions", lambda b=builds: {"faiss": b})
+        monkeypatch.setitem(sys.modules, "faiss", None)
+        (finding,) = doctor._faiss()
+        assert finding.state == state and text in finding.text and "[search]" in finding.text
+
+
+def test_a_build_for_gpus_is_asked_for_none_without_a_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would abort the process."""
+    fake_torch(monkeypatch, is_available=lambda: False)
+    faiss = SimpleNamespace(__version__="1.15", IndexFlatIP=None, StandardGpuResources=None)
+    monkeypatch.setitem(sys.modules, "faiss", faiss)
+    (finding,) = doctor._faiss()
+    assert "for GPUs, of which it sees 0" in finding.text
 
 
 def test_a_broken_torchvision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def test_a_model_without_texts_is_asked_for_none(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_benchmark_that_needs_faiss_says_so_before_stage_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    suite = {"near": {"kind": "knn", "path": "."}}
+    with pytest.raises(ValueError, match=r"benchmark 'near' needs .*'mclclip\[search\]'"):
+        pipeline.run(config.from_tree(tree(tmp_path / "run", eval={"suite": suite})), SINGLE)
     assert not list(tmp_path.iterdir())
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import faiss
 import numpy as np
 import pytest
+import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 from mclclip import search
@@ -239,9 +242,144 @@ def test_a_number_of_neighbours_out_of_range_is_refused(k: int) -> None:
 def test_without_faiss_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search.library("this test") is faiss
     monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    message = r"^kNN needs the package faiss.*pip install 'mclclip\[search\]'.*\[search-gpu\]'$"
     for work in (
         lambda: search.nearest(unit_rows(2), unit_rows(4), 1, what="kNN"),
         lambda: next(search.near_pairs(unit_rows(4), 0.5, what="kNN")),
     ):
-        with pytest.raises(ValueError, match="^kNN needs the package faiss.*pip install faiss-cpu"):
+        with pytest.raises(ValueError, match=message):
             work()
+
+
+def test_what_a_removed_build_leaves_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faiss").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "faiss")
+    with pytest.raises(ValueError, match="^kNN needs the package faiss, which is broken .*doctor"):
+        search.library("kNN")
+
+
+# --- on a GPU ---
+
+
+class StandIn:
+    """What faiss has on a GPU: at most 2,048 nearest rows, no radius, and products that are as far
+    off as float32 allows."""
+
+    def __init__(self, dim: int) -> None:
+        self.error, self.asked = 0.9 * search._margin(dim), []
+
+    def add(self, rows: np.ndarray) -> None:
+        self.rows = rows.astype(np.float64)
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        assert queries.dtype == np.float32 and 1 <= k <= min(2048, len(self.rows))
+        self.asked.append((len(queries), k))
+        products = queries.astype(np.float64) @ self.rows.T
+        rng = np.random.default_rng(len(self.asked))
+        products += rng.choice([-self.error, self.error], size=products.shape)
+        near = np.argsort(-products, axis=1)[:, :k]
+        return np.take_along_axis(products, near, axis=1).astype(np.float32), near
+
+
+def in_order(parts: Iterator[search.Pairs]) -> tuple[np.ndarray, np.ndarray]:
+    found = list(parts)
+    rows = np.concatenate([np.zeros((0, 2), np.int64), *(part.rows for part in found)])
+    own = np.concatenate([np.zeros(0), *(part.cosines for part in found)])
+    order = np.lexsort((rows[:, 1], rows[:, 0]))
+    return rows[order], own[order]
+
+
+def same_bits(one: tuple[np.ndarray, ...], other: tuple[np.ndarray, ...]) -> None:
+    for left, right in zip(one, other, strict=True):
+        assert left.dtype == right.dtype and left.shape == right.shape
+        assert left.tobytes() == right.tobytes()
+
+
+@pytest.mark.usefixtures("spare")
+@pytest.mark.parametrize("spread", [1.0, 1e-6])
+@pytest.mark.parametrize("count", [1, 2, 33, 1000])
+def test_nearest_rows_on_a_gpu_are_those_of_the_cpu(count: int, spread: float) -> None:
+    """Copies too, and rows that are closer than float32 tells; any k, any blocks."""
+    rng = np.random.default_rng(count)
+    bank = (unit_rows(1, 48) + spread * rng.normal(size=(count, 48))).astype(np.float32)
+    bank /= np.linalg.norm(bank, axis=1, keepdims=True)
+    bank[count // 2 :: 3] = bank[0]
+    queries = np.concatenate([bank[:3], unit_rows(5, 48, seed=1)])
+    for k in sorted({1, min(5, count), count}):
+        wanted = search.nearest(queries, bank, k, make=faiss.IndexFlatIP)
+        same_bits(search.nearest(queries, bank, k, make=StandIn), wanted)
+        same_bits(
+            search.nearest(queries, bank, k, make=StandIn, query_rows=3, bank_rows=77), wanted
+        )
+        same_bits(search.nearest_to_few(queries, bank, k), wanted)
+
+
+def test_more_nearest_rows_than_a_gpu_finds_are_the_cpu_s() -> None:
+    bank, queries = unit_rows(2100), unit_rows(2, seed=1)
+    for k in (2032, 2033, 2100):  # with those beside k: 2,048, and more
+        wanted = search.nearest(queries, bank, k, make=faiss.IndexFlatIP)
+        same_bits(search.nearest(queries, bank, k, make=StandIn), wanted)
+
+
+@pytest.mark.parametrize("most", [2048, 64])
+@pytest.mark.parametrize("above", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("count", [1, 2, 33, 1000])
+def test_pairs_on_a_gpu_are_those_of_the_cpu(
+    count: int, above: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "MOST", most)
+    rows, others = crowded(max(count, 4))[:count], crowded(70, seed=1)
+    blocks = list(search.blocks(count, query_rows=64, bank_rows=300))
+    wanted = in_order(search.near_pairs(rows, above, make=faiss.IndexFlatIP))
+    same_bits(in_order(search.near_pairs(rows, above, make=StandIn)), wanted)
+    same_bits(in_order(search.near_pairs(rows, above, blocks, make=StandIn)), wanted)
+    monkeypatch.setattr(search, "choose_index", lambda _: StandIn)
+    same_bits(in_order(search.near_pairs(rows, above)), wanted)
+    wanted = in_order(search.near_rows(others, rows, above, make=faiss.IndexFlatIP))
+    same_bits(in_order(search.near_rows(others, rows, above)), wanted)
+
+
+def test_more_near_rows_than_a_gpu_finds_are_searched_on_the_cpu() -> None:
+    """One query has 40 rows near it, another 1,600, a third 2,500: 32, 64, ... 2,048 are asked for,
+    and then the CPU."""
+    directions, made = np.eye(3, 8, dtype=np.float32), []
+    bank = np.repeat(directions, [40, 1600, 2500], axis=0)
+    bank += 0.01 * np.random.default_rng(0).normal(size=bank.shape).astype(np.float32)
+
+    def make(dim: int) -> StandIn:
+        made.append(StandIn(dim))
+        return made[-1]
+
+    wanted = in_order(search.near_rows(directions, bank, 0.9, make=faiss.IndexFlatIP))
+    assert np.bincount(wanted[0][:, 0]).tolist() == [40, 1600, 2500]
+    same_bits(in_order(search.near_rows(directions, bank, 0.9, make=make)), wanted)
+    (index,) = made
+    asked = [(3, 32), (3, 64), (2, 128), (2, 256), (2, 512), (2, 1024), (2, 2048)]
+    assert index.asked == asked
+
+
+def test_a_gpu_is_chosen_where_torch_and_faiss_see_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = ModuleType("faiss")
+    built.IndexFlatIP = faiss.IndexFlatIP
+    built.GpuIndexFlatConfig = SimpleNamespace
+    built.StandardGpuResources = lambda: "resources"
+    built.GpuIndexFlatIP = lambda *arguments: arguments
+
+    def chosen(torch_sees: bool, faiss_sees: int | None) -> Any:
+        def count() -> int:
+            assert faiss_sees is not None, "without a driver this aborts the process"
+            return faiss_sees
+
+        built.get_num_gpus = count
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        return search.choose_index.__wrapped__(built)
+
+    assert chosen(False, None) is faiss.IndexFlatIP
+    assert chosen(True, 0) is faiss.IndexFlatIP
+    resources, dim, options = chosen(True, 4)(16)
+    assert (resources, dim) == ("resources", 16)
+    assert vars(options) == {"device": 3, "useFloat16": False, "use_cuvs": False}

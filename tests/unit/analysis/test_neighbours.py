@@ -1,5 +1,7 @@
 """Nearest samples against the whole matrix; IFM's modified samples move along the anchor."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,13 @@ def test_an_anchor_is_not_its_own_neighbour_and_a_copy_of_it_is() -> None:
     np.testing.assert_allclose(similarity, 1.0, atol=1e-6)
     with pytest.raises(ValueError, match="k is 10, with 10 samples: wanted 1 to 9"):
         nearest_samples(features, [0], 10)
+
+
+def test_faiss_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures, the report and the demo ask for the neighbours of a few samples."""
+    wanted = nearest_samples(random(20), [1], 3)[1]
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    assert np.array_equal(nearest_samples(random(20), [1], 3)[1], wanted)
 
 
 def circle(*degrees: float) -> np.ndarray:

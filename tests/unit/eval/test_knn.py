@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,16 +75,6 @@ def test_answers_are_the_definition_s(
     similarity, rows = search.nearest(queries, train, k)
     answers = knn.vote(similarity, labels[rows], 5, weights)
     assert answers.tolist() == by_definition(queries, train, labels, k, weights)
-
-
-def test_without_faiss_one_line_says_what_to_install(
-    folders: Path, planted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
-    encoder = by_class(planted)
-    with pytest.raises(ValueError, match="kNN needs the package faiss.*pip install faiss-cpu$"):
-        run(encoder, folders)
-    assert not encoder.seen_batches  # before any image is encoded
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,19 @@ def test_values_out_of_range_are_found_before_anything_runs(
     with pytest.raises(ValueError, match=message) as caught:
         evaluation.check({"it": BenchmarkConfig(kind, str(folder), options)})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("knn", {}), ("attributes", {"attributes": ["a"], "probe": "knn"})]
+)
+def test_without_faiss_one_line_says_what_to_install_before_anything_runs(
+    folder: Path, kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    message = r"^benchmark 'it' needs the package faiss.*pip install 'mclclip\[search\]'"
+    with pytest.raises(ValueError, match=message):
+        evaluation.check({"it": BenchmarkConfig(kind, str(folder), options)})
+    evaluation.check({"it": BenchmarkConfig("attributes", str(folder), {"attributes": ["a"]})})
 
 
 def test_missing_data_is_found_before_anything_runs(
