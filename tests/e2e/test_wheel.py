@@ -124,6 +124,18 @@ def test_the_sdist_carries_everything_and_its_wheel_is_the_same(
         }
 
 
+def test_no_faiss_is_required(wheel: Path) -> None:
+    """faiss-cpu and faiss-gpu overwrite each other: whoever installs one must not get the other."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    needs = [line for line in lines if line.startswith("Requires-Dist: faiss")]
+    assert {re.sub(r">=[\d.]+", "", line.partition(": ")[2]) for line in needs} == {
+        'faiss-cpu; extra == "search"', 'faiss-gpu; extra == "search-gpu"',
+        'faiss-cpu; extra == "dev"',
+    }  # fmt: skip
+
+
 class Installed:
     """The wheel in an environment of its own, used from ``where``.
 
@@ -195,13 +207,16 @@ def test_config_finds_every_recipe_by_name(installed: Installed) -> None:
 
 @pytest.mark.slow
 def test_doctor_and_help_run(installed: Installed) -> None:
+    (installed.packages / "faiss.py").unlink(missing_ok=True)  # another test's
     assert "usage: mclclip" in installed.succeed("--help")
     assert "torch" in installed.succeed("doctor")
 
 
 @pytest.mark.slow
 def test_the_demo_and_then_its_export_and_eval_again(installed: Installed) -> None:
-    """Export and eval are verbs of their own: their results are removed and made again."""
+    """Export and eval are verbs of their own: their results are removed and made again. None of
+    them needs an extra, such as faiss."""
+    (installed.packages / "faiss.py").write_text("raise ModuleNotFoundError('not installed')")
     table = installed.succeed("demo", "--short", "--out", "demo", "--seeds", "0")
     assert re.search(r"^\| concat_raw \| \d+\.\d \|", table, re.MULTILINE)
     run = installed.where / "demo" / "seed_0"

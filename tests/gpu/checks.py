@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from tests.gpu.verdicts import Skip
 
-__all__ = ["CHECKS", "Check", "Skip", "Where", "check", "close", "random", "same_bits", "unit"]
+__all__ = [
+    "CHECKS", "Check", "Skip", "Where", "check", "close", "no_faiss", "random", "same_bits", "unit",
+]  # fmt: skip
 
 DEVICE = "MCLCLIP_GPU_DEVICE"
 """Environment variable: the device of all checks and figures (``auto``: the GPU)."""
@@ -68,6 +71,19 @@ def check(name: str, *arguments: Any, limit_s: float = 90.0) -> Callable[[Any], 
 
 def _call(function: Any, arguments: tuple[Any, ...], where: Where) -> Any:
     return function(where, *arguments)
+
+
+def no_faiss(where: Where) -> str | None:
+    """Why faiss cannot run on the device here, or None."""
+    if not where.on_gpu:
+        return "needs a GPU"
+    if find_spec("faiss") is None:
+        return "faiss is not installed"
+    import faiss
+
+    if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
+        return "this faiss has no GPU"
+    return None
 
 
 # --- comparisons ---

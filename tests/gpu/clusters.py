@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from mclclip.clustering.rows import Algorithm
 from mclclip.data.arrays import cut_blocks
 from mclclip.eval import ranking
 from mclclip.ranks.process_group import Context
-from mclclip.search import nearest
-from tests.gpu.checks import Where, check, close, random, same_bits, unit
+from mclclip.search import Pairs, choose_index, near_rows, nearest, nearest_to_few
+from tests.gpu.checks import Skip, Where, check, close, no_faiss, random, same_bits, unit
 from tests.nearest_checks import check_nearest, every_arithmetic
 
 CPU = torch.device("cpu")
@@ -234,7 +235,40 @@ def neighbours(where: Where) -> str:
     near = ranking.similarity(queries, train, where.device)
     rows = np.argsort(-near, axis=1, kind="stable")[:, :10]
     values = np.take_along_axis(near, rows, axis=1)
-    wanted_values, wanted_rows = nearest(queries, train, 10)
+    wanted_values, wanted_rows = nearest_to_few(queries, train, 10)
     assert np.array_equal(rows, wanted_rows)
     assert np.abs(values - wanted_values).max() <= 1e-7
     return ""
+
+
+@check("searches by faiss: the same bits as on the CPU, whatever torch allows")
+def searches(where: Where) -> str:
+    """The nearest rows, and those within a radius: of some queries 40 rows, of others 3,000."""
+    if (why := no_faiss(where)) is not None:
+        raise Skip(why)
+    import faiss
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    on_gpu = choose_index(faiss)
+    assert on_gpu is not faiss.IndexFlatIP, "the CPU was chosen"
+    bank = planted(40_000, 512, 300)
+    bank[:3000] = planted(3000, 512, 1, noise=0.01)
+    bank[100:110] = bank[5]
+    queries = bank[::40]
+    for k in (1, 10, 2000, 2100):
+        got, wanted = (nearest(queries, bank, k, make=make) for make in (on_gpu, faiss.IndexFlatIP))
+        for found, known in zip(got, wanted, strict=True):
+            same_bits(f"k = {k}", torch.from_numpy(found), torch.from_numpy(known))
+    for above in (0.3, 0.9):
+        got, wanted = (
+            _sorted(near_rows(queries, bank, above, make=make))
+            for make in (on_gpu, faiss.IndexFlatIP)
+        )
+        same_bits(f"above {above}", torch.from_numpy(got), torch.from_numpy(wanted))
+    return f"faiss {faiss.__version__}"
+
+
+def _sorted(parts: Iterator[Pairs]) -> Floats:
+    """Pairs and their cosines [P, 3]."""
+    found = np.concatenate([np.column_stack([part.rows, part.cosines]) for part in parts])
+    return found[np.lexsort((found[:, 1], found[:, 0]))]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from mclclip.ranks.process_group import Context, pick_device
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.benchmarks import synthetic
-from tests.gpu.checks import Check, Where, Work
+from tests.gpu.checks import Check, Where, Work, no_faiss
 from tests.gpu.verdicts import Skip
 
 PEAKS = {
@@ -249,7 +248,7 @@ def _kmeans(where: Where, num_rows: int, num_clusters: int, dim: int) -> Iterato
         half: partial(exact_sums, half),
         split: partial(ours, split, Arithmetic(products="bfloat16")),
     }
-    if (why := _no_faiss(where)) is None:
+    if (why := no_faiss(where)) is None:
         variants["faiss-gpu"] = partial(_faiss, rows, start)
     each = _per_update(variants, device)
     for name, spent in each.items():
@@ -284,19 +283,6 @@ def _per_update(
         name: max(taken[f"{name} {more}"] - taken[f"{name} {few}"], 1e-9) / (more - few)
         for name in variants
     }
-
-
-def _no_faiss(where: Where) -> str | None:
-    """Why faiss cannot be measured here."""
-    if not where.on_gpu:
-        return "needs a GPU"
-    if find_spec("faiss") is None:
-        return "faiss is not installed"
-    import faiss
-
-    if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
-        return "this faiss has no GPU"
-    return None
 
 
 def _faiss(rows: Any, start: Any, updates: int) -> None:
