@@ -308,8 +308,8 @@ class _Bank:
     """A block of rows that queries are compared with, and an index of them at length 1."""
 
     def __init__(self, rows: Floats, on_cpu: Any, make: MakeIndex) -> None:
-        self._rows, self._unit, self._on_cpu = rows, unit(rows), on_cpu
-        self._index = _filled(make, self._unit)
+        self._rows, self._on_cpu = rows, on_cpu
+        self._index = _filled(make, unit(rows))
 
     def near(
         self, asked: Floats, above: float, shift: int | None = None
@@ -338,7 +338,7 @@ class _Bank:
         A GPU finds no rows within a radius, so it is asked for more and more of the nearest ones
         until the last is outside; queries that have more than ``MOST`` inside are the CPU's.
         """
-        left, k, count = np.arange(len(asked)), FEWEST, len(self._unit)
+        left, k, count = np.arange(len(asked)), FEWEST, len(self._rows)
         index = self._index
         if not isinstance(index, self._on_cpu):
             while len(left) and k <= MOST:
@@ -349,7 +349,7 @@ class _Bank:
                 yield left[~more], np.append(0, ends), near[~more][inside[~more]]
                 left, k = left[more], 2 * k
             if len(left):
-                index = _filled(self._on_cpu, self._unit)
+                index = _filled(self._on_cpu, unit(self._rows))
         if len(left):
             limits, _, near = index.range_search(asked[left], least)
             yield left, limits, near
