@@ -131,9 +131,10 @@ def _faiss() -> Iterator[Finding]:
     again = f"pip uninstall {' '.join(builds)}, then {search.EXTRA}"
     try:
         faiss = search.library("doctor")
-    except ValueError:
+    except ValueError as error:
         if builds:
-            yield Finding("FAIL", "faiss", f"{found} cannot be imported: {again}")
+            text = f"{found} cannot be imported ({error.__context__}): {again}"
+            yield Finding("FAIL", "faiss", text)
         else:
             text = f"not installed; kNN, filter and blindspots need it: {search.EXTRA}"
             yield _finding("faiss", text)

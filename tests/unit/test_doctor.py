@@ -151,7 +151,7 @@ def test_the_build_of_faiss_that_runs(
 
 
 def test_no_faiss_is_no_fault_and_a_broken_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for builds, state, text in (([], "ok", "not installed"), (["faiss-gpu"], "FAIL", "uninstall")):
+    for builds, state, text in (([], "ok", "not installed"), (["faiss-gpu"], "FAIL", "halted")):
         monkeypatch.setattr(metadata, "packages_distributions", lambda b=builds: {"faiss": b})
         monkeypatch.setitem(sys.modules, "faiss", None)
         (finding,) = doctor._faiss()
