@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -34,6 +35,7 @@ MAX_DEPTH = 64
 
 MAX_JSON_BYTES = 1 << 28
 MAX_MODEL_JSON_BYTES = 1 << 23
+_CLOSING = "\"')]},.:;"  # what may follow a url in a sentence
 
 # --- atomic writes ---------------------------------------------------------------------------
 
@@ -271,12 +273,24 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def shown(text: str) -> str:
-    """The text with every character that does not print, such as an escape sequence or the end of
-    a line, as Python's repr shows it, so that a stranger's text neither moves the cursor nor looks
-    like a line of ours."""
+    """A text, path or url as it may be shown: in a message, a log or a report.
+
+    Urls lose what may be secret: user, password and the query of a signed one. A character that
+    does not print, such as an escape sequence or the end of a line, is as Python's repr shows it,
+    so that a stranger's text neither moves the cursor nor looks like a line of ours.
+    """
+    if "://" in text:
+        text = re.sub(r"://[^/?]*@", "://...@", text)
+        text = re.sub(r"://\S*", _without_query, text)
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _without_query(url: re.Match[str]) -> str:
+    """The url up to its query, and what closes the quotation or sentence that it stands in."""
+    before, _, query = url[0].partition("?")
+    return f"{before}?...{query[len(query.rstrip(_CLOSING)) :]}" if query else before
 
 
 def shown_lines(text: str) -> str:

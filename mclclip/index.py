@@ -46,7 +46,7 @@ from mclclip.data.shard_scan import (
     Findings,
     caption_field,
 )
-from mclclip.files import move_aside, records_of, remove_leftovers
+from mclclip.files import move_aside, records_of, remove_leftovers, shown
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import (
@@ -108,12 +108,12 @@ def _index(config: Config, directory: Path, force: Force) -> None:
     times, rows, scanned = times_of(to_scan), [], []
     scans = scan_shards(to_scan, workers, pixels=pixels, remote=remote, filters=filters)
     with closing(scans):
-        shown = progress(scans, total=len(to_scan), description="index")
-        for shard, scan in zip(to_scan, shown, strict=True):
+        seen = progress(scans, total=len(to_scan), description="index")
+        for shard, scan in zip(to_scan, seen, strict=True):
             if shard.digest and is_finished(directory) and scan.digest != shard.digest:
                 raise ValueError(
-                    f"shard {shard.path} has changed since it was indexed: restore it, or use "
-                    "--force"
+                    f"shard {shown(shard.path)} has changed since it was indexed: restore it, or "
+                    "use --force"
                 )
             rows.append(scan.rows)
             scanned.append(dataclasses.replace(shard, digest=scan.digest))
@@ -302,7 +302,7 @@ def _wanted_shards(
         paths = expand_shards(source.shards, f"{option}.shards", remote)
         for path, look in zip(paths, look_at(paths, remote), strict=True):
             if look is None:
-                raise FileNotFoundError(f"{option}.shards: {path} is not there any more")
+                raise FileNotFoundError(f"{option}.shards: {shown(path)} is not there any more")
             wanted.append(
                 Shard(
                     path,
@@ -340,10 +340,10 @@ def expand_shards(
         for path in _expand(line, option, Remote(remote))
     )
     if not paths:
-        raise FileNotFoundError(f"{option} names no shard: {listed}")
+        raise FileNotFoundError(f"{option} names no shard: {shown(str(listed))}")
     for path, following in itertools.pairwise(paths):
         if path == following:
-            raise ValueError(f"{option} names {path} twice: list each shard once")
+            raise ValueError(f"{option} names {shown(path)} twice: list each shard once")
     return paths
 
 
@@ -366,13 +366,13 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
         return files
     if (number := _most_paths(pattern)) > MAX_PATHS:
         raise ValueError(
-            f"{option}: {pattern!r} stands for up to {number:.0e} paths, wanted at most "
+            f"{option}: {shown(pattern)!r} stands for up to {number:.0e} paths, wanted at most "
             f"{MAX_PATHS:,}: use a glob, or @FILE"
         )
     try:
         candidates = [os.path.expanduser(path) for path in expand_urls(pattern)]
     except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
-        raise ValueError(f"{option}: {pattern!r} does not expand: {error}") from None
+        raise ValueError(f"{option}: {shown(pattern)!r} does not expand: {error}") from None
     found: list[str] = []
     missing: list[str] = []
     for path in candidates:
@@ -393,8 +393,8 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
         raise FileNotFoundError(f"{option}: {missing[0]} is a folder: use {missing[0]}/*.tar")
     if missing:
         raise FileNotFoundError(
-            f"{option}: {len(missing)} of the {len(candidates)} paths of {pattern!r} match no "
-            f"file, such as {missing[0]}"
+            f"{option}: {len(missing)} of the {len(candidates)} paths of {shown(pattern)!r} match "
+            f"no file, such as {shown(missing[0])}"
         )
     return found
 
@@ -426,7 +426,7 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
     by_name = {(shard.source, shard.path): shard for shard in wanted}
     for old in known:
         now = by_name.pop((old.source, old.path), None)
-        where = f"shard {old.path} of source {old.source} in {directory}"
+        where = f"shard {shown(old.path)} of source {old.source} in {directory}"
         if now is None and protocol_of(old.path) is None and not os.path.exists(old.path):
             raise FileNotFoundError(f"{where} is not on disk any more: put it back")
         if now is None:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,27 @@ class ShardServer(ThreadingHTTPServer):
     cut         this many responses of data end after half of their bytes
     ranges      False: the whole file is sent, whatever is asked for
     silent      True: a request of data is accepted and never answered
+    tags        False: no ETags
     after_look  called once, before the first request of data is answered
+    answer      called first of all with the request's handler; True where it has answered
+    headers     of all requests so far, by method
     """
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        super().__init__((host, 0), Handler)
         self.folder = folder
         self.latency_s, self.fail, self.cut, self.status = 0.0, 0, 0, 503
-        self.ranges, self.silent = True, False
+        self.ranges, self.silent, self.tags = True, False, True
         self.after_look: Callable[[], object] | None = None
+        self.answer: Callable[[Handler], bool] | None = None
         self.seen: Counter[str] = Counter()
+        self.headers: list[tuple[str, Message]] = []
         self.lock = threading.Lock()
 
     def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}/{name}"
 
     def takes(self, fault: str) -> bool:
         """Whether this request has the fault; counts down."""
@@ -50,7 +56,7 @@ class ShardServer(ThreadingHTTPServer):
         """Clients that go away in the middle are what these tests are about."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: ShardServer
 
@@ -65,33 +71,40 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(server.latency_s)
         with server.lock:
             server.seen[self.command] += 1
+            server.headers.append((self.command, self.headers))
             if with_data and server.after_look is not None:
-                server.after_look()
-                server.after_look = None
+                called, server.after_look = server.after_look, None
+                called()
+        if server.answer is not None and server.answer(self):
+            return None
         path = server.folder / self.path.lstrip("/").partition("?")[0]
         if not path.is_file():
-            return self._send(404, b"")
+            return self.send(404, b"")
         if with_data and server.silent:
             time.sleep(3600)
         if with_data and server.takes("fail"):
-            return self._send(server.status, b"")
+            return self.send(server.status, b"")
         data = path.read_bytes()
         tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+        if not server.tags:
+            tag = ""
         if self.headers.get("If-Match", tag) != tag:
-            return self._send(412, b"")
+            return self.send(412, b"")
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        status = 200
+        status, extra = 200, {"ETag": tag} if tag else {}
         if found and server.ranges:
+            extra["Content-Range"] = f"bytes {found[1]}-{found[2]}/{len(data)}"
             status, data = 206, data[int(found[1]) : int(found[2]) + 1]
-        self._send(status, data, tag, with_data, with_data and server.takes("cut"))
+        self.send(status, data, with_data, with_data and server.takes("cut"), **extra)
 
-    def _send(
-        self, status: int, data: bytes, tag: str = "", body: bool = True, cut: bool = False
+    def send(
+        self, status: int, data: bytes, body: bool = True, cut: bool = False, **headers: str
     ) -> None:
+        """Sends a reply; header names have - for _, and Content-Length is that of ``data``."""
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
-        if tag:
-            self.send_header("ETag", tag)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if body:
             self.wfile.write(data[: len(data) // 2] if cut else data)
@@ -103,8 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[ShardServer]:
-    server = ShardServer(folder)
+def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[ShardServer]:
+    server = ShardServer(folder, host)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

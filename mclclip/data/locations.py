@@ -18,12 +18,12 @@ import numpy.typing as npt
 from mclclip.data.arrays import open_npy
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.remote import Place, RemoteOptions, shown_url
+from mclclip.data.remote import Place, RemoteOptions
 from mclclip.data.sample_index import SAMPLES, SampleIndex
 from mclclip.data.shard_check import look_at
 from mclclip.data.shard_reader import Range
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.files import read_json
+from mclclip.files import read_json, shown
 from mclclip.run.artifacts import read_manifest
 
 Integers = npt.NDArray[np.int64]
@@ -106,7 +106,7 @@ class Resharded:
     @property
     def shown(self) -> str:
         """Where the shards are read, without secrets of a url."""
-        return shown_url(self.places[0].path.rpartition("/")[0])
+        return shown(self.places[0].path.rpartition("/")[0])
 
     def find(self, sample_ids: Integers) -> tuple[Integers, Integers]:
         """The shard's number int64 [n] (-1: not copied), and the rows int64 [n, 4] of members."""
@@ -127,7 +127,7 @@ def _look_at(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[
         if look is None or look.size != size:
             kind = FileNotFoundError if look is None else RuntimeError
             raise kind(
-                f"{shown_url(path)} is missing or has another size than the {size:,} bytes that "
+                f"{shown(path)} is missing or has another size than the {size:,} bytes that "
                 "'mclclip reshard' wrote: put it there, or run that again with --force"
             )
     return [Place(path, look) for path, look in zip(paths, looks, strict=True) if look is not None]

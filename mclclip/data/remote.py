@@ -28,6 +28,8 @@ import fsspec
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from mclclip.data.http_store import FinalError, HttpStore, StatusError
+from mclclip.files import shown
 from mclclip.options import STRICT
 
 T = TypeVar("T")
@@ -44,13 +46,17 @@ GAP_BYTES = 1 << 16
 """Members that lie nearer to each other than this are read by one request."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
-_TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified")
+_TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class RemoteOptions:
-    """How shards behind urls are read."""
+    """How shards behind urls are read.
+
+    ``index/shards.json`` holds urls as they stand, with the query of signed ones: keep the run
+    directory private, or sign urls for no longer than the run takes. Nothing shows that query.
+    """
 
     retries: int = Field(default=6, ge=0, le=1000)
     """Further attempts of a read that failed, with pauses of 0.2, 0.4, ... up to 10 seconds."""
@@ -103,20 +109,14 @@ def check_protocol(path: str, where: str) -> None:
     that holds a password, which would be stored in the index and shown in messages."""
     if "::" in path or not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
-            f"{where}: {shown_url(path)!r} is neither a local path nor a url that is read: wanted "
+            f"{where}: {shown(path)!r} is neither a local path nor a url that is read: wanted "
             f"one of {', '.join(f'{known}://' for known in PROTOCOLS)}"
         )
     if "@" in path.split("/")[2]:
         raise ValueError(
-            f"{where}: {shown_url(path)!r} holds a user or a password: leave them out, and put "
+            f"{where}: {shown(path)!r} holds a user or a password: leave them out, and put "
             "them where the store's library looks for them (HTTP: ~/.netrc, S3: ~/.aws/credentials)"
         )
-
-
-def shown_url(url: str) -> str:
-    """A url without what may be secret: user, password and the query of a signed one."""
-    url, query, _ = url.partition("?")
-    return re.sub(r"://[^/]*@", "://...@", url) + ("?..." if query else "")
 
 
 class Remote:
@@ -154,7 +154,7 @@ class Remote:
         protocol = protocol_of(pattern)
         if _is_http(pattern):
             raise ValueError(
-                f"{pattern!r}: HTTP has no listings: use braces, such as "
+                f"{shown(pattern)!r}: HTTP has no listings: use braces, such as "
                 "https://host/{00000..00099}.tar, or @FILE with one url per line"
             )
         found = self._attempts(pattern, lambda url: self._fs(url).glob(url, detail=True))
@@ -206,16 +206,21 @@ class Remote:
             ]
             file.writelines(self._read(blocks))
         if self.look([url]) != [look]:
-            raise ChangedShard(f"shard {shown_url(url)} changed while it was read: start again")
+            raise ChangedShard(f"shard {shown(url)} changed while it was read: start again")
 
     def _looked_at(self, url: str) -> Look:
-        info = self._fs(url).info(url)
-        if info.get("type") == "directory":
-            raise FileNotFoundError(url)
-        if not isinstance(info.get("size"), int):
+        store = self._fs(url)
+        if isinstance(store, HttpStore):
+            size, tag = store.look(url)
+        else:
+            info = store.info(url)
+            if info.get("type") == "directory":
+                raise FileNotFoundError(url)
+            size = info.get("size")
+            tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
+        if not isinstance(size, int):
             raise OSError("its size is not told, so it cannot be read by ranges")
-        tags = (str(info[name]) for name in _TAGS if info.get(name))
-        return Look(info["size"], next(tags, ""))
+        return Look(size, tag)
 
     def _read(self, pieces: Sequence[_Piece]) -> list[bytes]:
         """The bytes of each piece, asked for side by side."""
@@ -223,7 +228,9 @@ class Remote:
 
     def _read_piece(self, piece: _Piece) -> bytes:
         if not threading.main_thread().is_alive():
-            raise _Final("the program has ended")  # which waits for what its threads have yet to do
+            raise FinalError(
+                "the program has ended"
+            )  # which waits for what its threads have yet to do
         return self._attempts(piece.url, lambda _: self._once(piece))
 
     def _once(self, piece: _Piece) -> bytes:
@@ -231,17 +238,12 @@ class Remote:
         wanted = piece.stop - piece.start
         if not wanted:
             return b""
-        extra: dict[str, Any] = {}
-        if _is_http(piece.url) and piece.tag.startswith('"'):  # no weak one
-            extra["headers"] = {"If-Match": piece.tag}
-        fs = self._fs(piece.url)
-        data: bytes = fs.cat_file(piece.url, start=piece.start, end=piece.stop, **extra)
-        if len(data) > wanted:
-            raise _Final(
-                f"{len(data):,} bytes came where {wanted:,} were asked for: the server does not "
-                "serve ranges of bytes"
-            )
-        if len(data) < wanted:
+        store = self._fs(piece.url)
+        if isinstance(store, HttpStore):
+            data = store.read(piece.url, piece.start, piece.stop, piece.tag)
+        else:
+            data = store.cat_file(piece.url, start=piece.start, end=piece.stop)
+        if len(data) != wanted:
             raise OSError(f"{len(data):,} bytes came where {wanted:,} were asked for")
         return data
 
@@ -258,10 +260,10 @@ class Remote:
             if attempt < self.options.retries:
                 self.tried_again += 1
                 level = logging.WARNING if self.tried_again == 1 else logging.DEBUG
-                log.log(level, "%s is read again: %s", shown_url(url), _said(last))
+                log.log(level, "%s is read again: %s", shown(url), _said(last))
                 time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
         raise OSError(
-            f"shard {shown_url(url)} could not be read after {attempt + 1} attempts "
+            f"shard {shown(url)} could not be read after {attempt + 1} attempts "
             f"({_said(last)}): look after its store, and start again"
         ) from last
 
@@ -272,16 +274,15 @@ class Remote:
         return list(self._threads.map(call, items))
 
     def _fs(self, url: str) -> Any:
-        """fsspec's file system of a url, made anew in every process."""
+        """An `HttpStore`, or fsspec's file system of a url; made anew in every process."""
         self._in_this_process()
         protocol = protocol_of(url) or ""
         if protocol not in self._systems:
             check_protocol(url, "shard")
             try:
-                options = _settings(protocol, self.options.timeout_s)
-                self._systems[protocol] = fsspec.filesystem(protocol, **options)
+                self._systems[protocol] = _store(protocol, self.options.timeout_s)
             except ImportError as error:
-                raise _Final(
+                raise FinalError(
                     f"{error}: install the library of {protocol}://, for S3, GS and HTTP by "
                     "pip install 'mclclip[remote]'"
                 ) from error
@@ -295,10 +296,6 @@ class Remote:
 
     def __reduce__(self) -> tuple[type[Remote], tuple[RemoteOptions]]:
         return type(self), (self.options,)
-
-
-class _Final(OSError):
-    """An error that another attempt would not mend."""
 
 
 @dataclass
@@ -338,60 +335,38 @@ def _cut(
     return result
 
 
-def _settings(protocol: str, timeout_s: float) -> dict[str, Any]:
-    """Arguments of fsspec's file system. Nothing is remembered of listings, which may change."""
+def _store(protocol: str, timeout_s: float) -> Any:
+    """What reads urls of a protocol. Nothing is remembered of listings, which may change."""
     if protocol in ("http", "https"):
-        import aiohttp
-
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        # trust_env: passwords of ~/.netrc, and proxies of the environment.
-        client = {"timeout": timeout, "trust_env": True}
-        return {"client_kwargs": client, "skip_instance_cache": True}
+        return HttpStore(timeout_s)
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if protocol == "s3":
-        limits = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
-        return {"config_kwargs": limits, "use_listings_cache": False, "skip_instance_cache": True}
-    return {"use_listings_cache": False, "skip_instance_cache": True}
+        options["config_kwargs"] = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
+    return fsspec.filesystem(protocol, **options)
 
 
 def _raise_final(url: str, error: Exception) -> None:
     """Raises what another attempt would not mend."""
-    if isinstance(error, _Final | ChangedShard):
-        raise type(error)(f"shard {shown_url(url)}: {error}") from error
-    status = _status(error)
+    if isinstance(error, FinalError | ChangedShard):
+        raise type(error)(f"shard {shown(url)}: {shown(str(error))}") from error
+    status = error.status if isinstance(error, StatusError) else None
     if status == 412:
         raise ChangedShard(
-            f"shard {shown_url(url)} has changed since it was indexed (another ETag): restore it, "
+            f"shard {shown(url)} has changed since it was indexed (another ETag): restore it, "
             "or index it anew with 'mclclip index --force'"
         ) from error
-    # fsspec says "not found" of every look over HTTP that fails, and gives the reason as its cause.
-    unanswered = _is_http(url) and error.__cause__ is not None
-    if isinstance(error, FileNotFoundError) and (status in (404, 410) or not unanswered):
-        raise FileNotFoundError(f"shard {shown_url(url)} is not there: put it back") from error
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        raise FileNotFoundError(f"shard {shown(url)} is not there: put it back") from error
     if isinstance(error, PermissionError) or status in (401, 403):
         raise PermissionError(
-            f"shard {shown_url(url)} may not be read ({_said(error)}): check the credentials of "
+            f"shard {shown(url)} may not be read ({_said(error)}): check the credentials of "
             "its store"
         ) from error
 
 
-def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error, where there is one."""
-    cause: BaseException | None = error
-    while cause is not None:
-        status = getattr(cause, "status", None)
-        if isinstance(status, int):
-            return status
-        cause = cause.__cause__
-    return None
-
-
 def _said(error: BaseException) -> str:
     """One line on an error, which may have no words of its own."""
-    status = _status(error)
-    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__  # the url alone says nothing
-    words = " ".join(str(error).split())[:200] or type(error).__name__
-    return f"HTTP status {status}" if status is not None else words
+    return shown(" ".join(str(error).split()))[:200] or type(error).__name__
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from mclclip.files import (
     digest_keys,
     own,
     read_json,
+    shown,
     whole_file,
     write_json,
 )
@@ -189,7 +190,7 @@ def read_shards(directory: Path) -> list[Shard]:
             if not all(isinstance(t, str) for t in (*texts, *shard.attributes, *shard.where)):
                 raise TypeError(f"{shard} has fields of other types")
             if not (before.stop if before else 0) == shard.start <= shard.stop:
-                raise ValueError(f"the rows of {shard.path} do not follow those before")
+                raise ValueError(f"the rows of {shown(shard.path)} do not follow those before")
     return shards
 
 

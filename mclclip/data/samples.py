@@ -36,7 +36,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.files import Checked
+from mclclip.files import Checked, shown
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
 
@@ -275,8 +275,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
             shard = self.index.shards[int(self.index.shard_of[sample_id])].path
             raise RuntimeError(
                 f"sample {self.index.keys([sample_id])[0]} has {len(captions)} readable captions, "
-                f"the index says {number}, or other ones: its shard {shard} has changed, put the "
-                "old one back or run 'mclclip index --force'"
+                f"the index says {number}, or other ones: its shard {shown(shard)} has changed, put "
+                "the old one back or run 'mclclip index --force'"
             )
         return captions
 

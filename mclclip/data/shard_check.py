@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mclclip import files
-from mclclip.data.remote import Look, Place, Remote, RemoteOptions, protocol_of, shown_url
+from mclclip.data.remote import Look, Place, Remote, RemoteOptions, protocol_of
 from mclclip.data.sample_index import Shard
 from mclclip.data.shard_filter import ShardFilter, metadata_path
 from mclclip.data.shard_scan import ShardScan, scan_shard
@@ -71,7 +71,7 @@ def _with_metadata(
         number = sum(shard.source == source for shard in shards)
         raise FileNotFoundError(
             f"data.sources.{source}.where: {len(lacking)} of {number} shards have no parquet "
-            f"beside them, such as {shown_url(lacking[0])}: fetch those that img2dataset wrote "
+            f"beside them, such as {files.shown(lacking[0])}: fetch those that img2dataset wrote "
             "with the shards, or leave where out"
         )
     return found
@@ -164,4 +164,4 @@ def _check_look(shard: Shard, now: Look | None, directory: Path) -> None:
 
 
 def _where(shard: Shard, directory: Path) -> str:
-    return f"shard {shard.path} of source {shard.source} in {directory}"
+    return f"shard {files.shown(shard.path)} of source {shard.source} in {directory}"

@@ -27,8 +27,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mclclip.data.arrays import open_given_npy
-from mclclip.data.remote import Place, Remote, RemoteOptions, open_whole, protocol_of, shown_url
-from mclclip.files import digest_parts, parse_json
+from mclclip.data.remote import Place, Remote, RemoteOptions, open_whole, protocol_of
+from mclclip.files import digest_parts, parse_json, shown
 
 log = logging.getLogger("mclclip")
 
@@ -248,40 +248,40 @@ def read_metadata(
     Raises ValueError for a column that it lacks and for a file that is no parquet; the errors of
     ``open_whole``.
     """
-    shown = shown_url(place.path)
+    where = shown(place.path)
     with open_whole(place, remote) as file:
         try:
             parquet = pq.ParquetFile(file)
             names = parquet.schema_arrow.names
             wanted = list(dict.fromkeys(["key", *columns, *(n for n in names if n == "uid")]))
-            _check_columns(parquet.metadata, names, wanted, shown)
+            _check_columns(parquet.metadata, names, wanted, where)
             table = parquet.read(columns=wanted, use_threads=False)
             table.validate(full=True)  # text that is no UTF-8, too
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             told = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"{shown} cannot be read as parquet ({told}): fetch it again"
+                f"{where} cannot be read as parquet ({told}): fetch it again"
             ) from error
     if not _is_text(table["key"].type):
-        raise ValueError(f"{shown} has keys of type {table['key'].type}, wanted text")
+        raise ValueError(f"{where} has keys of type {table['key'].type}, wanted text")
     known = table["key"].cast(pa.large_string()).combine_chunks()
     place_of = pc.index_in(pa.array(keys, pa.large_string()), value_set=known)
     return table, pc.fill_null(place_of, -1).to_numpy().astype(np.int64)
 
 
-def _check_columns(metadata: Any, names: Sequence[str], wanted: Sequence[str], shown: str) -> None:
+def _check_columns(metadata: Any, names: Sequence[str], wanted: Sequence[str], where: str) -> None:
     """Raises ValueError for a column that is not there once, and for more rows or bytes than a
     shard's metadata can have."""
     for name in wanted:
         if (number := names.count(name)) != 1:
             there = ", ".join(names[:50])
-            raise ValueError(f"{shown} has {number or 'no'} column {name}, it has {there}")
+            raise ValueError(f"{where} has {number or 'no'} column {name}, it has {there}")
     # Not of single columns: pyarrow ends the process over damage in their statistics.
     groups = range(metadata.num_row_groups)
     size = sum(metadata.row_group(number).total_byte_size for number in groups)
     if metadata.num_rows > MAX_METADATA_ROWS or size > MAX_METADATA_BYTES:
         raise ValueError(
-            f"{shown} has {metadata.num_rows:,} rows and {size:,} bytes, which is too much for one "
+            f"{where} has {metadata.num_rows:,} rows and {size:,} bytes, which is too much for one "
             "shard"
         )
 
@@ -315,7 +315,7 @@ class ShardFilter:
             return cls(None, "", conditions) if conditions else None
         if protocol_of(subset) is not None:
             raise ValueError(
-                f"subset is {shown_url(subset)!r}, wanted a file on a disk: uids are searched at "
+                f"subset is {shown(subset)!r}, wanted a file on a disk: uids are searched at "
                 "random, so fetch it"
             )
         path = os.path.abspath(os.path.expanduser(subset))
@@ -383,8 +383,8 @@ class ShardFilter:
         open_ones = np.array([reason is None for reason in reasons], bool)
         if open_ones.any() and not known[open_ones].any():
             raise ValueError(
-                f"no sample of {shown_url(shard)} has a uid, neither in a column 'uid' of "
-                f"{shown_url(metadata_path(shard))} nor in a field 'uid' of its .json: fetch the "
+                f"no sample of {shown(shard)} has a uid, neither in a column 'uid' of "
+                f"{shown(metadata_path(shard))} nor in a field 'uid' of its .json: fetch the "
                 "parquet that was written with the shard, or leave subset out"
             )
         _set(reasons, ~known, "no_metadata")
@@ -401,7 +401,7 @@ def _compare(
     try:
         holds = condition.holds(column)
     except (pa.ArrowException, ValueError) as error:
-        raise ValueError(f"{shown_url(path)}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{shown(path)}: {' '.join(str(error).split())}") from error
     _set(reasons, ~np.append(_has_value(column), True)[rows], f"no_value:{condition}")
     _set(reasons, ~np.append(holds, True)[rows], f"where:{condition}")
 

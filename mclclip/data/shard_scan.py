@@ -21,7 +21,7 @@ from mclclip.data.attributes import columns_of, fields_of, parse_attributes
 from mclclip.data.remote import Look, Place, Remote, RemoteOptions, open_whole
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.tar_members import Member, TarFault, read_members
-from mclclip.files import digest_array, digest_json, parse_json
+from mclclip.files import digest_array, digest_json, parse_json, shown
 
 log = logging.getLogger("mclclip")
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -313,8 +313,8 @@ def _refuse_compressed(path: str, head: bytes) -> None:
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise ValueError(
-                f"{path} is compressed with {name}: samples are read at random positions, which "
-                f"needs plain tar files. Decompress it first"
+                f"{shown(path)} is compressed with {name}: samples are read at random positions, "
+                "which needs plain tar files. Decompress it first"
             )
 
 
@@ -323,12 +323,12 @@ def _members(file: BinaryIO, path: str, findings: Findings) -> Iterator[Member]:
     try:
         for member in read_members(file):
             if member.sparse:
-                findings.add("sparse_member", f"{_shown(member.name)} in {path}")
+                findings.add("sparse_member", f"{_shown(member.name)} in {shown(path)}")
             else:
                 yield member
     except TarFault as fault:
-        log.debug("%s: %s", path, fault)
-        findings.add(fault.reason, path)
+        log.debug("%s: %s", shown(path), fault)
+        findings.add(fault.reason, shown(path))
 
 
 def _group_members(
@@ -341,7 +341,7 @@ def _group_members(
             continue
         split = split_member_name(member.name)
         if split is None or len(member.name) > MAX_NAME:
-            findings.add("bad_name", f"{_shown(member.name)} in {path}")
+            findings.add("bad_name", f"{_shown(member.name)} in {shown(path)}")
             continue
         key, extension = split
         group = groups.setdefault(key, _Group())

@@ -18,6 +18,7 @@ from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.trunk_rows import TrunkRows
+from mclclip.files import shown
 from mclclip.models.image_model import pair
 from mclclip.models.loading import AnyModel
 from mclclip.ranks.process_group import Context
@@ -111,6 +112,6 @@ def _batches(
 
     def describe(ids: range, place: int) -> str:
         path = index.shards[int(index.shard_of[ids[0]])].path
-        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {path}"
+        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shown(path)}"
 
     return iter(Loader(images, cuts, num_workers=workers, describe=describe, batched=True))

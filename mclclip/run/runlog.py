@@ -146,8 +146,9 @@ class WandbSink:
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
         run_id, where = _run_id(directory), str(directory)
+        without_secrets = json.loads(shown(json.dumps(config)))  # such as those of signed urls
         self._run: Any = wandb.init(
-            project="mclclip", id=run_id, resume="allow", dir=where, config=dict(config)
+            project="mclclip", id=run_id, resume="allow", dir=where, config=without_secrets
         )
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:

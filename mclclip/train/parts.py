@@ -28,6 +28,7 @@ from mclclip.data.samples import BadSamples, TextFeatures
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
+from mclclip.files import shown
 from mclclip.models.fast_pixels import fast_transform, normalized
 from mclclip.models.loading import AnyModel, load_any, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
@@ -417,7 +418,7 @@ def loader_of(
         block=job.block,
     )
     batches.dataset.check()
-    paths = [place.path for place in batches.dataset.locations.places]
+    paths = [shown(place.path) for place in batches.dataset.locations.places]
 
     def describe(step: int, shard: int) -> str:
         where = f", at shard {paths[shard]}" if 0 <= shard < len(paths) else ""

@@ -20,7 +20,7 @@ from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import kept
-from tests.shard_server import ShardServer, serving
+from tests.shard_server import Handler, ShardServer, serving
 
 pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
 
@@ -68,6 +68,31 @@ def test_reading_ahead_asks_for_one_batch_more_per_worker(
     assert sum(len(batch.sample_id) for batch in found) == 16 * len(steps)
     requests = server.seen["GET"] - before
     assert 0 <= requests - 16 * len(steps) <= 16 * max(num_workers, 1)
+
+
+def test_the_secret_of_a_signed_url_is_in_no_message_and_no_state(
+    shell: Shell, server: ShardServer, tmp_path: Path
+) -> None:
+    def html(handler: Handler) -> bool:
+        handler.send(200, b"<html>".ljust(20_480), handler.command == "GET")
+        return True
+
+    urls = [server.url(f"{name.name}?signature=s3cret") for name in server.folder.glob("*.tar")]
+    options = config(tmp_path, server, f"data.sources.patterns.shards={urls}")
+    state = tmp_path / "run" / "run_state.json"
+    for fault, wanted in (
+        ({"answer": html}, "no tar"),
+        ({"fail": -1}, "may not be read"),
+        ({}, ""),
+    ):
+        vars(server).update({"answer": None, "fail": 0, "status": 403} | fault)
+        ended, recorded = shell("index", "--config", options), state.read_text()
+        assert ended.code == (2 if fault else 0)
+        assert wanted in recorded and (".tar?..." in ended.stderr or not fault)
+        assert "s3cret" not in ended.stdout + ended.stderr + recorded
+    run = tmp_path / "run"
+    held = [path for path in run.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert {str(path.relative_to(run)) for path in held} <= {"index/shards.json", "config.yaml"}
 
 
 @pytest.mark.slow

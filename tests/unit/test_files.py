@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mclclip import files
-from mclclip.files import MAX_DEPTH, Roots, below, parse_json
+from mclclip.files import MAX_DEPTH, Roots, below, parse_json, shown
 
 BAD_JSON = {
     "deep_lists": ("[" * 5000 + "]" * 5000, "nested deeper than 64 levels"),
@@ -120,3 +120,26 @@ def test_every_block_is_compared_by_one_thread_or_several(
         with pytest.raises(RuntimeError, match=rf"from byte {block * 1000:,} on .*again"):
             files.Checked(path, record, "again").check()
         path.write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("s3://b/a.tar", "s3://b/a.tar"),
+        ("https://h/a.tar?X-Sig=s3cret&b=1", "https://h/a.tar?..."),
+        ("https://me:s3cret@h/a?s3cret", "https://...@h/a?..."),
+        ("https://me:s3 cret@h/a", "https://...@h/a"),
+        ("'https://h/a?s3cret', 'gs://h/b?s3cret'.", "'https://h/a?...', 'gs://h/b?...'."),
+        ("bad (url='http://h/?s3cret'): why?", "bad (url='http://h/?...'): why?"),
+        ("http://h/a?s3cret\nx", "http://h/a?...\\nx"),
+        ("what? /folder/a?b.tar x@y", "what? /folder/a?b.tar x@y"),
+        ("http://h/a is there?", "http://h/a is there?"),
+    ],
+)
+def test_urls_are_shown_without_their_secrets(text: str, wanted: str) -> None:
+    assert shown(text) == wanted
+
+
+def test_long_texts_are_shown_at_once() -> None:
+    for part in ("://", "a.", "a://b?)", "://a@", "?"):
+        assert shown(part * 200_000)

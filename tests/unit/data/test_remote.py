@@ -9,7 +9,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_cache import ShardCache
 from mclclip.data.shard_reader import ShardReader
 from mclclip.index import expand_shards
-from tests.shard_server import ShardServer, serving
+from tests.shard_server import Handler, ShardServer, serving
 from tests.unit.data.test_samples import make_index, to_tensor, tokenize
 from tests.unit.test_index import all_keys, make_shard
 from tests.unit.test_index import run as run_index
@@ -45,6 +46,7 @@ FAST = RemoteOptions(retries=4, timeout_s=5.0)
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote_module, "_LONGEST_PAUSE_S", 0.02)
 
 
 @pytest.fixture
@@ -202,6 +204,86 @@ def test_secrets_are_neither_taken_nor_shown(user: str, server: ShardServer) -> 
     with pytest.raises(FileNotFoundError) as gone:
         Remote(FAST).look([signed])
     assert "s3cret" not in str(gone.value) and "b.tar?..." in str(gone.value)
+
+
+def html(handler: Handler) -> bool:
+    page = b"<html>sign in</html>".ljust(20_480, b" ")
+    handler.send(200, page, handler.command == "GET")
+    return True
+
+
+def empty(handler: Handler) -> bool:
+    handler.send(204, b"")
+    return True
+
+
+def loop(handler: Handler) -> bool:
+    handler.send(301, b"", Location=handler.path + "&s3cret")
+    return True
+
+
+def elsewhere(handler: Handler) -> bool:
+    handler.send(302, b"", Location="http://127.0.0.1:9/a.tar?s3cret")
+    return True
+
+
+def odd_target(handler: Handler) -> bool:
+    handler.send(302, b"", Location="ftp://me:s3cret@h/a.tar?s3cret")
+    return True
+
+
+def longer(handler: Handler) -> bool:
+    handler.send(206, bytes(50_000), handler.command == "GET")
+    return True
+
+
+BAD: dict[str, Callable[[ShardServer], object]] = {
+    **{
+        answer.__name__: lambda server, answer=answer: setattr(server, "answer", answer)
+        for answer in (html, empty, loop, elsewhere, odd_target, longer)
+    },
+    **{
+        str(status): lambda server, status=status: vars(server).update(fail=-1, status=status)
+        for status in (403, 500)
+    },
+    "cut": lambda server: setattr(server, "cut", -1),
+    "gone": lambda server: (server.folder / "0.tar").unlink(),
+    "packed": lambda server: (server.folder / "0.tar").write_bytes(b"\x1f\x8b" + bytes(510)),
+    "torn": lambda server: (server.folder / "0.tar").write_bytes(b"no tar" * 200),
+    "replaced": lambda server: make_shard(server.folder / "0.tar", "c", "d"),
+}
+
+
+def told(call: Callable[[], object]) -> str:
+    """The traceback of what a call raises, with all causes."""
+    try:
+        call()
+    except Exception as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
+@pytest.mark.parametrize("fault", list(BAD))
+def test_no_message_about_a_bad_shard_holds_the_secret_of_its_url(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    caplog.set_level("DEBUG", "mclclip")
+    folder = tmp_path / "served"
+    make_shard(folder / "0.tar", "a", "b")
+    with serving(folder) as server:
+        url = server.url("0.tar?me=1&signature=s3cret")
+        found = run_index(tmp_path / "run", s=url)
+        served = TarDataset(found, to_tensor, reads_captions=False, max_image_pixels=10_000,
+                            remote=FAST)  # fmt: skip
+        BAD[fault](server)
+        fresh = told(lambda: run_index(tmp_path / "fresh", s=url, bad=1.0))
+        known = told(lambda: run_index(tmp_path / "run", s=url))
+        reading = told(lambda: served.read_many([0, 1]))
+    assert "0.tar?..." in fresh or "0.tar?..." in caplog.text or fault == "replaced"
+    assert "s3cret" not in fresh + known + reading + caplog.text
+    held = [path.name for path in tmp_path.rglob("*") if path.is_file() and b"s3cret" in
+            path.read_bytes()]  # fmt: skip
+    assert set(held) == {"shards.json"}
 
 
 def test_braces_expand_urls_and_http_has_no_globs() -> None:

@@ -306,6 +306,19 @@ def test_tensorboard_resumes_without_double_points(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_wandb_is_not_told_the_secret_of_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **o: started.append(o)))
+    urls = ["https://h/a.tar?signature=s3cret", "https://h/b.tar"]
+    given = {"data": {"shards": urls, "url": urls[0]}, "lr": 0.1}
+    runlog.open_sinks(["wandb"], tmp_path, config=given, resume_step=0)
+    shown = "https://h/a.tar?..."
+    wanted = {"data": {"shards": [shown, urls[1]], "url": shown}, "lr": 0.1}
+    assert started[0]["config"] == wanted
+
+
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
     run = SimpleNamespace(log=lambda row, step: None, finish=lambda: None)

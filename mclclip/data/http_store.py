@@ -1,0 +1,292 @@
+"""Objects behind http urls: no more bytes than were asked for, and redirects that are looked at.
+
+A reply is read up to what was asked for, and never decompressed. A redirect to another host is
+followed, as stores with a delivery network need it, but without credentials (`~/.netrc`), and not
+into a network nearer to this machine than that of the host which redirects: a server of the
+internet does not make this machine ask the addresses that only this machine can reach.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import urllib.request
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import fsspec.asyn
+
+from mclclip.files import shown
+
+if TYPE_CHECKING:  # an extra, and slow to import
+    import aiohttp
+    from yarl import URL
+
+log = logging.getLogger("mclclip")
+
+MAX_REDIRECTS = 10
+_REDIRECTS = (301, 302, 303, 307, 308)
+_TAGS = ("ETag", "Content-MD5", "Last-Modified")
+
+
+class FinalError(OSError):
+    """An error that another attempt would not mend."""
+
+
+class StatusError(OSError):
+    """A server answered with another status than that of the bytes that were asked for."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP status {status}")
+        self.status = status
+
+
+class HttpStore:
+    """Reads objects by url. Raises ImportError where aiohttp is not installed.
+
+    timeout_s  longest time of one request
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        import aiohttp
+
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._sessions: dict[int | None, aiohttp.ClientSession] = {}
+        self._loop = fsspec.asyn.get_loop()
+        self._told: set[tuple[str | None, str | None]] = set()
+
+    def look(self, url: str) -> tuple[int | None, str]:
+        """Size of the object (None: the server does not say it), and its tag: the ETag or, where it
+        has none, another sign of its content; empty where there is none of them.
+
+        Raises StatusError, FinalError, and the errors of aiohttp.
+        """
+        found: tuple[int | None, str] = fsspec.asyn.sync(self._loop, self._look, url)
+        return found
+
+    def read(self, url: str, start: int, stop: int, tag: str = "") -> bytes:
+        """Bytes [start, stop) of the object, fewer where the reply ends before.
+
+        With a ``tag``, an ETag that is not weak, the object must still have it: StatusError with
+        412 where it has another. Raises as ``look`` does, FinalError too where more bytes come.
+        """
+        data: bytes = fsspec.asyn.sync(self._loop, self._read, url, start, stop, tag)
+        return data
+
+    async def _look(self, url: str) -> tuple[int | None, str]:
+        async with self._reply("HEAD", url, {}) as reply:
+            size = reply.content_length
+            if reply.status == 200 and size is not None:
+                return size, _tag_of(reply)
+        async with self._reply("GET", url, {}) as reply:  # whose body is not read
+            if reply.status != 200:
+                raise StatusError(reply.status)
+            return reply.content_length, _tag_of(reply)
+
+    async def _read(self, url: str, start: int, stop: int, tag: str) -> bytes:
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        if tag.startswith('"'):
+            headers["If-Match"] = tag
+        async with self._reply("GET", url, headers) as reply:
+            if reply.status not in (200, 206):
+                raise StatusError(reply.status)
+            told, data = reply.headers.get("Content-Range", f"bytes {start}-"), bytearray()
+            wanted = stop - start if reply.status == 206 or start == 0 else 0
+            while len(data) <= wanted and (part := await reply.content.read(wanted + 1)):
+                data += part
+            if len(data) > wanted or not told.startswith(f"bytes {start}-"):
+                raise FinalError(
+                    f"other bytes, or more of them, came than the {stop - start:,} that were asked "
+                    "for: the server does not serve ranges of bytes"
+                )
+            return bytes(data)
+
+    @asynccontextmanager
+    async def _reply(
+        self, method: str, url: str, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The reply behind all redirects. Errors inside name the host where they have led."""
+        from yarl import URL
+
+        first = here = URL(url)
+        seen: set[URL] = set()
+        least: int | None = None
+        while True:
+            seen.add(here)
+            async with await self._ask(method, here, headers, least) as reply:
+                location = reply.headers.get("Location")
+                if reply.status not in _REDIRECTS or location is None:
+                    try:
+                        _refuse_encoded(reply)
+                        yield reply
+                    except OSError as error:
+                        _name_host(error, first, here)
+                        raise
+                    return
+            there = _target(here, location)
+            if there in seen:
+                raise FinalError(f"{here.host} redirects in a loop")
+            if len(seen) > MAX_REDIRECTS:
+                raise FinalError(f"more than {MAX_REDIRECTS} redirects follow each other")
+            if not _is_same_host(here, there):
+                least = max(least or 0, await _reach_of(here))
+                self._tell(first, there)
+            here = there
+
+    async def _ask(
+        self, method: str, url: URL, headers: Mapping[str, str], least: int | None
+    ) -> aiohttp.ClientResponse:
+        """The reply of one server. ``least``: the least ``reach`` that its address may have; None
+        for the host that the user named."""
+        import aiohttp
+
+        proxy = None
+        if least is not None:
+            _check(str(url.host), str(url.host), least)
+            proxy = _proxy_of(url)  # which finds the addresses itself, and decides on them
+        session = self._session(0 if proxy is not None else least)
+        try:
+            return await session.request(
+                method, url, headers=headers, allow_redirects=False, proxy=proxy
+            )
+        except aiohttp.ClientConnectorError as error:
+            if isinstance(error.os_error, FinalError):
+                raise error.os_error from None
+            raise
+
+    def _session(self, least: int | None) -> aiohttp.ClientSession:
+        if least not in self._sessions:
+            import aiohttp
+            from fsspec.implementations.http import HTTPFileSystem
+
+            resolver: Any = _Resolver(least or 0)
+            session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=resolver),
+                timeout=self._timeout,
+                headers={"Accept-Encoding": "identity"},
+                auto_decompress=False,
+                # Passwords of ~/.netrc, and proxies of the environment, for hosts of the user.
+                trust_env=least is None,
+            )
+            weakref.finalize(self, HTTPFileSystem.close_session, self._loop, session)
+            self._sessions[least] = session
+        return self._sessions[least]
+
+    def _tell(self, first: URL, there: URL) -> None:
+        hosts = first.host, there.host
+        if hosts not in self._told:
+            self._told.add(hosts)
+            log.info("shards at %s are read from %s, to which they are redirected", *hosts)
+
+
+class _Resolver:
+    """Addresses of names as aiohttp asks for them; none with a ``reach`` below ``least``."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    async def resolve(self, host: str, port: int = 0, family: int = socket.AF_INET) -> list[Any]:
+        """The addresses of a host; FinalError where one of them is too near."""
+        found = await addresses_of(host, port, family)
+        for entry in found:
+            _check(entry["host"], host, self.least)
+        return found
+
+    async def close(self) -> None:
+        """Does nothing: there is nothing to close."""
+
+
+async def addresses_of(host: str, port: int, family: int) -> list[Any]:
+    """The addresses of a host as the system resolves it; see aiohttp's ``AbstractResolver``."""
+    import aiohttp
+
+    return list(await aiohttp.ThreadedResolver().resolve(host, port, socket.AddressFamily(family)))
+
+
+def reach(address: str) -> int:
+    """Who can ask an address: 2 for the internet's, 1 for a private one, 0 for those of this
+    machine and its link (where clouds have the credentials of a machine), and for odd ones."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified:
+        return 0
+    return 2 if found.is_global else 1
+
+
+async def _reach_of(url: URL) -> int:
+    """The ``reach`` of a url's host, by its widest address; 2 where a proxy finds it."""
+    host = str(url.host)
+    if _proxy_of(url) is not None:
+        return 2
+    if _is_address(host):
+        return reach(host)
+    found = await addresses_of(host, url.port or 0, socket.AF_UNSPEC)
+    return max((reach(entry["host"]) for entry in found), default=2)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _check(address: str, host: str, least: int) -> None:
+    """Raises FinalError for an address whose ``reach`` is below ``least``; names pass."""
+    if _is_address(address) and reach(address) < least:
+        shown_host = host if host == address else f"{host} ({address})"
+        raise FinalError(
+            f"it is redirected to {shown(shown_host)}, an address of a private network or of this "
+            "machine, from one that is not, which is refused: name the url where the shard lies"
+        )
+
+
+def _proxy_of(url: URL) -> str | None:
+    """The environment's proxy for a url."""
+    if urllib.request.proxy_bypass(str(url.host)):
+        return None
+    return urllib.request.getproxies().get(url.scheme)
+
+
+def _target(here: URL, location: str) -> URL:
+    """The url that a redirect names, without a user."""
+    from yarl import URL
+
+    try:
+        there = here.join(URL(location)).with_user(None)
+        if there.scheme not in ("http", "https") or not there.host:
+            raise ValueError("another protocol, or no host")
+    except ValueError:
+        told = f"{here.host} redirects to {shown(location)[:200]!r}, which is no http url"
+        raise FinalError(told) from None
+    return there
+
+
+def _is_same_host(here: URL, there: URL) -> bool:
+    if here.scheme == "http" and there.scheme == "https":
+        return here.host == there.host
+    return here.origin() == there.origin()
+
+
+def _refuse_encoded(reply: aiohttp.ClientResponse) -> None:
+    encoding = reply.headers.get("Content-Encoding", "")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise FinalError(
+            f"the server sends it encoded ({shown(encoding)[:40]}), which was not asked for: store "
+            "it without Content-Encoding"
+        )
+
+
+def _name_host(error: OSError, first: URL, here: URL) -> None:
+    """Adds to an error of ours the host to which its request was redirected."""
+    if isinstance(error, StatusError | FinalError) and not _is_same_host(first, here):
+        error.args = (f"{error} (from {here.host}, to which it is redirected)",)
+
+
+def _tag_of(reply: aiohttp.ClientResponse) -> str:
+    return next((reply.headers[name] for name in _TAGS if reply.headers.get(name)), "")
