@@ -228,9 +228,8 @@ class Remote:
 
     def _read_piece(self, piece: _Piece) -> bytes:
         if not threading.main_thread().is_alive():
-            raise FinalError(
-                "the program has ended"
-            )  # which waits for what its threads have yet to do
+            # It waits for what its threads have yet to do.
+            raise FinalError("the program has ended")
         return self._attempts(piece.url, lambda _: self._once(piece))
 
     def _once(self, piece: _Piece) -> bytes:

@@ -14,7 +14,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -275,8 +275,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
             shard = self.index.shards[int(self.index.shard_of[sample_id])].path
             raise RuntimeError(
                 f"sample {self.index.keys([sample_id])[0]} has {len(captions)} readable captions, "
-                f"the index says {number}, or other ones: its shard {shown(shard)} has changed, put "
-                "the old one back or run 'mclclip index --force'"
+                f"the index says {number}, or other ones: its shard {shown(shard)} has changed, "
+                "put the old one back or run 'mclclip index --force'"
             )
         return captions
 
@@ -312,7 +312,9 @@ class TarDataset(Dataset["Sample | BadSample"]):
         try:
             view = self._views_of(raw)
         except DecodeError as error:
-            return BadSample(raw.sample_id, error.reason)
+            if (good := self._otherwise_in_store(raw)) is None:
+                return BadSample(raw.sample_id, error.reason)
+            raw, view = good
         text = text_features = None
         with contexts[0]:
             views = [view()]
@@ -335,6 +337,21 @@ class TarDataset(Dataset["Sample | BadSample"]):
         if self.transform is None:
             raise RuntimeError("this TarDataset has no transform: it reads captions and bytes only")
         return partial(self._view, raw, self._decode(raw, self.transform), self.transform)
+
+    def _otherwise_in_store(self, raw: RawSample) -> tuple[RawSample, Callable[[], Tensor]] | None:
+        """A sample that cannot be decoded, and its views, where its store has other bytes that can.
+
+        So what is noted as bad is so in its shard, whose bytes the note is compared with later.
+        """
+        (place,) = self.locations.of(np.array([raw.sample_id], np.int64))
+        image = self.reader.read_in_store(*place.image)
+        if image is None or image == raw.image:
+            return None
+        found = replace(raw, image=image)
+        try:
+            return found, self._views_of(found)
+        except DecodeError:
+            return None
 
     def _decode(self, raw: RawSample, transform: Transform) -> Any:
         arrays = bool(getattr(transform, "reads_arrays", False))

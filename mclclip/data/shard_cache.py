@@ -5,6 +5,9 @@ first that wants it, and nobody waits for that: until it is there, ranges are re
 What the folder holds stays below its bound. For a new shard only such make room as nobody has
 opened for hours: a data set larger than the bound is read at random, and would otherwise push out
 what is needed next.
+
+A copy ends with the checksums of its blocks, and every read compares those that it touches: what
+a disk or somebody has changed is read from its store, and the copy is fetched again.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +30,39 @@ from mclclip.files import digest_json
 log = logging.getLogger("mclclip")
 
 IDLE_S = 6 * 3600.0
+BLOCK_BYTES = 1 << 14
+"""Of a copy, with a CRC-32: half of an image's usual size, so that few bytes more are read."""
+
+_SUM_BYTES = 4
 _LOCK = "cache.lock"
+
+
+def read_copy(handle: int, size: int, offset: int, wanted: int) -> bytes | None:
+    """``wanted`` bytes at ``offset`` of the copy of a shard of ``size`` bytes, fewer where the
+    shard ends; None where they are not those that were written."""
+    stop = min(offset + wanted, size)
+    if stop <= offset:
+        return b""
+    first, last = offset // BLOCK_BYTES, _num_blocks(stop)
+    start = first * BLOCK_BYTES
+    data = os.pread(handle, min(last * BLOCK_BYTES, size) - start, start)
+    blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+    sums = b"".join(map(_checksum, blocks))
+    if sums != os.pread(handle, _SUM_BYTES * (last - first), size + _SUM_BYTES * first):
+        return None
+    return data[offset - start : stop - start]
+
+
+def _checksum(block: bytes) -> bytes:
+    return zlib.crc32(block).to_bytes(_SUM_BYTES, "little")
+
+
+def _num_blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
+
+
+def _size_of_copy(size: int) -> int:
+    return size + _SUM_BYTES * _num_blocks(size)
 
 
 class ShardCache:
@@ -44,6 +80,7 @@ class ShardCache:
         self.remote = remote
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._pid, self._off = 0, False
+        self._dropped: set[Path] = set()
 
     def path_of(self, url: str, look: Look) -> Path | None:
         """The copy of a shard; None where there is none yet, and then it is fetched."""
@@ -51,14 +88,29 @@ class ShardCache:
             return None
         path = self.folder / f"{digest_json([url, look.size, look.tag])[:40]}.tar"
         try:
-            if os.path.getsize(path) == look.size:
+            if os.path.getsize(path) == _size_of_copy(look.size):
                 os.utime(path)
                 return path
+            path.unlink()  # cut short, or of an older version, which kept no checksums
+            self._want(path, url, look)
         except FileNotFoundError:
             self._want(path, url, look)
         except OSError as error:
             self._give_up(error)
         return None
+
+    def drop(self, path: Path, handle: int) -> None:
+        """Removes a damaged copy, which is open as ``handle``; this process fetches it once more."""
+        log.warning("%s is damaged: the shard is read from its store and fetched again", path)
+        try:
+            with self._locked():
+                if path.exists() and os.path.samestat(os.fstat(handle), os.stat(path)):
+                    path.unlink()
+        except OSError as error:
+            self._give_up(error)
+        if path not in self._dropped and self._pid == os.getpid():
+            self._asked.discard(path)
+        self._dropped.add(path)
 
     def wait(self) -> None:
         """Returns when everything that this process has asked for was fetched or left out."""
@@ -94,13 +146,19 @@ class ShardCache:
         log.warning("the shard cache %s is not used any more: %s", self.folder, error)
 
     def _fetch(self, path: Path, url: str, look: Look) -> None:
-        file = self._reserve(path, look.size)
+        file = self._reserve(path, _size_of_copy(look.size))
         if file is None:
             return
         part = Path(file.name)
         with file:
             try:
                 self.remote.fetch(url, look, file)
+                file.seek(0)
+                starts = range(0, look.size, BLOCK_BYTES)
+                blocks = (file.read(min(BLOCK_BYTES, look.size - start)) for start in starts)
+                sums = b"".join(map(_checksum, blocks))
+                file.seek(look.size)
+                file.write(sums)
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(part, path)

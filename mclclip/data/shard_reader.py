@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mclclip.data.remote import Place, Remote, protocol_of
-from mclclip.data.shard_cache import ShardCache
+from mclclip.data.shard_cache import ShardCache, read_copy
 from mclclip.ranks.data_wait import note_place
 
 Range = tuple[int, int, int]
@@ -107,12 +107,15 @@ class ShardReader:
         if (ahead := self._ahead.pop((shard, offset, size), None)) is not None:
             return ahead
         note_place(shard)  # for whoever waits for it
-        copy = self._copy(shard)
-        if shard in self._looks and copy is None:
-            return self._remote.read_ranges(self._asked([(shard, offset, size)]))[0]
+        if (copy := self._copy(shard)) is not None:
+            kept = self._of_copy(shard, copy, offset, size)
+            if kept is not None:
+                return kept
+        if (stored := self.read_in_store(shard, offset, size)) is not None:
+            return stored
         parts: list[bytes] = []
         with self._lock:
-            handle = self._handle(shard, str(copy or self._paths[shard]))
+            handle = self._handle(shard, self._paths[shard])
             while size > 0:
                 part = os.pread(handle, size, offset)
                 if not part:
@@ -121,6 +124,25 @@ class ShardReader:
                 offset += len(part)
                 size -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_in_store(self, shard: int, offset: int, size: int) -> bytes | None:
+        """What ``read`` gives of a shard behind a url, from its store alone; None for a file."""
+        if shard not in self._looks:
+            return None
+        return self._remote.read_ranges(self._asked([(shard, offset, size)]))[0]
+
+    def _of_copy(self, shard: int, copy: Path, offset: int, size: int) -> bytes | None:
+        """Bytes of a copy on a local disk; None where it is gone, or not what was written."""
+        with self._lock:
+            try:
+                handle = self._handle(shard, str(copy))
+                data = read_copy(handle, self._looks[shard].size, offset, size)
+            except OSError:
+                return None
+            if data is None and self._cache is not None:
+                self._cache.drop(copy, handle)
+                os.close(self._handles.pop(shard))
+            return data
 
     def close(self) -> None:
         """Close every handle; a later read opens again."""
