@@ -100,7 +100,7 @@ class ShardCache:
         return None
 
     def drop(self, path: Path, handle: int) -> None:
-        """Removes a damaged copy, which is open as ``handle``; this process fetches it once more."""
+        """Removes a damaged copy, which is open as ``handle``: it is fetched again, once."""
         log.warning("%s is damaged: the shard is read from its store and fetched again", path)
         try:
             with self._locked():

@@ -553,11 +553,8 @@ def test_a_cache_forgets_what_a_killed_process_left(server: ShardServer, tmp_pat
     again.path_of(url, told)
     again.wait()
     copy = again.path_of(url, told)
-    assert (
-        copy is not None
-        and copy.read_bytes()[: len(DATA)] == DATA
-        and not list(folder.glob("*.part"))
-    )
+    assert copy is not None and copy.read_bytes()[: len(DATA)] == DATA
+    assert not list(folder.glob("*.part"))
 
 
 def test_a_cache_leaves_alone_what_another_process_has_just_begun(tmp_path: Path) -> None:

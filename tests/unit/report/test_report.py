@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import report
+from mclclip import cluster, config, index, report
+from mclclip.data.remote import RemoteOptions
 from mclclip.eval.results import Reference
+from mclclip.ranks.process_group import SINGLE
 from mclclip.report import material, scores, thumbnails, training
 from mclclip.report.pairs import one_of_each
 from mclclip.report.thumbnails import Thumbnails
 from mclclip.run.artifacts import read_manifest
+from mclclip.run.layout import Layout
 from tests import made_run
+from tests.shard_server import serving
 from tests.tiny import digests
 
 SECTIONS = (
@@ -379,9 +383,29 @@ def test_a_sum_that_lacks_a_part_is_unknown() -> None:
 
 
 def test_thumbnails_of_samples_carry_their_captions(made: Path) -> None:
-    samples = thumbnails.Samples(report.read(str(made)).index, 10_000)
+    samples = thumbnails.Samples(report.read(str(made)).index, 10_000, RemoteOptions())
     found = Thumbnails(10_000)
     assert found.of_sample(samples, 0).text.startswith("a scarlet thing")
     for _ in range(2):
         assert found.of_sample(samples, made_run.BROKEN[0]).reason == "truncated"
     assert found.lost() == {"truncated": 1}
+
+
+def test_pictures_are_read_with_the_options_of_the_run_for_urls(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
+    made_run.write_shards(tmp_path / "shards")
+    with serving(tmp_path / "shards") as server:
+        tree = config.to_tree(made_run.settings(tmp_path))
+        urls = [server.url(path.name) for path in sorted(server.folder.iterdir())]
+        tree["data"]["sources"]["made"]["shards"] = urls
+        tree["data"]["remote"]["cache"] = str(tmp_path / "cache")
+        options = config.from_tree(tree)
+        found = index.run(options, SINGLE)
+        run_dir = tmp_path / "run"
+        (run_dir / "config.yaml").write_text(config.dump(options))
+        made_run.embed(Layout.of(options).embeddings(0), found, 0)
+        cluster.run(options, SINGLE, stage=0)
+        assert not (tmp_path / "cache").exists()
+        report.run(str(run_dir))
+    assert "data:image/" in (run_dir / report.NAME).read_text()
+    assert (tmp_path / "cache").exists()
