@@ -1,4 +1,4 @@
-"""Shards behind a url: object stores and plain HTTP, through fsspec.
+"""Shards behind a url: object stores through fsspec, and plain HTTP.
 
 A url is looked at when a verb begins (its size and its ETag, which the index remembers) and then
 read by ranges of bytes, many in flight. A read that fails is tried again with growing pauses; one

@@ -45,7 +45,7 @@ def read(url: str, start: int = 100, size: int = 50) -> bytes:
 
 
 def redirecting(target: str) -> Callable[[Handler], bool]:
-    """Answers with a redirect; a target without a host stands for the rest of the path."""
+    """Answers every request with a redirect."""
 
     def answer(handler: Handler) -> bool:
         handler.send(302, b"", Location=target)
