@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from mclclip.eval.metrics import IntArray
 from mclclip.eval.outcomes import Outcomes, joined
 from mclclip.eval.results import Figure, figure
 from mclclip.eval.stored import StoredImage, read_shards
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import on_main, together
 from mclclip.search import nearest
 
 READS_TEXT = False  # whether images are compared with texts
@@ -132,7 +133,8 @@ def evaluate(
             protocol |= {"name": "attributes_knn", "k": k, "weights": "majority"}
         else:
             data = LabelledFeatures(train, labels, test, truth, {})
-            predicted, chosen = linear_probe.answer(extractor.context, data, **options)
+            fitted, chosen = linear_probe.train(extractor.context, data, **options)
+            predicted = on_main(partial(linear_probe.single(fitted).predict, test))
             protocol |= {"name": "attributes_linear", **chosen}
         figures.append(
             figure(name, Outcomes(items, predicted == truth), protocol, level="headline")

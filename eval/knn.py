@@ -16,8 +16,10 @@ from pydantic.types import PositiveFloat, PositiveInt
 
 from mclclip.eval.features import Extractor, over_ranks
 from mclclip.eval.labelled_features import Feature, accuracy_figures, extract
+from mclclip.eval.labelled_images import read_parts
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.results import Figure
+from mclclip.ranks.collectives import together
 from mclclip.search import nearest
 
 READS_TEXT = False  # whether images are compared with texts
@@ -76,7 +78,9 @@ def evaluate(
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, wanted a number above 0")
-    data = extract(extractor, root, feature)
+    parts = together(lambda: read_parts(Path(root)))
+    parts.pop("valid", None)  # the neighbours are those of train alone
+    data = extract(extractor, root, feature, parts)
     num_classes = data.protocol["num_classes"]
 
     def answer(own: slice) -> IntArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +12,10 @@ from typing import Any, Literal, cast
 import numpy as np
 from PIL import Image
 
+from mclclip.eval.class_figures import Metric
 from mclclip.eval.features import Extractor, Features, over_ranks
-from mclclip.eval.labelled_images import read_split
-from mclclip.eval.metrics import IntArray
+from mclclip.eval.labelled_images import LabelledImages, Part, SeveralLabels
+from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.outcomes import Outcomes, image_items
 from mclclip.eval.results import Figure, figure
 from mclclip.files import digest_file
@@ -31,7 +32,9 @@ Feature = Literal["projected", "pooled"]
 @dataclass(frozen=True)
 class LabelledFeatures:
     """Unit features [N, E] and labels [N] of both parts; ``protocol`` says how they were made,
-    and ``test_items`` [Q] names the test images."""
+    and ``test_items`` [Q] names the test images. Of images with several labels the labels are
+    ``SeveralLabels.truth`` [N, K]. ``valid`` [N]: which of train are a published validation set;
+    None where there is none."""
 
     train: Features
     train_labels: IntArray
@@ -39,30 +42,51 @@ class LabelledFeatures:
     test_labels: IntArray
     protocol: dict[str, Any]
     test_items: Sequence[str] = ()
+    class_names: Sequence[str] = ()
+    valid: BoolArray | None = None
 
 
-def extract(extractor: Extractor, root: Path, feature: Feature) -> LabelledFeatures:
-    """The features of ``root/train`` and ``root/test`` (``read_split``), the same on every rank.
+def extract(
+    extractor: Extractor,
+    root: Path,
+    feature: Feature,
+    parts: Mapping[Part, LabelledImages] | Mapping[Part, SeveralLabels],
+) -> LabelledFeatures:
+    """The features of the ``parts`` of ``root`` (``read_parts``), the same on every rank; train
+    holds those of valid too.
 
     The log and the protocol count test images that are copies of a train image, since these need no
     generalisation. Raises ValueError where the encoder has no such ``feature``.
     """
-    train, test = together(lambda: read_split(Path(root)))
+    learnt = [part for name, part in parts.items() if name != "test"]
+    train = [image for part in learnt for image in part.images]
+    test = parts["test"]
     images = with_feature(extractor, feature)
-    if copies := count_copies(train.images, test.images, extractor.context):
+    if copies := count_copies(train, test.images, extractor.context):
         share = f"{copies} of {len(test.images)}"
         log.warning("%s: %s test images are copies of a train image, byte for byte", root, share)
     protocol = {
         "trials": "images",
         "feature": feature,
-        "num_classes": len(train.class_names),
-        "num_train": len(train.images),
+        "num_classes": len(test.class_names),
+        "num_train": len(train),
         "copies_in_train": copies,
         "precision": extractor.precision,
     }
-    known, asked = images.images(train.images), images.images(test.images)
-    items = image_items(test.images, Path(root))
-    return LabelledFeatures(known, train.labels, asked, test.labels, protocol, items)
+    return LabelledFeatures(
+        images.images(train),
+        np.concatenate([_labels(part) for part in learnt]),
+        images.images(test.images),
+        _labels(test),
+        protocol,
+        image_items(test.images, Path(root)),
+        test.class_names,
+        np.arange(len(train)) >= len(parts["train"].images) if "valid" in parts else None,
+    )
+
+
+def _labels(part: LabelledImages | SeveralLabels) -> IntArray:
+    return part.truth.astype(np.int64) if isinstance(part, SeveralLabels) else part.labels
 
 
 def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
@@ -103,18 +127,30 @@ def count_copies(train: Sequence[Path], test: Sequence[Path], context: Context) 
 
 
 def accuracy_figures(
-    predicted: IntArray, data: LabelledFeatures, protocol: dict[str, Any]
+    predicted: IntArray,
+    data: LabelledFeatures,
+    protocol: dict[str, Any],
+    metric: Metric = "accuracy",
 ) -> list[Figure]:
     """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``.
 
-    Their chance is what the most frequent class of the train images gets as the only answer.
+    ``metric`` names the headline. Their chance is what the most frequent class of the train images
+    gets as the only answer.
     """
     correct = predicted == data.test_labels
     only = float(np.mean(data.test_labels == np.bincount(data.train_labels).argmax()))
     by_class = 1 / len(np.unique(data.test_labels))
-    pooled = Outcomes(data.test_items, correct)
-    per_class = Outcomes(data.test_items, correct, strata=[*map(str, data.test_labels)])
+    strata = [*map(str, data.test_labels)]
+    found = {
+        "accuracy": (Outcomes(data.test_items, correct), only),
+        "mean_per_class": (Outcomes(data.test_items, correct, strata=strata), by_class),
+    }
     return [
-        figure("accuracy", pooled, protocol | {"chance": round(100 * only, 2)}, level="headline"),
-        figure("mean_per_class", per_class, protocol | {"chance": round(100 * by_class, 2)}),
+        figure(
+            name,
+            outcomes,
+            protocol | {"chance": round(100 * chance, 2)},
+            level="headline" if name == metric else "table",
+        )
+        for name, (outcomes, chance) in found.items()
     ]

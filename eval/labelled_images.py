@@ -1,12 +1,14 @@
-"""Loaders of images with classes: a folder per class, a table, PASCAL VOC's lists, ``train/`` and
-``test/`` of folders. They import no torch, and raise the errors that ``datasets`` does."""
+"""Loaders of images with classes: a folder per class, a table, PASCAL VOC's lists; as one set or as
+the parts to learn from and to be asked. They import no torch, and raise the errors that
+``datasets`` does."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,15 @@ from numpy.typing import NDArray
 from mclclip.eval.datasets import SUFFIXES, read_rows
 from mclclip.eval.metrics import IntArray
 from mclclip.files import below
+
+Part = Literal["train", "valid", "test"]
+"""A part of a data set: the name of its folder, and its word in the column split of a table."""
+
+Pairs = list[tuple[Path, str]]  # images with a label
+
+_VOC_ENDINGS: Mapping[Part, str] = {
+    "train": "_train.txt", "valid": "_val.txt", "test": "_test.txt",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {root}: zero-shot evaluation needs images")
     if table and (root / table).is_dir():
-        labels: Iterable[str] = _voc_files(root / table)
+        labels: Iterable[str] = _voc_files(root / table, "test")
     elif table:
         labels = {label for _, label in _table_rows(root, table)}
     else:
@@ -72,15 +83,7 @@ def read_labelled(root: Path, names: Mapping[str, str], table: str | None = None
     ``names``: label -> class name, of every label at least; the classes are those of ``names``, in
     its order. ValueError where there is no image, and where an image has two labels.
     """
-    if table and (root / table).is_dir():
-        raise ValueError(f"{root / table} is a folder: the files in it want metric=map_11_point")
-    pairs = _table_rows(root, table) if table else _images_in(root)
-    times = Counter(path for path, _ in pairs)
-    if twice := next((path for path, count in times.items() if count > 1), None):
-        raise ValueError(
-            f"{root / (table or '')} has {twice} more than once: several labels of an image want "
-            "metric=map_11_point"
-        )
+    pairs = _one_label_each(root, table) if table else _images_in(root)
     return _labelled(pairs, names, root / (table or ""))
 
 
@@ -93,17 +96,67 @@ def read_several_labels(root: Path, names: Mapping[str, str], table: str) -> Sev
     ``names``: label -> class name. ValueError for lines of another form.
     """
     if (root / table).is_dir():
-        columns = {label: _voc_rows(path) for label, path in _voc_files(root / table).items()}
-        rows = {name: row for row, name in enumerate(next(iter(columns.values())))}
-        images = [below(root, f"JPEGImages/{name}.jpg", f"{root / table}") for name in rows]
-        truth = np.zeros((len(rows), len(names)), dtype=np.int8)
-        for column, label in enumerate(names):
-            found = columns.get(label, dict.fromkeys(rows, -1))
-            if found.keys() != rows.keys():
-                raise ValueError(f"the files in {root / table} list different images: {label!r}")
-            truth[:, column] = [found[name] for name in rows]
-        return SeveralLabels(images, truth, list(names.values()))
-    pairs = _table_rows(root, table)
+        return _voc_images(root, table, names, "test")
+    return _several(_table_rows(root, table), names)
+
+
+def read_parts(
+    root: Path, table: str | None = None, *, several: bool = False
+) -> dict[Part, LabelledImages] | dict[Part, SeveralLabels]:
+    """``train``, ``test`` and, where there is one, ``valid``, under the same classes, which are
+    those that have images to learn from (train or valid).
+
+    They are folders of these names below ``root``, each with a folder per class; or the rows of the
+    CSV ``root/table`` by its column split, beside filepath and label; or PASCAL VOC's files
+    CLASS_train.txt, CLASS_val.txt and CLASS_test.txt in the folder ``root/table``. ``several``:
+    images have several labels, as in ``read_several_labels``. FileNotFoundError where a folder is
+    missing; ValueError for fewer than two classes, or a class that only test has.
+    """
+    where: dict[Part, Path] = {part: root / (table or part) for part in get_args(Part)}
+    if several and table and (root / table).is_dir():
+        files = {part: _voc_files(root / table, part, part == "valid") for part in where}
+        names = _names_to_learn({*files["train"]}, {*files["test"]}, where)
+        return {part: _voc_images(root, table, names, part) for part in where if files[part]}
+    if not table:
+        _check_folders(where)
+        rows: dict[Part, Pairs] = {part: _images_in(folder) for part, folder in where.items()}
+    elif several:
+        rows = {part: _table_rows(root, table, part) for part in where}
+    else:
+        rows = {part: _one_label_each(root, table, part) for part in where}
+    labels = {part: {label for _, label in pairs} for part, pairs in rows.items()}
+    names = _names_to_learn(labels["train"] | labels["valid"], labels["test"], where)
+    there = [part for part in where if rows[part] or part != "valid"]
+    if several:
+        return {part: _several(rows[part], names) for part in there}
+    return {part: _labelled(rows[part], names, where[part]) for part in there}
+
+
+def _check_folders(where: Mapping[Part, Path]) -> None:
+    for folder in (where["train"], where["test"]):
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"no folder {folder}: wanted train/ and test/ with a folder per class, "
+                "such as train/cat/1.jpg"
+            )
+
+
+def _names_to_learn(known: set[str], asked: set[str], where: Mapping[Part, Path]) -> dict[str, str]:
+    """Label -> class name of the classes that can be learnt, which must have all that are asked."""
+    if len(known) < 2:
+        raise ValueError(f"{where['train']} has images of {len(known)} classes: wanted at least 2")
+    if not asked:
+        raise ValueError(f"{where['test']} has no images to test")
+    if strangers := sorted(asked - known):
+        raise ValueError(
+            f"{where['test']} has {len(strangers)} classes that {where['train']} lacks, such as "
+            f"{strangers[0]!r}"
+        )
+    return {label: readable(label) for label in sorted(known)}
+
+
+def _several(pairs: Pairs, names: Mapping[str, str]) -> SeveralLabels:
+    """Images with a row for each of their labels."""
     files = {path: row for row, path in enumerate(dict.fromkeys(path for path, _ in pairs))}
     truth = np.full((len(files), len(names)), -1, dtype=np.int8)
     columns_of = {label: column for column, label in enumerate(names)}
@@ -112,12 +165,27 @@ def read_several_labels(root: Path, names: Mapping[str, str], table: str) -> Sev
     return SeveralLabels(list(files), truth, list(names.values()))
 
 
-def _voc_files(folder: Path) -> dict[str, Path]:
-    """Class -> file ``CLASS_test.txt``, in order; ValueError where there is none."""
-    found = {path.name.removesuffix("_test.txt"): path for path in folder.glob("?*_test.txt")}
-    if not found:
-        raise ValueError(f"{folder} has no files CLASS_test.txt, as in PASCAL VOC's ImageSets/Main")
+def _voc_files(folder: Path, part: Part, optional: bool = False) -> dict[str, Path]:
+    """Class -> its file of this part, in order; ValueError where there is none."""
+    ending = _VOC_ENDINGS[part]
+    found = {path.name.removesuffix(ending): path for path in folder.glob(f"?*{ending}")}
+    if not found and not optional:
+        raise ValueError(f"{folder} has no files CLASS{ending}, as in PASCAL VOC's ImageSets/Main")
     return dict(sorted(found.items()))
+
+
+def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) -> SeveralLabels:
+    folder = root / table
+    columns = {label: _voc_rows(path) for label, path in _voc_files(folder, part).items()}
+    rows = {name: row for row, name in enumerate(next(iter(columns.values())))}
+    images = [below(root, f"JPEGImages/{name}.jpg", f"{folder}") for name in rows]
+    truth = np.zeros((len(rows), len(names)), dtype=np.int8)
+    for column, label in enumerate(names):
+        found = columns.get(label, dict.fromkeys(rows, -1))
+        if found.keys() != rows.keys():
+            raise ValueError(f"the files in {folder} list different images: {label!r}")
+        truth[:, column] = [found[name] for name in rows]
+    return SeveralLabels(images, truth, list(names.values()))
 
 
 def _voc_rows(path: Path) -> dict[str, int]:
@@ -131,36 +199,13 @@ def _voc_rows(path: Path) -> dict[str, int]:
     return found
 
 
-def read_split(root: Path) -> tuple[LabelledImages, LabelledImages]:
-    """``root/train`` and ``root/test``, each with a folder per class, under the same classes.
-
-    The classes are those that have images to learn from. FileNotFoundError where a folder is
-    missing; ValueError for fewer than two classes, or a class that only ``test`` has.
-    """
-    train, test = Path(root) / "train", Path(root) / "test"
-    for folder in (train, test):
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"no folder {folder}: wanted train/ and test/ with a folder per class, "
-                "such as train/cat/1.jpg"
-            )
-    known, asked = _images_in(train), _images_in(test)
-    names = {label: readable(label) for label in sorted({label for _, label in known})}
-    if len(names) < 2:
-        raise ValueError(f"{train} has images of {len(names)} classes: wanted at least 2 folders")
-    if strangers := sorted({label for _, label in asked} - names.keys()):
-        raise ValueError(
-            f"{test} has {len(strangers)} classes that {train} lacks, such as {strangers[0]!r}"
-        )
-    return _labelled(known, names, train), _labelled(asked, names, test)
-
-
 def _class_folders(root: Path) -> dict[str, Path]:
-    folders = [path for path in Path(root).iterdir() if path.is_dir()]
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     return {path.name: path for path in sorted(folders) if not path.name.startswith(".")}
 
 
-def _images_in(root: Path) -> list[tuple[Path, str]]:
+def _images_in(root: Path) -> Pairs:
+    """The images of a folder per class; none where there is no such folder."""
     return [
         (path, label)
         for label, folder in _class_folders(root).items()
@@ -169,20 +214,40 @@ def _images_in(root: Path) -> list[tuple[Path, str]]:
     ]
 
 
-def _table_rows(root: Path, table: str) -> list[tuple[Path, str]]:
+def _table_rows(root: Path, table: str, part: Part | None = None) -> Pairs:
+    """The rows of a table, or those of its ``part``."""
+    columns = ("filepath", "label", *(["split"] if part else []))
     found = []
-    for line, (file, label) in read_rows(root / table, ("filepath", "label"), "table of labels"):
+    for line, (file, label, *split) in read_rows(root / table, columns, "table of labels"):
         if not file or not label.strip():
             raise ValueError(
                 f"line {line} of {root / table} has no filepath or no label: complete it"
             )
-        found.append((below(root, file, f"{root / table} line {line}"), label.strip()))
+        if split and split[0].strip() not in get_args(Part):
+            wanted = ", ".join(get_args(Part))
+            raise ValueError(
+                f"line {line} of {root / table} has the split {split[0]!r}: wanted one of {wanted}"
+            )
+        if [word.strip() for word in split] in ([], [part]):
+            found.append((below(root, file, f"{root / table} line {line}"), label.strip()))
     return found
 
 
-def _labelled(
-    pairs: Sequence[tuple[Path, str]], names: Mapping[str, str], where: Path
-) -> LabelledImages:
+def _one_label_each(root: Path, table: str, part: Part | None = None) -> Pairs:
+    """The rows of a table in which no image stands twice."""
+    if (root / table).is_dir():
+        raise ValueError(f"{root / table} is a folder: the files in it want metric=map_11_point")
+    pairs = _table_rows(root, table, part)
+    times = Counter(path for path, _ in pairs)
+    if twice := next((path for path, count in times.items() if count > 1), None):
+        raise ValueError(
+            f"{root / table} has {twice} more than once: several labels of an image want "
+            "metric=map_11_point"
+        )
+    return pairs
+
+
+def _labelled(pairs: Pairs, names: Mapping[str, str], where: Path) -> LabelledImages:
     if not pairs:
         raise ValueError(f"{where} has no images")
     row = {label: number for number, label in enumerate(names)}

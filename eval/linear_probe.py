@@ -1,9 +1,10 @@
 """Linear probe: multinomial logistic regression on frozen image features.
 
-Source: Radford et al., CLIP (2021), appendix A.3: L-BFGS with at most 1,000 iterations. The L2
-strength is chosen on a validation set, from 1e-6 to 1e6 with 8 steps per decade (96 steps): first 7
+Source: Radford et al., CLIP (2021), appendix A.3: L-BFGS with at most 1,000 iterations, on features
+before the projection (``feature="pooled"``). The L2 strength is chosen on a validation set, the
+data set's own or else a part of train, from 1e-6 to 1e6 with 8 steps per decade (96 steps): first 7
 values, then ever closer ones around the best. The final classifier is trained on train and
-validation together.
+validation together. That rows are brought to equal length first is ours: CLIP names no such step.
 """
 
 from __future__ import annotations
@@ -19,12 +20,28 @@ from pydantic import Field
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.eval import logistic
-from mclclip.eval.features import Extractor
-from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_figures, extract
-from mclclip.eval.logistic import MAX_ITERATIONS, Solver
+from mclclip.eval.class_figures import (
+    Metric,
+    area,
+    area_figures,
+    check_metric,
+    mean_of_top1_and_top5,
+    precision_figure,
+    precisions,
+)
+from mclclip.eval.features import Extractor, Features
+from mclclip.eval.labelled_features import (
+    Feature,
+    LabelledFeatures,
+    accuracy_figures,
+    extract,
+)
+from mclclip.eval.labelled_images import read_parts
+from mclclip.eval.logistic import MAX_ITERATIONS, Classifier, Solver
 from mclclip.eval.metrics import BoolArray, IntArray
-from mclclip.eval.results import Figure
-from mclclip.ranks.collectives import on_main
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.results import Figure, figure
+from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import Context
 
 READS_TEXT = False  # whether images are compared with texts
@@ -76,7 +93,7 @@ def search(score: Callable[[Sequence[int]], Mapping[int, float]]) -> int:
         scores.update(score([p for p in around if p not in scores]))
 
 
-def answer(
+def train(
     context: Context,
     data: LabelledFeatures,
     *,
@@ -85,12 +102,14 @@ def answer(
     seed: int,
     max_iterations: int,
     solver: Solver,
-) -> tuple[IntArray, dict[str, Any]]:
-    """Labels [Q] predicted for ``data.test``, and what a row's protocol says of the classifier.
+    metric: Metric = "accuracy",
+) -> tuple[list[Classifier | None], dict[str, Any]]:
+    """The classifier of ``data.train``, and what a row's protocol says of it. Of images with
+    several labels there is one per class, which tells images with it from those without.
 
-    Without a ``strength`` it is chosen on ``validation_share`` of every class of train; the
-    classifier is then trained on all of it. All ranks must call it, and get the same. Raises
-    ValueError for options out of range.
+    Without a ``strength`` the one with the best ``metric`` is taken, on ``data.valid`` or else on
+    ``validation_share`` of every class of train; classifiers are then trained on all of it. All
+    ranks must call it, and get the same. Raises ValueError for options out of range.
     """
     if strength is not None and not (math.isfinite(strength) and strength > 0):
         raise ValueError(f"strength is {strength}, wanted a number above 0")
@@ -98,45 +117,128 @@ def answer(
         raise ValueError(f"validation_share is {validation_share}, wanted between 0 and 1")
     if max_iterations < 1:
         raise ValueError(f"max_iterations is {max_iterations}, wanted at least 1")
-    train, labels = data.train, data.train_labels
-    if len(np.unique(labels)) < 2:
+    labels = data.train_labels
+    if labels.ndim == 1 and len(np.unique(labels)) < 2:
         raise ValueError("all train images are of one class: a classifier needs two at least")
+    if labels.ndim == 2 and (lacking := np.flatnonzero(~_learnable(labels))).size:
+        raise ValueError(
+            f"{len(lacking)} classes have no train image with them, or none without, such as "
+            f"{data.class_names[lacking[0]]!r}: a classifier needs both"
+        )
     # Decided once, so that search and final fit are solved alike.
-    solver = logistic.choose(solver, len(train), len(np.unique(labels)))
+    num_classes = len(np.unique(labels)) if labels.ndim == 1 else 2
+    solver = logistic.choose(solver, len(labels), num_classes)
     fitting: dict[str, Any] = {"solver": solver, "max_iterations": max_iterations}
-    chosen = strength or _search(context, data, validation_share, seed, fitting)
-    [classifier] = logistic.fit_all(context, train, labels, [chosen], **fitting)
-    _say(chosen, "trained on train and validation", classifier.converged)
+    share = f"{validation_share:g} of train" if data.valid is None else "the data set's own split"
+    if not strength:
+        held = data.valid if data.valid is not None else _held_out(labels, validation_share, seed)
+        chosen = _search(context, data, held, metric, fitting)
+    else:
+        chosen = strength
+    [fitted] = _fit_all(context, data.train, labels, [chosen], fitting)
+    converged = _converged(fitted)
+    _say(chosen, "trained on train and validation", converged)
     protocol = {
         "strength": chosen,
-        "strength_from": "set" if strength else f"validation on {validation_share:g} of train",
+        "strength_from": "set" if strength else f"validation on {share}",
         "seed": seed,
         **fitting,
-        "converged": classifier.converged,
+        "converged": converged,
         "standardised": "rows to equal length",
     }
-    return on_main(lambda: classifier.predict(data.test)), protocol
+    return fitted, protocol
+
+
+def _held_out(labels: IntArray, share: float, seed: int) -> BoolArray:
+    """``held_out``; of images with several labels without regard to the classes."""
+    return held_out(labels if labels.ndim == 1 else np.zeros(len(labels), np.int64), share, seed)
+
+
+def _learnable(truth: IntArray) -> BoolArray:
+    """[K]: whether a class has images with it and images without it."""
+    learnable: BoolArray = (truth == 1).any(axis=0) & (truth == -1).any(axis=0)
+    return learnable
+
+
+def _fit_all(
+    context: Context,
+    rows: Features,
+    labels: IntArray,
+    strengths: Sequence[float],
+    fitting: dict[str, Any],
+) -> list[list[Classifier | None]]:
+    """For every strength the classifier, or that of every class of ``labels`` [N, K]: None where
+    there is nothing to learn. Rows that are not judged for a class are left out there."""
+    if labels.ndim == 1:
+        return [[one] for one in logistic.fit_all(context, rows, labels, strengths, **fitting)]
+    columns: list[Sequence[Classifier | None]] = []
+    for truth, learnable in zip(labels.T, _learnable(labels), strict=True):
+        of = truth != 0
+        if learnable:
+            columns.append(logistic.fit_all(context, rows[of], truth[of], strengths, **fitting))
+        else:
+            columns.append([None] * len(strengths))
+    return [[*found] for found in zip(*columns, strict=True)]
+
+
+def single(fitted: Sequence[Classifier | None]) -> Classifier:
+    """The classifier of images with one label each."""
+    [classifier] = fitted
+    assert classifier is not None
+    return classifier
+
+
+def _converged(fitted: Sequence[Classifier | None]) -> bool:
+    return all(one is None or one.converged for one in fitted)
+
+
+def outcomes_of(
+    metric: Metric,
+    fitted: Sequence[Classifier | None],
+    rows: Features,
+    truth: IntArray,
+    items: Sequence[str],
+    classes: Sequence[str],
+) -> Outcomes:
+    """How ``rows`` [Q, E] come out under the classifiers of ``train``, by the metric; raises
+    ValueError where it is not defined for these images."""
+    if metric == "map_11_point":
+        scores = np.zeros(truth.shape)
+        for column, one in enumerate(fitted):
+            if one is not None:
+                scores[:, column] = one.preferences(rows)
+        known = [one is not None for one in fitted]
+        return precisions(scores, truth * known, items, classes)
+    classifier = single(fitted)
+    if metric == "mean_of_top1_and_top5":
+        return mean_of_top1_and_top5(classifier.ranks(rows, truth), items)
+    if metric == "roc_auc":
+        return area(classifier.preferences(rows), truth == classifier.classes[1], items)
+    strata = [*map(str, truth)] if metric == "mean_per_class" else None
+    return Outcomes(items, classifier.predict(rows) == truth, strata=strata)
 
 
 def _search(
-    context: Context, data: LabelledFeatures, share: float, seed: int, fitting: dict[str, Any]
+    context: Context,
+    data: LabelledFeatures,
+    held: BoolArray,
+    metric: Metric,
+    fitting: dict[str, Any],
 ) -> float:
-    """The strength with the highest accuracy on the held-out part of ``data.train``."""
-    held = held_out(data.train_labels, share, seed)
+    """The strength with the highest ``metric`` on the rows ``held`` of ``data.train``."""
     train, labels = data.train[~held], data.train_labels[~held]
     queries, truth = data.train[held], data.train_labels[held]
+    items = [str(row) for row in range(len(queries))]
 
     def score(positions: Sequence[int]) -> dict[int, float]:
         strengths = [strength_at(position) for position in positions]
-        found = logistic.fit_all(context, train, labels, strengths, **fitting)
-        scores = {}
+        found = _fit_all(context, train, labels, strengths, fitting)
+        of = (queries, truth, items, data.class_names)
         # The first rank's, since products of other machines may differ in their last bits.
-        right = on_main(lambda: [np.mean(one.predict(queries) == truth) for one in found])
-        for position, classifier, score in zip(positions, found, right, strict=True):
-            scores[position] = float(score)
-            accuracy = f"validation accuracy {100 * scores[position]:.2f} %"
-            _say(strength_at(position), accuracy, classifier.converged)
-        return scores
+        values = on_main(lambda: [outcomes_of(metric, one, *of).value() for one in found])
+        for strength, fitted, value in zip(strengths, found, values, strict=True):
+            _say(strength, f"validation {metric} {100 * value:.2f} %", _converged(fitted))
+        return dict(zip(positions, values, strict=True))
 
     return strength_at(search(score))
 
@@ -148,7 +250,10 @@ def _say(strength: float, what: str, converged: bool) -> None:
 
 def needs(**_: Any) -> str:
     """Names the files that a folder must hold, for messages."""
-    return "train/ and test/ with a folder of images per class, such as train/cat/1.jpg"
+    return (
+        "train/ and test/ with a folder of images per class, such as train/cat/1.jpg, or images "
+        "and a table (option labels)"
+    )
 
 
 def evaluate(
@@ -156,30 +261,57 @@ def evaluate(
     root: Path,
     *,
     feature: Feature = "projected",
+    labels: str | None = None,
+    metric: Metric = "accuracy",
     strength: PositiveFloat | None = None,
     validation_share: OpenShare = 0.2,
     seed: NonNegativeInt = 0,
     max_iterations: PositiveInt = MAX_ITERATIONS,
     solver: Solver = "auto",
 ) -> list[Figure]:
-    """Accuracy and ``mean_per_class`` in percent of the images in ``root/test`` under a classifier
-    trained on ``root/train``; both hold a folder per class.
+    """Figures in percent of the test images under a classifier that was trained on the others;
+    ``read_parts`` says where they lie, without ``labels`` and with it.
 
-    ``strength``: the L2 strength (see ``logistic``); None chooses it on ``validation_share`` of
-    every class of train, then trains on all of it. ``solver``: ``scikit_learn``, ``torch`` (over
-    the ranks, on their devices) or ``auto`` by the size of the training set. CLIP's protocol is
-    ``feature="pooled"``. Figures do not depend on the number of ranks. Raises ValueError for
-    options out of range.
+    They are ``accuracy`` and ``mean_per_class``, and by ``metric``, which names the headline:
+      - ``mean_of_top1_and_top5``: the mean of both (Kinetics700).
+      - ``roc_auc``: the area under the ROC curve too, of two classes (Hateful Memes).
+      - ``map_11_point``: instead of them the mean over classes of the 11-point average precision,
+        for images with several labels (PASCAL VOC 2007), with a classifier per class.
+
+    ``strength``: the L2 strength (see ``logistic``), one for all classes; None chooses it by
+    ``metric`` on the data set's part ``valid``, or where there is none on ``validation_share`` of
+    every class of train; then it trains on all of it. ``solver``: ``scikit_learn``, ``torch`` (over
+    the ranks, on their devices) or ``auto`` by the size of the training set. CLIP takes
+    ``feature="pooled"``; that features have equal length is ours. Figures do not depend on the
+    number of ranks. Raises ValueError for options out of range.
     """
-    data = extract(extractor, root, feature)
-    predicted, protocol = answer(
-        extractor.context,
-        data,
-        strength=strength,
-        validation_share=validation_share,
-        seed=seed,
-        max_iterations=max_iterations,
-        solver=solver,
-    )
-    protocol = {"name": "linear_probe", **protocol, **data.protocol}
-    return accuracy_figures(predicted, data, protocol)
+    several = metric == "map_11_point"
+    if several:
+        together(lambda: check_metric(metric, 0, labels))
+    parts = together(lambda: read_parts(Path(root), labels, several=several))
+    together(lambda: check_metric(metric, len(parts["test"].class_names), labels))
+    data = extract(extractor, root, feature, parts)
+    options: dict[str, Any] = {
+        "strength": strength, "validation_share": validation_share, "seed": seed,
+        "max_iterations": max_iterations, "solver": solver, "metric": metric,
+    }  # fmt: skip
+    fitted, chosen = train(extractor.context, data, **options)
+    protocol = {"name": "linear_probe", **chosen, **data.protocol}
+    asked = (data.test, data.test_labels, data.test_items, data.class_names)
+    found = on_main(lambda: outcomes_of(metric, fitted, *asked))
+    if several:
+        return [precision_figure(found, len(data.test), protocol)]
+    predicted = on_main(lambda: single(fitted).predict(data.test))
+    figures = accuracy_figures(predicted, data, protocol, metric)
+    if metric == "roc_auc":
+        return [*area_figures(found, protocol), *figures]
+    if metric == "mean_of_top1_and_top5":
+        chance = round(100 * _chance_of_five(data), 2)
+        return [figure(metric, found, protocol | {"chance": chance}, level="headline"), *figures]
+    return figures
+
+
+def _chance_of_five(data: LabelledFeatures) -> float:
+    """The mean of top 1 and top 5 where the most frequent classes of train are every answer."""
+    order = np.argsort(-np.bincount(data.train_labels), kind="stable")
+    return float(np.mean([np.isin(data.test_labels, order[:k]).mean() for k in (1, 5)]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -58,10 +58,35 @@ class Classifier:
 
     def predict(self, rows: Features) -> IntArray:
         """Labels [Q] of unit rows [Q, E]."""
-        starts = range(0, len(rows), ROWS)
-        best = [(rows[s : s + ROWS] @ self.weight.T + self.bias).argmax(axis=1) for s in starts]
-        labels: IntArray = self.classes[np.concatenate(best)]
+        best = self._of_scores(rows, lambda scores, _: scores.argmax(axis=1))
+        labels: IntArray = self.classes[best]
         return labels
+
+    def ranks(self, rows: Features, labels: IntArray) -> IntArray:
+        """The rank [Q] of each row's label, from 1 on, with ties against the classifier; a class
+        that it was not trained on is behind all others."""
+
+        def ranked(scores: NDArray[np.float64], part: slice) -> IntArray:
+            own = self.classes == labels[part, None]
+            best = np.where(own, scores, -np.inf).max(axis=1, keepdims=True)
+            ranks: IntArray = 1 + np.count_nonzero((scores >= best) & ~own, axis=1)
+            return ranks
+
+        return self._of_scores(rows, ranked)
+
+    def preferences(self, rows: Features) -> NDArray[np.float64]:
+        """How much each row [Q] is of the second of two classes; without the biases, which are
+        equal for all rows and would hide small differences in their last digits."""
+        assert len(self.classes) == 2
+        preferences: NDArray[np.float64] = rows @ (self.weight[1] - self.weight[0])
+        return preferences
+
+    def _of_scores(
+        self, rows: Features, work: Callable[[NDArray[np.float64], slice], IntArray]
+    ) -> IntArray:
+        """What ``work`` makes of the scores of each part of the rows, joined."""
+        parts = [slice(start, start + ROWS) for start in range(0, len(rows), ROWS)]
+        return np.concatenate([work(rows[p] @ self.weight.T + self.bias, p) for p in parts])
 
 
 def choose(solver: Solver, num_rows: int, num_classes: int) -> Solver:

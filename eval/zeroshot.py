@@ -10,16 +10,24 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from mclclip.eval.class_figures import (
+    Metric,
+    area,
+    area_figures,
+    check_metric,
+    mean_of_top1_and_top5,
+    precision_figure,
+    precisions,
+)
 from mclclip.eval.features import Extractor, Features
 from mclclip.eval.labelled_images import labels_of, read_labelled, read_several_labels
-from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
+from mclclip.eval.metrics import IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes, image_items
 from mclclip.eval.prompts import Classes, find_names, find_templates
 from mclclip.eval.ranking import rank_queries, similarity
@@ -27,9 +35,6 @@ from mclclip.eval.results import Figure, figure
 from mclclip.ranks.collectives import together
 
 READS_TEXT = True  # whether images are compared with texts
-
-Metric = Literal["accuracy", "mean_per_class", "mean_of_top1_and_top5", "map_11_point", "roc_auc"]
-"""The figure by which a data set is reported."""
 
 log = logging.getLogger("mclclip")
 
@@ -61,19 +66,6 @@ def classifier(
     norms = np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
     unit: Features = (means / norms).astype(np.float32)
     return unit
-
-
-def check_metric(metric: Metric, num_classes: int, labels: str | None) -> None:
-    """Raises ValueError where a benchmark cannot have this metric."""
-    if metric == "roc_auc" and num_classes != 2:
-        raise ValueError(f"metric roc_auc wants 2 classes, got {num_classes}: use accuracy")
-    if metric == "mean_of_top1_and_top5" and num_classes <= 5:
-        raise ValueError(f"metric {metric} wants more than 5 classes, got {num_classes}")
-    if metric == "map_11_point" and labels is None:
-        raise ValueError(
-            "metric map_11_point wants labels=FILE, a CSV with a row for each label of an image, "
-            "or PASCAL VOC's folder ImageSets/Main: folders give an image one label"
-        )
 
 
 def needs(**_: Any) -> str:
@@ -108,7 +100,7 @@ def evaluate(
     those four classes tie, so top1 is at most 99.6; published code gives the model half of them.
 
     Raises ValueError and FileNotFoundError for names, templates, tables and metrics that do not fit
-    (``prompts.check`` says so beforehand, but for the metric) and for images that cannot be read.
+    (``prompts.check`` does so beforehand, but for metrics), and for images that cannot be read.
     """
     root = Path(root)
     names = together(lambda: find_names(labels_of(root, labels), classes, root))
@@ -135,31 +127,30 @@ def evaluate(
     ranked = rank_queries(features, data.labels, vectors, rows, context=extractor.context)
     items = image_items(data.images, root)
     protocol |= {"tied_images": int(np.count_nonzero(ranked[0] != ranked[1]))}
-    strata = [[*names][label] for label in data.labels]
-    figures = _of_ranks(ranked[0], items, strata, len(vectors), metric, protocol)
+    figures = _of_ranks(ranked[0], items, data.labels, [*names], metric, protocol)
     if metric == "roc_auc":
         near = similarity(features, vectors, extractor.context.device).astype(np.float64)
-        figures = [*_areas(near[:, 1] - near[:, 0], data.labels == 1, items, protocol), *figures]
+        areas = area(near[:, 1] - near[:, 0], data.labels == 1, items)
+        return [*area_figures(areas, protocol), *figures]
     return figures
 
 
 def _of_ranks(
     ranks: IntArray,
     items: Sequence[str],
-    strata: Sequence[str],
-    num_classes: int,
+    labels: IntArray,
+    classes: Sequence[str],
     metric: Metric,
     protocol: Mapping[str, Any],
 ) -> list[Figure]:
-    """The figures of images with one label, from the ranks [N] of their classes, ``strata`` [N]."""
-    first = hits_at(ranks, 1)
+    """The figures of images with one label [N], a row of ``classes``, from the ranks [N] of it."""
+    first, num_classes = hits_at(ranks, 1), len(classes)
     found = {"top1": Outcomes(items, first)}
     if num_classes > 5:
-        fifth = hits_at(ranks, 5)
-        found["top5"] = Outcomes(items, fifth)
+        found["top5"] = Outcomes(items, hits_at(ranks, 5))
         if metric == "mean_of_top1_and_top5":
-            found = {metric: Outcomes(items, (first + fifth.astype(np.float64)) / 2)} | found
-    found["mean_per_class"] = Outcomes(items, first, strata=strata)
+            found = {metric: mean_of_top1_and_top5(ranks, items)} | found
+    found["mean_per_class"] = Outcomes(items, first, strata=[classes[n] for n in labels])
     main = "top1" if metric == "accuracy" else metric
     places = {"top5": 5, "mean_of_top1_and_top5": 3}
     chance = {name: round(100 * places.get(name, 1) / num_classes, 2) for name in found}
@@ -174,23 +165,6 @@ def _of_ranks(
     ]
 
 
-def _areas(
-    scores: FloatArray, positive: BoolArray, items: Sequence[str], protocol: Mapping[str, Any]
-) -> list[Figure]:
-    """The area under the ROC curve of ``scores`` [N], the similarity of each image with the second
-    class minus that with the first. A tied pair counts as wrong; where there are any,
-    ``roc_auc_half_ties`` is scikit-learn's figure, which counts them half."""
-    if positive.all() or not positive.any():
-        raise ValueError("roc_auc wants images of both classes: one of them has none")
-    strict = Outcomes(items, scores, truth=positive, statistic="roc_auc")
-    half = replace(strict, statistic="roc_auc_half_ties")
-    protocol = {**protocol, "chance": 50.0}
-    figures = [figure("roc_auc", strict, protocol, level="headline")]
-    if half.value() != strict.value():
-        figures.append(figure("roc_auc_half_ties", half, protocol, level="detail"))
-    return figures
-
-
 def _precisions(
     extractor: Extractor,
     root: Path,
@@ -199,24 +173,10 @@ def _precisions(
     templates: Sequence[str],
     protocol: Mapping[str, Any],
 ) -> list[Figure]:
-    """The mean over classes of the 11-point average precision. Images that the data set does not
-    judge for a class are left out there, and classes without a positive or a negative image."""
+    """The figure of images with several labels (``precisions``)."""
     data = together(lambda: read_several_labels(root, names, labels))
-    ranked = (data.truth == 1).any(axis=0) & (data.truth == -1).any(axis=0)
-    if not ranked.any():
-        raise ValueError(f"{root / labels}: no class has images with it and images without it")
     vectors = classifier(extractor, data.class_names, templates)
     features = extractor.images(data.images)
     near = similarity(features, vectors, extractor.context.device)
-    image, column = np.nonzero((data.truth != 0) & ranked)
-    files, known = image_items(data.images, root), [*names]
-    found = Outcomes(
-        items=[f"{files[i]}:{known[k]}" for i, k in zip(image, column, strict=True)],
-        values=near[image, column],
-        strata=[known[k] for k in column],
-        units=[files[i] for i in image],
-        truth=data.truth[image, column] == 1,
-        statistic="precision_11_point",
-    )
-    settings = {**protocol, "num_images": len(files), "num_ranked_classes": int(ranked.sum())}
-    return [figure("map_11_point", found, settings, level="headline")]
+    found = precisions(near, data.truth, image_items(data.images, root), [*names])
+    return [precision_figure(found, len(data.images), protocol)]

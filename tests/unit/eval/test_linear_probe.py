@@ -14,10 +14,11 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 
 from mclclip.config import BenchmarkConfig
-from mclclip.eval import linear_probe
+from mclclip.eval import knn, linear_probe
 from mclclip.eval import run as evaluation
 from mclclip.eval.features import Extractor
 from mclclip.eval.labelled_features import extract
+from mclclip.eval.labelled_images import read_parts
 from mclclip.models.clip import load_clip
 from mclclip.models.encoder import SingleEncoder
 from mclclip.pack import pack
@@ -164,7 +165,7 @@ def test_a_real_tower_through_the_suite(tmp_path: Path) -> None:
 def test_pooled_features_are_the_tower_s_and_a_resnet_has_none(tmp_path: Path) -> None:
     root = class_folders.rendered(tmp_path / "data", 2, 1, attribute="size")
     encoder = SingleEncoder(load_clip(CONFIGS / "tiny_vit.json", seed=1))
-    data = extract(Extractor(encoder, batch_size=3), root, "pooled")
+    data = extract(Extractor(encoder, batch_size=3), root, "pooled", read_parts(root))
     images = sorted((root / "train").glob("*/*.png"))
     inputs = torch.stack([encoder.preprocess_val(Image.open(image)) for image in images])
     assert data.train.shape == (4, 64) and encoder.embed_dim != 64
@@ -187,3 +188,228 @@ def test_real_class_folders(tmp_path: Path, shared_data: Path) -> None:
     cifar = class_folders.cifar10(shared_data, tmp_path / "cifar10", 3, 2)
     counts = [len(list(r.glob(f"{p}/*/*"))) for r in (caltech, cifar) for p in ("train", "test")]
     assert counts == [1010, 505, 30, 20]
+
+
+# --- metrics other than accuracy, beside scikit-learn -------------------------------------------
+
+
+@pytest.fixture
+def numbers(tmp_path: Path, draw: Callable[[Path, int], None]) -> Path:
+    """Images 0 to 239, each of which spells its number."""
+    for number in range(240):
+        draw(tmp_path / "images" / f"{number:03d}.png", number)
+    return tmp_path
+
+
+PARTS = np.repeat(["train", "valid", "test"], [100, 60, 80])
+
+
+def noisy(planted: Any, truth: Any) -> tuple[Any, Any]:
+    """An encoder that sees ``truth`` [240, K] through noise, and its features in float64 as the
+    solver takes them."""
+    encoder = planted("random", 240, dim=truth.shape[1] + 4, seed=3)
+    encoder.image_table[:, : truth.shape[1]] += 0.2 * torch.from_numpy(truth.astype(np.float32))
+    rows = torch.nn.functional.normalize(encoder.image_table, dim=1).double().numpy()
+    return encoder, rows * rows.shape[1] ** 0.5
+
+
+def write_table(root: Path, labels: Sequence[Sequence[str]], parts: Any = PARTS) -> None:
+    """A row for each label of an image."""
+    lines = [
+        f"images/{number:03d}.png,{label},{parts[number]}"
+        for number, found in enumerate(labels) for label in found
+    ]  # fmt: skip
+    (root / "labels.csv").write_text("\n".join(["filepath,label,split", *lines]))
+
+
+def by_hand(rows: Any, truth: Any, part: Any, strength: float) -> Any:
+    """The scores of the test images by another solver; of two classes those of the second."""
+    model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=10000, solver="newton-cg")
+    return model.fit(rows[part], truth[part]).decision_function(rows[PARTS == "test"])
+
+
+def precision_by_definition(truth: Any, scores: Any) -> float:
+    """The mean over recalls 0, 0.1 ... 1 of the best precision at that recall or a higher one."""
+    from sklearn.metrics import precision_recall_curve
+
+    precision, recall, _ = precision_recall_curve(truth, scores)
+    levels = np.arange(11) / 10
+    return float(np.mean([precision[:-1][recall[:-1] >= level - 1e-9].max() for level in levels]))
+
+
+def test_several_labels_have_the_precision_of_a_classifier_per_class(
+    numbers: Path, planted: Any
+) -> None:
+    """The 11-point precision of scikit-learn's curve, its strength chosen on the set's split."""
+    truth = np.random.default_rng(5).random((240, 3)) < [0.5, 0.3, 0.2]
+    truth[~truth.any(axis=1), 0] = True  # a table names images by their labels
+    encoder, rows = noisy(planted, truth)
+    write_table(numbers, [[f"class {k}" for k in np.flatnonzero(row)] for row in truth])
+    options: dict[str, Any] = {"labels": "labels.csv", "metric": "map_11_point"}
+
+    def wanted(fit_on: Any, asked: Any, strength: float) -> float:
+        values = []
+        for column in truth.T:
+            model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=9999, solver="newton-cg")
+            scores = model.fit(rows[fit_on], column[fit_on]).decision_function(rows[asked])
+            values.append(precision_by_definition(column[asked], scores))
+        return float(np.mean(values))
+
+    def score(positions: Sequence[int]) -> dict[int, float]:
+        train, valid = PARTS == "train", PARTS == "valid"
+        return {p: wanted(train, valid, linear_probe.strength_at(p)) for p in positions}
+
+    best = linear_probe.strength_at(linear_probe.search(score))
+    (found,) = run(encoder, numbers, **options).values()
+    assert found.metric == "map_11_point" and found.protocol["level"] == "headline"
+    assert found.protocol["strength"] == best and found.protocol["num_ranked_classes"] == 3
+    assert found.protocol["strength_from"] == "validation on the data set's own split"
+    assert found.protocol["num_train"] == 160 and found.count == 3 * 80
+    value = 100 * wanted(PARTS != "test", PARTS == "test", best)
+    assert found.value == pytest.approx(value) and 50 < value < 95
+    assert found.ci_low < found.value < found.ci_high
+
+
+def test_pascal_vocs_lists_give_the_same_figures(numbers: Path, planted: Any) -> None:
+    """Also the row that is too difficult: it is left out of its class, in train as in test."""
+    truth = np.random.default_rng(6).random((240, 2)) < 0.4
+    truth[:, 0] |= ~truth.any(axis=1)
+    encoder, rows = noisy(planted, truth)
+    write_table(numbers, [[f"class {k}" for k in np.flatnonzero(row)] for row in truth])
+    main = numbers / "ImageSets" / "Main"
+    main.mkdir(parents=True)
+    (numbers / "images").rename(numbers / "JPEGImages")
+    for image in (numbers / "JPEGImages").iterdir():
+        image.rename(image.with_suffix(".jpg"))
+    signs = np.where(truth, 1, -1)
+
+    def write_lists() -> None:
+        for part, ending in {"train": "train", "valid": "val", "test": "test"}.items():
+            for label in range(2):
+                lines = [f"{n:03d} {signs[n, label]:2d}" for n in np.flatnonzero(PARTS == part)]
+                (main / f"class {label}_{ending}.txt").write_text("\n".join(lines))
+
+    write_lists()
+    metric: dict[str, Any] = {"metric": "map_11_point", "strength": 1.0}
+    (of_lists,) = run(encoder, numbers, labels="ImageSets/Main", **metric).values()
+    table = numbers / "labels.csv"
+    table.write_text(table.read_text().replace("images/", "JPEGImages/").replace(".png", ".jpg"))
+    (of_table,) = run(encoder, numbers, labels="labels.csv", **metric).values()
+    assert of_lists.value == of_table.value and of_lists.count == of_table.count == 160
+    signs[[3, 239], 0] = 0
+    write_lists()
+    (judged,) = run(encoder, numbers, labels="ImageSets/Main", **metric).values()
+    known = (PARTS != "test") & (np.arange(240) != 3)
+    of_first = precision_by_definition(truth[160:239, 0], by_hand(rows, truth[:, 0], known, 1)[:-1])
+    scores = by_hand(rows, truth[:, 1], PARTS != "test", 1)
+    of_second = precision_by_definition(truth[160:, 1], scores)
+    assert judged.count == 159
+    assert judged.value == pytest.approx(100 * (of_first + of_second) / 2)
+
+
+@pytest.mark.parametrize("valid", [True, False])
+def test_two_classes_have_scikit_learns_area_under_the_curve(
+    numbers: Path, planted: Any, valid: bool
+) -> None:
+    from sklearn.metrics import roc_auc_score
+
+    truth = np.random.default_rng(7).random(240) < 0.35
+    encoder, rows = noisy(planted, truth[:, None])
+    parts = np.where(PARTS == "valid", "valid" if valid else "train", PARTS)
+    write_table(numbers, [[str(int(one))] for one in truth], parts)
+    held = PARTS == "valid"
+    if not valid:
+        held = np.append(linear_probe.held_out(truth[:160].astype(np.int64), 0.2, 0), [False] * 80)
+
+    def score(positions: Sequence[int]) -> dict[int, float]:
+        learnt, scores = (PARTS != "test") & ~held, {}
+        for position in positions:
+            strength = linear_probe.strength_at(position)
+            model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=9999, solver="newton-cg")
+            margins = model.fit(rows[learnt], truth[learnt]).decision_function(rows[held])
+            scores[position] = roc_auc_score(truth[held], margins)
+        return scores
+
+    best = linear_probe.strength_at(linear_probe.search(score))
+    figures = run(encoder, numbers, labels="labels.csv", metric="roc_auc")
+    assert list(figures) == ["roc_auc", "accuracy", "mean_per_class"]
+    found = figures["roc_auc"]
+    assert found.protocol["strength"] == best and found.protocol["chance"] == 50.0
+    value = 100 * roc_auc_score(truth[160:], by_hand(rows, truth, PARTS != "test", best))
+    assert found.value == pytest.approx(value) and 55 < value < 95
+    levels = {name: figure.protocol.get("level") for name, figure in figures.items()}
+    assert levels == {"roc_auc": "headline", "accuracy": None, "mean_per_class": None}
+
+
+def test_the_mean_of_top_1_and_top_5_is_scikit_learns(numbers: Path, planted: Any) -> None:
+    from sklearn.metrics import top_k_accuracy_score
+
+    truth = np.random.default_rng(8).integers(0, 8, 240)
+    encoder, rows = noisy(planted, np.eye(8)[truth])
+    write_table(numbers, [[f"class {one}"] for one in truth])
+    options: dict[str, Any] = {"labels": "labels.csv", "strength": 2.0}
+    figures = run(encoder, numbers, metric="mean_of_top1_and_top5", **options)
+    scores = by_hand(rows, truth, PARTS != "test", 2.0)
+    first, fifth = (top_k_accuracy_score(truth[160:], scores, k=k) for k in (1, 5))
+    found = figures["mean_of_top1_and_top5"]
+    assert found.value == pytest.approx(100 * (first + fifth) / 2) and first < fifth < 1
+    assert figures["accuracy"].value == pytest.approx(100 * first)
+    frequent = np.argsort(-np.bincount(truth[:160]), kind="stable")
+    shares = [np.isin(truth[160:], frequent[:k]).mean() for k in (1, 5)]
+    assert found.protocol["chance"] == pytest.approx(100 * np.mean(shares), abs=0.01)
+    per_class = run(encoder, numbers, metric="mean_per_class", **options)
+    assert [f.protocol.get("level") for f in per_class.values()] == [None, "headline"]
+
+
+def test_a_folder_valid_chooses_the_strength_and_is_learnt(
+    folders: Path, planted: Any, draw: Callable[[Path, int], None]
+) -> None:
+    encoder = by_class(planted, 2.0)
+    for label in range(3):
+        for number in range(14, 20):
+            draw(folders / "valid" / f"class_{label}" / f"{number}.png", 20 * label + number)
+    parts = (range(10), range(14, 20), range(10, 14))
+    train, valid, test = ([20 * c + n for c in range(3) for n in part] for part in parts)
+    rows, truth = 3 * encoder.image_table.double().numpy(), np.arange(60) // 20
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True) / 3
+
+    def accuracy(learnt: list[int], asked: list[int], strength: float) -> float:
+        model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=9999, solver="newton-cg")
+        return model.fit(rows[learnt], truth[learnt]).score(rows[asked], truth[asked])
+
+    def score(positions: Sequence[int]) -> dict[int, float]:
+        return {p: accuracy(train, valid, linear_probe.strength_at(p)) for p in positions}
+
+    best = linear_probe.strength_at(linear_probe.search(score))
+    found = run(encoder, folders)["accuracy"]
+    assert found.protocol["strength"] == best and found.protocol["num_train"] == 48
+    assert found.protocol["strength_from"] == "validation on the data set's own split"
+    assert found.value == pytest.approx(100 * accuracy(train + valid, test, best))
+    without = knn.evaluate(Extractor(encoder, batch_size=7), folders)
+    assert without[0].protocol["num_train"] == 30  # neighbours are those of train alone
+
+
+def test_labels_and_metrics_that_do_not_fit_get_one_line(numbers: Path, planted: Any) -> None:
+    encoder = planted("random", 240)
+
+    def refused(message: str, lines: Sequence[str], **options: Any) -> None:
+        (numbers / "labels.csv").write_text("\n".join(["filepath,label,split", *lines]))
+        with pytest.raises(ValueError, match=message):
+            run(encoder, numbers, labels="labels.csv", **options)
+
+    rows = [f"images/{n:03d}.png,{n % 2},{('train', 'test')[n // 4]}" for n in range(8)]
+    refused("line 10 .*split 'val': wanted one of train, valid, test", [*rows, "x.png,1,val"])
+    refused("lacks, such as '7'", [*rows, "images/009.png,7,test"])
+    refused("wants more than 5 classes, got 2", rows, metric="mean_of_top1_and_top5")
+    refused("more than once: several labels", [*rows, "images/000.png,1,train"])
+    refused("has no images to test", rows[:4])
+    refused("images of 1 classes", [row for row in rows if ",1," not in row])
+    several: dict[str, Any] = {"metric": "map_11_point", "strength": 1}
+    shown = ["000.png,a,train", "001.png,a,train", "001.png,b,train", "002.png,b,test"]
+    refused(
+        "1 classes have no train image .* such as 'a'", [f"images/{o}" for o in shown], **several
+    )
+    three = [row.replace(",0,", f",{n % 3},") for n, row in enumerate(rows)]
+    refused("roc_auc wants 2 classes, got 3", three, metric="roc_auc")
+    with pytest.raises(ValueError, match="map_11_point wants labels=FILE"):
+        run(encoder, numbers, metric="map_11_point")
