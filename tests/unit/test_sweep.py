@@ -20,6 +20,7 @@ SCRIPT = tiny.ROOT / "launch" / "sweep.sh"
 RECIPE = tiny.ROOT / "launch" / "recipes" / "mlcd_ablation_vitb32.yaml"
 TABLE = RECIPE.with_name("mlcd_table6.sweep")
 SWEEPS = sorted(RECIPE.parent.glob("*.sweep"))
+FILES_OF_SIMLAP = [file for file in SWEEPS if file.stem.startswith("simlap_")]
 NEEDED = ("index", "stage_0/export", "stage_0/embeddings", "stage_0/clusters")
 TEXT = "stage_0/text_embeddings"
 
@@ -99,6 +100,25 @@ def test_a_recipe_is_named_by_the_sweeps_that_run_it() -> None:
             assert set(found[0].split(", ")) == named[recipe.name], recipe.name
             lists += 1
     assert lists >= 9
+
+
+def test_simlap_s_runs_warm_up_for_40_epochs_on_imagenet() -> None:
+    """Table 5a of SimLAP has 40 in each column; lines of fewer than 100 epochs say their own."""
+    seen: set[int | None] = set()
+    for file in FILES_OF_SIMLAP:
+        runs = [line.split()[1:] for line in sweep(file).stdout.splitlines()]
+        for recipe, before, after in commands(file):
+            for name, *options in runs if recipe.stem == "simlap_imagenet" else []:
+                found = config.load(recipe, [*before, *options, *after])
+                trainings = [found.base, *([found.train] if found.num_stages else [])]
+                for training in trainings:
+                    assert training is not None and training.epochs is not None
+                    if training.epochs < 100:
+                        assert training.epochs in (4, 8, 16) and "a tenth" in file.read_text()
+                        continue
+                    assert training.warmup * training.epochs == pytest.approx(40, abs=1e-3), name
+                    seen.add(training.epochs)
+    assert seen == {100, 200, 300, 500, 600, 1000}
 
 
 # --- the runs of a file -------------------------------------------------------------------------
