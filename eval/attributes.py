@@ -1,7 +1,7 @@
 """Predicts every attribute of a data set in shards from frozen features, by a linear classifier or
 by the nearest neighbours.
 
-Source: MCL, section 4.1, and IFM, section 4: a classifier per attribute on the frozen encoder,
+Source: MCL, section 5.3, and IFM, section 4: a classifier per attribute on the frozen encoder,
 without its projector, shows which features an encoder has learned and which it suppresses. Both
 papers name no optimizer; here it is L-BFGS with an L2 penalty, as in `linear_probe`.
 """

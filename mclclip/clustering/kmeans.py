@@ -4,7 +4,7 @@ rows.py says how ranks share the rows and why sums do not depend on it, nearest.
 nearest centroid is found, centroids.py which rank holds which centroids, and assignment.py how all
 rows get their labels in the end.
 
-Source: MCL, section 3. ``spherical`` assigns by cosine, ``euclidean`` by squared distance. The
+Source: MCL, section 4.1. ``spherical`` assigns by cosine, ``euclidean`` by squared distance. The
 authors' released code is euclidean, with scikit-learn's mini-batches; here every update uses all
 rows.
 """

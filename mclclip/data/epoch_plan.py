@@ -96,7 +96,7 @@ def _starts(sizes: Integers) -> Integers:
 
 
 class EpochPlan:
-    """The global batches of one epoch (MCL, Algorithm 1 and section 3).
+    """The global batches of one epoch (MCL, section 4.1 and Algorithm 1).
 
     global_batch  samples per step over all ranks
     policy        what happens to samples that fill no batch of their own group (see ``groups``)

@@ -273,7 +273,7 @@ def test_the_released_recipe_differs_where_it_says() -> None:
 
 
 def test_the_unimodal_recipe_is_the_papers() -> None:
-    """MCL: 4.1, 5.4, A.2, Table 1a, Eq. 2, 3 and 5, Algorithm 1, in this order."""
+    """MCL: 3.2, 5.4, A.2, Table 5, Eq. 2, 3 and 5, Algorithm 1, in this order."""
     options = config.load(FOLDER / "trifeature_paper.yaml")
     base, train = options.base, options.train
     assert options.model.name == {"vision_cfg": {"backbone": "timm:resnet18", "image_size": 128}}
