@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mclclip.analyse.material import Figure, Material
 from mclclip.analysis import class_overlap, hypersphere, neighbours, pictures, spectrum
@@ -20,6 +21,7 @@ MODIFIED = 3  # anchors whose positive and negative IFM modifies
 EPSILONS = (0.0, 0.1, 0.2, 0.5, 1.0)
 KINDS: Sequence[Literal["positive", "negative"]] = ("positive", "negative")
 MAX_LAID_OUT = 2_000
+QUIET = 500 / 2048  # share of the dimensions that SimLAP's Fig. 1 takes
 
 
 def singular_values(material: Material, path: Path) -> dict[str, Any] | None:
@@ -69,7 +71,10 @@ def nearest(material: Material, path: Path) -> dict[str, Any] | None:
 
 
 def overlap(material: Material, path: Path) -> dict[str, Any] | None:
-    """Cosines within and between the values of each attribute, by stage (SimLAP, Fig. 4)."""
+    """Cosines within and between the values of each attribute, by stage (SimLAP, Fig. 4); and those
+    of the two values that are least alike, with each other and with others, in the dimensions in
+    which these two vary least (Fig. 1), where there is a third value.
+    """
     data: dict[str, Any] = {}
     panels: dict[str, pictures.Series] = {}
     edges: Sequence[float] = ()
@@ -86,10 +91,35 @@ def overlap(material: Material, path: Path) -> dict[str, Any] | None:
             edges = found.edges.tolist()
             panels[title] = {"within": found.intra.tolist(), "between": found.inter.tolist()}
             data.setdefault(attribute, {})[name] = {"overlap": found.overlap, **panels[title]}
+            if len(sizes) < 3:
+                continue
+            pair, few, shared = _least_alike(rows[known], codes[known])
+            values = [material.index.attribute(attribute)[1][code] for code in pair]
+            title = f"{name}, {' and '.join(values)}, {len(few)} dimensions: {shared.overlap:.2f}"
+            panels[title] = {"within": shared.intra.tolist(), "between": shared.inter.tolist()}
+            data[attribute][name]["pair"] = {
+                "values": values,
+                "dimensions": few.tolist(),
+                "overlap": shared.overlap,
+                **panels[title],
+            }
     if not data:
         return None
     pictures.histograms(path, "cosines within and between values", edges, panels)
     return {"edges": edges, "attributes": data}
+
+
+def _least_alike(
+    rows: NDArray[np.float32], codes: NDArray[np.integer]
+) -> tuple[tuple[int, int], NDArray[np.int64], class_overlap.Overlap]:
+    """The two classes with the lowest mean cosine, the dimensions in which they vary least, and the
+    cosines there."""
+    classes, similarity = class_overlap.class_similarity(rows, codes)
+    np.fill_diagonal(similarity, np.inf)
+    first, second = np.unravel_index(similarity.argmin(), similarity.shape)
+    pair = int(classes[first]), int(classes[second])
+    few = class_overlap.quietest_dimensions(rows, codes, pair, max(1, round(QUIET * rows.shape[1])))
+    return pair, few, class_overlap.pair_overlap(rows, codes, pair, few)
 
 
 def modified(material: Material, path: Path) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ chosen ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from mclclip.analysis.hypersphere import Matrix, unit_rows
 
 Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
 _TILE = 1024
 
 
@@ -46,15 +48,47 @@ def class_overlap(
 
     ``labels`` are [N] integers. ValueError where there is no pair of one of the two kinds.
     """
-    rows, classes = in_dimensions(features, dimensions), np.asarray(labels)
+    classes = np.asarray(labels)
+
+    def kinds(block: slice) -> tuple[Booleans, Booleans]:
+        numbers = np.arange(len(classes))
+        later = numbers > numbers[block, None]
+        same = classes[block, None] == classes
+        return later & same, later & ~same
+
+    return _overlap(in_dimensions(features, dimensions), kinds, bins)
+
+
+def pair_overlap(
+    features: ArrayLike,
+    labels: ArrayLike,
+    pair: tuple[int, int],
+    dimensions: ArrayLike | None = None,
+    bins: int = 100,
+) -> Overlap:
+    """The same where samples of two classes are taken for alike (Fig. 1b): ``intra`` are pairs of
+    a sample of the first class and one of the second, ``inter`` pairs of a sample of the two and
+    one of another class."""
+    classes = np.asarray(labels)
+
+    def kinds(block: slice) -> tuple[Booleans, Booleans]:
+        first, second = (classes == label for label in pair)
+        others = ~(first | second)
+        return first[block, None] & second, ~others[block, None] & others
+
+    return _overlap(in_dimensions(features, dimensions), kinds, bins)
+
+
+def _overlap(
+    rows: Matrix, kinds: Callable[[slice], tuple[Booleans, Booleans]], bins: int
+) -> Overlap:
+    """``kinds`` gives, for a block of rows, which pairs [n, N] are intra and which are inter."""
     edges = np.linspace(-1.0, 1.0, bins + 1)
     counts = np.zeros((2, bins), dtype=np.int64)
     for first in range(0, len(rows), _TILE):
         block = slice(first, first + _TILE)
         cosine = np.clip(rows[block] @ rows.T, -1.0, 1.0)
-        later = np.arange(len(rows)) > np.arange(first, first + len(cosine))[:, None]
-        same = classes[block, None] == classes
-        for kind, chosen in enumerate((later & same, later & ~same)):
+        for kind, chosen in enumerate(kinds(block)):
             counts[kind] += np.histogram(cosine[chosen], edges)[0]
     total = counts.sum(axis=1, keepdims=True)
     if not total.all():
@@ -89,7 +123,8 @@ def quietest_dimensions(
 ) -> Integers:
     """[count]: the dimensions in which the samples of two classes vary least, quietest first.
 
-    The features they share (Fig. 1 takes 500 of 2,048). ValueError where there are none of them.
+    They are taken for the features that the two share (Fig. 1: 500 of 2,048). ValueError where
+    there are none of them.
     """
     chosen = np.asarray(features)[np.isin(np.asarray(labels), pair)]
     if not len(chosen):

@@ -119,6 +119,28 @@ def test_pairs_of_gates_select_dimensions(config: Config, drawn: Path) -> None:
     assert all(np.shape(likeness[name]) == (3, 3) for name in likeness if name != "classes")
 
 
+def test_the_least_alike_values_are_compared_in_their_quietest_dimensions(
+    config: Config, drawn: Path
+) -> None:
+    """SimLAP's Fig. 1, from the embeddings alone: 500 of 2,048 dimensions."""
+    material = analyse.material_of(config, SINGLE)
+    codes, names = material.index.attribute("shape")
+    codes = codes[material.ids]
+    for stage, rows in material.features.items():
+        pair = data(drawn, "overlap")["attributes"]["shape"][stage]["pair"]
+        unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        means = {
+            (i, j): float(np.mean(unit[codes == i] @ unit[codes == j].T))
+            for i in range(3) for j in range(i + 1, 3)
+        }  # fmt: skip
+        chosen = min(means, key=lambda each: means[each])
+        assert [names.index(value) for value in pair["values"]] == [*chosen]
+        spread = rows[np.isin(codes, chosen)].astype(np.float64).var(axis=0)
+        count = round(rows.shape[1] * 500 / 2048)
+        assert set(pair["dimensions"]) == {*np.argsort(spread, kind="stable")[:count].tolist()}
+        assert sum(pair["within"]) == pytest.approx(1) == pytest.approx(sum(pair["between"]))
+
+
 def test_tsne_is_seeded_and_of_every_stage(config: Config, drawn: Path) -> None:
     found = data(drawn, "tsne")
     assert {name: np.shape(p) for name, p in found["places"].items()} == {

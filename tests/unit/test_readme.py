@@ -34,6 +34,38 @@ every_page = pytest.mark.parametrize("page", PAGES)
 every_linked_page = pytest.mark.parametrize("page", LINKED)
 
 
+# --- the ledger --------------------------------------------------------------------------------
+
+# The last table and figure of each paper; of IFM the main text, beside which there is Figure 13.
+LAST = {"MCL": (11, 7), "MLCD": (10, 6), "SimLAP": (5, 15), "IFM": (2, 8)}
+
+
+def items_of_the_ledger() -> set[tuple[str, str, int]]:
+    """Paper, Table or Fig, and number of all items that stand in the first column."""
+    found = set()
+    section = TEXT[LAUNCH].split("## Ledger")[1].split("\n## ")[0]
+    for row in re.findall(r"^\| (?!paper and|---)([^|]*) \|", section, re.MULTILINE):
+        paper = kind = ""
+        for name, what, first, last in re.findall(
+            r"\b(MCL|MLCD|SimLAP|IFM)\b|(Table|Fig)|(?<![.\w])(\d+)(?: to (\d+))?",
+            re.sub(r"\([^)]*\)", "", row),
+        ):
+            paper, kind = name or paper, what or kind
+            if first:
+                numbers = range(int(first), int(last or first) + 1)
+                found |= {(paper, kind, number) for number in numbers}
+    return found
+
+
+def test_the_ledger_has_every_table_and_figure() -> None:
+    wanted = {("IFM", "Fig", 13)}
+    for paper, (tables, figures) in LAST.items():
+        wanted |= {(paper, "Table", number) for number in range(1, tables + 1)}
+        wanted |= {(paper, "Fig", number) for number in range(1, figures + 1)}
+    assert items_of_the_ledger() == wanted
+    assert "75 / 138 / 82 ms" in TEXT[LAUNCH]
+
+
 # --- the tree ----------------------------------------------------------------------------------
 
 

@@ -72,6 +72,29 @@ def test_quietest_dimensions() -> None:
         quietest_dimensions(features, labels, (8, 9), 2)
 
 
+def test_two_classes_taken_for_alike_are_compared_with_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SimLAP's Fig. 1b, by loops: in the dimensions that they share they look like one class."""
+    monkeypatch.setattr(module, "_TILE", 7)
+    features, labels = planted(1.0)
+    features[:, 4] = np.where(labels == 2, -7.0, 7.0)
+    few = quietest_dimensions(features, labels, (0, 1), 2)
+    for dimensions in (few, None):
+        rows = features if dimensions is None else features[:, dimensions]
+        unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        numbers = [np.flatnonzero(labels == label) for label in range(3)]
+        alike = [unit[i] @ unit[j] for i in numbers[0] for j in numbers[1]]
+        unlike = [unit[i] @ unit[j] for i in [*numbers[0], *numbers[1]] for j in numbers[2]]
+        found = module.pair_overlap(features, labels, (0, 1), dimensions, bins=10)
+        for shares, cosines in ((found.intra, alike), (found.inter, unlike)):
+            counts = np.histogram(np.clip(cosines, -1, 1), found.edges)[0]
+            np.testing.assert_allclose(shares, counts / counts.sum())
+    assert module.pair_overlap(features, labels, (0, 1), few).overlap == 0.0
+    with pytest.raises(ValueError, match="400 pairs of one class and 0 of two"):
+        module.pair_overlap(features[labels < 2], labels[labels < 2], (0, 1))
+
+
 def test_pairs_of_both_kinds_are_wanted() -> None:
     with pytest.raises(ValueError, match="3 pairs of one class and 0 of two"):
         class_overlap(np.eye(3), [1, 1, 1])
