@@ -60,6 +60,7 @@ def folder(tmp_path: Path) -> Path:
     questions = [["Question ID", "Type", "Statement"]]
     captions = [["filepath", "title"]]
     labels = [["filepath", "label"]]
+    parts = [["filepath", "label", "split"]]
     for number in range(1, NUM_IMAGES + 1):
         kind = "Color" if number <= 8 else "State"
         name = f"MLLM_VLM Images/{kind}/{number}.png"
@@ -69,7 +70,12 @@ def folder(tmp_path: Path) -> Path:
         questions.append([str(number), kind, f"statement {number}"])
         captions += [[name, f"caption {number % 5} {c}"] for c in range(number % 3 + 1)]  # ties
         labels.append([name, f"class_{number % 6}"])
-    tables = {"Questions.csv": questions, "captions.csv": captions, "labels.csv": labels}
+        part = ["train", "test", "valid"][number // 4 % 3]
+        parts += [[name, f"by_{n}_{number % n == 0}", part] for n in (2, 3)]
+    tables = {
+        "Questions.csv": questions, "captions.csv": captions, "labels.csv": labels,
+        "parts.csv": parts,
+    }  # fmt: skip
     for name, rows in tables.items():
         with open(tmp_path / name, "w", newline="") as file:
             csv.writer(file).writerows(rows)
@@ -123,6 +129,9 @@ def suite_of(folder: Path) -> dict[str, BenchmarkConfig]:
             "zeroshot", str(folder), {"labels": "labels.csv", "metric": "map_11_point"}
         ),
         "probe": BenchmarkConfig("linear_probe", f"{folder}/split", {"validation_share": 0.4}),
+        "several_probe": BenchmarkConfig(
+            "linear_probe", str(folder), {"labels": "parts.csv", "metric": "map_11_point"}
+        ),
         "large_probe": BenchmarkConfig(
             "linear_probe", f"{folder}/split", {"solver": "torch", "strength": 0.5}
         ),
