@@ -38,7 +38,8 @@ class DataConfig:
     index_workers: PositiveInt = 2
     """Processes that scan shards side by side."""
     max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS
-    """Images with more pixels (width times height) are refused as decompression bombs."""
+    """Images with more pixels (width times height) are refused as decompression bombs. So are JPEGs
+    whose scans times pixels exceed 20 times this number (or its default, if that is more)."""
     pixels: Pixels | Literal["auto"] = "auto"
     """How training makes pixels. ``exact``: open_clip's own transform, by PIL; ``fast``: simplejpeg
     and torch's resize, the same crops within 2/255 of its pixels; ``auto``: ``fast``, and ``exact``

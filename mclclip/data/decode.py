@@ -18,6 +18,7 @@ import functools
 import importlib
 import io
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -30,10 +31,15 @@ from PIL import Image, UnidentifiedImageError
 
 logger = logging.getLogger("mclclip")
 
-# A closed list: PIL also knows formats whose reader starts another program (EPS: ghostscript).
 MAX_IMAGE_PIXELS = 100_000_000
 """Pixels (width x height) of an image at most, unless an option says otherwise."""
 
+# Every scan of a JPEG costs a pass over all pixels, for ten bytes of the file. Encoders write up to
+# 14 scans (18 for CMYK), so that this bound lets all of them pass at any size. A smaller picture
+# may have more: one of 20 megapixels 100 scans.
+_MAX_SCANS_OF_LARGEST = 20
+
+# A closed list: PIL also knows formats whose reader starts another program (EPS: ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 Pixels = Literal["exact", "fast"]
@@ -41,6 +47,11 @@ Pixels = Literal["exact", "fast"]
 ``fast`` is `decode_pixels` and `models.fast_pixels`."""
 
 _ARRAY_MAGIC = b"\x93NUMPY"
+_JPEG_MAGIC = b"\xff\xd8"
+# Markers that libjpeg acts on. It passes over the others without reading a length after them:
+# stuffed bytes, restarts, and reserved codes that it meets while it looks for a restart.
+_JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
+_END_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xDA
 _ORIENTATION_TAG = 0x0112
 _ORIENTATIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -56,9 +67,9 @@ _ORIENTATIONS = {
 class DecodeError(ValueError):
     """The bytes are no usable image.
 
-    ``reason`` is one short word for counting: ``empty``, ``bomb`` (more pixels than allowed),
-    ``unidentified`` (none of `FORMATS`), ``unsupported`` (a pixel type without a defined range),
-    ``truncated`` or ``broken``; ``detail`` says more where there is more.
+    ``reason`` is one short word for counting: ``empty``, ``bomb`` (more pixels, or more passes over
+    them, than allowed), ``unidentified`` (none of `FORMATS`), ``unsupported`` (a pixel type without
+    a defined range), ``truncated`` or ``broken``; ``detail`` says more where there is more.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -209,6 +220,8 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
             if width < 1 or height < 1:
                 raise DecodeError("broken", f"{width} x {height} pixels")
             _check_pixels(width, height, max_image_pixels)
+            if data.startswith(_JPEG_MAGIC):
+                _check_scans(data, width * height, max_image_pixels)
             yield image
 
 
@@ -228,6 +241,28 @@ def _check_arguments(data: bytes, max_image_pixels: int) -> None:
 def _check_pixels(width: int, height: int, max_image_pixels: int) -> None:
     if width * height > max_image_pixels:
         raise DecodeError("bomb", f"{width} x {height} pixels, allowed are {max_image_pixels}")
+
+
+def _check_scans(jpeg: bytes, num_pixels: int, max_image_pixels: int) -> None:
+    """Refuses a JPEG whose scans together cover too many pixels, before any of them is decoded."""
+    most = _MAX_SCANS_OF_LARGEST * max(max_image_pixels, MAX_IMAGE_PIXELS) // num_pixels
+    for number, _ in enumerate(_scans(jpeg), start=1):
+        if number > most:
+            raise DecodeError("bomb", f"more than {most} scans of {num_pixels} pixels")
+
+
+def _scans(jpeg: bytes) -> Iterator[int]:
+    """Where the scans of a JPEG begin, by the rules of libjpeg; those of embedded thumbnails and
+    of further pictures in the same file are not its own."""
+    at = len(_JPEG_MAGIC)
+    while (found := _JPEG_MARKER.search(jpeg, at)) is not None:
+        (marker,) = found[1]
+        if marker == _END_OF_IMAGE:
+            return
+        if marker == _START_OF_SCAN:
+            yield found.start()
+        # The length counts its own two bytes, and libjpeg reads them even where it says less.
+        at = found.end() + max(int.from_bytes(jpeg[found.end() : found.end() + 2], "big"), 2)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -7,12 +7,13 @@ import pickle
 import threading
 import warnings
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from mclclip.data.decode import DecodeError, decode_image
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image, decode_pixels
 
 LIMIT = 10_000_000
 
@@ -155,6 +156,50 @@ def test_bomb_is_refused_from_the_header() -> None:
     data = encode(pattern(10, 10), "PNG")
     assert decode_image(data, 100).size == (10, 10)
     assert reason(data, limit=99) == "bomb"
+
+
+def many_scans(width: int, height: int, num_scans: int) -> bytes:
+    """A grey progressive JPEG with further scans, of ten bytes each, that refine nothing."""
+    data = encode(Image.new("L", (8, 8), 128), "JPEG", progressive=True)
+    size = data.index(b"\xff\xc2") + 5
+    size_bytes = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    data = data[:size] + size_bytes + data[size + 4 :]
+    more = num_scans - data.count(b"\xff\xda")
+    return data[:-2] + b"\xff\xda\x00\x08\x01\x01\x00\x01\x3f\x10" * more + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("how", [decode_image, decode_pixels])
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(how: Callable[..., object]) -> None:
+    bomb, limit = many_scans(10_000, 10_000, 21), MAX_IMAGE_PIXELS
+    eoi, padding = b"\xff\xe0\x00\x04\xff\xd9", b"\xff\xe0\x00\x01" + b"\xff" * 99
+    first = bomb.index(b"\xff\xda")
+    last = bomb.rindex(b"\xff\xda")
+    for data in (
+        bomb,
+        many_scans(2_000, 2_000, 100_000),
+        bomb[:first] + eoi + bomb[first:last] + eoi + padding + bomb[last:],
+        bomb[:last] + b"\x07\xff\x00\xff\x02\xff\xd3\xff\x00\xff" + bomb[last:],
+    ):
+        with pytest.raises(DecodeError, match="^bomb: more than [0-9]+ scans of") as caught:
+            how(data, limit)
+        assert caught.value.reason == "bomb"
+
+
+@pytest.mark.parametrize("how", [decode_image, decode_pixels])
+def test_progressive_jpegs_of_encoders_are_decoded(how: Callable[..., object]) -> None:
+    def size_and_scans(data: bytes) -> tuple[tuple[int, ...], int]:
+        scans = data.count(b"\xff\xda")
+        return np.asarray(how(data, MAX_IMAGE_PIXELS)).shape, scans
+
+    cmyk = encode(pattern().convert("CMYK"), "JPEG", progressive=True)
+    assert size_and_scans(cmyk) == ((24, 40, 3), 18)
+    assert size_and_scans(many_scans(500, 300, 100)) == ((300, 500, 3), 100)
+    assert np.array_equal(how(many_scans(30, 30, 100), 900), how(many_scans(30, 30, 7), 900))
+    # Neither what stands in metadata nor what follows the picture are scans of it.
+    data = encode(pattern(), "JPEG", progressive=True)
+    thumbnail = b"\xff\xe1\xff\xfe" + b"\xff\xda" * 32_766
+    wordy = data[:2] + thumbnail * 5 + data[2:] + b"\xff\xda" * 3_000_000
+    assert np.array_equal(how(wordy, LIMIT), how(data, LIMIT))
 
 
 def test_damage_has_a_word() -> None:
