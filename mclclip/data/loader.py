@@ -32,7 +32,8 @@ class Loader(Generic[T]):
     processes (0: by this one).
 
     ``describe(item, place)`` names what is read, for a message: ``place`` is the number that the
-    reading process last gave to ``data_wait.note_place`` (-1: none). With ``batched`` an item is a
+    reading process last gave to ``data_wait.note_place`` (-1: none). ``note_slow`` is called with a
+    sample whose decoding ends this process (``data_wait.wait_for``). With ``batched`` an item is a
     list, of which the data set returns all at once. ``pin_memory`` is DataLoader's.
     Iterating raises LostWorker where a worker was ended from outside or, in a process with a limit,
     where a batch does not come.
@@ -45,13 +46,14 @@ class Loader(Generic[T]):
         *,
         num_workers: int,
         describe: Callable[[Any, int], str],
+        note_slow: Callable[[int], str] = data_wait.nothing,
         batched: bool = False,
         pin_memory: bool = False,
     ) -> None:
-        self.items, self.describe = items, describe
+        self.items, self.describe, self.note_slow = items, describe, note_slow
         self.num_workers = min(num_workers, len(items))
-        # One number per worker, in memory that the workers share with this process.
-        self._places = torch.full((max(self.num_workers, 1),), -1).share_memory_()  # type: ignore[no-untyped-call]
+        # A place per worker (`data_wait.Place`), in memory that they share with this process.
+        self._places = torch.full((max(self.num_workers, 1), 3), -1).share_memory_()  # type: ignore[no-untyped-call]
         one: dict[str, Any] = {"batch_size": None, "sampler": items}
         many: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}
         self._loader: DataLoader[Any] = DataLoader(
@@ -68,22 +70,28 @@ class Loader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if not self.num_workers:
-            data_wait.share_place(self._places.numpy())
+            data_wait.share_place(self._place(0))
         source = iter(self._loader)
         for number in range(len(self.items)):
             yield self._take(source, number)
         next(source, None)  # the loader's own end, which ends its workers
 
     def _take(self, source: Iterator[T], number: int) -> T:
+        what, place = partial(self._what, source, number), self._place(number)
         try:
-            return data_wait.wait_for(lambda: next(source), partial(self._what, source, number))
+            return data_wait.wait_for(lambda: next(source), what, self.note_slow, place)
         except (RuntimeError, OSError, EOFError) as error:
             raise _lost_worker(source, error) or error from error
 
+    def _place(self, number: int) -> data_wait.Place:
+        """The place of the process that reads item ``number``; items are dealt out in turn."""
+        place: data_wait.Place = self._places.numpy()[number % len(self._places)]
+        return place
+
     def _what(self, source: object, number: int) -> str:
         """Which process was to read item ``number``, and where it is."""
-        worker = number % max(self.num_workers, 1)  # items are dealt out in turn
-        what = self.describe(self.items[number], int(self._places[worker]))
+        worker = number % max(self.num_workers, 1)
+        what = self.describe(self.items[number], int(self._place(number)[0]))
         if not self.num_workers:
             return f"{what} has not been read by this process"
         workers = getattr(source, "_workers", ())
@@ -104,7 +112,7 @@ def _lost_worker(source: object, error: Exception) -> LostWorker | None:
 
 def _start_worker(places: Tensor, worker: int) -> None:
     start_loader_worker(worker)
-    data_wait.share_place(places.numpy()[worker : worker + 1])
+    data_wait.share_place(places.numpy()[worker])
 
 
 def _state(pid: int) -> str:

@@ -35,6 +35,7 @@ from mclclip.data.shard_scan import (
     parse_captions,
     scan_shard,
 )
+from mclclip.data.slow_samples import noted_twice
 from mclclip.files import (
     digest_array,
     digest_json,
@@ -431,8 +432,8 @@ class SampleIndex:
         return found
 
     def bad_samples(self) -> dict[str, dict[str, str]]:
-        """``{key: {"reason": ..., "bytes": ...}}`` of the samples found undecodable so far, whose
-        bytes are still those that they had then.
+        """``{key: {"reason": ..., "bytes": ...}}`` of the samples found undecodable so far, those
+        that timed out twice among them, whose bytes are still those that they had then.
 
         Others, such as those of a shard that has been restored, do not count any more. Their bytes
         are read once by this object.
@@ -442,6 +443,7 @@ class SampleIndex:
             listed: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
             if not all(isinstance(listed[key]["reason"], str) for key in listed):
                 raise TypeError("its reasons are no texts")
+        listed |= noted_twice(self.directory)
         if listed != self._listed:
             ids = dict(zip(listed, self.ids_of(list(listed)).tolist(), strict=True))
             now = self.bytes_of(list(ids.values()))

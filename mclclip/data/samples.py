@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
+from mclclip.data import slow_samples
 from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.embeddings import rows_path
@@ -37,7 +38,7 @@ from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import Checked, shown
-from mclclip.ranks import collectives
+from mclclip.ranks import collectives, data_wait
 from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
 
 Integers = npt.NDArray[np.int64]
@@ -51,7 +52,8 @@ _AT_ONCE = 4096  # captions that are asked for together
 class BadSample:
     """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
     ``no_caption``; ``changed``, where its bytes are not those that were indexed; ``unfit``, where
-    the model does not take such an image; or ``not_cached``, where the trunk's cache has no row."""
+    the model does not take such an image; ``not_cached``, where the trunk's cache has no row; or
+    ``timeout``, where decoding it has ended a process twice (`slow_samples`)."""
 
     sample_id: int
     reason: str
@@ -214,6 +216,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
             )
         self.locations, self._has_warned = Locations(self.index, resharded, trunk), False
         self.trunk = trunk
+        self._too_slow = slow_samples.to_leave_out(self.index)
         self.reader = ShardReader(self.locations.places, max_open_files, Remote(remote))
 
     def __len__(self) -> int:
@@ -295,7 +298,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
         without a transform.
         """
         try:
-            return self._prepared(raw, caption_number, contexts)
+            with data_wait.decoding(raw.sample_id):
+                return self._prepared(raw, caption_number, contexts)
         except _Unfit as error:
             log.debug("%s", error)
             return BadSample(error.sample_id, "unfit")
@@ -373,12 +377,24 @@ class TarDataset(Dataset["Sample | BadSample"]):
         """Raises ValueError, one line, where the first sample that can be decoded does not fit the
         transform, as with another number of channels; loaders only count such samples as bad.
         """
-        with torch.random.fork_rng(devices=[]):
+
+        def try_some() -> None:
             for sample_id in range(min(len(self.index), 100)):
-                if isinstance(
-                    self._prepared(self.read_many([sample_id])[0], 0, [nullcontext()]), Sample
-                ):
-                    return
+                (raw,) = self.read_many([sample_id])
+                with data_wait.decoding(sample_id):
+                    if isinstance(self._prepared(raw, 0, [nullcontext()]), Sample):
+                        return
+
+        with torch.random.fork_rng(devices=[]):
+            # All ranks try the same samples, so that one of them notes what takes too long.
+            note = self.note_slow if collectives.rank() == 0 else data_wait.nothing
+            data_wait.wait_for(
+                try_some, lambda: "the first sample has not been decoded by this process", note
+            )
+
+    def note_slow(self, sample_id: int) -> str:
+        """Notes that decoding a sample has ended this process (`slow_samples.note`)."""
+        return slow_samples.note(self.index, sample_id)
 
     def _key(self, sample_id: int) -> str:
         return self.index.keys([sample_id])[0]
@@ -386,6 +402,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _read(self, sample_id: int, place: Located) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):
             return BadSample(sample_id, "no_caption")
+        if sample_id in self._too_slow:
+            return BadSample(sample_id, "timeout")
         if place.row_crc32 == -1:
             return BadSample(sample_id, "not_cached")
         try:

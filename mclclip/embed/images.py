@@ -114,4 +114,13 @@ def _batches(
         path = index.shards[int(index.shard_of[ids[0]])].path
         return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shown(path)}"
 
-    return iter(Loader(images, cuts, num_workers=workers, describe=describe, batched=True))
+    return iter(
+        Loader(
+            images,
+            cuts,
+            num_workers=workers,
+            describe=describe,
+            note_slow=images.note_slow,
+            batched=True,
+        )
+    )

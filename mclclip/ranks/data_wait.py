@@ -6,10 +6,14 @@ for what; a thread looks at clocks. Where the data has not come for the limit, o
 after a request to leave, the thread has an error raised in the main thread, by a signal that
 interrupts the call in which it waits. A call that cannot be interrupted (a hung disk) does not end
 by that: the process is then ended as ``signals`` ends one.
+
+Before that, a sample that has been decoded for most of the time is noted, since the same command
+would meet it again.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -27,9 +31,14 @@ from mclclip.ranks.signals import Preempted
 
 T = TypeVar("T")
 Request = Callable[[], Preempted | None]
+Place = npt.NDArray[np.int64]
+"""What a process is reading, int64 [3]: the file (-1: none), the sample that it decodes (-1: none),
+and since when, in nanoseconds of ``time.monotonic_ns``."""
+log = logging.getLogger("mclclip")
 
 PATIENCE_S = 5.0  # data may just be slow: a request that is obeyed between steps loses nothing
 ANSWER_S = 3.0  # for the main thread to take the error
+NOTE_S = 3.0  # for a note on a sample to be written
 LOOK_S = 0.2
 _NUDGE = signal.SIGUSR2
 
@@ -39,34 +48,60 @@ class _Wait:
 
     since: float | None = None  # time.monotonic()
     what: Callable[[], str] = str
+    note: Callable[[int], str]  # of the sample that is being decoded
+    place: Place
     request: Request | None = None
     error: tuple[float, LostWorker | Preempted] | None = None  # for the wait that began then
 
 
-class _Place:
-    """A number that says what this process is reading, in memory that its parent may see."""
+class _Own:
+    """The place of this process, in memory that its parent may see."""
 
-    here: npt.NDArray[np.int64] = np.full(1, -1, np.int64)
+    place: Place = np.full(3, -1, np.int64)
 
 
 def note_place(number: int) -> None:
     """Says which file this process begins to read, as a number that the waiting process knows."""
-    _Place.here[0] = number
+    _Own.place[0] = number
 
 
-def share_place(here: npt.NDArray[np.int64]) -> None:
-    """From now on ``note_place`` writes to this array [1]."""
-    _Place.here = here
+@contextmanager
+def decoding(sample_id: int) -> Iterator[None]:
+    """While the block runs, this process decodes that sample."""
+    _Own.place[1:] = sample_id, time.monotonic_ns()
+    try:
+        yield
+    finally:
+        _Own.place[1] = -1
 
 
-def wait_for(take: Callable[[], T], what: Callable[[], str]) -> T:
+def share_place(place: Place) -> None:
+    """From now on ``note_place`` and ``decoding`` write to this array."""
+    _Own.place = place
+
+
+def nothing(sample_id: int) -> str:
+    """Notes nothing of a sample."""
+    return ""
+
+
+def wait_for(
+    take: Callable[[], T],
+    what: Callable[[], str],
+    note: Callable[[int], str] = nothing,
+    place: Place | None = None,
+) -> T:
     """Returns ``take()``, the next data; ``what()`` is a phrase that names who reads what.
 
     In the main thread of a process that has a limit (``limited``) it raises LostWorker where the
-    limit passes, and Preempted where a request stands (``obeying``) and no data comes.
+    limit passes, and Preempted where a request stands (``obeying``) and no data comes. Where the
+    reading process, whose place is ``place`` (None: this process), has been decoding one sample for
+    half of the limit by then, ``note`` is called with it, in another thread; what it returns is
+    added to the message.
     """
     if threading.current_thread() is not threading.main_thread():
         return take()
+    _Wait.note, _Wait.place = note, _Own.place if place is None else place
     _Wait.what, _Wait.since = what, time.monotonic()
     try:
         return take()
@@ -123,10 +158,32 @@ def _look(stop: threading.Event, timeout_s: float) -> None:
         request = _Wait.request() if _Wait.request is not None else None
         asked = None if request is None else (asked or now)
         if request is not None and now - (asked or now) > PATIENCE_S:
+            _note_sample(timeout_s)
             _give_up(since, request, signals.EXIT_PREEMPTED, stop)
         elif now - since > timeout_s:
-            line = f"{_Wait.what()} for {timeout_s:g} s (peer_timeout_s): {GOES_ON}"
+            noted = _note_sample(timeout_s)
+            line = f"{_Wait.what()} for {timeout_s:g} s (peer_timeout_s){noted}: {GOES_ON}"
             _give_up(since, LostWorker(line), 1, stop)
+
+
+def _note_sample(timeout_s: float) -> str:
+    """Has the sample noted that has been decoded for half of the limit, if there is one; returns
+    what is to be said of it. A disk that does not answer is not waited for."""
+    _, sample_id, began_ns = _Wait.place.tolist()
+    if sample_id < 0 or time.monotonic_ns() - began_ns < timeout_s / 2 * 1e9:
+        return ""
+    said: list[str] = []
+
+    def note() -> None:
+        try:
+            said.append(_Wait.note(sample_id))
+        except (OSError, RuntimeError, ValueError) as error:
+            log.warning("the sample that takes too long cannot be noted: %s", error)
+
+    thread = threading.Thread(target=note, name="note-sample", daemon=True)
+    thread.start()
+    thread.join(NOTE_S)
+    return f"; {said[0]}" if any(said) else ""
 
 
 def _give_up(since: float, error: LostWorker | Preempted, code: int, stop: threading.Event) -> None:

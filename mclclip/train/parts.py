@@ -429,6 +429,7 @@ def loader_of(
         steps,
         num_workers=data.num_workers,
         describe=describe,
+        note_slow=batches.dataset.note_slow,
         pin_memory=choose_memory(job.context.device) == "pinned",
     )
 

@@ -11,16 +11,19 @@ import shutil
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mclclip import checkpoint
+from mclclip.data.sample_index import SampleIndex
 from tests import tiny
-from tests.e2e.conftest import Finished, Shell, Touch, state_of
+from tests.e2e.conftest import Finished, RecordBatches, Shell, Touch, state_of
 from tests.matrix import in_soak, kept
 
 LIMIT_S = 60.0
@@ -195,6 +198,82 @@ def test_the_others_leave_with_the_rank_that_waits(
         assert left.code == 85, left.stderrs
         assert state["state"] == "preempted" and how in state["reason"]
     assert saved(run_dir)[-1] % 2 == 0  # nothing new: the other rank was in the midst of a step
+
+
+@dataclass(frozen=True)
+class Undecodable:
+    """Decoding the image with this CRC-32 never returns, or (not ``hangs``) finds no picture."""
+
+    crc32: int
+    hangs: bool = True
+    then: Callable[[], None] = lambda: None
+
+    def __call__(self) -> None:
+        from mclclip.data import samples
+
+        decode = samples.decode
+
+        def meeting(data: bytes, *arguments: Any) -> Any:
+            if zlib.crc32(data) != self.crc32:
+                return decode(data, *arguments)
+            while self.hangs:
+                time.sleep(0.1)
+            raise samples.DecodeError("broken")
+
+        setattr(samples, "decode", meeting)  # noqa: B010
+        self.then()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "first"),
+    kept([(1, 1, False), (2, 1, False), (1, 0, False), (1, 1, True)], 0),
+)
+def test_a_sample_that_ends_two_starts_is_left_out_of_the_third(
+    shell: Shell, indexed: Any, tmp_path: Path, ranks: int, workers: int, first: bool
+) -> None:
+    """``first``: it is the index's first one, which is decoded before the training begins."""
+    index = SampleIndex.open(indexed[1] / "index")
+    sample_id = 0 if first else 100
+    place = index.image_offset[sample_id], index.image_size[sample_id]
+    with open(index.shards[int(index.shard_of[sample_id])].path, "rb") as shard:
+        shard.seek(place[0])
+        crc32 = zlib.crc32(shard.read(place[1]))
+    key, run_dir, option = (
+        index.keys([sample_id])[0],
+        tmp_path / "run",
+        f"data.num_workers={workers}",
+    )
+    ends = []
+    for start in range(8):  # a busy machine may reach the limit of three seconds elsewhere too
+        batches = RecordBatches(tmp_path / f"start_{start}")
+        limit = f"peer_timeout_s={3 if sum(key in line for line in ends) < 2 else 600}"
+        left, took = train(
+            shell,
+            indexed,
+            run_dir,
+            option,
+            limit,
+            ranks=ranks,
+            inside=Undecodable(crc32, then=batches),
+            timeout_s=LIMIT_S,
+        )
+        assert took < LIMIT_S and "Traceback" not in "".join(left.stderrs), left.stderrs
+        if left.code == 0:
+            break
+        assert left.code == 1 and state_of(run_dir)["requeue"] is True
+        ends.append(state_of(run_dir)["reason"])
+    noted = [line for line in ends if f"sample {key} was being decoded" in line]
+    assert len(noted) == 2 and left.code == 0, (ends, left.stderrs)
+    assert "left out if that happens again" in noted[0] and "from now on" in noted[1], noted
+    assert SampleIndex.open(run_dir / "index").bad_samples()[key]["reason"] == "timeout"
+    broken = RecordBatches(tmp_path / "broken")
+    inside = Undecodable(crc32, hangs=False, then=broken)
+    train(shell, indexed, tmp_path / "other", option, inside=inside)
+    wanted = broken.sample_ids()
+    np.testing.assert_array_equal(
+        batches.sample_ids(ranks), wanted[len(wanted) - len(batches.sample_ids(ranks)) :]
+    )
+    assert first or sample_id not in wanted
 
 
 @in_soak
