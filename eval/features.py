@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
+from mclclip.data.captions import tokenized
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.data.loader import Loader
 from mclclip.eval.datasets import Region
@@ -90,7 +91,8 @@ class Extractor:
         exactly, wherever they are in a batch.
         """
         position = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        batches = _Batches([*position], self.encoder.tokenizer, self.batch_size)
+        read = partial(tokenized, self.encoder.tokenizer)
+        batches = _Batches([*position], read, self.batch_size)
         features = self._extract(batches, self.encoder.encode_text, "texts")
         return features[[position[text] for text in texts]]
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mclclip.data.captions import tokenized
 from mclclip.eval.datasets import CAPTION_RULES, ImageTexts, read_captions, read_languages
 from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.metrics import IntArray, chance_at, hits_at
@@ -202,10 +203,12 @@ def _cut(extractor: Extractor, texts: Sequence[str], language: str = "") -> dict
     def count(own: slice) -> int:
         kept = [text.rpartition(" ")[0] for text in texts[own]]
         parts = (kept[start : start + 4096] for start in range(0, len(kept), 4096))
-        nothing, full = tokenizer(["", "a " * 4 * length])
+        nothing, full = tokenized(tokenizer, ["", "a " * 4 * length])
         # Tokenizers of SigLIP and of transformers pad with the token that ends a text, cut or not.
         last = -2 if full[-1] == nothing[-1] else -1
-        return sum(int((tokenizer(part)[:, last] != nothing[-1]).sum()) for part in parts)
+        return sum(
+            int((tokenized(tokenizer, part)[:, last] != nothing[-1]).sum()) for part in parts
+        )
 
     cut = sum(over_ranks(extractor.context, len(texts), count, "counting tokens"))
     if cut and extractor.context.is_main:

@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data import slow_samples
 from mclclip.data.arrays import open_npy
+from mclclip.data.captions import tokenized
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.embeddings import rows_path
 from mclclip.data.locations import Located, Locations, Resharded
@@ -328,7 +329,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 captions = self._parse(raw.sample_id, raw.text)
                 if caption_number >= len(captions):
                     return BadSample(raw.sample_id, "no_caption")
-                text = self.tokenizer([captions[caption_number]])[0]
+                text = tokenized(self.tokenizer, [captions[caption_number]])[0]
         for context in contexts[1:]:
             with context:
                 views.append(view())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mclclip.config import Config
 from mclclip.data import trunk_rows
+from mclclip.data.captions import tokenized
 from mclclip.data.embeddings import (
     Note,
     num_restored,
@@ -245,7 +246,8 @@ def _embed_texts(
         captions = [c for of in source.captions_of(range(shard.start, shard.stop)) for c in of]
         parts = []
         for start in range(0, len(captions), size):
-            tokens = model.tokenizer(captions[start : start + size]).to(context.device)
+            tokens = tokenized(model.tokenizer, captions[start : start + size])
+            tokens = tokens.to(context.device)
             encode = partial(model.encode_text, tokens)
             parts.append(_unit(images.forward(config, context, encode)))
         yield _joined(parts, model), {}

@@ -42,6 +42,21 @@ def test_equal_texts_are_encoded_once_and_are_equal(planted: Any) -> None:
     assert np.allclose(features, encoder.text_table[[4, 1, 4, 2, 4]].numpy(), atol=1e-7)
 
 
+def test_texts_are_cut_before_they_are_tokenised(
+    planted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, lengths = planted("random", 5), []
+
+    def tokenizer(texts: list[str]) -> Any:
+        lengths.extend(map(len, texts))
+        return torch.zeros(len(texts), 1, dtype=torch.int64)
+
+    monkeypatch.setattr(encoder, "tokenizer", tokenizer)
+    monkeypatch.setattr(encoder, "encode_text", lambda tokens: torch.ones(len(tokens), 16))
+    Extractor(encoder).texts(["a" * 10**6, "b"])
+    assert lengths == [4096, 1]
+
+
 def test_features_are_unit_whatever_the_encoder_gives(images: list[Path], planted: Any) -> None:
     encoder = planted("random", 10)
     encoder.image_table = encoder.image_table * 3
