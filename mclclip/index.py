@@ -63,6 +63,7 @@ from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 MAX_PATHS = 1_000_000  # that one pattern of shards may stand for
+MAX_FOLDERS = 50_000  # that ** of a pattern may look into
 
 
 def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
@@ -362,7 +363,7 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
     literal = os.path.expanduser(pattern)
     if os.path.isfile(literal):
         return [literal]
-    if files := [path for path in glob.glob(literal, recursive=True) if os.path.isfile(path)]:
+    if files := _glob(literal, option):
         return files
     if (number := _most_paths(pattern)) > MAX_PATHS:
         raise ValueError(
@@ -384,9 +385,7 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
             continue
         # An existing file is taken literally, even if its name looks like a glob.
         is_glob = glob.has_magic(path) and not os.path.exists(path)
-        files = [
-            p for p in (glob.glob(path, recursive=True) if is_glob else [path]) if os.path.isfile(p)
-        ]
+        files = _glob(path, option) if is_glob else [path] * os.path.isfile(path)
         found += files
         missing += [] if files else [path]
     if missing and os.path.isdir(missing[0]):
@@ -397,6 +396,26 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
             f"no file, such as {shown(missing[0])}"
         )
     return found
+
+
+def _glob(pattern: str, option: str) -> list[str]:
+    """The files that a glob matches.
+
+    ``**`` follows links, as the standard library's does, and links that lead back upwards make
+    folders without an end: too many of them are a ValueError.
+    """
+    if stars := re.search(r"(^|/)\*\*(/|$)", pattern):
+        num_folders, before = 0, pattern[: stars.end(1)]
+        for base in glob.glob(before) if before else [os.curdir]:
+            for _, names, _ in os.walk(base, followlinks=True):
+                names[:] = [name for name in names if not name.startswith(".")]
+                num_folders += 1
+                if num_folders > MAX_FOLDERS:
+                    raise ValueError(
+                        f"{option}: ** in {pattern!r} leads into more than {MAX_FOLDERS:,} folders "
+                        "(links may lead back upwards): name the folders that hold shards"
+                    )
+    return [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
 
 
 def _most_paths(pattern: str) -> float:

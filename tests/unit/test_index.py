@@ -214,6 +214,24 @@ def test_a_path_that_exists_is_taken_as_it_is(shards: Path, name: str) -> None:
     assert index.expand_shards(f"{shards}/{{x,y}}/*.tar", "o") == [f"{shards}/{{x,y}}/{name}"]
 
 
+def test_a_glob_that_never_ends_is_refused(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = str(tmp_path / "linked/**/*.tar")
+    (tmp_path / "linked/.hidden").mkdir(parents=True)
+    (tmp_path / "linked/elsewhere").symlink_to(shards)
+    monkeypatch.setattr(index, "MAX_FOLDERS", 2)
+    assert names(shards, pattern) == ["00.tar", "01.tar", "02.tar", "03.tar"]
+    monkeypatch.setattr(index, "MAX_FOLDERS", 1000)
+    for name in ("one", "two"):
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "linked")
+    with pytest.raises(ValueError, match=r"^o: \*\* in .* more than 1,000 folders"):
+        names(shards, pattern)
+    monkeypatch.chdir(tmp_path / "linked")
+    with pytest.raises(ValueError, match="more than 1,000 folders"):
+        names(shards, "**/*.tar")
+
+
 def test_file_whose_name_looks_like_a_glob(shards: Path) -> None:
     make_shard(shards / "a[1].tar", "x")
     assert names(shards, f"{shards}/a[1].tar") == ["a[1].tar"]
