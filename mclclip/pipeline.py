@@ -22,6 +22,7 @@ from mclclip.config import BenchmarkConfig, Config, ModelConfig, TrainConfig
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
+from mclclip.embed.trunk import check_folder
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.export import held_out
@@ -116,6 +117,8 @@ def _check(config: Config, context: Context) -> None:
                 "'reshard' and 'train', and 'run' would train before that: leave it out, or call "
                 "the verbs"
             )
+    if config.trunk_cache.enabled:
+        check_folder(config)
     pilot.check(config)
     held_out.check(config)
     evaluation.check(config.eval.suite)

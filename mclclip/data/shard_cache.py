@@ -78,7 +78,13 @@ class ShardCache:
     ) -> None:
         self.folder, self.max_bytes, self.idle_s = Path(folder), max_bytes, idle_s
         self.remote = remote
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"data.remote.cache={self.folder} cannot be made ({error.strerror}): give a folder "
+                "that can be written, or leave the option out"
+            ) from None
         self._pid, self._off = 0, False
         self._dropped: set[Path] = set()
 

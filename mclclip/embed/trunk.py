@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -121,9 +122,8 @@ def _open(
     inputs: dict[str, str],
     force: Force,
 ) -> Artifact:
+    check_folder(config)
     given = config.trunk_cache.folder
-    if given is not None and not files.existing(Path(given).expanduser()).is_dir():
-        raise ValueError(f"trunk_cache.folder={given} is a file, or below one: give a folder")
     directory, embeddings = layout.trunk_cache, layout.embeddings(0)
     made_by = made_of(embeddings)
     if made_by and "trunk_cache" not in made_by["inputs"] and not force:
@@ -146,6 +146,26 @@ def _open(
     elif was_begun:  # another run of this name may be writing the same rows otherwise
         files.remove_leftovers(folder)
     return artifact
+
+
+def check_folder(config: Config) -> None:
+    """Raises ValueError where ``trunk_cache.folder`` is none or, while rows are still to be
+    written, cannot be written."""
+    given = config.trunk_cache.folder
+    if given is None:
+        return
+    above = files.existing(Path(given).expanduser())
+    if not above.is_dir():
+        raise ValueError(f"trunk_cache.folder={given} is a file, or below one: give a folder")
+    if is_finished(Layout.of(config).trunk_cache):
+        return
+    try:
+        tempfile.TemporaryFile(dir=above).close()
+    except OSError as error:
+        raise ValueError(
+            f"trunk_cache.folder={given} cannot be written ({above}: {error.strerror}): give "
+            "another folder, or have its permissions changed"
+        ) from None
 
 
 def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) -> None:

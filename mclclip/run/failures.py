@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import sys
 import time
 import traceback
@@ -16,8 +18,10 @@ def is_for_the_user(error: Exception) -> bool:
     """Whether the error's message is enough for the user, so that no traceback is printed.
 
     It is for ValueError and OSError, for a RuntimeError that this package raised itself, and where
-    memory ran out.
+    memory ran out or too many files are open.
     """
+    if _is_out_of_files(error):
+        return True
     if isinstance(error, RuntimeError):
         # torch raises RuntimeError for our bugs too, and those need a traceback.
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -32,6 +36,14 @@ def is_for_the_user(error: Exception) -> bool:
 def _is_of_loader_worker(error: BaseException) -> bool:
     """Whether torch passed the error on from a loader worker; its message holds the traceback."""
     return " in DataLoader worker process " in str(error).partition("\n")[0]
+
+
+def _is_out_of_files(error: BaseException) -> bool:
+    """Whether too many files are open, also in a loader worker, of which torch keeps the text."""
+    by_number = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return by_number or (
+        isinstance(error, OSError | RuntimeError) and "Too many open files" in str(error)
+    )
 
 
 def complain(error: Exception, with_traceback: bool) -> None:
@@ -55,6 +67,14 @@ def line_of(error: BaseException) -> str:
         return (
             f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there, "
             "or use another run_dir; the same command goes on from what is finished"
+        )
+    if _is_out_of_files(error):
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = 2**20 if most == resource.RLIM_INFINITY else most
+        more = f"call 'ulimit -n {most}' before" if now < most else "have its hard limit raised"
+        return (
+            f"too many files are open (a process may open {now} here): {more}, or lower "
+            "data.max_open_files or data.num_workers; the same command goes on from what is saved"
         )
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import cluster, embed, export, index, train
+from mclclip import cluster, embed, export, index, pipeline, train
 from mclclip.config import Config
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
@@ -275,6 +275,18 @@ def test_a_folder_that_is_none_is_refused(data: Path, tmp_path: Path, below: str
         embed.run(config, SINGLE, stage=0)
     export.stage(config, SINGLE, stage=0)
     with pytest.raises(ValueError, match="is a file, or below one: give a folder"):
+        embed.run(config, SINGLE, stage=0)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that nobody can write")
+def test_a_folder_that_cannot_be_written_is_told_before_stage_0(data: Path, tmp_path: Path) -> None:
+    config = options(tmp_path / "run", data, ON, "trunk_cache.folder=/proc/rows")
+    with pytest.raises(ValueError, match=r"^trunk_cache.folder=/proc/rows cannot be written") as of:
+        pipeline.run(config, SINGLE)
+    assert "\n" not in str(of.value) and not (tmp_path / "run").exists()
+    index.run(config, SINGLE)
+    export.stage(config, SINGLE, stage=0)
+    with pytest.raises(ValueError, match=r"^trunk_cache.folder=/proc/rows cannot be written"):
         embed.run(config, SINGLE, stage=0)
 
 

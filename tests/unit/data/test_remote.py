@@ -490,6 +490,13 @@ def cache(server: ShardServer, folder: Path, max_bytes: int, idle_s: float = 360
     return ShardCache(folder, max_bytes, Remote(FAST), idle_s)
 
 
+@pytest.mark.parametrize("below", ["file", "file/cache"])
+def test_a_cache_that_is_no_folder_is_told_with_its_option(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^data.remote.cache=.*/file.* cannot be made \(.*folder"):
+        ShardCache(tmp_path / below, 10_000, Remote(FAST))
+
+
 def held(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".lock")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+
 import pytest
 
 from mclclip.files import shown, shown_lines
@@ -43,3 +46,31 @@ def test_what_is_complained_of_is_escaped(capsys: pytest.CaptureFixture[str]) ->
     err = capsys.readouterr().err
     assert "Traceback" in err and err.endswith("mclclip: of\\x1b[2J forged\n")
     assert "\x1b" not in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files", "/data/0.tar"),
+        OSError(errno.ENFILE, "Too many open files in system"),
+        OSError(
+            "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+            "last):\nOSError: [Errno 24] Too many open files: '/data/0.tar'\n"
+        ),
+        RuntimeError("Too many open files. Communication with the workers is no longer possible."),
+    ],
+    ids=["process", "system", "worker", "torch"],
+)
+def test_too_many_open_files_say_which_limit_to_raise(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert failures.is_for_the_user(error)
+    for limits, remedy in (
+        ((1024, 4096), "may open 1024 here): call 'ulimit -n 4096' before"),
+        ((1024, resource.RLIM_INFINITY), "call 'ulimit -n 1048576' before"),
+        ((512, 512), "may open 512 here): have its hard limit raised"),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        line = line_of(error)
+        assert remedy in line and "data.max_open_files" in line and "\n" not in line, line
+    assert "too many files" not in line_of(OSError(errno.ENOENT, "No such file", "/data/0.tar"))
