@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,15 @@ from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleToken
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
-from mclclip.models import backbones, config_check, config_limits, towers, transforms, weights
+from mclclip.models import (
+    backbones,
+    config_check,
+    config_limits,
+    tokenizer_proof,
+    towers,
+    transforms,
+    weights,
+)
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.hub import fetched, one_line, quiet
 from mclclip.models.image_encoder import ImageEncoder
@@ -89,8 +97,8 @@ def load_clip(
     _override(model_cfg, "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
     _override(model_cfg, "text_cfg", context_length=context_length)
     model_cfg |= {} if quick_gelu is None else {"quick_gelu": quick_gelu}
-    tokenizer = _tokenizer(model_cfg["text_cfg"], directory)
     clip = _build(config, seed, random_text=bool(file) or not load_weights)
+    tokenizer = _tokenizer(model_cfg["text_cfg"], directory, _vocabulary(clip))
     if file:
         _load_weights(clip, file)
     full = {"model_cfg": model_cfg, "preprocess_cfg": dict(clip.visual.preprocess_cfg)}
@@ -306,7 +314,31 @@ def _check_activation(
     )
 
 
-def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None) -> Any:
+class _ProvenTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no types
+    """A tokenizer whose files lie beside a model, and whose tokens are checked (`tokens_of`)."""
+
+    def __init__(self, directory: Path, vocabulary: int, **options: Any) -> None:
+        self._vocabulary, self._where = vocabulary, f"in {directory}"
+        # With an empty configuration, transformers does not look in config.json for other classes.
+        config = config_check.library().PretrainedConfig()
+        super().__init__(str(directory), config=config, **options)
+
+    def __call__(self, texts: str | list[str], context_length: int | None = None) -> torch.Tensor:
+        number = 1 if isinstance(texts, str) else len(texts)
+        length = context_length or self.context_length
+        own = functools.partial(super().__call__, texts, context_length)
+        tokens = tokenizer_proof.tokens_of(own, number, length, self._vocabulary, self._where)
+        return cast(torch.Tensor, tokens)
+
+
+def _vocabulary(clip: Any) -> int:
+    """How many tokens the text tower knows; one of transformers has them in its own table."""
+    text = getattr(clip, "text", clip)
+    table = getattr(text, "token_embedding", None) or text.transformer.get_input_embeddings()
+    return int(table.num_embeddings)
+
+
+def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary: int) -> Any:
     """The tokenizer that open_clip makes of a config, never with code that comes with it.
 
     As in open_clip, a Hugging Face tokenizer is read from the files in the model directory, or else
@@ -323,11 +355,12 @@ def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None) -> Any:
     config_check.check_hub_name(name)
     if directory is None or not (directory / config_check.TOKENIZER_CONFIG).is_file():
         return LazyTokenizer(functools.partial(_hub_tokenizer, name, options), length)
-    transformers = config_check.library()
+    config_check.library()
     config_check.check_tokenizer_files(directory)
-    # With an empty configuration, transformers does not look in config.json for other classes.
-    config = transformers.PretrainedConfig()
-    return _made(functools.partial(HFTokenizer, str(directory), config=config, **options))
+    tokenizer_proof.prove(directory, length)
+    proven = _made(functools.partial(_ProvenTokenizer, directory, vocabulary, **options))
+    proven([*tokenizer_proof.PROBES])
+    return proven
 
 
 def _hub_tokenizer(name: str, options: Mapping[str, Any]) -> Any:

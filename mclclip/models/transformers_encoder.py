@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mclclip import files
-from mclclip.models import config_check, config_limits, weights
+from mclclip.models import config_check, config_limits, tokenizer_proof, weights
 from mclclip.models.hub import fetched, one_line, quiet
 from mclclip.models.image_model import unit
 from mclclip.options import shown
@@ -71,19 +71,19 @@ class _Tokens:
 
     tokenizer: Any
     context_length: int
+    vocabulary: int
     lower: bool = False
 
     def __call__(self, texts: str | list[str]) -> Tensor:
         texts = [texts] if isinstance(texts, str) else list(texts)
         texts = [text.lower() for text in texts] if self.lower else texts
-        found = self.tokenizer(
-            texts,
-            padding="max_length",
-            truncation=True,
-            max_length=self.context_length,
-            return_tensors="pt",
-        )
-        tokens: Tensor = found["input_ids"]
+        length, where = self.context_length, f"in {self.tokenizer.name_or_path}"
+        options = {"padding": "max_length", "truncation": True, "max_length": length}
+
+        def own() -> Any:
+            return self.tokenizer(texts, return_tensors="pt", **options)["input_ids"]
+
+        tokens: Tensor = tokenizer_proof.tokens_of(own, len(texts), length, self.vocabulary, where)
         return tokens
 
 
@@ -104,7 +104,8 @@ class TransformersEncoder(nn.Module):
             or text.hidden_size
         )
         self.logit_scale = model.logit_scale.exp().item()
-        self.tokenizer = _Tokens(tokenizer, int(text.max_position_embeddings), lower)
+        length, vocabulary = int(text.max_position_embeddings), int(text.vocab_size)
+        self.tokenizer = _Tokens(tokenizer, length, vocabulary, lower)
         self.preprocess_val = Pixels(processor)
         self.eval()
 
@@ -151,7 +152,8 @@ def load(name: str) -> TransformersEncoder:
         images = _class(transformers, kind.images)
         what = f"{directory / PREPROCESSOR}"
         processor = _read(what, lambda: images.from_pretrained(str(directory)))
-        tokenizer, lower = _tokenizer(transformers, kind, directory)
+        length = int(model.config.text_config.max_position_embeddings)
+        tokenizer, lower = _tokenizer(transformers, kind, directory, length)
     weights.refuse_not_finite(model, str(directory))
     encoder = TransformersEncoder(model, processor, tokenizer, lower)
     _check_fit(encoder, directory)
@@ -175,6 +177,7 @@ def _check_fit(encoder: TransformersEncoder, directory: Path) -> None:
             f"the tokenizer in {directory} has {words:,} tokens, the model {known:,}: it is of "
             "another model"
         )
+    encoder.tokenizer([*tokenizer_proof.PROBES])
 
 
 @contextmanager
@@ -312,18 +315,20 @@ def _held(path: Path) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
 
 
-def _tokenizer(transformers: Any, kind: _Kind, directory: Path) -> tuple[Any, bool]:
+def _tokenizer(
+    transformers: Any, kind: _Kind, directory: Path, context_length: int
+) -> tuple[Any, bool]:
     """The tokenizer, and whether it wants texts in lower case: SigLIP 2's, which is Gemma's, was
     trained so, as transformers documents, and does not change them itself."""
     path = directory / config_check.TOKENIZER_CONFIG
     record = files.read_model_json(path) if path.is_file() else {}
     name = record.get("tokenizer_class") if isinstance(record, Mapping) else None
     own = name in kind.tokenizers and "auto_map" not in record
-    if own:
-        load = _class(transformers, str(name)).from_pretrained
-    else:
+    if not own:
         config_check.check_tokenizer_files(directory)
-        load = transformers.AutoTokenizer.from_pretrained
+    loader = str(name) if own else "AutoTokenizer"
+    tokenizer_proof.prove(directory, context_length, loader)
+    load = getattr(transformers, loader).from_pretrained
     # With an empty configuration, transformers does not look in config.json for other classes.
     options = {} if own else {"config": transformers.PretrainedConfig()}
     found = _read(f"the tokenizer in {directory}", lambda: load(str(directory), **options))

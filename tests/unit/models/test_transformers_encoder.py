@@ -170,6 +170,10 @@ def _change(folder: Path, what: str) -> None:
             _edit(folder / "config.json", vision_config=larger)
         case "tokenizer":
             _edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.Y", None]})
+        case "long texts":
+            step = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+            many = {"type": "Sequence", "normalizers": [step] * 40}
+            _edit(folder / "tokenizer.json", normalizer=many)
         case "image size":
             _edit(folder / "preprocessor_config.json", size={"shortest_edge": 10**9})
         case "no processor":
@@ -230,6 +234,7 @@ def _change(folder: Path, what: str) -> None:
         ("pickle", "has no .*safetensors"),
         ("other weights", "cannot load the model in .*describes .* the weights hold "),
         ("tokenizer", "has auto_map, which names Python"),
+        ("long texts", "its normalizer may make a text 1.1e.12 times as long"),
         ("image size", "size of .* is 1e.09, wanted above 0 and at most 4,096"),
         ("no processor", "has no preprocessor_config.json"),
     ],

@@ -1,0 +1,162 @@
+"""Tokenizers of strangers end in one line, whatever their files say, and harm only a process of
+their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip.models import tokenizer_proof, weights
+from mclclip.models.clip import ClipModel, load_clip, save_export
+
+pytest.importorskip("transformers")
+
+Tree = dict[str, Any]
+VOCABULARY = {"[PAD]": 0, "?": 1, "a": 2, "dog": 3}
+
+
+def export(vit: ClipModel, folder: Path, change: Callable[[Tree], None]) -> Path:
+    """An export with a tokenizer of words, whose tokenizer.json is changed."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.WordLevel(VOCABULARY, unk_token="?"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    own = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]", unk_token="?")
+    save_export(vit, folder)
+    own.save_pretrained(folder)
+    config = json.loads((folder / weights.CONFIG).read_text())
+    config["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "roberta-base"
+    (folder / weights.CONFIG).write_text(json.dumps(config))
+    path = folder / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+    return folder
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_clip(folder)
+    assert "\n" not in str(caught.value) and f"the tokenizer in {folder}" in str(caught.value)
+
+
+def doubling(tree: Tree) -> None:
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40
+    tree["normalizer"] = {"type": "Sequence", "normalizers": steps}
+
+
+def panicking(tree: Tree) -> None:
+    """Its template has a token that it does not describe, which the library takes for granted."""
+    single = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tree["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}
+    }  # fmt: skip
+
+
+def outside(tree: Tree) -> None:
+    tree["model"]["vocab"]["?"] = 10**6
+
+
+def before_all(tree: Tree) -> None:
+    """More tokens at the begin of every text than the context has."""
+    tokens = [f"<{number}>" for number in range(3000)]
+    single = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
+    single.append({"Sequence": {"id": "A", "type_id": 0}})
+    special = {token: {"id": token, "ids": [2], "tokens": [token]} for token in tokens}
+    tree["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (doubling, "may make a text 1.1e\\+12 times as long"),
+        (panicking, "cannot be used \\(PanicException"),
+        (outside, "makes ids from 0 to 1,000,000, the text tower knows those below"),
+        (before_all, "it makes 4,... ids of a text, wanted 16"),
+    ],
+)
+def test_what_its_files_say_ends_in_one_line(
+    vit: ClipModel, tmp_path: Path, change: Callable[[Tree], None], message: str
+) -> None:
+    refused(export(vit, tmp_path / "model", change), message)
+
+
+def test_an_id_outside_of_the_text_tower_is_told_when_a_text_has_it(
+    vit: ClipModel, tmp_path: Path
+) -> None:
+    def change(tree: Tree) -> None:
+        tree["model"]["vocab"]["zebra"] = 10**6
+
+    loaded = load_clip(export(vit, tmp_path / "model", change))
+    assert loaded.tokenizer(["a dog"])[0, :3].tolist() == [2, 3, 0]
+    with pytest.raises(ValueError, match="makes ids from 0 to 1,000,000, the text tower knows"):
+        loaded.tokenizer(["a dog", "a zebra"])
+
+
+def test_equal_files_are_tried_once(
+    vit: ClipModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = export(vit, tmp_path / "first", lambda tree: None)
+    load_clip(first)
+    monkeypatch.setattr(sys, "executable", "/none")
+    load_clip(export(vit, tmp_path / "second", lambda tree: None))
+    (first / "vocab.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="/none"):
+        load_clip(first)
+
+
+def test_a_process_that_crashes_or_never_ends_is_one_line(
+    vit: ClipModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = export(vit, tmp_path / "model", lambda tree: None)
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nkill -ABRT $$\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(tokenizer_proof, "_proven", set())
+    monkeypatch.setattr(sys, "executable", str(script))
+    refused(folder, "was ended by SIGABRT; it may take 4 GiB and 60 s")
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(tokenizer_proof, "_WALL_S", 0.1)
+    refused(folder, "it took more than 0.1 s")
+
+
+BOUNDED = """
+import sys
+from mclclip.models import tokenizer_proof as proof
+proof._MEMORY_BYTES, proof._MOST_GROWTH = 256 << 20, float("inf")
+sys.exit(proof.main(sys.argv[1:]))
+"""
+
+
+def test_memory_is_bounded_in_the_process_that_tries(vit: ClipModel, tmp_path: Path) -> None:
+    folder = export(vit, tmp_path / "model", doubling)
+    words = [sys.executable, "-c", BOUNDED, str(folder), "16", "AutoTokenizer"]
+    ended = subprocess.run(words, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGABRT, ended.stderr[-500:]
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        ([("String", " ", "\u2581")], 1.0),  # Gemma's
+        ([("Regex", r"\s+", " "), ("String", "``", '"'), ("Regex", "[!]", "")], 2.0),
+        ([("String", "ab", "abab"), ("String", "", "xy")], 6.0),
+    ],
+)
+def test_how_much_longer_a_text_may_become(
+    steps: list[tuple[str, str, str]], wanted: float
+) -> None:
+    parts = [{"type": "Replace", "pattern": {k: p}, "content": c} for k, p, c in steps]
+    inner = {"type": "Sequence", "normalizers": parts}
+    whole = {"type": "Sequence", "normalizers": [{"type": "NFC"}, inner]}
+    assert tokenizer_proof.growth(whole) == wanted and tokenizer_proof.growth(None) == 1.0
