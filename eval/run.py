@@ -27,7 +27,7 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_encoder, weights
-from mclclip.models.concat import load_model
+from mclclip.models.concat import RANDOM, load_model, split_name
 from mclclip.models.encoder import Encoder
 from mclclip.options import STRICT, first_problem
 from mclclip.ranks.collectives import on_main, together
@@ -309,7 +309,7 @@ def evaluate(
     path: Path | None = None,
     force: bool = False,
 ) -> list[Result]:
-    """Evaluates models (name -> directory, or open_clip name, or NAME@PRETRAINED).
+    """Evaluates models (name -> directory, NAME@PRETRAINED, or NAME@random for random weights).
 
     Benchmarks are those of ``eval.suite`` unless given. Those that ``path`` (default: the run's
     results.jsonl) already has for the same model files, options and precision are skipped, unless
@@ -321,7 +321,7 @@ def evaluate(
     path, precision = path or Layout.of(config).results, config.eval.precision
     rows: list[Result] = []
     for name, where in models.items():
-        location, pretrained = _split(str(where))
+        location, pretrained = split_name(where)
         identity = on_main(partial(identity_of, location, pretrained))
         found = [] if force else on_main(partial(results.read, path))
         protocols = {row.benchmark: row.protocol for row in found if row.model == name}
@@ -349,14 +349,6 @@ def evaluate(
             num_workers=config.data.num_workers,
         )
     return rows
-
-
-def _split(where: str) -> tuple[str, str | None]:
-    """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it."""
-    if "@" not in where or Path(where.removeprefix(transformers_encoder.PREFIX)).exists():
-        return where, None
-    name, _, tag = where.rpartition("@")
-    return name, tag
 
 
 def exports_of(config: Config) -> dict[str, Path]:
@@ -409,6 +401,11 @@ def run(
 
 
 def _named(text: str) -> tuple[str, str | Path]:
-    """Splits ``NAME=PATH``; without a name the path is the name."""
+    """Splits ``NAME=PATH``; without a name the path is the name. Random weights are part of it."""
     name, equals, where = text.partition("=")
-    return (name, where) if equals and not Path(text).exists() else (text, text)
+    if not equals or Path(text).exists():
+        name = where = text
+    location, pretrained = split_name(where)
+    if pretrained == RANDOM:
+        name = f"{location if name == where else name} (random weights)"
+    return name, where

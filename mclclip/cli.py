@@ -362,8 +362,8 @@ def _add_configured(verbs: Any) -> None:
     for verb in (train, export):
         verb.add_argument("--variant", default="mcl", choices=_VARIANTS)
     evaluate = add("eval", "encoders -> rows of results.jsonl", _eval)
-    model = "export, concat, open_clip NAME@PRETRAINED, or hf:FOLDER (or hf:ORG/NAME) of "
-    model += "transformers; default: the run's exports"
+    model = "export, concat, open_clip NAME@PRETRAINED (or NAME@random), or hf:FOLDER (or "
+    model += "hf:ORG/NAME) of transformers; default: the run's exports"
     several: dict[str, Any] = {"action": "append", "default": []}
     evaluate.add_argument("--model", dest="models", metavar="[NAME=]PATH", help=model, **several)
     evaluate.add_argument("--suite", help="a shipped suite (mcl) or a YAML file")

@@ -7,6 +7,7 @@ the export goes in; of a folder that was moved away from it, only the certificat
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import yaml
@@ -17,6 +18,7 @@ from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.export.certificate import Certificate
 from mclclip.export.target import Source
+from mclclip.models.clip import is_without_weights
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
 
@@ -53,8 +55,9 @@ def text(to: str, source: Source, found: list[Certificate]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Text of others in a line of Markdown."""
-    return files.shown(str(value)).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    """Text of others in a line of Markdown, where it is neither a link nor a cell nor HTML."""
+    text = re.sub(r"([\\\[\]|*])", r"\\\1", files.shown(str(value)))
+    return text.replace("<", "&lt;").replace("`", "'")
 
 
 def _options(run: Path | None) -> Config | None:
@@ -70,7 +73,7 @@ def _origin(source: Source, run: Path, options: Config | None) -> list[str]:
     layout = Layout(run)
     if artifacts.is_finished(layout.index):
         manifest = artifacts.read_manifest(layout.index, "index")
-        rows.append(("digest of the data's index", f"`{manifest.digest}`"))
+        rows.append(("digest of the data's index", f"`{_shown(manifest.digest)}`"))
     rows.append(("digest of weights and their configuration", f"`{source.digest}`"))
     if options is not None:
         digest = files.digest_json(config.dump(options))
@@ -82,8 +85,12 @@ def _origin(source: Source, run: Path, options: Config | None) -> list[str]:
 def _trained(options: Config) -> list[tuple[str, object]]:
     name, weights = options.model.name, options.model.pretrained
     base = _shown(Path(name).name) if isinstance(name, str) else "a configuration of its own"
+    if weights:
+        base += f", weights {_shown(Path(weights).name)}"
+    elif is_without_weights(name):
+        base += ", random weights"
     return [
-        ("base", base + (f", weights {_shown(Path(weights).name)}" if weights else "")),
+        ("base", base),
         ("stages after the base", options.num_stages),
         ("objective", f"`{_shown(options.train.objective.kind)}`"),
         ("data", ", ".join(_shown(name) for name in options.data.sources) or "none"),

@@ -289,12 +289,34 @@ def _refuse_pretrained(name: str, pretrained: str | None) -> None:
 
 def _weights_file(pretrained: str, name: str) -> Path:
     if not Path(pretrained).is_file():
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
         raise ValueError(
             f"pretrained is {pretrained!r}, which is neither a file nor a tag of {name!r} "
-            f"(tags: {tags})"
+            f"(tags: {_tags(name)})"
         )
     return Path(pretrained)
+
+
+def _tags(name: str) -> str:
+    tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
+    return ", ".join(tags) or "none"
+
+
+def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
+    """Whether a name is that of an architecture alone: open_clip's, or a model config."""
+    if isinstance(name, Mapping) or str(name).endswith(".json"):
+        return True
+    return not os.path.isdir(name) and str(name).replace("/", "-") in open_clip.list_models()
+
+
+def refuse_without_weights(name: str | Path) -> None:
+    """Raises ValueError, which lists the tags, for the name of an architecture alone; before that,
+    the errors of its configuration."""
+    if is_without_weights(name):
+        architecture(name)
+        raise ValueError(
+            f"{name} names no weights: give {name}@TAG with a tag of open_clip's (tags: "
+            f"{_tags(str(name))}), {name}@FILE with a file of weights, or {name}@random"
+        )
 
 
 def _check_activation(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mclclip import files
 from mclclip.models import transformers_encoder, weights
+from mclclip.models.clip import is_without_weights, refuse_without_weights
 from mclclip.models.encoder import Encoder, SingleEncoder
 from mclclip.models.image_model import unit
 from mclclip.models.loading import AnyModel, common_config, load_any
@@ -31,6 +32,8 @@ from mclclip.models.stage_weights import StageWeights, Variant, check_weights
 from mclclip.options import first_problem, shown
 
 CONCAT_WEIGHTS = "concat_model.safetensors"
+RANDOM = "random"
+"""Stands for random weights in the place of open_clip's tag."""
 _SCHEMAS = (1, 2)  # 2: has weights of its stages, which a reader of 1 would overlook
 _MOST_STAGES = 64
 
@@ -277,10 +280,13 @@ def load_model(
     """Loads any encoder: an exported stage, a soup, a concat, or a public model.
 
     `name` is a directory (`PATH` or `local-dir:PATH`; an image encoder's too), an open_clip name
-    with its `pretrained` tag or file, `hf-hub:ORG/NAME`, a JSON model config, or a CLIP or SigLIP
-    model of transformers (`hf:FOLDER`, `hf:ORG/NAME`). Raises FileNotFoundError where the directory
-    is missing or is no model, and ValueError where name, configuration or weights do not fit.
+    or a JSON model config with its `pretrained` tag or file (or `NAME@PRETRAINED`), where `random`
+    stands for random weights, `hf-hub:ORG/NAME`, or a CLIP or SigLIP model of transformers
+    (`hf:FOLDER`, `hf:ORG/NAME`). Raises FileNotFoundError where the directory is missing or is no
+    model, and ValueError where name, configuration or weights do not fit, or are not named.
     """
+    if pretrained is None:
+        name, pretrained = split_name(name)
     if str(name).startswith(transformers_encoder.PREFIX):
         if pretrained:
             raise ValueError(f"pretrained is {pretrained!r}, but {name} brings its own weights")
@@ -290,7 +296,19 @@ def load_model(
         if pretrained:
             raise ValueError(f"pretrained is {pretrained!r}, but {path} brings its own weights")
         return load_concat(path).to(device)
-    return SingleEncoder(load_any(name, pretrained)).to(device)
+    if pretrained is None:
+        refuse_without_weights(name)
+    is_random = pretrained == RANDOM and is_without_weights(name)
+    return SingleEncoder(load_any(name, None if is_random else pretrained)).to(device)
+
+
+def split_name(where: str | Path) -> tuple[str | Path, str | None]:
+    """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it."""
+    path = str(where).removeprefix(transformers_encoder.PREFIX).removeprefix("local-dir:")
+    if "@" not in path or Path(path).exists():
+        return where, None
+    name, _, tag = str(where).rpartition("@")
+    return name, tag
 
 
 def load_concat(directory: Path) -> ConcatEncoder:

@@ -330,6 +330,18 @@ def test_named_models_suites_and_benchmarks(
         evaluation.run(config, SINGLE, only=["nothing"])
 
 
+def test_rows_and_tables_name_random_weights(
+    run_dir: Path, folder: Path, loaded: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["ViT-B-32@random", "mine=ViT-B-32@random"]
+    rows = evaluation.run(make_config(run_dir, folder), SINGLE, models=names)
+    assert loaded == ["ViT-B-32+random"] * 2
+    wanted = {"ViT-B-32 (random weights)", "mine (random weights)"}
+    assert {row.model for row in rows} == wanted
+    table = capsys.readouterr().out
+    assert all(name in table for name in wanted)
+
+
 def test_nothing_to_evaluate(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match="has no exports: run 'mclclip export' first, .* --model"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,23 @@ def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> No
     assert text.count("| a\\|b | pairs | 12.5 | % | 5.0 to 25.0 | 40 |") == 1  # its own row alone
     assert "<script>" not in text and str(tmp_path) not in text and str(run) not in text
     assert "OpenClipImageProcessor" in text
+
+
+def test_a_card_says_that_weights_were_random(run: Path) -> None:
+    options = config.load(run / "config.yaml")
+    named = replace(options, model=replace(options.model, name="ViT-B-32", pretrained="openai"))
+    own = replace(options.model, name=str(run / "stage_0" / "export"))
+    assert dict(model_card._trained(named))["base"] == "ViT-B-32, weights openai"
+    bare = replace(named, model=replace(named.model, pretrained=None))
+    assert dict(model_card._trained(bare))["base"] == "ViT-B-32, random weights"
+    assert dict(model_card._trained(replace(options, model=own)))["base"] == "export"
+
+
+def test_a_folders_name_makes_no_link_in_its_card(tmp_path: Path) -> None:
+    folder = tmp_path / "[click](javascript:x) ![p](u) <b> *a* `c` a|b \\[d]"
+    card = model_card.text("timm", Source(folder), [])
+    wanted = r"# \[click\](javascript:x) !\[p\](u) &lt;b> \*a\* 'c' a\|b \\\[d\]"
+    assert f"\n{wanted}\n" in card
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,24 @@ def test_public_loader_returns_encoders(stages: list[Path], tmp_path: Path) -> N
         torch.testing.assert_close(features.norm(dim=1), torch.ones(2))
 
 
+def test_a_name_without_weights_is_refused_and_random_ones_are_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"ViT-B-32 names no weights: .*tags: openai, .*@random"):
+        load_model("ViT-B-32")
+    config = CONFIGS / "tiny_vit.json"
+    with pytest.raises(ValueError, match=r"tiny_vit.json names no weights: .*tags: none"):
+        load_model(config)
+    wanted = load_clip(config, seed=0).state_dict()
+    for encoder in (load_model(f"{config}@random"), load_model(config, "random")):
+        assert isinstance(encoder, SingleEncoder)
+        found = encoder.model.state_dict()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_model_that_brings_its_weights_has_no_random_ones(stages: list[Path]) -> None:
+    with pytest.raises(ValueError, match="brings its own weights: leave it out"):
+        load_model(f"{stages[0]}@random")
+
+
 def test_single_encoder_is_the_model(vit: ClipModel, images: Tensor, tokens: Tensor) -> None:
     encoder = SingleEncoder(vit)
     with torch.no_grad():

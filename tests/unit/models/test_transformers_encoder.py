@@ -16,7 +16,8 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.eval import retrieval
 from mclclip.eval.features import Extractor
 from mclclip.eval.labelled_features import with_feature
-from mclclip.eval.run import _split, identity_of
+from mclclip.eval.run import identity_of
+from mclclip.models.concat import split_name
 from mclclip.models.loading import load_any
 
 transformers = pytest.importorskip("transformers")
@@ -265,7 +266,8 @@ def test_captions_that_are_cut_are_counted(saved: Path) -> None:
 
 def test_names_are_checked(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "data@1").mkdir()
-    assert _split(f"hf:{tmp_path}/data@1") == (f"hf:{tmp_path}/data@1", None)
+    for prefix in ("hf:", "local-dir:", ""):
+        assert split_name(f"{prefix}{tmp_path}/data@1") == (f"{prefix}{tmp_path}/data@1", None)
     with pytest.raises(FileNotFoundError, match="no folder .*give hf:FOLDER, or hf:ORG/NAME"):
         mclclip.load_model("hf:/nowhere/at/all")
     with pytest.raises(FileNotFoundError, match="neither cached nor reachable"):
