@@ -68,15 +68,20 @@ def tensors(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[name] = tensor.reshape(1)
         elif name.startswith("visual.trunk."):
             found |= _of_vision(name.removeprefix("visual.trunk."), tensor)
-        elif name.startswith("text.") and name != "text.attn_mask":
-            found |= _of_text(name.removeprefix("text."), tensor)
-        elif name != "text.attn_mask":
+        elif name.startswith("visual."):
             raise _no_place(name)
+        elif (part := name.removeprefix("text.")) != "attn_mask":  # without custom_text no "text."
+            found |= _of_text(part, tensor)
+    if "logit_bias" not in found:
+        raise ValueError(
+            f"the model has no logit bias, as {_WHAT} has: set init_logit_bias: -10 in the model's "
+            "configuration, and train it so; --to onnx holds it as it is"
+        )
     pool = "vision_model.head.attention.in_proj"
     for kind in ("weight", "bias"):
         parts = [found.pop(f"{pool}.{part}.{kind}", None) for part in ("q", "kv")]
-        if any(part is None for part in parts) or "logit_bias" not in found:
-            raise ValueError(f"the model has no attention pool or logit bias, as {_WHAT} has")
+        if any(part is None for part in parts):
+            raise ValueError(f"the model has no attention pool, as {_WHAT} has")
         found[f"{pool}_{kind}"] = torch.cat([part for part in parts if part is not None])
     return found
 
@@ -111,7 +116,7 @@ def _of_text(name: str, tensor: Tensor) -> dict[str, Tensor]:
             return _thirds(layer, block[3], tensor)
         if block[2] in _TEXT_BLOCK:
             return {f"{layer}.{_TEXT_BLOCK[block[2]]}.{block[3]}": tensor}
-    raise _no_place(f"text.{name}")
+    raise _no_place(name)
 
 
 def _thirds(layer: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -124,6 +129,18 @@ def _no_place(name: str) -> ValueError:
         f"the model's tensor {name} has no place in {_WHAT}, which holds a plain ViT with an "
         "attention pool and a text tower whose projection has a bias"
     )
+
+
+def _check_text(text_cfg: Mapping[str, Any]) -> None:
+    """Raises ValueError, which says what to set, where the text tower is not built as SigLIP's."""
+    wanted = {"no_causal_mask": True, "pool_type": "last", "proj_bias": True}
+    other = [name for name, value in wanted.items() if text_cfg.get(name) != value]
+    if other and not text_cfg.get("hf_model_name"):
+        told = ", ".join(f"{name}: {json.dumps(wanted[name])}" for name in other)
+        raise ValueError(
+            f"the text tower is not built as SigLIP's, which {_WHAT} holds: set {told} in text_cfg "
+            "of the model's configuration, and train it so; --to onnx holds it as it is"
+        )
 
 
 def config(model: ClipModel, found: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -173,6 +190,7 @@ def convert(source: Source, model: ClipModel) -> Converted:
 
     Raises ValueError where transformers' ``SiglipModel`` cannot hold the model.
     """
+    _check_text(model.config["model_cfg"]["text_cfg"])
     found = {n: t.detach().float() for n, t in tensors(model.exported.state_dict()).items()}
     look = transformers_layout.preprocessor(model.config["preprocess_cfg"])
     look["image_processor_type"] = "SiglipImageProcessor"

@@ -52,6 +52,12 @@ def tensors(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises ValueError for one that ``CLIPModel`` has no place for, as of timm's towers and ResNets.
     """
+    if "logit_bias" in own:
+        raise ValueError(
+            "the model has a logit bias, which transformers' CLIPModel has no place for: leave "
+            "init_logit_bias out of the model's configuration, and the objective trains a bias of "
+            "its own; --to onnx holds the model as it is"
+        )
     found: dict[str, Tensor] = {}
     for name, tensor in own.items():
         if name in _WHOLE:

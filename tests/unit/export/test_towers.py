@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,16 @@ from tests.unit.export.test_onnx import timm_tower
 SIGLIP = "vit_base_patch16_siglip_224"
 
 
-def siglip(folder: Path, monkeypatch: pytest.MonkeyPatch, bias: bool = True) -> Path:
-    """SigLIP's architecture with two narrow blocks, beside a text tower of its kind."""
+def siglip(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: dict[str, object] | None = None,
+    **changes: object,
+) -> Path:
+    """SigLIP's architecture with two narrow blocks, beside a text tower of its kind.
+
+    ``text`` and ``changes`` are changes of text_cfg and of other parts; None: without it.
+    """
     create = timm.create_model
     small = {"embed_dim": 32, "depth": 2, "num_heads": 2}
     monkeypatch.setattr(
@@ -37,9 +46,8 @@ def siglip(folder: Path, monkeypatch: pytest.MonkeyPatch, bias: bool = True) -> 
         ),
     )  # fmt: skip
     described = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    described |= {"init_logit_bias": -10.0} if bias else {}
     described |= {
-        "custom_text": True,
+        "init_logit_bias": -10.0, "custom_text": True,
         "vision_cfg": {
             "timm_model_name": SIGLIP, "timm_model_pretrained": False, "timm_pool": "map",
             "timm_proj": "none", "image_size": 224,
@@ -48,8 +56,10 @@ def siglip(folder: Path, monkeypatch: pytest.MonkeyPatch, bias: bool = True) -> 
         | {
             "no_causal_mask": True, "proj_bias": True, "pool_type": "last",
             "norm_kwargs": {"eps": 1e-6}, "act_kwargs": {"approximate": "tanh"},
-        },
+        }
+        | (text or {}),
     }  # fmt: skip
+    described = {k: v for k, v in (described | changes).items() if v is not None}
     model = load_clip(described)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -60,11 +70,13 @@ def siglip(folder: Path, monkeypatch: pytest.MonkeyPatch, bias: bool = True) -> 
     return folder
 
 
+@pytest.mark.parametrize("custom_text", [True, None])
 def test_siglip_gives_the_same_features_in_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, custom_text: bool | None
 ) -> None:
+    """Without custom_text the tensors of the text tower lie in the model itself."""
     transformers = pytest.importorskip("transformers")
-    source = siglip(tmp_path / "own", monkeypatch)
+    source = siglip(tmp_path / "own", monkeypatch, custom_text=custom_text)
     out = convert.run("hf", source, tmp_path / "hf")
     model = transformers.SiglipModel.from_pretrained(out).eval()
     own = mclclip.load_model(source)
@@ -143,11 +155,32 @@ def test_a_tokenizer_that_cannot_be_had_is_told(
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_siglip_without_its_bias_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+PLAIN = {"no_causal_mask": False, "pool_type": "argmax", "proj_bias": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"custom_text": None, "text": PLAIN},
+            'set no_causal_mask: true, pool_type: "last", proj_bias: true in text_cfg of',
+        ),
+        ({"text": {"proj_bias": False}}, "set proj_bias: true in text_cfg of"),
+        ({"init_logit_bias": None}, "set init_logit_bias: -10 in the model's configuration"),
+    ],
+)
+def test_a_siglip_that_is_built_otherwise_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
-    source = siglip(tmp_path / "own", monkeypatch, bias=False)
-    with pytest.raises(ValueError, match="no attention pool or logit bias, as transformers' Sig"):
+    source = siglip(tmp_path / "own", monkeypatch, **changes)
+    with pytest.raises(ValueError, match=message):
+        convert.run("hf", source, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_plain_vit_with_a_logit_bias_says_what_to_leave_out(tmp_path: Path) -> None:
+    source = exported(tmp_path / "own", init_logit_bias=-10.0)
+    with pytest.raises(ValueError, match="leave init_logit_bias out of the model's configuration"):
         convert.run("hf", source, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
