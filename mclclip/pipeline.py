@@ -26,7 +26,7 @@ from mclclip.embed.trunk import check_folder
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.export import held_out
-from mclclip.models.clip import architecture
+from mclclip.models.clip import architecture, check_tokenizer
 from mclclip.models.loading import has_texts
 from mclclip.models.memory import load_image_shapes
 from mclclip.ranks import collectives
@@ -123,6 +123,7 @@ def _check(config: Config, context: Context) -> None:
     held_out.check(config)
     evaluation.check(config.eval.suite)
     evaluation.check_files(config.eval.suite)
+    _check_tokenizers(config)
 
 
 def _check_objectives(config: Config, context: Context) -> None:
@@ -158,6 +159,25 @@ def _check_objectives(config: Config, context: Context) -> None:
             "its figures will be those of chance (launch/recipes/lit.yaml trains one)",
             ", ".join(with_text),
         )
+
+
+def _check_tokenizers(config: Config) -> None:
+    """Raises FileNotFoundError where texts are to be read by a tokenizer that cannot be had."""
+    readers = [n for n, options in config.trainings.items() if options.objective.reads.captions]
+    models = [config.model_of(name) for name in readers]
+    joins = config.needs_text_embeddings or "weighted" in config.export.concat
+    measured = any(b.kind in evaluation.READ_TEXT for b in config.eval.suite.values())
+    if measured or (config.has_stages and joins):
+        models.append(config.model)
+    first = Layout.of(config).export(0)  # has a copy of the tokenizer's files
+    names = [
+        first if one is config.model and is_finished(first) else one.name
+        for one in models
+        if one.text
+    ]
+    for number, name in enumerate(names):
+        if name not in names[:number]:
+            check_tokenizer(name)
 
 
 def _reads_texts(model: ModelConfig) -> bool:

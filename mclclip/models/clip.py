@@ -9,6 +9,7 @@ import difflib
 import functools
 import os
 import pickle
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +46,9 @@ from mclclip.models.hub import fetched, one_line, quiet
 from mclclip.models.image_encoder import ImageEncoder
 from mclclip.models.image_model import pair
 from mclclip.models.interface import save_export
-from mclclip.models.timm_towers import timm_layout
+from mclclip.models.timm_towers import check_image_size, timm_layout
 from mclclip.models.tokenizer import LazyTokenizer, with_words_kept
+from mclclip.models.tokenizer import fetched as fetch
 
 __all__ = ["ClipModel", "architecture", "load_clip", "load_image_encoder", "save_export"]
 
@@ -381,8 +383,18 @@ def _tokenizer(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary: 
     config_check.check_tokenizer_files(directory)
     tokenizer_proof.prove(directory, length)
     proven = _made(functools.partial(_ProvenTokenizer, directory, vocabulary, **options))
-    proven([*tokenizer_proof.PROBES])
+    with torch.device("cpu"):  # a plan makes models on "meta", where ids have no values
+        proven([*tokenizer_proof.PROBES])
     return proven
+
+
+def check_tokenizer(name: str | Path | Mapping[str, Any]) -> None:
+    """Raises FileNotFoundError or ValueError where a model's tokenizer cannot be had; reads no
+    weights. Ids are checked where the model is loaded."""
+    config, _, directory = _resolve(name, None, None, load_weights=False)
+    text_cfg = config["model_cfg"].get("text_cfg") or {}
+    if text_cfg.get("hf_tokenizer_name"):
+        fetch(_tokenizer(text_cfg, directory, sys.maxsize))
 
 
 def _hub_tokenizer(name: str, options: Mapping[str, Any]) -> Any:
@@ -414,25 +426,8 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
             )
         except Exception as error:  # of any kind: the config is the cause
             raise ValueError(f"open_clip cannot build the model ({one_line(error)})") from error
-    _check_image_size(clip.visual)
+    check_image_size(clip.visual)
     return clip
-
-
-def _check_image_size(visual: Any) -> None:
-    """Raises ValueError if a timm tower, which is built for the size of its name, has another."""
-    trunk = getattr(visual, "trunk", None)
-    patches = getattr(trunk, "patch_embed", None)
-    own = getattr(patches, "img_size", None)
-    if own is None or getattr(trunk, "dynamic_img_size", False):
-        return
-    # Below a transformer, convolutions take any size; positions that are learned do not.
-    strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
-    positions = getattr(trunk, "pos_embed", None) is not None
-    if (strict or positions) and tuple(own) != tuple(visual.image_size):
-        raise ValueError(
-            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {own[0]} "
-            "pixels only: leave image_size out, or name the tower of that size"
-        )
 
 
 def _load_weights(clip: Any, file: Path) -> None:

@@ -316,3 +316,20 @@ class _Pass:
 
 def _groups_of(name: str, groups: dict[str, int]) -> set[int]:
     return {group for parameter, group in groups.items() if belongs(parameter, (name,))}
+
+
+def check_image_size(visual: Any) -> None:
+    """Raises ValueError if a timm tower, which is built for the size of its name, has another."""
+    trunk = getattr(visual, "trunk", None)
+    patches = getattr(trunk, "patch_embed", None)
+    own = getattr(patches, "img_size", None)
+    if own is None or getattr(trunk, "dynamic_img_size", False):
+        return
+    # Below a transformer, convolutions take any size; positions that are learned do not.
+    strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
+    positions = getattr(trunk, "pos_embed", None) is not None
+    if (strict or positions) and tuple(own) != tuple(visual.image_size):
+        raise ValueError(
+            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {own[0]} "
+            "pixels only: leave image_size out, or name the tower of that size"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests import tiny
 
 CLIP = {"kind": "info_nce"}
 VIEWS = {"kind": "nt_xent"}
+PAIRS = {"kind": "retrieval", "path": "{folder}", "options": {"captions": "."}}
 
 
 def tree(run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -54,6 +56,31 @@ def test_a_benchmark_that_needs_faiss_says_so_before_stage_0(
     with pytest.raises(ValueError, match=r"benchmark 'near' needs .*'mclclip\[search\]'"):
         pipeline.run(config.from_tree(tree(tmp_path / "run", eval={"suite": suite})), SINGLE)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"objective": CLIP}},
+        {"base": {"objective": CLIP}},
+        {"cluster": {"feature": "mean"}},
+        {"eval": {"suite": {"pairs": PAIRS}}},
+        {"export": {"concat": ["weighted"], "weights": {"held_out": "{folder}"}}},
+    ],
+)
+def test_a_tokenizer_that_cannot_be_had_is_told_before_anything_is_done(
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    made = tiny.make_data(tmp_path / "data", 8)
+    text = tiny.MODEL["text_cfg"] | {"hf_tokenizer_name": "timm/ViT-B-16-SigLIP"}
+    model = tiny.MODEL | {"text_cfg": text}
+    named = json.loads(json.dumps(changes).replace("{folder}", str(made / "shards")))
+    whole = tree(tmp_path / "run", model={"name": model}) | named
+    with pytest.raises(FileNotFoundError, match="tokenizer files of 'timm/ViT-B-16-SigLIP' are ne"):
+        pipeline.run(config.from_tree(whole), SINGLE)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_image_encoder_is_trained_on_clusters_of_a_clip(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from mclclip.models import tokenizer_proof, weights
 from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.memory import load_shapes
 
 pytest.importorskip("transformers")
 
@@ -100,6 +101,13 @@ def test_an_id_outside_of_the_text_tower_is_told_when_a_text_has_it(
     assert loaded.tokenizer(["a dog"])[0, :3].tolist() == [2, 3, 0]
     with pytest.raises(ValueError, match="makes ids from 0 to 1,000,000, the text tower knows"):
         loaded.tokenizer(["a dog", "a zebra"])
+
+
+def test_a_plan_reads_it_too(vit: ClipModel, tmp_path: Path) -> None:
+    """Its models are made where tensors have no values."""
+    folder = export(vit, tmp_path / "model", lambda tree: None)
+    shapes = load_shapes(str(folder))
+    assert isinstance(shapes, ClipModel) and shapes.tokenizer.context_length == 16
 
 
 def test_equal_files_are_tried_once(
