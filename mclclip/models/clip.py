@@ -431,6 +431,8 @@ def _build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
 
 
 def _load_weights(clip: Any, file: Path) -> None:
+    if file.suffix == ".safetensors":
+        weights.check_header(file)
     try:
         with quiet():
             if file.suffix not in (".safetensors", ".npz", ".npy"):

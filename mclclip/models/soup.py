@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -159,11 +158,7 @@ def _opened(ingredients: Sequence[Path]) -> Iterator[list[Any]]:
     with ExitStack() as stack:
         sources = []
         for path in ingredients:
-            file = _safetensors(path)
-            try:
-                sources.append(stack.enter_context(safe_open(file, framework="pt")))
-            except SafetensorError as error:
-                raise ValueError(f"{file} is not a readable safetensors file ({error})") from None
+            sources.append(stack.enter_context(weights.open_tensors(_safetensors(path))))
         yield sources
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from mclclip import files
@@ -251,7 +250,10 @@ def _check_config(config: object, directory: Path) -> _Kind:
 
 def _check_weights(directory: Path) -> None:
     """Raises ValueError for weights that are no safetensors in this folder, or an adapter's."""
-    if not any(directory.glob("*.safetensors")):
+    found = [*directory.glob("*.safetensors")]
+    for path in found:
+        weights.check_header(path)
+    if not found:
         raise ValueError(
             f"{directory} has no *.safetensors: save the model with transformers' save_pretrained, "
             "since files of other kinds could run code"
@@ -262,7 +264,7 @@ def _check_weights(directory: Path) -> None:
     if index.exists():
         record = files.read_model_json(index)
         names = record.get("weight_map") if isinstance(record, Mapping) else None
-        inside = {path.name for path in directory.glob("*.safetensors")}
+        inside = {path.name for path in found}
         if not isinstance(names, Mapping) or not {*map(str, names.values())} <= inside:
             raise ValueError(f"{index} names files outside of its folder: save the model again")
 
@@ -311,7 +313,7 @@ def _model(transformers: Any, kind: _Kind, directory: Path) -> Any:
 
 def _held(path: Path) -> int:
     """How many numbers a file of safetensors holds, by its header."""
-    with safe_open(path, framework="pt") as file:
+    with weights.open_tensors(path) as file:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
 
 

@@ -14,7 +14,8 @@ import copy
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ IMAGE_CONFIG = "config.json"
 IMAGE_WEIGHTS = "model.safetensors"
 CONCAT = "concat.json"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
+_MOST_HEADER_BYTES = 1 << 24  # 10,000 tensors, more than published models have, take 2 MB
 _TOKENIZER_DATA = (".json", ".txt", ".model")
 
 
@@ -216,11 +218,34 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no weights at {path}: export the model again")
+    with open_tensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file, by safetensors' `safe_open`.
+
+    Raises ValueError where it cannot be read.
+    """
+    check_header(path)
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+            yield file
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file ({error})") from error
+
+
+def check_header(path: Path) -> None:
+    """Raises ValueError where the header of a safetensors file, which lists its tensors, is longer
+    than any model's: one of a million tensors takes half a minute to read."""
+    with open(path, "rb") as file:
+        size_bytes = int.from_bytes(file.read(8), "little")
+    if size_bytes > _MOST_HEADER_BYTES:
+        raise ValueError(
+            f"{path} is not a readable safetensors file (its header has {size_bytes:,} bytes, "
+            f"wanted at most {_MOST_HEADER_BYTES:,})"
+        )
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mclclip.models import weights
+from mclclip.models import transformers_encoder, weights
+from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.soup import combine
 
 
 def test_same_bits() -> None:
@@ -34,6 +36,27 @@ def test_tensors_round_trip_and_leave_no_temporary_file(tmp_path: Path) -> None:
     found = weights.read_tensors(tmp_path / "sub" / "w.safetensors")
     assert all(weights.same_bits(tensors[name], found[name]) for name in tensors)
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["w.safetensors"]
+
+
+def long_header(path: Path) -> None:
+    """Writes safetensors with the header of a few hundred thousand empty tensors."""
+    one = '"{:07d}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    header = "{" + ",".join(map(one.format, range(300_000))) + "}"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+
+
+def test_a_header_of_too_many_tensors_is_not_read(vit: ClipModel, tmp_path: Path) -> None:
+    save_export(vit, tmp_path)
+    path = tmp_path / weights.WEIGHTS
+    long_header(path)
+    for load in (
+        lambda: weights.read_tensors(path),
+        lambda: load_clip(tmp_path),
+        lambda: combine([tmp_path]),
+        lambda: transformers_encoder._check_weights(tmp_path),
+    ):
+        with pytest.raises(ValueError, match="its header has .* bytes, wanted at most 16,777,216"):
+            load()
 
 
 def test_unreadable_weights(tmp_path: Path) -> None:
