@@ -79,6 +79,16 @@ def test_transformers_gives_the_same_features(tmp_path: Path, quick_gelu: bool) 
     assert images.std() > 0.05  # the towers do something
 
 
+def test_special_tokens_of_the_configuration_are_the_tokenizers(tmp_path: Path) -> None:
+    """transformers reads a text at its eos_token_id, and by a rule of older models where it is 2,
+    which gives the same features."""
+    out = convert.run("hf", exported(tmp_path / "own"), tmp_path / "hf")
+    text = json.loads((out / "config.json").read_text())["text_config"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert text[name] == getattr(tokenizer, name)
+
+
 def test_it_loads_again_as_an_encoder(tmp_path: Path) -> None:
     source = exported(tmp_path / "own")
     again = mclclip.load_model(f"hf:{convert.run('hf', source, tmp_path / 'hf')}")

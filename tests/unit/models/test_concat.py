@@ -23,6 +23,7 @@ from mclclip.models.concat import (
     ConcatEncoder,
     Variant,
     join_image_features,
+    join_query_features,
     join_text_features,
     load_model,
     save_concat,
@@ -82,6 +83,20 @@ def test_dot_product_is_the_formula(
     order = list(np.random.default_rng(seed).permutation(stages))
     shuffled = similarity([images[s] for s in order], [texts[s] for s in order], variant)
     torch.testing.assert_close(shuffled, found, atol=1e-6, rtol=0)
+
+
+def test_weighted_similarity_is_the_weighted_sum_of_cosines() -> None:
+    """Of images and texts that are both scaled by roots of the weights, and of queries."""
+    images, texts, weighing = draw(7, 3), draw(8, 3), (0.6, 0.3, 0.1)
+    cosines = [
+        functional.normalize(z, dim=1) @ functional.normalize(t, dim=1).T
+        for z, t in zip(images, texts, strict=True)
+    ]
+    wanted = sum(w * c for w, c in zip(weighing, cosines, strict=True))
+    rows = join_image_features(images, "weighted", weighing)
+    torch.testing.assert_close(rows @ join_text_features(texts, weighing).T, wanted)
+    index = join_image_features(images, "stage_norm")
+    torch.testing.assert_close(index @ join_query_features(texts, weighing).T, wanted)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
