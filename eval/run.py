@@ -27,6 +27,7 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_encoder, weights
+from mclclip.models.clip import refuse_without_weights
 from mclclip.models.concat import RANDOM, load_model, split_name
 from mclclip.models.encoder import Encoder
 from mclclip.options import STRICT, first_problem
@@ -401,11 +402,15 @@ def run(
 
 
 def _named(text: str) -> tuple[str, str | Path]:
-    """Splits ``NAME=PATH``; without a name the path is the name. Random weights are part of it."""
+    """Splits ``NAME=PATH``; without a name the path is the name. Random weights are part of it.
+
+    Raises ValueError for the name of an architecture without weights."""
     name, equals, where = text.partition("=")
     if not equals or Path(text).exists():
         name = where = text
     location, pretrained = split_name(where)
+    if pretrained is None:
+        refuse_without_weights(location)  # before another model is evaluated for an hour
     if pretrained == RANDOM:
         name = f"{location if name == where else name} (random weights)"
     return name, where

@@ -26,8 +26,8 @@ from mclclip.embed.trunk import check_folder
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.export import held_out
-from mclclip.models.clip import architecture, check_tokenizer
-from mclclip.models.loading import has_texts
+from mclclip.models.clip import architecture
+from mclclip.models.loading import check_tokenizer, has_texts
 from mclclip.models.memory import load_image_shapes
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context

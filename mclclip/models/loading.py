@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mclclip import files
-from mclclip.models import weights
+from mclclip.models import clip, weights
 from mclclip.models.clip import load_clip, load_image_encoder
 from mclclip.models.clip_model import ClipModel
 from mclclip.models.image_encoder import ImageEncoder
@@ -42,11 +42,7 @@ def load_any(
     are those that `load_clip` and `load_image_encoder` share. Raises ValueError for a projector on
     a model with a text tower.
     """
-    if str(name).startswith(PREFIX):
-        raise ValueError(
-            f"{name} is a model of transformers, which can be evaluated but not trained or joined: "
-            "use the same model's name in open_clip, or hf-hub:ORG/NAME of its open_clip weights"
-        )
+    _refuse_transformers(name)
     if text and has_texts(name):
         if projector:
             raise ValueError(
@@ -55,6 +51,21 @@ def load_any(
             )
         return load_clip(name, pretrained, **options)
     return load_image_encoder(name, pretrained, projector=projector, **options)
+
+
+def check_tokenizer(name: str | Path | Mapping[str, Any]) -> None:
+    """Raises FileNotFoundError or ValueError where the tokenizer of a model that is to be trained
+    cannot be had; reads no weights."""
+    _refuse_transformers(name)
+    clip.check_tokenizer(name)
+
+
+def _refuse_transformers(name: object) -> None:
+    if str(name).startswith(PREFIX):
+        raise ValueError(
+            f"{name} is a model of transformers, which can be evaluated but not trained or joined: "
+            "use the same model's name in open_clip, or hf-hub:ORG/NAME of its open_clip weights"
+        )
 
 
 def prepare_model(

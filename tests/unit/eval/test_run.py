@@ -340,6 +340,9 @@ def test_rows_and_tables_name_random_weights(
     assert {row.model for row in rows} == wanted
     table = capsys.readouterr().out
     assert all(name in table for name in wanted)
+    with pytest.raises(ValueError, match="ViT-B-32 names no weights: give ViT-B-32@TAG"):
+        evaluation.run(make_config(run_dir, folder), SINGLE, models=["stage_0", "mine=ViT-B-32"])
+    assert len(loaded) == 2
 
 
 def test_nothing_to_evaluate(tmp_path: Path, folder: Path) -> None:
