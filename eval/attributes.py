@@ -26,7 +26,7 @@ from mclclip.eval.logistic import MAX_ITERATIONS, Solver
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.outcomes import Outcomes, joined
 from mclclip.eval.results import Figure, figure
-from mclclip.eval.stored import StoredImage, read_shards
+from mclclip.eval.stored import StoredImage, check_shards, read_shards
 from mclclip.ranks.collectives import on_main, together
 from mclclip.search import nearest
 
@@ -80,6 +80,12 @@ def coded(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArra
 def needs(**_: Any) -> str:
     """Names the files that a folder must hold, for messages."""
     return "shards train/*.tar and test/*.tar of images with attributes"
+
+
+def check(root: Path, *, attributes: Names, **_: Any) -> None:
+    """Raises the errors of ``read_split`` that the first shard of each part shows."""
+    for part in ("train", "test"):
+        check_shards(root / part, attributes=attributes)
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""CLIP's loss on held-out samples in shards: how well images pick their captions, and the reverse.
+"""CLIP's loss on held-out samples: how well images pick their captions, and the reverse.
 
 Source: Radford et al., Learning Transferable Visual Models (2021), Figure 3, with all samples as
 one batch and the model's own logit scale, whatever objective it was trained with. Rows are computed
@@ -17,20 +17,32 @@ from typing import Any
 import numpy as np
 from pydantic.types import PositiveInt
 
+from mclclip.eval.datasets import read_captions
 from mclclip.eval.features import Extractor, Features, Readable, over_ranks
-from mclclip.eval.metrics import Z_95, FloatArray
+from mclclip.eval.metrics import FloatArray
+from mclclip.eval.outcomes import Outcomes, image_items
 from mclclip.eval.ranking import CHUNK_BYTES, similarity
-from mclclip.eval.results import Figure
-from mclclip.eval.stored import read_captions_of_shards
+from mclclip.eval.results import Figure, figure
+from mclclip.eval.stored import check_shards, read_captions_of_shards
 from mclclip.ranks.collectives import together
 from mclclip.ranks.process_group import SINGLE, Context
 
 READS_TEXT = True  # whether images are compared with texts
+IS_LOSS = True  # whether smaller figures are better
+FILE_OPTIONS = {"images"}  # captions may be a field of the samples, so that ``check`` looks at them
 
 
 def needs(**_: Any) -> str:
     """Names the files that a folder must hold, for messages."""
-    return "shards *.tar of images with captions"
+    return "shards *.tar of images with captions, or images and a table, JSON or files of captions"
+
+
+def check(root: Path, *, captions: str = "txt", images: str = ".", **_: Any) -> None:
+    """Raises the errors of ``evaluate`` that can be known without a look at every sample."""
+    if _are_in_shards(captions):
+        check_shards(root, captions)
+    else:
+        read_captions(root / captions, root / images)
 
 
 def evaluate(
@@ -38,18 +50,23 @@ def evaluate(
     root: Path,
     *,
     captions: str = "txt",
+    images: str = ".",
     max_samples: PositiveInt | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> list[Figure]:
-    """The loss in nats, and its two directions, over the samples of ``root/*.tar``; smaller is
-    better, and log(samples) is chance. The interval is that of a mean over samples.
+    """The loss in nats, and its two directions, over all samples as one batch; smaller is better,
+    and log(samples) is chance. The interval is that of a mean over samples.
 
-    ``captions``: ``txt`` or ``json:FIELD``, of which the first caption counts; ``max_samples``:
-    only the first so many. Figures do not depend on the number of ranks. Raises FileNotFoundError
-    where there is no shard and ValueError for damaged ones and samples without a caption.
+    ``captions``: ``txt`` or ``json:FIELD`` of the samples in ``root/*.tar``; or, as in
+    ``retrieval``, a file or folder below ``root`` (see ``read_captions``) whose names start from
+    the folder ``images``. The first caption of an image counts; ``max_samples``: only the first so
+    many images. Figures do not depend on the number of ranks. Raises FileNotFoundError where there
+    is no shard and ValueError for damaged ones and samples without a caption, and the errors of
+    ``read_captions``.
     """
-    images, texts = together(lambda: read_captioned(Path(root), captions, max_samples))
-    sides = extractor.images(images), extractor.texts(texts)
+    root = Path(root)
+    pictures, texts = together(lambda: read_captioned(root, captions, images, max_samples))
+    sides = extractor.images(pictures), extractor.texts(texts)
     scale = float(extractor.encoder.logit_scale)
     to_text, to_image = (
         row_losses(a, b, scale=scale, context=extractor.context, chunk_bytes=chunk_bytes)
@@ -62,23 +79,40 @@ def evaluate(
     }
     protocol = {
         "name": "contrastive_loss",
-        "unit": "nats",
         "trials": "samples",
         "precision": extractor.precision,
         "logit_scale": scale,
-        "chance": math.log(len(images)),
+        "chance": math.log(len(pictures)),
     }
-    return [_figure(name, values, protocol) for name, values in found.items()]
+    items = image_items(pictures, root)
+    return [
+        figure(
+            name,
+            Outcomes(items, values, statistic="mean_loss"),
+            protocol,
+            level="headline" if name == "loss" else "detail",
+        )
+        for name, values in found.items()
+    ]
 
 
 def read_captioned(
-    directory: Path, captions: str, max_samples: int | None
+    root: Path, captions: str, images: str, max_samples: int | None
 ) -> tuple[Sequence[Readable], list[str]]:
-    """The images of ``directory/*.tar`` and the first caption of each, at most ``max_samples``; see
-    ``evaluate`` for the errors."""
-    data = read_captions_of_shards(directory, captions)
-    first = np.unique(data.caption_image, return_index=True)[1][:max_samples]
-    return data.images[:max_samples], [data.captions[row] for row in first]
+    """The images that have a caption, and the first one of each, at most ``max_samples``; see
+    ``evaluate`` for the arguments and errors."""
+    data = (
+        read_captions_of_shards(root, captions)
+        if _are_in_shards(captions)
+        else read_captions(root / captions, root / images)
+    )
+    rows, first = np.unique(data.caption_image, return_index=True)
+    pictures = [data.images[row] for row in rows[:max_samples]]
+    return pictures, [data.captions[row] for row in first[:max_samples]]
+
+
+def _are_in_shards(captions: str) -> bool:
+    return captions == "txt" or captions.startswith("json:")
 
 
 def row_losses(
@@ -108,10 +142,3 @@ def row_losses(
         return losses
 
     return np.concatenate(over_ranks(context, len(queries), of_share))
-
-
-def _figure(name: str, values: FloatArray, protocol: dict[str, object]) -> Figure:
-    mean, count = float(values.mean()), len(values)
-    half = Z_95 * float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
-    level = {} if name == "loss" else {"level": "detail"}
-    return Figure(name, mean, count, mean - half, mean + half, protocol | level)

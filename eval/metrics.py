@@ -1,6 +1,6 @@
 """Formulas of metrics in pure numpy: intervals, ranks with ties, hits, class means, minimal pairs.
 
-Fractions are in [0, 1] here; rows of results.jsonl are in percent.
+Fractions are in [0, 1] here; rows of results.jsonl are in percent (see ``units``).
 """
 
 from __future__ import annotations

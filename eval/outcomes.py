@@ -26,12 +26,15 @@ from mclclip.eval.metrics import (
     IntArray,
     Ranking,
 )
+from mclclip.eval.units import NATS, PERCENT, Unit
 
 FOLDER = "outcomes"
 
-Statistic = Literal["mean", "roc_auc", "roc_auc_half_ties", "precision_11_point"]
-"""What is computed of the items of a stratum; all but the mean rank values by ``truth``. A tied
-pair is wrong for ``roc_auc``, and half right for ``roc_auc_half_ties``, as in scikit-learn."""
+Statistic = Literal["mean", "mean_loss", "roc_auc", "roc_auc_half_ties", "precision_11_point"]
+"""What is computed of the items of a stratum; all but the means rank values by ``truth``. Of a mean
+of losses the smaller one is better. A tied pair is wrong for ``roc_auc``, and half right for
+``roc_auc_half_ties``, as in scikit-learn."""
+_MEANS = ("mean", "mean_loss")
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,11 @@ class Outcomes:
 
     items      [n] names of the items, the same for every encoder on the same data
     values     float32 [n] (others are converted): a share in [0, 1], such as 1 for a right answer;
-               or a score that ranks items
+               a loss in nats; or a score that ranks items
     strata     [n] names, such as classes; None: all items are one stratum
     units      [n] names of what was drawn independently, where several items are of one thing, such
                as the captions of an image; None: items are independent
-    truth      [n] whether an item is a positive; None for ``mean``
+    truth      [n] whether an item is a positive; None for means
     statistic  of the values of a stratum
     """
 
@@ -60,10 +63,15 @@ class Outcomes:
         object.__setattr__(self, "values", np.asarray(self.values, dtype=np.float32))
         columns = (self.items, self.values, self.strata, self.units, self.truth)
         assert len({len(column) for column in columns if column is not None}) == 1
-        assert (self.truth is None) == (self.statistic == "mean")
+        assert (self.truth is None) == (self.statistic in _MEANS)
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @property
+    def measured_in(self) -> Unit:
+        """The unit of the metric."""
+        return NATS if self.statistic == "mean_loss" else PERCENT
 
     @cached_property
     def stratum(self) -> IntArray:
@@ -76,13 +84,14 @@ class Outcomes:
         return _numbers(self.units, len(self), each=True)
 
     def value(self, weights: FloatArray | None = None) -> float:
-        """The metric as a fraction. ``weights`` [n]: how often each item counts (default: once).
+        """The metric; of shares it is a fraction. ``weights`` [n]: how often each item counts
+        (default: once).
 
         A stratum without weight is left out, and one of rankings without a positive or without a
         negative too: its statistic is not defined. NaN where no stratum is left.
         """
         weight = np.ones(len(self)) if weights is None else np.asarray(weights, dtype=np.float64)
-        if self.statistic == "mean":
+        if self.statistic in _MEANS:
             count = np.bincount(self.stratum, weight)
             total = np.bincount(self.stratum, weight * self.values)
             return float(np.mean(total[count > 0] / count[count > 0]))
@@ -222,5 +231,5 @@ def _decoded(table: Any) -> Outcomes:
     texts: dict[str, Any] = {name: table[name].to_pylist() for name in _COLUMNS}
     texts = {name: found if found[0] is not None else None for name, found in texts.items()}
     statistic = table["statistic"][0].as_py()
-    truth = None if statistic == "mean" else table["truth"].to_numpy()
+    truth = None if statistic in _MEANS else table["truth"].to_numpy()
     return Outcomes(values=table["value"].to_numpy(), truth=truth, statistic=statistic, **texts)

@@ -23,7 +23,7 @@ from mclclip.eval.outcomes import Outcomes
 SEED = 20231017
 NUM_DRAWS = 10_000
 NUM_RANKING_DRAWS = 2_000
-"""Draws for statistics of rankings, each of which costs a sort."""
+"""Draws for losses, and for statistics of rankings, each of which costs a sort."""
 
 _PSEUDO_UNITS = 0.5
 """Added to wins and to losses before a bootstrap; without them encoders that differ on no unit, or
@@ -32,7 +32,7 @@ only for the better on a few, would get an interval of no width. Twice as many a
 
 @dataclass(frozen=True)
 class Difference:
-    """Encoder a minus encoder b, in fractions.
+    """Encoder a minus encoder b, in fractions, or in nats where it is one of losses.
 
     value      difference of the metrics
     low, high  95 % interval
@@ -41,7 +41,7 @@ class Difference:
     wins       units on which a is better; of rankings, which units cannot win alone, None
     losses     units on which b is better; likewise
     units      number of units
-    items      how many items more are right, a sum of shares; of rankings None
+    items      how many items more are right, a sum of shares; of rankings and losses None
     """
 
     value: float
@@ -64,21 +64,25 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
 
     Shares (``mean``): the interval is a bootstrap over units, within strata where no unit is in two
     of them; strata's sizes are kept. The test is McNemar's where wins and losses are all of one
-    size, else a permutation test that exchanges the encoders unit by unit. Rankings: both are a
-    bootstrap over units.
+    size, else a permutation test that exchanges the encoders unit by unit. Losses likewise, of
+    which the smaller one wins, with a bootstrap over all units. Rankings: both are a bootstrap over
+    units.
     """
     check_same_items(a, b)
-    if a.statistic != "mean":
+    if a.truth is not None:
         return _of_rankings(a, b)
     values, largest, stratum = _by_unit(a, b)
-    wins, losses = int(np.count_nonzero(values > 0)), int(np.count_nonzero(values < 0))
-    low, high = _interval(values, largest, stratum)
+    better = a.measured_in.sign * values
+    wins, losses = int(np.count_nonzero(better > 0)), int(np.count_nonzero(better < 0))
+    is_loss = a.statistic == "mean_loss"
+    low, high = _bootstrap(a, b)[1:] if is_loss else _interval(values, largest, stratum)
     sizes = np.unique(np.abs(values[values != 0]).round(12))
     if len(sizes) <= 1:
         p_value, test = mcnemar(wins, losses), "McNemar, exact"
     else:
         p_value, test = permutation(values), "permutation"
-    value, items = a.value() - b.value(), float(np.sum(a.values) - np.sum(b.values))
+    value = a.value() - b.value()
+    items = None if is_loss else float(np.sum(a.values) - np.sum(b.values))
     return Difference(value, low, high, p_value, test, wins, losses, len(values), items)
 
 
@@ -184,12 +188,18 @@ def _resampled(
 
 
 def _of_rankings(a: Outcomes, b: Outcomes) -> Difference:
-    drawn = _drawn(a.unit, lambda weights: a.value(weights) - b.value(weights))
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    drawn, low, high = _bootstrap(a, b)
     tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
     p_value = min(1.0, 2.0 * (1 + tail) / (1 + len(drawn)))
     value, units = a.value() - b.value(), int(a.unit.max()) + 1
-    return Difference(value, float(low), float(high), p_value, "bootstrap", None, None, units, None)
+    return Difference(value, low, high, p_value, "bootstrap", None, None, units, None)
+
+
+def _bootstrap(a: Outcomes, b: Outcomes) -> tuple[NDArray[np.float64], float, float]:
+    """Differences of the metrics by draws of units, and their 95 % interval."""
+    drawn = _drawn(a.unit, lambda weights: a.value(weights) - b.value(weights))
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return drawn, float(low), float(high)
 
 
 def ranking_interval(found: Outcomes) -> tuple[float, float]:

@@ -15,12 +15,14 @@ from tabulate import tabulate
 
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import (
+    Z_95,
     design_effect,
     mean_per_class,
     stratified_interval,
 )
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.paired import ranking_interval
+from mclclip.eval.units import PERCENT, Unit, unit_of
 from mclclip.files import parse_json, shown, write_bytes
 
 WIDTH = 100
@@ -34,8 +36,8 @@ Level = Literal["headline", "table", "detail"]
 class Figure:
     """One figure of one benchmark, without the model's name.
 
-    value, ci_low, ci_high: percent; count: number of trials; protocol: how it was measured, and its
-    ``level``; outcomes: of every item.
+    value, ci_low, ci_high: in the unit of the outcomes; count: number of trials; protocol: how it
+    was measured, and its ``level``; outcomes: of every item.
     """
 
     metric: str
@@ -49,7 +51,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of results.jsonl; value, ci_low and ci_high in percent, 95 % interval."""
+    """One row of results.jsonl; value, ci_low and ci_high (95 % interval) in its ``unit``."""
 
     model: str
     benchmark: str
@@ -59,6 +61,11 @@ class Result:
     ci_low: float
     ci_high: float
     protocol: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> Unit:
+        """What it is measured in."""
+        return unit_of(self.protocol)
 
 
 @dataclass(frozen=True)
@@ -88,21 +95,27 @@ def figure(
     *,
     level: Level = "table",
 ) -> Figure:
-    """The figure of a metric, from the outcomes of its items.
+    """The figure of a metric, from the outcomes of its items, in their unit.
 
     Its interval is Wilson's, of the mean over strata and with the items of a unit together where
-    there are any, and a bootstrap for rankings.
+    there are any; a bootstrap for rankings; and that of a mean for losses.
     """
     low, high = _interval(found)
     settings = dict(protocol) | ({} if level == "table" else {"level": level})
-    value = 100.0 * found.value()
-    return Figure(metric, value, len(found), 100.0 * low, 100.0 * high, settings, found)
+    unit = found.measured_in
+    if unit != PERCENT:
+        settings["unit"] = unit.name
+    value, low, high = (unit.scale * number for number in (found.value(), low, high))
+    return Figure(metric, value, len(found), low, high, settings, found)
 
 
 def _interval(found: Outcomes) -> tuple[float, float]:
-    if found.statistic != "mean":
+    if found.truth is not None:
         return ranking_interval(found)
     values = found.values.astype(np.float64)
+    if found.statistic == "mean_loss":
+        half = Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        return found.value() - half, found.value() + half
     _, shares, counts = mean_per_class(values, found.stratum)
     if found.units is None:
         return stratified_interval(shares, counts)
@@ -208,8 +221,9 @@ def table(
 
     Models and metrics stand in the order of their first appearance, below the number of trials and
     what chance gives (where the protocol says so); published references come last, marked. Cells
-    are percent, with the 95 % interval below them unless ``intervals`` is off. Metrics of the level
-    ``detail`` are counted, and shown with ``details``. Where the columns of a benchmark are wider
+    are in the unit of the metric, which its head names unless it is percent, with the 95 % interval
+    below them unless ``intervals`` is off. Metrics of the level ``detail`` are counted, and shown
+    with ``details``. Where the columns of a benchmark are wider
     than ``width`` together, they follow in a further block. Items that were left out are counted
     below it.
     """
@@ -242,15 +256,20 @@ def _block(
     for reference in published:
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric] = reference
-    trials, chance = _trials(rows), _chance(rows)
+    units = {row.metric: row.unit for row in rows}
+    decimals = {
+        metric: unit.decimals(m[metric].value for m in models.values() if metric in m)
+        for metric, unit in units.items()
+    }
+    trials, chance = _trials(rows), _chance(rows, decimals)
     above = ["trials", *(["chance"] if chance else [])]
     names = [wrapped(shown(name), 44) for name in (benchmark, *above, *models)]
     columns = [
         [
-            wrapped(shown(metric), 11),
+            wrapped(shown(metric), 11) + units[metric].note,
             count,
             *([chance.get(metric, "-")] if chance else []),
-            *(_cell(v.get(metric), intervals) for v in models.values()),
+            *(_cell(v.get(metric), intervals, decimals[metric]) for v in models.values()),
         ]
         for metric, count in trials.items()
     ]
@@ -277,14 +296,14 @@ def _trials(rows: Sequence[Result]) -> dict[str, str]:
     return {metric: "/".join(map(str, sorted(found))) for metric, found in counts.items()}
 
 
-def _chance(rows: Sequence[Result]) -> dict[str, str]:
+def _chance(rows: Sequence[Result], decimals: Mapping[str, int]) -> dict[str, str]:
     """By metric, the figure that guessing gives, as text; metrics without one are left out."""
     known: dict[str, set[float]] = {}
     for row in rows:
         if isinstance(value := row.protocol.get("chance"), int | float):
             known.setdefault(row.metric, set()).add(value)
     return {
-        metric: "/".join(f"{value:.1f}" for value in sorted(found))
+        metric: "/".join(f"{value:.{decimals[metric]}f}" for value in sorted(found))
         for metric, found in known.items()
     }
 
@@ -295,11 +314,13 @@ def _left_out(rows: Sequence[Result]) -> list[tuple[int, int]]:
     return sorted((out, out + kept) for out, kept in found if out and kept)
 
 
-def _cell(cell: Result | Reference | None, intervals: bool) -> str:
+def _cell(cell: Result | Reference | None, intervals: bool, decimals: int) -> str:
     if cell is None:
         return "-"
-    bounds = f"\n{cell.ci_low:.1f}-{cell.ci_high:.1f}" if isinstance(cell, Result) else ""
-    return f"{cell.value:.1f}{bounds if intervals else ''}"
+    text = f"{cell.value:.{decimals}f}"
+    if not intervals or not isinstance(cell, Result):
+        return text
+    return f"{text}\n{cell.ci_low:.{decimals}f}-{cell.ci_high:.{decimals}f}"
 
 
 def _fitting(columns: Sequence[list[str]], width: int) -> Iterator[list[list[str]]]:

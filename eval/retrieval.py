@@ -24,7 +24,7 @@ from mclclip.eval.metrics import IntArray, chance_at, hits_at
 from mclclip.eval.outcomes import Outcomes, image_items, joined
 from mclclip.eval.ranking import CHUNK_BYTES, rank_queries
 from mclclip.eval.results import Figure, Level, figure
-from mclclip.eval.stored import read_captions_of_shards
+from mclclip.eval.stored import check_shards, read_captions_of_shards
 from mclclip.ranks.collectives import together
 
 READS_TEXT = True  # whether images are compared with texts
@@ -37,6 +37,26 @@ KS = (1, 5, 10)
 def needs(**_: Any) -> str:
     """Names the files that a folder must hold, for messages."""
     return "images, and captions as a table, JSON or text files, or shards with both"
+
+
+def check(root: Path, *, captions: str, shard_captions: str = "txt", **options: Any) -> None:
+    """Raises the errors of ``evaluate`` that can be known without a look at every sample."""
+    where = root / captions
+    if _holds_shards(where):
+        check_shards(where, shard_captions)
+    elif where.is_dir() or where.suffix in (".csv", ".tsv"):
+        _read(
+            where,
+            root / options.get("images", "."),
+            options.get("protocol", "table"),
+            options.get("split"),
+            options.get("languages"),
+            shard_captions,
+        )
+
+
+def _holds_shards(captions: Path) -> bool:
+    return captions.is_dir() and any(captions.glob("*.tar"))
 
 
 def evaluate(
@@ -163,7 +183,7 @@ def _read(
     shard_captions: str,
 ) -> dict[str, ImageTexts]:
     """The images and captions, in shards or outside, by language ("" where none is asked for)."""
-    in_shards = captions.is_dir() and any(captions.glob("*.tar"))
+    in_shards = _holds_shards(captions)
     if languages is not None:
         if split:
             raise ValueError(f"languages of {captions} have no split: leave out split")

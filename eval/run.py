@@ -47,6 +47,9 @@ EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
 READ_TEXT = frozenset(kind for kind, module in _MODULES.items() if module.READS_TEXT)
 """Benchmark kinds that compare images with texts."""
 
+LOSSES = frozenset(kind for kind, module in _MODULES.items() if hasattr(module, "IS_LOSS"))
+"""Benchmark kinds of whose figures the smaller ones are better."""
+
 _FILE_OPTIONS = {"captions", "labels", "images"}
 """Options of evaluators that name files, relative to the benchmark's folder."""
 
@@ -152,15 +155,24 @@ def _needs(benchmark: BenchmarkConfig) -> str:
 
 
 def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Raises FileNotFoundError where an option names a missing file, and ValueError where a
-    zero-shot benchmark's class names or templates are wrong (``prompts.check``)."""
+    """Raises FileNotFoundError where an option names a missing file, and ValueError where data lack
+    a column or field that it names, or a zero-shot benchmark's class names or templates are wrong
+    (``prompts.check``)."""
     for name, benchmark in benchmarks.items():
-        for option in sorted(_FILE_OPTIONS & benchmark.options.keys()):
+        module = _MODULES[benchmark.kind]
+        named = getattr(module, "FILE_OPTIONS", _FILE_OPTIONS)
+        for option in sorted(named & benchmark.options.keys()):
             file = Path(benchmark.path) / str(benchmark.options[option])
             if not file.exists():
                 raise FileNotFoundError(
                     f"benchmark {name!r}: {option}: there is no {file}{_needs(benchmark)}"
                 )
+        if hasattr(module, "check"):
+            try:
+                module.check(Path(benchmark.path), **benchmark.options)
+            except (ValueError, FileNotFoundError) as error:
+                kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+                raise kind(f"benchmark {name!r}: {error}") from None
     prompts.check_suite(benchmarks)
 
 

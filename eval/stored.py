@@ -37,6 +37,14 @@ def _read(path: Path, offset: int, size: int) -> bytes:
         return os.pread(file.fileno(), size, offset)
 
 
+def check_shards(
+    directory: Path, captions: str | None = None, attributes: Sequence[str] = ()
+) -> None:
+    """Raises the errors of ``read_shards`` that the first shard shows, such as a field that the
+    samples do not have."""
+    _read_shards(_shards(directory)[:1], captions, attributes)
+
+
 def read_shards(
     directory: Path, captions: str | None = None, attributes: Sequence[str] = ()
 ) -> tuple[list[StoredImage], Any]:
@@ -46,9 +54,19 @@ def read_shards(
     there is no shard; ValueError for samples without a caption or without a value of one of the
     ``attributes``, or for shards with damage.
     """
+    return _read_shards(_shards(directory), captions, attributes)
+
+
+def _shards(directory: Path) -> list[Path]:
     shards = sorted(Path(directory).glob("*.tar"))
     if not shards:
         raise FileNotFoundError(f"there is no shard in {directory}: wanted *.tar files")
+    return shards
+
+
+def _read_shards(
+    shards: Sequence[Path], captions: str | None, attributes: Sequence[str]
+) -> tuple[list[StoredImage], Any]:
     findings, scans = Findings(), []
     for path in shards:
         scan = scan_shard(str(path), "", captions or "txt", attributes)
@@ -61,8 +79,8 @@ def read_shards(
         found = ", ".join(f"{f['count']} {r}" for r, f in wrong.items()) or "no sample"
         wanted = [*([f"a caption ({captions})"] if captions else []), *attributes]
         raise ValueError(
-            f"{directory} holds {found}: an evaluation wants whole shards in which every sample "
-            f"has {', '.join(wanted)}"
+            f"{shards[0].parent} holds {found}: an evaluation wants whole shards in which every "
+            f"sample has {', '.join(wanted)}"
         )
     places = zip(
         *(table[c].to_pylist() for c in ("key", "shard", "image_offset", "image_size")), strict=True

@@ -46,7 +46,22 @@ class Comparison:
         """Whether the difference is larger than chance explains."""
         if self.corrected >= LEVEL:
             return "inside the noise"
-        return "better" if self.difference.value > 0 else "worse"
+        return "better" if self.gain > 0 else "worse"
+
+    @property
+    def gain(self) -> float:
+        """The difference, above 0 where ``row`` is the better one."""
+        return self.row.unit.sign * self.difference.value
+
+    def texts(self) -> tuple[str, str, str, str, str]:
+        """The two values, their difference, and the bounds of its interval, in the row's unit."""
+        unit, d = self.row.unit, self.difference
+        changes = [unit.scale * number for number in (d.value, d.low, d.high)]
+        values = [self.row.value, self.against.value]
+        digits = unit.decimals([*values, *changes])
+        own, other = (f"{value:.{digits}f}" for value in values)
+        change, low, high = (f"{value:+.{digits}f}" for value in changes)
+        return own, other, change, low, high
 
     def sentence(self) -> str:
         """The comparison in words."""
@@ -54,10 +69,11 @@ class Comparison:
         items = (
             f", {d.items:+g} of {self.row.count:,} {_noun(self.row)}" if d.items is not None else ""
         )
+        own, other, change, low, high = self.texts()
         return (
-            f"{self.row.benchmark}, {self.row.metric}: {self.row.model} has {self.row.value:.1f}, "
-            f"{self.against.model} {self.against.value:.1f}, which is {100 * d.value:+.1f} points "
-            f"(95 % interval {100 * d.low:+.1f} to {100 * d.high:+.1f}){items}: {self.verdict} "
+            f"{self.row.benchmark}, {self.row.metric}: {self.row.model} has {own}, "
+            f"{self.against.model} {other}, which is {change} {self.row.unit.difference} "
+            f"(95 % interval {low} to {high}){items}: {self.verdict} "
             f"(p {'' if self.corrected < 0.001 else '= '}{_rounded(self.corrected)})"
         )
 
@@ -211,7 +227,7 @@ def _difference(read: Reader, a: Row, b: Row) -> Difference:
 
 
 def frame(found: Sequence[Comparison]) -> DataFrame:
-    """A row per comparison, figures in percent."""
+    """A row per comparison, figures in the unit of its metric."""
     import pandas
 
     return pandas.DataFrame(
@@ -219,12 +235,13 @@ def frame(found: Sequence[Comparison]) -> DataFrame:
             "benchmark": shown(c.row.benchmark),
             "metric": shown(c.row.metric),
             "model": shown(c.row.model),
+            "unit": c.row.unit.name,
             "value": c.row.value,
             "against": shown(c.against.model),
             "against_value": c.against.value,
-            "difference": 100 * c.difference.value,
-            "ci_low": 100 * c.difference.low,
-            "ci_high": 100 * c.difference.high,
+            "difference": c.row.unit.scale * c.difference.value,
+            "ci_low": c.row.unit.scale * c.difference.low,
+            "ci_high": c.row.unit.scale * c.difference.high,
             "items": c.difference.items,
             "count": c.row.count,
             "better_on": c.difference.wins,
@@ -264,23 +281,26 @@ def _short(found: Sequence[Comparison]) -> DataFrame:
     """The columns that fit a page, as text: a row per comparison, as in ``frame``."""
     import pandas
 
+    mixed = len({c.row.unit for c in found}) > 1
     return pandas.DataFrame(
         {
             "benchmark": shown(c.row.benchmark),
             "metric": shown(c.row.metric),
             "model": shown(c.row.model),
-            **_cells(c),
+            **_cells(c, "value" if mixed else c.row.unit.name),
         }
         for c in found
     )
 
 
-def _cells(c: Comparison) -> dict[str, str]:
+def _cells(c: Comparison, head: str) -> dict[str, str]:
+    """The figures as text; ``head``: of the values, which name their unit below any other one."""
     d = c.difference
+    own, _, change, low, high = c.texts()
     return {
-        "%": f"{c.row.value:.1f}",
-        "difference": f"{100 * d.value:+.1f}",
-        "95 % interval": f"{100 * d.low:+.1f} to {100 * d.high:+.1f}",
+        head: own if head == c.row.unit.name else f"{own} {c.row.unit.name}",
+        "difference": change,
+        "95 % interval": f"{low} to {high}",
         "items": "-" if d.items is None else f"{d.items:+g} of {c.row.count}",
         "p": _rounded(c.corrected),
         "verdict": c.verdict,
@@ -295,10 +315,12 @@ def _blocks(found: Sequence[Comparison]) -> str:
     for benchmark, metric in dict.fromkeys((c.row.benchmark, c.row.metric) for c in found):
         own = [c for c in found if (c.row.benchmark, c.row.metric) == (benchmark, metric)]
         base = own[0].against
-        head = (
-            f"{shown(benchmark)}, {shown(metric)}, against {shown(base.model)} ({base.value:.1f})"
-        )
-        rows = [{"model": results.wrapped(shown(c.row.model), 24), **_cells(c)} for c in own]
+        value = own[0].texts()[1]
+        head = f"{shown(benchmark)}, {shown(metric)}, against {shown(base.model)} ({value})"
+        rows = [
+            {"model": results.wrapped(shown(c.row.model), 24), **_cells(c, c.row.unit.name)}
+            for c in own
+        ]
         align = ("left", "right", "right", "right", "right", "right", "left")
         body = tabulate(rows, headers="keys", disable_numparse=True, colalign=align)
         blocks.append(f"{head}\n{body}")

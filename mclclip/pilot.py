@@ -130,7 +130,7 @@ def gain(rows: Sequence[Row], joined: str) -> tuple[bool, list[Comparison], list
     and above stage 0 there; and its comparisons with the control and with stage 0."""
     control = compare.compare(rows, [joined], f"control_ungrouped_{joined}")
     base = compare.compare(rows, [joined], "stage_0")
-    above = {(c.row.benchmark, c.row.metric) for c in base if c.difference.value > 0}
+    above = {(c.row.benchmark, c.row.metric) for c in base if c.gain > 0}
     better = [c for c in control if c.verdict == "better"]
     return any((c.row.benchmark, c.row.metric) in above for c in better), control, base
 

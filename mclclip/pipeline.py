@@ -260,6 +260,12 @@ def _benchmarks(config: Config, options: TrainConfig) -> dict[str, BenchmarkConf
             f"evaluate names the benchmark {lacking[0]!r}: wanted one of "
             f"{', '.join(names if lacking[0] in suite else suite) or 'eval.suite, which is empty'}"
         )
+    if how.metric is not None and how.mode == "max":
+        if suite[how.metric.partition("/")[0]].kind in evaluation.LOSSES:
+            raise ValueError(
+                f"evaluate.metric={how.metric} is a loss, of which the smaller one is better, and "
+                "evaluate.mode is max: set it to min"
+            )
     return {name: suite[name] for name in names}
 
 

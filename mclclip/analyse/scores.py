@@ -11,6 +11,8 @@ import numpy as np
 from mclclip.analyse.material import Figure, Material
 from mclclip.analysis import loss_readout, pictures
 from mclclip.eval import results
+from mclclip.eval.results import Result
+from mclclip.eval.units import PERCENT
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
 
@@ -18,8 +20,8 @@ _LAST = 0.1  # share of the recorded steps, from the end, over which a loss is a
 
 
 def accuracy(material: Material, path: Path) -> dict[str, Any] | None:
-    """Every figure of results.jsonl, by benchmark, metric and model (MCL, Table 1)."""
-    rows = results.read(material.layout.results)
+    """Every figure of results.jsonl in percent, by benchmark, metric and model (MCL, Table 1)."""
+    rows = _in_percent(material)
     if not rows:
         return None
     groups: dict[str, dict[str, float]] = {}
@@ -27,6 +29,11 @@ def accuracy(material: Material, path: Path) -> dict[str, Any] | None:
         groups.setdefault(f"{row.benchmark}\n{row.metric}", {})[row.model] = row.value
     pictures.bars(path, "accuracy by encoder", groups)
     return {"percent": groups}
+
+
+def _in_percent(material: Material) -> list[Result]:
+    """The rows of results.jsonl, without losses, which are no accuracies."""
+    return [row for row in results.read(material.layout.results) if row.unit == PERCENT]
 
 
 def loss_against_readouts(material: Material, path: Path) -> dict[str, Any] | None:
@@ -38,7 +45,7 @@ def loss_against_readouts(material: Material, path: Path) -> dict[str, Any] | No
     """
     losses = _losses(material)
     errors: dict[str, dict[str, float]] = {}
-    for row in results.read(material.layout.results):
+    for row in _in_percent(material):
         if row.model in losses:
             errors.setdefault(f"{row.benchmark}, {row.metric}", {})[row.model] = 100.0 - row.value
     # A correlation is over the encoders that all of its columns know.

@@ -148,14 +148,12 @@ def _named(source: Source, run: Path | None) -> tuple[Path | None, str]:
 def _results(rows: list[Result]) -> str:
     lines = []
     for row in rows:
-        unit = str(row.protocol.get("unit", "%"))
-        value, low, high = (
-            f"{number:.1f}" if unit == "%" else f"{number:.3f}"
-            for number in (row.value, row.ci_low, row.ci_high)
-        )
+        digits = row.unit.decimals([row.value])
+        value, low, high = (f"{n:.{digits}f}" for n in (row.value, row.ci_low, row.ci_high))
         lines.append(
-            f"| {_shown(row.benchmark)} | {_shown(row.metric)} | {value} | {_shown(unit)} | "
-            f"{low} to {high} | {row.count} | {_shown(json.dumps(row.protocol))[:200]} |"
+            f"| {_shown(row.benchmark)} | {_shown(row.metric)} | {value} | "
+            f"{_shown(row.unit.name)} | {low} to {high} | {row.count} | "
+            f"{_shown(json.dumps(row.protocol))[:200]} |"
         )
     head = (
         "| benchmark | metric | value | unit | 95 % interval | items | protocol |\n"

@@ -33,6 +33,7 @@ from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.datasets import SUFFIXES
 from mclclip.eval.results import Result
 from mclclip.eval.stored import StoredImage, read_shards
+from mclclip.eval.units import Unit
 from mclclip.export import written
 from mclclip.models import soup, weights
 from mclclip.models.encoder import Encoder, SingleEncoder
@@ -247,7 +248,7 @@ class _Ingredients:
         chosen = [*self.metrics] or main or own[:1]
         if lacking := [name for name in chosen if name not in figures]:
             raise ValueError(f"--metric {lacking[0]}: there are {', '.join(figures)}")
-        if len({_is_loss(figures[name]) for name in chosen}) > 1:
+        if len({figures[name].unit for name in chosen}) > 1:
             raise ValueError(
                 f"{', '.join(chosen)} are losses and shares of hits: they have no mean"
             )
@@ -257,11 +258,7 @@ class _Ingredients:
         """The mean of the deciding metrics, of losses its negative: larger is better."""
         chosen = self.deciding(figures)
         mean = math.fsum(figures[name].value for name in chosen) / len(chosen)
-        return -mean if _is_loss(figures[chosen[0]]) else mean
-
-
-def _is_loss(row: Result) -> bool:
-    return row.protocol.get("unit") == "nats"
+        return figures[chosen[0]].unit.sign * mean
 
 
 def _images(folder: Path, model: AnyModel) -> Iterator[Tensor]:
@@ -367,10 +364,14 @@ def _wise(
     }
     folder, main = ingredients.results.parent, _main(found[chosen])
     files.write_json(folder / "curve.json", curve)
-    units = {found[chosen][name].protocol.get("unit", "%") for name in main}
+    units = {found[chosen][name].unit.name for name in main}
     _draw(folder / "curve.png", curve, main, " or ".join(sorted(units)))
     price = _price(curve)
-    changes = ", ".join(f"{name} {price[name]:+.2f}" for name in main if name in price)
+    changes = ", ".join(
+        f"{name} {price[name]:+.{_digits([price[name]], found[chosen][name].unit)}f}"
+        for name in main
+        if name in price
+    )
     table = _table("alpha", {f"{a:g}": figures for a, figures in found.items()})
     table += f"\nalpha {chosen:g} is written" + (f"; against alpha 0: {changes}" if changes else "")
     return _Choice([1.0 - chosen, chosen], curve | {"price": price}, table)
@@ -412,9 +413,21 @@ def _draw(path: Path, curve: Mapping[str, Any], main: Sequence[str], unit: str) 
 def _table(first: str, every: Mapping[str, Mapping[str, Result]]) -> str:
     """The main figures by model or alpha."""
     main = _main(next(iter(every.values())))
-    lines = [[name, *(figures[metric].value for metric in main)] for name, figures in every.items()]
-    heads = [first, *(metric.replace("/", "/\n") for metric in main)]
-    return tabulate(lines, headers=heads, floatfmt=".2f", disable_numparse=[0])
+    columns = {metric: [figures[metric] for figures in every.values()] for metric in main}
+    heads, cells = [first], [[*every]]
+    for metric, rows in columns.items():
+        digits = _digits([row.value for row in rows], rows[0].unit)
+        heads.append(metric.replace("/", "/\n") + rows[0].unit.note)
+        cells.append([f"{row.value:.{digits}f}" for row in rows])
+    align = ("left", *["right"] * len(main))
+    return tabulate(
+        [*zip(*cells, strict=True)], headers=heads, disable_numparse=True, colalign=align
+    )
+
+
+def _digits(values: Sequence[float], unit: Unit) -> int:
+    """Decimals of figures that differ little, as those of soups do."""
+    return max(2, unit.decimals(values))
 
 
 # --- writing -----------------------------------------------------------------------------------

@@ -206,21 +206,24 @@ def _summary(
     best = pairs.best_of({row.model: row for row in material.rows})
     if best is not None and (own := verdicts.of(best)):
         first = own[0]
+        value, base, change, *_ = first.texts()
+        unit = first.row.unit
         found.append(
             (
-                f"{100 * first.difference.value:+.1f}",
-                f"points on {first.row.benchmark}",
-                f"{best} has {first.row.value:.1f} %, stage 0 {first.against.value:.1f}: "
-                f"{first.verdict}",
+                change,
+                f"{unit.difference} on {first.row.benchmark}",
+                f"{best} has {value} {unit.name}, stage 0 {base}: {first.verdict}",
             )
         )
     if twins := [c for c in verdicts.with_control if c.row.model == best]:
         first = twins[0]
+        _, base, change, *_ = first.texts()
+        unit = first.row.unit
         found.append(
             (
-                f"{100 * first.difference.value:+.1f}",
-                "points against the same training without groups",
-                f"{first.against.model} has {first.against.value:.1f} %: {first.verdict}",
+                change,
+                f"{unit.difference} against the same training without groups",
+                f"{first.against.model} has {base} {unit.name}: {first.verdict}",
             )
         )
     if material.layout.index.is_dir():

@@ -75,18 +75,26 @@ def steps(title: str, x: str, heights: Sequence[float], colour: str) -> Markup:
 
 
 def strip(
-    value: float, low: float, high: float, colour: str, marks: Sequence[float] = (25, 50, 75)
+    figure: tuple[float, float, float],
+    colour: str,
+    *,
+    ends: tuple[float, float] = (0.0, 100.0),
+    digits: int = 1,
 ) -> Markup:
-    """A percentage as a point, with its interval as a bar, from 0 to 100 over the whole width."""
+    """A value, and the bounds of its interval: a point on a bar. The whole width goes from one of
+    ``ends`` to the other; its quarters are marked. ``digits``: decimals of what is read out."""
+    first, last = ends
+    value, low, high = (100 * (v - first) / (last - first) if last > first else 50 for v in figure)
+    read_out = "{}, from {} to {}".format(*(f"{v:.{digits}f}" for v in figure))
     grid = Markup("").join(
         Markup('<line class="grid" x1="{0}%" x2="{0}%" y1="0" y2="18"/>').format(mark)
-        for mark in marks
+        for mark in (25, 50, 75)
     )
     return Markup(
-        '<svg class="strip" role="img" aria-label="{:.1f}, from {:.1f} to {:.1f}">{}'
+        '<svg class="strip" role="img" aria-label="{}">{}'
         '<line class="range" style="stroke:var(--{})" x1="{:.1f}%" x2="{:.1f}%" y1="9" y2="9"/>'
         '<circle style="fill:var(--{})" cx="{:.1f}%" cy="9" r="4.5"/></svg>'
-    ).format(value, low, high, grid, colour, low, high, colour, value)
+    ).format(read_out, grid, colour, low, high, colour, value)
 
 
 def balance(won: int, lost: int, most: int) -> Markup:

@@ -13,6 +13,7 @@ from mclclip.compare import Comparison
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import paired, results
 from mclclip.eval.results import Reference, Result
+from mclclip.eval.units import PERCENT
 from mclclip.report import charts
 from mclclip.report.material import Material
 
@@ -38,11 +39,11 @@ def colour_of(model: str) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure in percent, and its interval where it is ours."""
+    """A figure as text, and its interval where it is ours; ``percent``: its value in percent."""
 
-    value: float
-    low: float | None = None
-    high: float | None = None
+    text: str
+    interval: str = ""
+    percent: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Row:
 class Table:
     """The figures of a benchmark.
 
-    metrics     the columns, each with its number of trials
+    metrics     the columns, each with its number of trials, and its unit unless it is percent
     is_pairs    whether metrics are Types of minimal pairs, shown as a heat map
     headline    the metric of the strips, and for each of our models its strip
     """
@@ -81,26 +82,26 @@ def tables(rows: Sequence[Result], references: Sequence[Reference]) -> list[Tabl
 
 
 def _table(benchmark: str, rows: Sequence[Result], references: Sequence[Reference]) -> Table:
-    counts: dict[str, set[int]] = {}
-    models: dict[tuple[str, str], dict[str, Cell]] = {}
+    columns: dict[str, list[Result]] = {}
     for row in rows:
-        counts.setdefault(row.metric, set()).add(row.count)
-        cell = Cell(row.value, row.ci_low, row.ci_high)
-        models.setdefault((row.model, ""), {})[row.metric] = cell
+        columns.setdefault(row.metric, []).append(row)
+    models: dict[tuple[str, str], dict[str, Cell]] = {}
+    for own in columns.values():
+        digits = own[0].unit.decimals(row.value for row in own)
+        for row in own:
+            models.setdefault((row.model, ""), {})[row.metric] = _cell(row, digits)
     for one in references:
-        if one.benchmark == benchmark and one.metric in counts:
-            models.setdefault((one.model, one.source), {})[one.metric] = Cell(one.value)
+        if one.benchmark == benchmark and one.metric in columns:
+            cell = Cell(f"{one.value:.1f}", percent=one.value)
+            models.setdefault((one.model, one.source), {})[one.metric] = cell
     trials = {
-        metric: "/".join(map(str, sorted(numbers)))
-        + f" {next(r for r in rows if r.metric == metric).protocol.get('trials', '')}"
-        for metric, numbers in counts.items()
+        metric: "/".join(map(str, sorted({row.count for row in own})))
+        + f" {own[0].protocol.get('trials', '')}"
+        + own[0].unit.note.replace("\n", ", ")
+        for metric, own in columns.items()
     }
     head = headline_of(rows)
-    strips = {
-        row.model: charts.strip(row.value, row.ci_low, row.ci_high, colour_of(row.model))
-        for row in rows
-        if row.metric == head
-    }
+    strips = _strips(columns[head])
     return Table(
         benchmark,
         trials,
@@ -109,6 +110,27 @@ def _table(benchmark: str, rows: Sequence[Result], references: Sequence[Referenc
         head,
         strips,
     )
+
+
+def _cell(row: Result, digits: int) -> Cell:
+    if row.unit != PERCENT:
+        return Cell(f"{row.value:.{digits}f}", f"{row.ci_low:.{digits}f}-{row.ci_high:.{digits}f}")
+    return Cell(f"{row.value:.1f}", f"{row.ci_low:.0f}-{row.ci_high:.0f}", row.value)
+
+
+def _strips(rows: Sequence[Result]) -> dict[str, Markup]:
+    """By model, the figures of a metric with their intervals: percent from 0 to 100, those of
+    another unit from the lowest bound to the highest."""
+    unit, ends = rows[0].unit, (0.0, 100.0)
+    if unit != PERCENT:
+        ends = min(row.ci_low for row in rows), max(row.ci_high for row in rows)
+    digits = unit.decimals(row.value for row in rows)
+    return {
+        row.model: charts.strip(
+            (row.value, row.ci_low, row.ci_high), colour_of(row.model), ends=ends, digits=digits
+        )
+        for row in rows
+    }
 
 
 def headline_of(rows: Sequence[Result]) -> str:

@@ -127,9 +127,10 @@ def _gained(verdicts: Verdicts, model: str) -> list[str]:
     for found in verdicts.of(model):
         first.setdefault(found.row.benchmark, found)
     return [
-        f"On {found.row.benchmark} ({found.row.metric}) it has {found.row.value:.1f} %, which is "
-        f"{100 * found.difference.value:+.1f} points against stage 0: {found.verdict}."
+        f"On {found.row.benchmark} ({found.row.metric}) it has {own} {found.row.unit.name}, which "
+        f"is {change} {found.row.unit.difference} against stage 0: {found.verdict}."
         for found in first.values()
+        for own, _, change, *_ in [found.texts()]
     ]
 
 

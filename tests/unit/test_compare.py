@@ -57,6 +57,37 @@ def test_one_pair_against_another_and_another_metric(run_dir: Path) -> None:
     assert found.corrected == found.difference.p_value < 1e-6
 
 
+def losses(run_dir: Path) -> Path:
+    """A run with stage_0, and an encoder whose loss is a little smaller on every item."""
+    rng = np.random.default_rng(0)
+    base = 4.6 + 0.1 * rng.random(NUM_PAIRS)
+    for model, values in {"stage_0": base, "concat": base - 0.001 * rng.random(NUM_PAIRS)}.items():
+        found = Outcomes(ITEMS, values, statistic="mean_loss")
+        figures = [results.figure("loss", found, {"name": "contrastive_loss"}, level="headline")]
+        results.record(run_dir / "results.jsonl", figures, model, "held_out")
+    return run_dir
+
+
+def test_of_a_loss_the_smaller_one_is_better_in_nats(tmp_path: Path, capsys: Any) -> None:
+    (found,) = compare.run([losses(tmp_path)])
+    assert found.verdict == "better" and found.gain > 0 > found.difference.high
+    assert (found.difference.wins, found.difference.losses) == (NUM_PAIRS, 0)
+    text = capsys.readouterr().out
+    own, base = (f"{row.value:.5f}" for row in (found.row, found.against))
+    assert f"held_out, loss, against stage_0 ({base})" in text
+    words = " ".join(text.split())
+    change = f"{found.difference.value:+.5f} nats (95 % interval {found.difference.low:+.5f} to"
+    assert f"concat has {own}, stage_0 {base}, which is {change}" in words
+    (worse,) = compare.run([tmp_path], models=["stage_0"], against="concat")
+    assert worse.verdict == "worse"
+
+
+def test_a_table_of_percent_and_nats_names_both(run_dir: Path, capsys: Any) -> None:
+    compare.run([losses(run_dir)], models=["concat"], format="markdown")
+    lines = capsys.readouterr().out.splitlines()
+    assert "value" in lines[0] and "44.4 %" in lines[2] and " nats" in lines[3]
+
+
 def test_formats(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
     compare.run([run_dir], models=["soup"], format="csv", out=tmp_path / "table.csv")
     with open(tmp_path / "table.csv", encoding="utf-8") as file:

@@ -35,6 +35,13 @@ def tree(run_dir: Path, **changes: Any) -> dict[str, Any]:
         ({"train": {"objective": CLIP}}, "train.objective.kind=info_nce reads captions, and the"),
         ({"base": {"objective": CLIP}}, "base.objective.kind=info_nce reads captions, and the"),
         (
+            {
+                "base": {"objective": VIEWS, "evaluate": {"every": 1, "metric": "held_out/loss"}},
+                "eval": {"suite": {"held_out": {"kind": "contrastive_loss", "path": "."}}},
+            },
+            "metric=held_out/loss is a loss, of which the smaller one is better, .* set it to min",
+        ),
+        (
             {"eval": {"suite": {"pets": {"kind": "zeroshot", "path": "."}}}},
             "eval.suite.pets compares images with texts, and the model has no text tower",
         ),

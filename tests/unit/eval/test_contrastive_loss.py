@@ -13,9 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+from mclclip.config import BenchmarkConfig
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.contrastive_loss import evaluate, row_losses
 from mclclip.eval.features import Extractor
+from mclclip.eval.run import check_files
 
 NUM = 13
 
@@ -50,6 +52,54 @@ def test_it_is_the_loss_of_clip(
     assert found["image_to_text"] == pytest.approx(wanted[0], abs=1e-6)
     assert found["text_to_image"] == pytest.approx(wanted[1], abs=1e-6)
     assert found["loss"] == pytest.approx(sum(wanted) / 2, abs=1e-6)
+
+
+def test_it_writes_the_loss_of_every_sample(tmp_path: Path, planted: Callable[..., Any]) -> None:
+    """By the definition, written out slowly: -log(softmax) of the sample's own pair."""
+    encoder = planted("random", NUM)
+    encoder.logit_scale = 7.0
+    images, texts = (t.double() for t in (encoder.image_table, encoder.text_table))
+    figures = evaluate(Extractor(encoder, batch_size=4), shards(tmp_path))
+    of = {figure.metric: figure for figure in figures}
+    for number in range(NUM):
+        own = 7.0 * float(images[number] @ texts[number])
+        to_text = math.log(sum(math.exp(7.0 * float(images[number] @ t)) for t in texts)) - own
+        to_image = math.log(sum(math.exp(7.0 * float(i @ texts[number])) for i in images)) - own
+        wanted = {"loss": (to_text + to_image) / 2}
+        wanted |= {"image_to_text": to_text, "text_to_image": to_image}
+        for metric, value in wanted.items():
+            found = of[metric].outcomes
+            assert found is not None and found.items[number] == f"{number:05d}"
+            assert found.values[number] == pytest.approx(value, abs=1e-5)
+    mean = of["loss"].outcomes.value()
+    assert of["loss"].value == mean and of["loss"].ci_low < mean < of["loss"].ci_high
+    assert [of[m].protocol["level"] for m in of] == ["headline", "detail", "detail"]
+
+
+def test_captions_come_from_a_field_of_the_samples_or_a_file(
+    tmp_path: Path, planted: Callable[..., Any]
+) -> None:
+    encoder, wanted = (
+        planted("random", NUM),
+        losses(planted("random", NUM), shards(tmp_path / "txt")),
+    )
+    folder, lines = tmp_path / "json", ["filepath,title"]
+    samples = []
+    for number in range(NUM):
+        file = BytesIO()
+        Image.new("RGB", (4, 4), (0, number, 0)).save(file, format="PNG")
+        captions = [f"number {number}", "another one, 3"]
+        samples.append(PackedSample(f"{number:05d}", file.getvalue(), "png", captions))
+        (tmp_path / f"{number}.png").write_bytes(file.getvalue())
+        lines += [f"{number}.png,{caption.replace(',', '')}" for caption in captions]
+    write_shards(samples, folder, 5)
+    (tmp_path / "captions.csv").write_text("\n".join(lines))
+    for root, options in (
+        (folder, {"captions": "json:captions"}),
+        (tmp_path, {"captions": "captions.csv"}),
+    ):
+        check_files({"held_out": BenchmarkConfig("contrastive_loss", str(root), options)})
+        assert losses(encoder, root, **options) == pytest.approx(wanted)
 
 
 def test_planted_encoders(tmp_path: Path, planted: Callable[..., Any]) -> None:

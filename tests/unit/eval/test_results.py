@@ -138,6 +138,27 @@ def test_table_has_what_chance_gives_and_what_was_left_out() -> None:
     ]
 
 
+def loss(model: str, value: float) -> Result:
+    protocol = {"unit": "nats", "chance": 4.60517, "level": "headline"}
+    return Result(model, "held_out", "loss", value, 5000, value - 0.01, value + 0.01, protocol)
+
+
+def test_a_loss_has_its_unit_and_the_digits_that_tell_encoders_apart() -> None:
+    near = [4.60514, 4.60509, 4.60471, 4.60513, 4.60522, 4.6]
+    rows = [loss(f"stage_{n}", value) for n, value in enumerate(near)]
+    lines = results.table(rows).splitlines()
+    assert [line.split() for line in (*lines[:2], *lines[3:7])] == [
+        ["held_out", "loss"],
+        ["(nats)"],
+        ["trials", "5000"],
+        ["chance", "4.60517"],
+        ["stage_0", "4.60514"],
+        ["4.59514-4.61514"],
+    ]
+    text = results.table([loss("stage_0", 2.34561), loss("stage_1", 2.5)], intervals=False)
+    assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["2.346", "2.500"]
+
+
 def test_table_fits_a_terminal_and_counts_what_it_leaves_out() -> None:
     """As many columns, and as long names, as a data set of captions with ties has."""
     directions, cut = ("image_to_text", "text_to_image"), ("R@1", "R@5", "R@10")

@@ -11,6 +11,7 @@ import pytest
 
 from mclclip import config as configuration
 from mclclip.config import BenchmarkConfig
+from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import prompts, results
 from mclclip.eval import run as evaluation
 from mclclip.ranks.process_group import SINGLE
@@ -361,5 +362,26 @@ def test_missing_files_of_options_are_found_before_a_long_run(tmp_path: Path) ->
     )
     with pytest.raises(FileNotFoundError, match="captions: there is no .*held_out.csv"):
         evaluation.check_files({"held_out": benchmark})
-    (tmp_path / "held_out.csv").touch()
+    (tmp_path / "held_out.csv").write_text("filepath,title\n1.png,one\n")
     evaluation.check_files({"held_out": benchmark})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("contrastive_loss", {"captions": "json:alt"}, r"2 no_caption.* \(json:alt\)"),
+        ("retrieval", {"captions": ".", "shard_captions": "json:alt"}, "2 no_caption"),
+        ("attributes", {"attributes": ["colour"]}, "no_attribute:colour"),
+        ("retrieval", {"captions": "no_title.csv"}, r"missing \['title'\]"),
+        ("contrastive_loss", {"captions": "no_title.csv"}, r"missing \['title'\]"),
+    ],
+)
+def test_a_column_that_is_not_there_is_told_before_a_long_run(
+    tmp_path: Path, kind: Any, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "no_title.csv").write_text("filepath,name\n1.png,one\n")
+    samples = [PackedSample(str(n), b"no picture is read", "png", [f"no {n}"]) for n in range(2)]
+    for folder in (".", "train", "test"):
+        write_shards(samples, tmp_path / folder, 5)
+    with pytest.raises(ValueError, match=f"benchmark 'held_out': .*{message}"):
+        evaluation.check_files({"held_out": BenchmarkConfig(kind, str(tmp_path), options)})

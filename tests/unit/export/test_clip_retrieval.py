@@ -234,11 +234,13 @@ def test_a_card_gives_the_unit_of_every_row() -> None:
     rows = [
         Result("m", "a", "top1", 12.54, 40, 5.0, 25.0),
         Result("m", "b", "loss", 2.3456, 40, 2.0, 2.5, {"unit": "nats"}),
+        Result("m", "b", "small", 0.0123456, 40, 0.01, 0.02, {"unit": "nats"}),
     ]
     text = model_card._results(rows)
     assert "| benchmark | metric | value | unit |" in text
     assert "| a | top1 | 12.5 | % | 5.0 to 25.0 |" in text
     assert "| b | loss | 2.346 | nats | 2.000 to 2.500 |" in text
+    assert "| b | small | 0.0123 | nats | 0.0100 to 0.0200 |" in text
 
 
 @pytest.fixture(scope="module")

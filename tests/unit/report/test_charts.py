@@ -56,7 +56,10 @@ def test_names_are_escaped() -> None:
 
 
 def test_strips_and_balances_are_in_percent() -> None:
-    assert 'cx="40.0%"' in charts.strip(40.0, 30.0, 50.0, "base")
+    assert 'cx="40.0%"' in charts.strip((40.0, 30.0, 50.0), "base")
+    loss = charts.strip((4.61, 4.6, 4.64), "base", ends=(4.6, 4.7), digits=3)
+    assert 'cx="10.0%"' in loss and 'x1="0.0%" x2="40.0%"' in loss
+    assert 'aria-label="4.610, from 4.600 to 4.640"' in loss
     bars = charts.balance(3, 1, 4)
     assert 'x="37.5%" width="12.5%"' in bars and 'x="50%" width="37.5%"' in bars
 

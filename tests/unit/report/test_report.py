@@ -15,7 +15,7 @@ import pytest
 
 from mclclip import cluster, config, index, report
 from mclclip.data.remote import RemoteOptions
-from mclclip.eval.results import Reference
+from mclclip.eval.results import Reference, Result
 from mclclip.ranks.process_group import SINGLE
 from mclclip.report import material, scores, thumbnails, training
 from mclclip.report.pairs import one_of_each
@@ -358,7 +358,21 @@ def test_published_figures_stand_in_the_table_of_their_benchmark(made: Path) -> 
     (table,) = scores.tables(rows, references)
     published = table.rows[-1]
     assert (published.model, published.source) == ("theirs", "a paper")
-    assert {metric: cell.value for metric, cell in published.cells.items()} == {"average": 45.0}
+    assert {metric: cell.text for metric, cell in published.cells.items()} == {"average": "45.0"}
+
+
+def test_a_loss_is_shown_in_nats() -> None:
+    values = {"stage_0": 4.6051, "stage_1": 4.6049, "stage_2": 4.4}
+    rows = [
+        Result(name, "held_out", "loss", value, 40, value - 0.1, value + 0.1, {"unit": "nats"})
+        for name, value in values.items()
+    ]
+    (table,) = scores.tables(rows, [])
+    assert [row.cells["loss"].text for row in table.rows] == ["4.6051", "4.6049", "4.4000"]
+    assert table.rows[2].cells["loss"].interval == "4.3000-4.5000"
+    assert table.metrics["loss"].endswith("(nats)")
+    assert 'aria-label="4.4000, from 4.3000 to 4.5000"' in table.strips["stage_2"]
+    assert 'x1="0.0%"' in table.strips["stage_2"] and 'x2="100.0%"' in table.strips["stage_0"]
     assert "theirs" not in table.strips and table.headline == "average" and table.is_pairs
     assert len(scores.references()) > 10
 
