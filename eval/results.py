@@ -176,8 +176,8 @@ def read(path: Path) -> list[Result]:
         if not isinstance(row, dict) or set(row) != names or not _is_row(row):
             raise ValueError(
                 f"{path} line {number} is not a result row: its fields must be {names}, names "
-                "texts, figures numbers and the protocol an object; take that line out, or the "
-                "file away"
+                "texts, figures finite numbers and the protocol an object; take that line out, or "
+                "the file away"
             )
         rows.append(Result(**row))
     return rows
@@ -190,7 +190,13 @@ def _is_row(row: Mapping[str, Any]) -> bool:
         and all(type(row[name]) in (int, float) for name in ("value", "ci_low", "ci_high"))
         and type(row["count"]) is int
         and isinstance(row["protocol"], dict)
+        and all(map(_is_finite, (*row.values(), *row["protocol"].values())))
     )
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a number can be shown as a float; JSON may have thousands of digits. Others can."""
+    return type(value) not in (int, float) or abs(value) < 1e300
 
 
 def write(path: Path, rows: Sequence[Result]) -> None:
@@ -311,7 +317,7 @@ def _chance(rows: Sequence[Result], decimals: Mapping[str, int]) -> dict[str, st
 def _left_out(rows: Sequence[Result]) -> list[tuple[int, int]]:
     """How many items were not measured, and of how many, where some were left out."""
     found = {(row.protocol.get("left_out_items"), row.protocol.get("num_items")) for row in rows}
-    return sorted((out, out + kept) for out, kept in found if out and kept)
+    return sorted((a, a + b) for a, b in found if a and type(a) is type(b) is int)
 
 
 def _cell(cell: Result | Reference | None, intervals: bool, decimals: int) -> str:

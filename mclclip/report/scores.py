@@ -97,7 +97,7 @@ def _table(benchmark: str, rows: Sequence[Result], references: Sequence[Referenc
     trials = {
         metric: "/".join(map(str, sorted({row.count for row in own})))
         + f" {own[0].protocol.get('trials', '')}"
-        + own[0].unit.note.replace("\n", ", ")
+        + own[0].unit.note.replace("\n", " ")
         for metric, own in columns.items()
     }
     head = headline_of(rows)

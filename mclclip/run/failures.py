@@ -30,7 +30,7 @@ def is_for_the_user(error: Exception) -> bool:
         package = os.path.dirname(os.path.dirname(__file__))
         raised_here = bool(files) and files[-1].startswith(package)
         return raised_here or type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, ValueError | OSError)
+    return isinstance(error, ValueError | OSError | MemoryError)
 
 
 def _is_of_loader_worker(error: BaseException) -> bool:
@@ -75,6 +75,12 @@ def line_of(error: BaseException) -> str:
         return (
             f"too many files are open (a process may open {now} here): {more}, or lower "
             "data.max_open_files or data.num_workers; the same command goes on from what is saved"
+        )
+    if isinstance(error, MemoryError):
+        line = (
+            f"memory ran out ({line or 'no more could be had'}): end other programs, lower "
+            "data.num_workers or the batch, or take a machine with more; the same command goes on "
+            "from what is finished"
         )
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]

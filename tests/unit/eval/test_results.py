@@ -138,6 +138,22 @@ def test_table_has_what_chance_gives_and_what_was_left_out() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "number", ["9" * 4000, "1e999", "NaN", "-Infinity", "9" * 5000], ids=lambda text: text[:9]
+)
+@pytest.mark.parametrize("name", ["value", "ci_low", "count", "chance"])
+def test_a_number_that_is_none_is_one_line(tmp_path: Path, name: str, number: str) -> None:
+    path = tmp_path / "results.jsonl"
+    results.write(path, [replace(row("stage_0"), protocol={"chance": 25.0})])
+    fields = json.loads(path.read_text())
+    (fields["protocol"] if name == "chance" else fields)[name] = "HERE"
+    line = json.dumps(fields).replace('"HERE"', number)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match="results.jsonl line 2 is not ") as caught:
+        results.table(results.read(path))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
 def loss(model: str, value: float) -> Result:
     protocol = {"unit": "nats", "chance": 4.60517, "level": "headline"}
     return Result(model, "held_out", "loss", value, 5000, value - 0.01, value + 0.01, protocol)

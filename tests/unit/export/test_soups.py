@@ -170,6 +170,18 @@ def test_greedy_keeps_what_does_not_lower_the_score(
     }
 
 
+def test_greedy_keeps_a_model_whose_soup_has_exactly_the_best_score(
+    stages: list[Path], tmp_path: Path
+) -> None:
+    """A model and its copy have one average, which is the model itself, and so one score."""
+    judge = towards(stages, {1: 1.0})
+    out = soups.run("greedy", words(stages, 1, 1, 2), tmp_path / "soup", judge=judge)
+    counts = artifacts.read_manifest(out, "soup").counts
+    first, copy, _ = counts["trace"]
+    assert first["soup"] == copy["soup"] and copy["kept"]
+    assert counts["shares"] == {"stage_1": 1.0, "stage_1#2": 1.0, "stage_2": 0.0}
+
+
 @pytest.mark.parametrize("seed", kept(range(8), 0, 1))
 def test_greedy_is_never_below_its_best_ingredient(
     stages: list[Path], tmp_path: Path, seed: int

@@ -38,6 +38,15 @@ def test_an_error_is_one_printable_line_of_bounded_length() -> None:
     assert "characters]" in line and len(line) < failures.LONGEST_LINE + 100
 
 
+@pytest.mark.parametrize("message", ["", "Unable to allocate 93.1 GiB for an array"])
+def test_memory_that_ran_out_is_one_line_with_what_to_do(message: str) -> None:
+    error = MemoryError(message)
+    assert failures.is_for_the_user(error)
+    line = failures.line_of(error)
+    assert line.startswith("memory ran out (") and message in line
+    assert "lower data.num_workers or the batch" in line and "\n" not in line
+
+
 def test_what_is_complained_of_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         raise RuntimeError("of\x1b[2J\nforged")
