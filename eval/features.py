@@ -57,6 +57,7 @@ class Extractor:
     ``precision``: ``fp32`` (default; TF32 is switched off for it), ``bf16`` or ``fp16`` (autocast).
     ``context`` says which ranks share the work and on which device the encoder lies. Batches are
     cut at the same rows for any number of ranks, so the features do not depend on it.
+    ``on_images`` is called on every rank with images before they are encoded.
     """
 
     encoder: Encoder
@@ -65,6 +66,7 @@ class Extractor:
     precision: str = "fp32"
     max_image_pixels: int = MAX_IMAGE_PIXELS
     num_workers: int = 0
+    on_images: Callable[[Sequence[Readable]], None] | None = None
 
     def __post_init__(self) -> None:
         if self.precision != "fp32" and self.precision not in AUTOCAST:
@@ -80,6 +82,8 @@ class Extractor:
         Raises ValueError on all ranks for a file that cannot be read or decoded: without one of
         its images a benchmark's figures could not be compared.
         """
+        if self.on_images is not None:
+            self.on_images(paths)
         read = partial(_read_images, self.encoder.preprocess_val, self.max_image_pixels)
         batches = _Batches(paths, read, self.batch_size)
         return self._extract(batches, self.encoder.encode_image, "images", self.num_workers)

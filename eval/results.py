@@ -215,6 +215,36 @@ def write(path: Path, rows: Sequence[Result]) -> None:
     write_bytes(Path(path), ("\n".join(lines) + "\n" if lines else "").encode())
 
 
+def check_unseen(rows: Sequence[Result], benchmarks: Sequence[str], choice: str) -> None:
+    """Raises ValueError where rows of ``benchmarks``, by which ``choice`` is made, say that their
+    images are trained on."""
+    for row in rows:
+        if row.benchmark in benchmarks and (seen := _seen([row])):
+            raise ValueError(
+                f"benchmark {row.benchmark!r}: {seen[0]}, and {choice} is chosen by it: give data "
+                "that no training has read, and evaluate with 'mclclip eval --force'"
+            )
+
+
+def notes(rows: Sequence[Result]) -> list[str]:
+    """What a reader of the rows of one benchmark must know: what was left out, or trained on."""
+    left_out = [
+        f"{left_out} of {of} items are left out: not comparable with published figures"
+        for left_out, of in _left_out(rows)
+    ]
+    return [*left_out, *(f"{seen}: figures are too good" for seen in _seen(rows))]
+
+
+def _seen(rows: Sequence[Result]) -> list[str]:
+    """How many images of a benchmark the run is trained on, where it is any."""
+    names = ("training_images", "judged_images")
+    found = {tuple(row.protocol.get(name) for name in names) for row in rows}
+    return [
+        f"the run is trained on {known:,} of its {of:,} images"
+        for known, of in sorted(pair for pair in found if all(type(n) is int for n in pair))
+    ]
+
+
 def table(
     results: Sequence[Result],
     references: Sequence[Reference] = (),
@@ -229,9 +259,8 @@ def table(
     what chance gives (where the protocol says so); published references come last, marked. Cells
     are in the unit of the metric, which its head names unless it is percent, with the 95 % interval
     below them unless ``intervals`` is off. Metrics of the level ``detail`` are counted, and shown
-    with ``details``. Where the columns of a benchmark are wider
-    than ``width`` together, they follow in a further block. Items that were left out are counted
-    below it.
+    with ``details``. Where the columns of a benchmark are wider than ``width`` together, they
+    follow in a further block. Below it stand its ``notes``.
     """
     blocks = []
     for benchmark in dict.fromkeys(row.benchmark for row in results):
@@ -241,11 +270,7 @@ def table(
         block = _block(benchmark, main, published, intervals, width)
         if hidden := len({row.metric for row in rows}) - len({row.metric for row in main}):
             block += f"\n({hidden} further metrics: 'mclclip eval' shows them with --details)"
-        for left_out, of in _left_out(rows):
-            block += (
-                f"\n({left_out} of {of} items are left out: not comparable with published figures)"
-            )
-        blocks.append(block)
+        blocks.append("\n".join([block, *(f"({note})" for note in notes(rows))]))
     return "\n\n".join(blocks)
 
 

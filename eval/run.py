@@ -20,10 +20,11 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from mclclip import search
-from mclclip.config import BenchmarkConfig, Config
+from mclclip.config import BenchmarkConfig, Config, load
 from mclclip.config.plain_yaml import read_yaml
+from mclclip.data.training_images import TrainingImages
 from mclclip.eval import prompts, results
-from mclclip.eval.features import Extractor
+from mclclip.eval.features import Extractor, Readable
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_encoder, weights
@@ -33,7 +34,8 @@ from mclclip.models.encoder import Encoder
 from mclclip.options import STRICT, first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import is_finished
+from mclclip.run.layout import Layout, folders_above
 
 log = logging.getLogger("mclclip")
 
@@ -52,6 +54,9 @@ LOSSES = frozenset(kind for kind, module in _MODULES.items() if hasattr(module, 
 
 _FILE_OPTIONS = {"captions", "labels", "images"}
 """Options of evaluators that name files, relative to the benchmark's folder."""
+
+_LEARNERS = ("attributes", "knn", "linear_probe")
+"""Benchmark kinds that learn from their folder ``train``; figures are of the folder ``test``."""
 
 _JOINED = ("concat_raw", "concat_stage_norm", "concat_weighted", "soup_uniform")
 
@@ -184,12 +189,16 @@ def run_suite(
     *,
     context: Context = SINGLE,
     identity: str = "",
+    trained_on: Sequence[TrainingImages] = (),
+    choice: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> list[Result]:
     """Evaluates one encoder on every benchmark; returns its rows and adds them to the file.
 
     Rows of the same model and benchmark are replaced; each benchmark is written when it is done.
     ``identity`` (such as ``identity_of`` the model) lets a later call see that nothing changed.
+    ``trained_on``: images of trainings; a row says how many of its benchmark's are among them, and
+    a benchmark that something is chosen by (``choice``: its name -> what) is refused for them.
     ``settings``: batch_size, precision, max_image_pixels, num_workers (see ``Extractor``). All
     ranks of ``context`` take part; the first one writes.
     """
@@ -199,7 +208,13 @@ def run_suite(
     for name, benchmark in benchmarks.items():
         log.info("evaluate %s on %s", model_name, name)
         evaluate = EVALUATORS[benchmark.kind]
-        figures = evaluate(extractor, Path(benchmark.path), **benchmark.options)
+        leakage = _Leakage(name, benchmark, trained_on, (choice or {}).get(name, ""))
+        watched = replace(extractor, on_images=leakage)
+        figures = evaluate(watched, Path(benchmark.path), **benchmark.options)
+        if leakage.known:
+            log.warning("%s", leakage)
+            told = {"training_images": leakage.known, "judged_images": leakage.judged}
+            figures = [replace(f, protocol=f.protocol | told) for f in figures]
         if identity:
             digest = evaluation_digest(benchmark, identity, extractor.precision)
             figures = [replace(f, protocol=f.protocol | {"evaluation": digest}) for f in figures]
@@ -207,17 +222,53 @@ def run_suite(
     return rows
 
 
+@dataclass
+class _Leakage:
+    """Counts the images of a benchmark, ``judged``, that are trained on, ``known``.
+
+    Raises ValueError on all ranks for the first of them where the benchmark decides a ``choice``.
+    """
+
+    name: str
+    benchmark: BenchmarkConfig
+    trained_on: Sequence[TrainingImages]
+    choice: str
+    known: int = 0
+    judged: int = 0
+
+    def __call__(self, images: Sequence[Readable]) -> None:
+        if self.benchmark.kind in _LEARNERS:
+            test = Path(self.benchmark.path) / "test"
+            images = [i for i in images if test in Path(getattr(i, "path", i)).parents]
+        if not images or not self.trained_on:
+            return
+        counted = on_main(lambda: [trained.count(images) for trained in self.trained_on])
+        self.known, self.judged = self.known + max(counted), self.judged + len(images)
+        if self.known and self.choice:
+            raise ValueError(
+                f"{self}, and {self.choice} is chosen by it: give data that no training has read"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"benchmark {self.name!r}: {self.known:,} of its {self.judged:,} images in "
+            f"{self.benchmark.path} are images that the run is trained on"
+        )
+
+
 @dataclass(frozen=True)
 class Judge:
     """Benchmarks that encoders in memory are measured on, by a verb that makes encoders.
 
     ``benchmarks`` are checked before the first encoder is made. Encoders lie on the device of
-    ``context``.
+    ``context``. ``trained_on`` and ``choice``: see ``run_suite``.
     """
 
     benchmarks: Mapping[str, BenchmarkConfig]
     context: Context = SINGLE
     batch_size: int = 256
+    trained_on: Sequence[TrainingImages] = ()
+    choice: str = ""
 
     def __post_init__(self) -> None:
         check(self.benchmarks)
@@ -237,6 +288,8 @@ class Judge:
             model_name,
             context=self.context,
             batch_size=self.batch_size,
+            trained_on=self.trained_on,
+            choice=dict.fromkeys(self.benchmarks, self.choice),
         )
 
 
@@ -248,10 +301,14 @@ def judge(
     variables: Sequence[str] = (),
     only: Sequence[str] = (),
     device: str = "auto",
+    models: Sequence[str] = (),
+    choice: str = "",
 ) -> Judge:
     """The benchmark ``held_out``, which is retrieval on a folder of shards with captions, before
     those of a suite; see ``run`` for ``suite`` and ``only``. ``variables`` are NAME=VALUE.
 
+    ``models``, as ``[NAME=]PATH``: those that the judge is for; where they lie in run directories,
+    their training images are known. ``choice``: what is chosen by the benchmarks, if anything.
     Raises the errors of ``load_suite``, ``check`` and ``check_files``.
     """
     found: dict[str, BenchmarkConfig] = {}
@@ -276,7 +333,23 @@ def judge(
                 "call it otherwise"
             )
         found |= of_suite
-    return Judge(found, Context(device=pick_device(device)))
+    runs = dict.fromkeys(run for text in models if (run := _run_of(Path(_named(text)[1]))))
+    trained_on = [images for run in runs if (images := _trained_on(run))]
+    return Judge(found, Context(device=pick_device(device)), trained_on=trained_on, choice=choice)
+
+
+def _run_of(model: Path) -> Path | None:
+    """The run directory that an exported model lies in."""
+    above = folders_above(Path(str(model).removeprefix("local-dir:")))
+    return next((folder for folder in above if is_finished(Layout(folder).index)), None)
+
+
+def _trained_on(run_dir: Path) -> TrainingImages | None:
+    """The training images of a run; all of its index's where its options cannot be read."""
+    try:
+        return TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
+    except (ValueError, OSError):  # an older run's options may have other names
+        return TrainingImages(Layout(run_dir).index, {"": {}})
 
 
 def _some_of(
@@ -321,18 +394,20 @@ def evaluate(
     benchmarks: Mapping[str, BenchmarkConfig] | None = None,
     path: Path | None = None,
     force: bool = False,
+    choice: Mapping[str, str] | None = None,
 ) -> list[Result]:
     """Evaluates models (name -> directory, NAME@PRETRAINED, or NAME@random for random weights).
 
     Benchmarks are those of ``eval.suite`` unless given. Those that ``path`` (default: the run's
     results.jsonl) already has for the same model files, options and precision are skipped, unless
-    ``force``. Returns the new rows.
+    ``force``. ``choice``: see ``run_suite``. Returns the new rows.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     together(partial(check, benchmarks))
     together(partial(check_files, benchmarks))
     path, precision = path or Layout.of(config).results, config.eval.precision
     rows: list[Result] = []
+    trained_on = on_main(partial(TrainingImages.of, config))
     for name, where in models.items():
         location, pretrained = split_name(where)
         identity = on_main(partial(identity_of, location, pretrained))
@@ -356,6 +431,8 @@ def evaluate(
             name,
             context=context,
             identity=identity,
+            trained_on=[trained_on] if trained_on else (),
+            choice=choice,
             batch_size=config.eval.batch_size,
             precision=precision,
             max_image_pixels=config.data.max_image_pixels,

@@ -103,7 +103,9 @@ def _soup(args: argparse.Namespace) -> object:
     from mclclip.export import soups
 
     given = _flags(args)
-    judge = evaluation.judge(**{name: given.pop(name) for name in _JUDGED})
+    judged = {name: given.pop(name) for name in _JUDGED}
+    choice = soups.chosen(given["method"], given["alpha"])
+    judge = evaluation.judge(**judged, models=given["models"], choice=choice)
     return soups.run(**given, judge=judge)
 
 

@@ -61,8 +61,8 @@ def check(config: Config) -> None:
 
 
 def check_begun(config: Config) -> None:
-    """Raises ValueError, before a pilot is trained, where its share fills no batch, or stage 0 has
-    no figure that a verdict could be based on."""
+    """Raises ValueError, before a pilot is trained, where its share fills no batch, stage 0 has no
+    figure that a verdict could be based on, or the run may end by figures on training images."""
     layout, batch, share = Layout.of(config), config.train.global_batch, config.pilot.share
     assert share is not None
     samples = len(SampleIndex.open(layout.index))
@@ -73,6 +73,9 @@ def check_begun(config: Config) -> None:
             f"train.global_batch={batch:,}: raise it to {2 * batch / samples:.2g} or more"
         )
     rows = [row for row in results.read(layout.results) if row.benchmark in config.eval.suite]
+    if config.pilot.stop_without_gain:
+        choice = "whether the run goes on (pilot.stop_without_gain)"
+        results.check_unseen(rows, [*config.eval.suite], choice)
     if not any(row.protocol.get("level") == "headline" for row in rows):
         raise ValueError(
             f"pilot.share={share} is judged by main metrics, and eval.suite ("

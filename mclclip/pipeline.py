@@ -64,6 +64,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
 
 def _steps(config: Config, context: Context, force: Force) -> None:
     _check_data(config, index.run(config, context, force=force))
+    collectives.on_main(lambda: held_out.check_unseen(config))
     _stage(config, context, 0, "mcl", force)
     for stage in range(1, config.num_stages + 1):
         log.info("--- stage %d of %d", stage, config.num_stages)
@@ -243,8 +244,14 @@ def train_stage(
     evaluate = None
     options = config.base if stage == 0 else config.train
     if options is not None and options.evaluate.every is not None:
-        benchmarks = _benchmarks(config, options)
-        evaluate = partial(_figures, config, context, stage, variant, benchmarks)
+        benchmarks, choice = _benchmarks(config, options), {}
+        if (metric := options.evaluate.metric) is not None:
+            decides = metric.partition("/")[0]
+            choice = {decides: f"the checkpoint or the end of stage {stage} (evaluate.metric)"}
+            rows = collectives.on_main(lambda: results.read(Layout.of(config).results))
+            base = [row for row in rows if row.model == "stage_0"]
+            results.check_unseen(base, [decides], choice[decides])
+        evaluate = partial(_figures, config, context, stage, variant, benchmarks, choice)
     return train.run(config, context, stage=stage, variant=variant, force=force, evaluate=evaluate)
 
 
@@ -275,6 +282,7 @@ def _figures(
     stage: int,
     variant: str,
     benchmarks: Mapping[str, BenchmarkConfig],
+    choice: Mapping[str, str],
     step: int,
 ) -> dict[str, float]:
     """Figures, as BENCHMARK/METRIC, of the checkpoint of a step, the same on all ranks."""
@@ -284,7 +292,9 @@ def _figures(
         lambda: export.write_step(config, stage, variant, step=step, directory=encoder)
     )
     path = folder / "results.jsonl"
-    evaluation.evaluate(config, context, {name: encoder}, benchmarks=benchmarks, path=path)
+    evaluation.evaluate(
+        config, context, {name: encoder}, benchmarks=benchmarks, path=path, choice=choice
+    )
     rows = collectives.on_main(lambda: results.read(path))
     shown = [r for r in rows if r.model == name and r.protocol.get("level") != "detail"]
     return {f"{row.benchmark}/{row.metric}": row.value for row in shown}

@@ -12,7 +12,7 @@ import numpy as np
 
 from mclclip import files
 from mclclip.config import Config
-from mclclip.data.sample_index import read_shards as shards_of_index
+from mclclip.data.training_images import TrainingImages
 from mclclip.eval.features import Extractor, Readable
 from mclclip.eval.stored import StoredImage, read_captions_of_shards
 from mclclip.models import stage_weights
@@ -20,7 +20,6 @@ from mclclip.models.concat import load_model
 from mclclip.models.loading import has_texts
 from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks.process_group import Context
-from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -80,23 +79,29 @@ def check(config: Config) -> None:
             )
 
 
+def check_unseen(config: Config) -> None:
+    """Raises ValueError, once the run has an index, where its trainings draw held-out images."""
+    if "weighted" in config.export.concat:
+        read(config)
+
+
 def read(config: Config) -> Pairs:
-    """The pairs of ``export.weights``; ValueError where a training has read their shards."""
+    """The pairs of ``export.weights``; ValueError where a training draws their images."""
     check(config)
     options = config.export.weights
     assert options.held_out is not None, "ExportConfig has checked it"
     folder = Path(options.held_out)
-    trained_on = {Path(s.path).resolve() for s in shards_of_index(Layout.of(config).index)}
-    if common := sorted({path.resolve() for path in folder.glob("*.tar")} & trained_on):
-        raise ValueError(
-            f"{_OPTION} is {folder}, whose shard {common[0].name} the run is trained on: held-out "
-            "pairs are those that no training has read; give other shards"
-        )
     data = read_captions_of_shards(folder, options.captions)
     first = np.unique(data.caption_image, return_index=True)[1]
     number = min(len(first), options.max_samples)
     rows = [int(row) for row in np.arange(number) * len(first) // number]
     images = [_stored(data.images[row]) for row in rows]
+    trained_on = TrainingImages.of(config)
+    if trained_on is not None and (known := trained_on.count(images)):
+        raise ValueError(
+            f"{_OPTION} is {folder}, and the run is trained on {known:,} of its {number:,} images: "
+            "held-out pairs are those that no training has read; give other shards"
+        )
     shards = {path.name: files.digest_file(path) for path in sorted({i.path for i in images})}
     return Pairs(images, [data.captions[first[row]] for row in rows], shards)
 

@@ -135,6 +135,13 @@ def run(
     )
 
 
+def chosen(method: Method, alpha: float | None) -> str:
+    """What a soup chooses by its benchmarks, in words; empty where they decide nothing."""
+    if method == "greedy":
+        return "what a greedy soup keeps"
+    return "alpha" if method == "wise" and alpha is None else ""
+
+
 # --- checks ------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,7 @@ class Table:
     metrics     the columns, each with its number of trials, and its unit unless it is percent
     is_pairs    whether metrics are Types of minimal pairs, shown as a heat map
     headline    the metric of the strips, and for each of our models its strip
+    notes       what a reader must know, as the table of ``eval`` has it
     """
 
     benchmark: str
@@ -70,6 +71,7 @@ class Table:
     is_pairs: bool
     headline: str
     strips: Mapping[str, Markup]
+    notes: Sequence[str] = ()
 
 
 def tables(rows: Sequence[Result], references: Sequence[Reference]) -> list[Table]:
@@ -109,6 +111,7 @@ def _table(benchmark: str, rows: Sequence[Result], references: Sequence[Referenc
         any(row.protocol.get("name") == MINIMAL_PAIRS for row in rows),
         head,
         strips,
+        results.notes(rows),
     )
 
 

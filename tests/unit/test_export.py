@@ -1,5 +1,6 @@
 """The export verb: checkpoints and given encoders to open_clip directories, once."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -226,10 +227,12 @@ def test_weights_of_stages_are_fitted_on_held_out_pairs(indexed: Config, tmp_pat
 
 def test_pairs_that_are_not_held_out_are_refused(indexed: Config, tmp_path: Path) -> None:
     cases = {
-        "a/shards": "whose shard 00000.tar the run is trained on",
+        "a/shards": "the run is trained on 40 of its 40 images",
+        "copied": "the run is trained on 40 of its 40 images",
         "a": "there is no shard in",
         "b/shards": "the benchmark 'pairs' reads",
     }
+    shutil.copytree(tmp_path / "a" / "shards", tmp_path / "copied")
     tested = {"pairs": BenchmarkConfig("mmvp", str(tmp_path / "b"))}
     for where, message in cases.items():
         weights_of = StageWeightsConfig(held_out=str(tmp_path / where))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mclclip import config as configuration
+from mclclip import index
 from mclclip.config import BenchmarkConfig
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import prompts, results
@@ -385,3 +387,74 @@ def test_a_column_that_is_not_there_is_told_before_a_long_run(
         write_shards(samples, tmp_path / folder, 5)
     with pytest.raises(ValueError, match=f"benchmark 'held_out': .*{message}"):
         evaluation.check_files({"held_out": BenchmarkConfig(kind, str(tmp_path), options)})
+
+
+# --- images that the run is trained on -------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tmp_path: Path, run_dir: Path, folder: Path, loaded: list[str]) -> configuration.Config:
+    """The run with an index of four pictures, and benchmarks on copies of two and three of them."""
+    pictures = [(folder / "MLLM_VLM Images/Color" / f"{n}.png").read_bytes() for n in range(1, 5)]
+    samples = [
+        PackedSample(f"{n}", data, "png", [f"thing {n}"]) for n, data in enumerate(pictures, 1)
+    ]
+    write_shards(samples, tmp_path / "own", 2)
+    renamed = [replace(sample, key=f"copy_{sample.key}") for sample in samples[:3]]
+    write_shards(renamed, tmp_path / "held_out", 5)
+    for part, numbers in {"train": (1, 2), "test": (3,)}.items():
+        for number in numbers:
+            path = folder / part / str(number % 2) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pictures[number - 1])
+    suite = {
+        "held_out": {"kind": "contrastive_loss", "path": str(tmp_path / "held_out")},
+        "neighbours": {"kind": "knn", "path": str(folder), "options": {"k": 1}},
+    }
+    config = configuration.from_tree(
+        {
+            "run_dir": str(run_dir),
+            "eval": {"suite": suite},
+            "data": {
+                "sources": {"own": {"shards": f"{tmp_path}/own/*.tar"}},
+                "num_workers": 0,
+                "index_workers": 1,
+            },
+        }
+    )
+    index.run(config, SINGLE)
+    return config
+
+
+def test_a_table_warns_of_images_that_are_trained_on(
+    trained: configuration.Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images that a probe learns from are no benchmark."""
+    rows = evaluation.run(trained, SINGLE)
+    seen = {r.benchmark: (r.protocol["training_images"], r.protocol["judged_images"]) for r in rows}
+    assert seen == {"held_out": (3, 3), "neighbours": (1, 1)}
+    table = capsys.readouterr().out
+    assert "(the run is trained on 3 of its 3 images: figures are too good)" in table
+    with pytest.raises(
+        ValueError, match=r"3 of its 3 images, and alpha is chosen by it: .*--force"
+    ):
+        results.check_unseen(rows, ["held_out"], "alpha")
+    results.check_unseen(rows, ["other"], "alpha")
+
+
+def test_what_is_trained_on_decides_nothing(
+    trained: configuration.Config, tmp_path: Path, planted: Any
+) -> None:
+    export = Path(trained.run_dir) / "stage_0" / "export"
+    (Path(trained.run_dir) / "config.yaml").write_text(configuration.dump(trained))
+    message = r"'held_out': 3 of its 3 images in .* trained on, and alpha is chosen by it: give"
+    for models in ([str(export)], [f"base={export}"]):
+        judge = evaluation.judge(held_out=tmp_path / "held_out", models=models, choice="alpha")
+        with pytest.raises(ValueError, match=message):
+            judge.measure(planted("perfect", 5), tmp_path / "results.jsonl", "soup")
+    assert not (tmp_path / "results.jsonl").exists()
+    judge = evaluation.judge(held_out=tmp_path / "held_out", models=[str(export)])
+    rows = judge.measure(planted("perfect", 5), tmp_path / "results.jsonl", "soup")
+    assert {row.protocol["training_images"] for row in rows} == {3}
+    with pytest.raises(ValueError, match="trained on, and the checkpoint is chosen by it"):
+        evaluation.evaluate(trained, SINGLE, {"x": export}, choice={"held_out": "the checkpoint"})

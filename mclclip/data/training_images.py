@@ -1,0 +1,167 @@
+"""Which images a run is trained on, of images that something is measured or chosen on.
+
+An image is known where its bytes are those of a sample that a training of the run draws. The index
+has the size of every image, so that only training images of an equal size are read, from the rarest
+size on, and at most ``MOST_READ``. Of sizes that would need more, as those of arrays, which are all
+of one size, only samples of an equal key are compared. So images of a training source, or of copies
+of its shards, are found at any scale; a few in millions, under other keys, may be missed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mclclip.data.remote import Remote, RemoteOptions
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_weights import SampleWeights
+from mclclip.data.shard_reader import ShardReader
+from mclclip.files import digest_keys
+from mclclip.run.artifacts import is_finished
+from mclclip.run.layout import HasRunDir, Layout
+
+log = logging.getLogger("mclclip")
+
+Integers = npt.NDArray[np.int64]
+MOST_READ = 4096
+"""Training images that are read to be compared with the images of one benchmark."""
+_TOGETHER = 256  # that are asked for side by side
+
+
+class Image(Protocol):
+    """An image file, or a part of another file; ``str`` of it names it."""
+
+    def read_bytes(self) -> bytes:
+        """Its bytes; OSError where they cannot be read."""
+        ...
+
+
+class Trained(HasRunDir, Protocol):
+    """What is read of a configuration."""
+
+    @property
+    def data(self) -> Any:
+        """Options of the data, of which ``remote`` is read."""
+
+    @property
+    def trainings(self) -> Mapping[str, Any]:
+        """The options of trainings by name."""
+
+    def weight_options(self, training: Any) -> dict[str, Any]:
+        """Arguments of ``SampleWeights.open``."""
+
+
+@dataclass(frozen=True)
+class TrainingImages:
+    """The images that the trainings of a run draw; what was found is kept.
+
+    weights  of each training by its name: arguments of ``SampleWeights.open``; none: it draws all
+    """
+
+    directory: Path
+    weights: Mapping[str, dict[str, Any]]
+    remote: RemoteOptions | None = None
+    _found: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Trained) -> TrainingImages | None:
+        """The images of a configured run; None where it trains nothing or has no index yet."""
+        directory = Layout.of(config).index
+        if not config.trainings or not is_finished(directory):
+            return None
+        weights = {name: config.weight_options(t) for name, t in config.trainings.items()}
+        return cls(directory, weights, config.data.remote)
+
+    @cached_property
+    def _index(self) -> SampleIndex:
+        return SampleIndex.open(self.directory)
+
+    def count(self, images: Sequence[Image]) -> int:
+        """How many of ``images`` are known; 0, with a warning, where no training image can be read.
+
+        Raises ValueError for weights that do not fit the index.
+        """
+        name = digest_keys(map(str, images))
+        if name not in self._found:
+            try:
+                self._found[name] = self._count(images)
+            except OSError as error:
+                log.warning("whether images of a benchmark are trained on is not known: %s", error)
+                self._found[name] = 0
+        return self._found[name]
+
+    def _count(self, images: Sequence[Image]) -> int:
+        sizes = np.array([_size(image) for image in images], np.int64)
+        rows = self._candidates(images, sizes)
+        wanted = np.isin(sizes, self._index.image_size[rows])
+        compared = [image for image, is_wanted in zip(images, wanted, strict=True) if is_wanted]
+        digests = Counter(_digest(image.read_bytes()) for image in compared)
+        return sum(digests[digest] for digest in self._digests(rows) if digest in digests)
+
+    def _candidates(self, images: Sequence[Image], sizes: Integers) -> Integers:
+        """Rows of training images, in order, that are compared with ``images``."""
+        of_all = self._index.image_size
+        rows = np.flatnonzero(np.isin(of_all, sizes)).astype(np.int64)
+        rows = rows[self._drawn(rows)]
+        known, number, counts = np.unique(of_all[rows], return_inverse=True, return_counts=True)
+        order = np.argsort(counts, kind="stable")
+        rare = np.zeros(len(known), bool)
+        rare[order[np.cumsum(counts[order]) <= MOST_READ]] = True
+        frequent = rows[~rare[number]]
+        left = [i for i, few in zip(images, np.isin(sizes, known[~rare]), strict=True) if few]
+        keys = {_key(image) for image in left}
+        same = [key.partition("/")[2] in keys for key in self._index.keys(frequent)]
+        frequent = frequent[np.array(same, bool)][: MOST_READ - int(counts[rare].sum())]
+        return np.sort(np.concatenate([rows[rare[number]], frequent]))
+
+    def _drawn(self, rows: Integers) -> npt.NDArray[np.bool_]:
+        """Which of the samples some training draws."""
+        drawn = np.zeros(len(rows), bool)
+        for name, options in self.weights.items():
+            weights = None
+            if options:
+                weights = SampleWeights.open(self._index, **options, option=f"{name}.plan")
+            drawn |= True if weights is None else weights.units(rows) > 0
+        return drawn
+
+    def _digests(self, rows: Integers) -> set[bytes]:
+        """The digests of samples' images."""
+        index = self._index
+        reader = ShardReader([s.place for s in index.shards], remote=Remote(self.remote))
+        columns = (index.shard_of[rows], index.image_offset[rows], index.image_size[rows])
+        ranges = list(zip(*(column.tolist() for column in columns), strict=True))
+        found = set()
+        for start in range(0, len(ranges), _TOGETHER):
+            some = ranges[start : start + _TOGETHER]
+            reader.prefetch(some)
+            found |= {_digest(reader.read(*place)) for place in some}
+        reader.close()
+        return found
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
+def _size(image: Image) -> int:
+    """The number of bytes of an image; of a part of a picture, those of the whole."""
+    size = getattr(image, "size", None)
+    path = getattr(image, "path", image)
+    if isinstance(size, int):
+        return size
+    return path.stat().st_size if isinstance(path, Path) else len(image.read_bytes())
+
+
+def _key(image: Image) -> str:
+    """The key of a sample, or the name of a file without its suffix."""
+    key = getattr(image, "key", None)
+    return key if isinstance(key, str) else Path(str(getattr(image, "path", image))).stem
