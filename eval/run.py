@@ -22,7 +22,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 from mclclip import search
 from mclclip.config import BenchmarkConfig, Config, load
 from mclclip.config.plain_yaml import read_yaml
-from mclclip.data.training_images import TrainingImages
+from mclclip.data.training_images import TrainingImages, path_of
 from mclclip.eval import prompts, results
 from mclclip.eval.features import Extractor, Readable
 from mclclip.eval.results import Figure, Reference, Result
@@ -239,7 +239,7 @@ class _Leakage:
     def __call__(self, images: Sequence[Readable]) -> None:
         if self.benchmark.kind in _LEARNERS:
             test = Path(self.benchmark.path) / "test"
-            images = [i for i in images if test in Path(getattr(i, "path", i)).parents]
+            images = [image for image in images if test in path_of(image).parents]
         if not images or not self.trained_on:
             return
         counted = on_main(lambda: [trained.count(images) for trained in self.trained_on])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.remote import Remote, RemoteOptions
-from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.shard_reader import ShardReader
 from mclclip.files import digest_keys
-from mclclip.run.artifacts import is_finished
+from mclclip.run.artifacts import is_finished, read_manifest
 from mclclip.run.layout import HasRunDir, Layout
 
 log = logging.getLogger("mclclip")
@@ -35,6 +35,7 @@ Integers = npt.NDArray[np.int64]
 MOST_READ = 4096
 """Training images that are read to be compared with the images of one benchmark."""
 _TOGETHER = 256  # that are asked for side by side
+_known: dict[str, int] = {}
 
 
 class Image(Protocol):
@@ -62,7 +63,7 @@ class Trained(HasRunDir, Protocol):
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """The images that the trainings of a run draw; what was found is kept.
+    """The images that the trainings of a run draw.
 
     weights  of each training by its name: arguments of ``SampleWeights.open``; none: it draws all
     """
@@ -70,7 +71,6 @@ class TrainingImages:
     directory: Path
     weights: Mapping[str, dict[str, Any]]
     remote: RemoteOptions | None = None
-    _found: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Trained) -> TrainingImages | None:
@@ -87,17 +87,19 @@ class TrainingImages:
 
     def count(self, images: Sequence[Image]) -> int:
         """How many of ``images`` are known; 0, with a warning, where no training image can be read.
+        What was found is kept for the next encoder of the process.
 
         Raises ValueError for weights that do not fit the index.
         """
-        name = digest_keys(map(str, images))
-        if name not in self._found:
+        of_index = read_manifest(self.directory, KIND).digest
+        name = of_index + str(self.weights) + digest_keys(map(str, images))
+        if name not in _known:
             try:
-                self._found[name] = self._count(images)
+                _known[name] = self._count(images)
             except OSError as error:
                 log.warning("whether images of a benchmark are trained on is not known: %s", error)
-                self._found[name] = 0
-        return self._found[name]
+                _known[name] = 0
+        return _known[name]
 
     def _count(self, images: Sequence[Image]) -> int:
         sizes = np.array([_size(image) for image in images], np.int64)
@@ -152,16 +154,18 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
+def path_of(image: Image) -> Path:
+    """The file of an image, or the one that it is a part of."""
+    return Path(str(getattr(image, "path", image)))
+
+
 def _size(image: Image) -> int:
     """The number of bytes of an image; of a part of a picture, those of the whole."""
     size = getattr(image, "size", None)
-    path = getattr(image, "path", image)
-    if isinstance(size, int):
-        return size
-    return path.stat().st_size if isinstance(path, Path) else len(image.read_bytes())
+    return size if isinstance(size, int) else path_of(image).stat().st_size
 
 
 def _key(image: Image) -> str:
     """The key of a sample, or the name of a file without its suffix."""
     key = getattr(image, "key", None)
-    return key if isinstance(key, str) else Path(str(getattr(image, "path", image))).stem
+    return key if isinstance(key, str) else path_of(image).stem
