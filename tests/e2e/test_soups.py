@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from mclclip import config, index
 from mclclip.eval import results
 from mclclip.models import weights
 from mclclip.models.clip import load_clip, load_image_encoder, save_export
 from mclclip.models.concat import ConcatEncoder, load_model
+from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import in_soak
@@ -97,3 +100,28 @@ def test_what_soups_refuse(shell: Shell, folder: Path, tmp_path: Path) -> None:
         (line,) = finished.complaints()
         assert words in line
         assert not out.exists()
+
+
+def test_a_soup_is_not_chosen_on_training_images(
+    shell: Shell, folder: Path, tmp_path: Path
+) -> None:
+    """Not on a copy of the shards under other names either, by which curves are only measured."""
+    run = tmp_path / "run"
+    for stage in ("stage_0", "stage_1"):
+        shutil.copytree(folder / stage, run / stage)
+    shards = folder / "held_out" / "shards"
+    sources = {"own": {"shards": f"{shards}/*.tar"}}
+    settings = {"run_dir": str(run), "data": {"sources": sources, "index_workers": 1}}
+    (run / "config.yaml").write_text(json.dumps(settings))
+    index.run(config.load(run / "config.yaml"), SINGLE)
+    (tmp_path / "copied").mkdir()
+    for path in shards.glob("*.tar"):
+        shutil.copy(path, tmp_path / "copied" / f"other_{path.name}")
+    given = [*models(run, 0, 1), "--held-out", tmp_path / "copied", "--device", "cpu"]
+    for method in ("greedy", "wise"):
+        finished = shell("soup", method, *given, "--out", tmp_path / method)
+        (line,) = finished.complaints()
+        assert finished.code == 2 and "48 of its 48 images" in line and "is chosen by it" in line
+        assert not (tmp_path / method / weights.WEIGHTS).exists()
+    done = shell.ok("soup", "wise", *given, "--alpha", "0.5", "--out", tmp_path / "measured")
+    assert "are images that the run is trained on" in done.stderr

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import compare, config, pilot
+from mclclip import compare, config, index, pilot
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
+from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 
 NUM = 200
@@ -124,3 +125,26 @@ def test_the_pilot_joins_what_it_is_judged_by_alone(tmp_path: Path) -> None:
         small = pilot.settings(whole)
         assert pilot.encoder_of(whole) == pilot.encoder_of(small) == name
         assert len(small.export.concat) + small.export.soup == (name != "stage_1")
+
+
+def test_a_run_does_not_end_by_figures_on_training_images(tmp_path: Path) -> None:
+    index_of = tmp_path / "data"
+    tiny.make_data(index_of, num_samples=48)
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "eval": {"suite": {"pairs": {"kind": "mmvp", "path": str(index_of / "pairs")}}},
+        "data": {
+            "sources": {"own": {"shards": f"{index_of}/shards/*.tar"}},
+            "index_workers": 1,
+        },
+        "train": {"global_batch": 8},
+        "pilot": {"share": 0.5, "stop_without_gain": True},
+    }
+    begun = config.from_tree(tree)
+    index.run(begun, SINGLE)
+    protocol = {"level": "headline", "training_images": 3, "judged_images": 8}
+    row = results.Result("stage_0", "pairs", "average", 25.0, 4, 5.0, 70.0, protocol)
+    results.write(tmp_path / "run" / "results.jsonl", [row])
+    with pytest.raises(ValueError, match=r"'pairs': .* 3 of its 8 images, .*stop_without_gain"):
+        pilot.check_begun(begun)
+    pilot.check_begun(config.from_tree(tree | {"pilot": {"share": 0.5}}))
