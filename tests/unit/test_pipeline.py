@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mclclip import config, pipeline
+from mclclip.eval import results
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 
@@ -112,3 +113,18 @@ def test_an_image_encoder_is_trained_on_clusters_of_a_clip(tmp_path: Path) -> No
     changes["trained_model"].pop("projector")
     with pytest.raises(ValueError, match="whose features have 192:"):
         pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
+
+
+def test_a_checkpoint_is_not_chosen_by_training_images(tmp_path: Path) -> None:
+    """What stage 0's row tells is refused before the next stage is trained."""
+    changes: dict[str, Any] = {
+        "base": None,
+        "train": {"objective": VIEWS, "evaluate": {"every": 1, "metric": "near/accuracy"}},
+        "eval": {"suite": {"near": {"kind": "knn", "path": str(tmp_path)}}},
+    }
+    protocol = {"training_images": 3, "judged_images": 8}
+    row = results.Result("stage_0", "near", "accuracy", 25.0, 4, 5.0, 70.0, protocol)
+    results.write(tmp_path / "run" / "results.jsonl", [row])
+    with pytest.raises(ValueError, match=r"'near': .* 3 of its 8 images, and the checkpoint"):
+        pipeline.train_stage(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE, stage=1)
+    assert not (tmp_path / "run" / "stage_1").exists()
