@@ -103,7 +103,11 @@ def test_options_move_the_parts_they_should() -> None:
     assert parts("train.optimizer=lion")["optimizer"] == trained
     assert parts("train.ema_decay=0.9")["ema"] == trained
     assert parts("train.engine.grad_checkpointing=true")["activations"] < plain["activations"]
-    assert parts("train.engine.name=fsdp")["parameters"] == -(-plain["parameters"] // 4)
+    shared = parts("train.engine.name=fsdp")
+    assert shared["parameters"] == -(-plain["parameters"] // 4)
+    assert shared["gradients"] == -(-trained // 4)
+    # Gradient caching in several micro-batches keeps whole gradients until the last.
+    assert parts("train.engine={name: fsdp, micro_batch: 1}")["gradients"] == trained
     assert parts("train.lora={}")["gradients"] < trained
     assert parts(ranks=1)["engine"] == 0
     assert parts()["context"] == 0 and parts("device=cuda")["context"] > 0

@@ -240,6 +240,21 @@ def test_an_empty_cluster_restarts_at_the_farthest_row_of_the_largest() -> None:
         assert twice.centroids[1].tolist() == [3.0, 0.0]
 
 
+def test_several_empty_clusters_restart_in_the_order_of_sizes() -> None:
+    """The first one in the largest cluster, the next one in the next largest, though the farthest
+    row of that one comes first among the rows."""
+    small = [[100, 0], [101, 0], [110, 0]]
+    large = [[0, 0], [0, 1], [1, 0], [9, 0]]
+    found = kmeans.fit(
+        cut_blocks([np.array(small + large, dtype=np.float32)], 2),
+        4,
+        algorithm="euclidean",
+        initial=torch.tensor([[0.0, 0.0], [-900.0, 0.0], [100.0, 0.0], [0.0, -900.0]]),
+        max_iterations=1,
+    )
+    assert found.centroids[[1, 3]].tolist() == [[9.0, 0.0], [110.0, 0.0]]
+
+
 # --- mistakes ---
 
 

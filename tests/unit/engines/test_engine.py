@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import mclclip.torchvision_fix  # noqa: F401
@@ -98,6 +100,69 @@ def test_clipping_scales_the_whole_gradient(share: float | None) -> None:
     scale = 0.5 if share == 0.5 else 1.0
     torch.testing.assert_close(before - model.tail.weight, scale * weight)
     assert float(parts["grad_norm"]) == pytest.approx(norm)  # before clipping
+
+
+@dataclass
+class Step:
+    """A batch that knows its step, as parameters outside are told."""
+
+    pixels: Tensor
+    step: int
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+
+class Shifted(Model):
+    """Adds a tensor that it does not own: the engine trains it outside."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, batch: Step) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": (self.tail(self.trunk(batch.pixels)) + self.shift).square().sum()}
+
+
+class Descent:
+    """Trains a tensor outside of the engine, by plain gradient descent."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        self.tensor.grad = None
+
+    def grad_square(self) -> Tensor:
+        assert self.tensor.grad is not None
+        return self.tensor.grad.double().square().sum()
+
+    def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
+        assert self.tensor.grad is not None
+        self.tensor.data -= lr * factor * self.tensor.grad
+
+
+@pytest.mark.parametrize("limit", [1.0, 1e6, None], ids=["clipped", "short enough", "no limit"])
+def test_parameters_outside_are_clipped_with_the_others(limit: float | None) -> None:
+    """Against gradient descent written out: one norm of all, one factor for all."""
+    model = Shifted(torch.tensor([3.0, -2.0], requires_grad=True))
+    engine = engine_of(model, clip_grad_norm=limit, outside=[Descent(model.shift)])
+    slow = Shifted(torch.tensor([3.0, -2.0], requires_grad=True))
+    tensors = [slow.tail.weight, slow.tail.bias, slow.shift]
+    for step in range(3):
+        norm = engine.update(Step(BATCH, step), lr=0.01)["grad_norm"]
+        grads = torch.autograd.grad(slow(Step(BATCH, step))["loss"], tensors)
+        wanted = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+        assert 1.0 < wanted < 1e6 and float(norm) == pytest.approx(wanted, rel=1e-5)
+        factor = 1.0 if limit is None else min(1.0, limit / wanted)
+        with torch.no_grad():
+            for tensor, grad in zip(tensors, grads, strict=True):
+                tensor -= 0.01 * factor * grad
+        found = (model.tail.weight, model.tail.bias, model.shift)
+        torch.testing.assert_close(found, tuple(tensors))
 
 
 class Operations(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,29 @@ def test_a_momentum_copy_leaves_both_views_to_the_other_term(terms: tuple[Any, .
 
     alone = losses(MOCO) + losses(VIEWS)
     assert losses(*terms) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_term_is_told_of_every_step(place: int) -> None:
+    """A momentum copy moves in whichever term it is, as the formula says."""
+    torch.manual_seed(0)
+    model, views = Model(), [torch.randn(5, 4), torch.randn(5, 4)]
+    momentum = {"momentum": 0.5, "momentum_schedule": "cosine"}
+    terms: list[dict[str, Any]] = [VIEWS, VIEWS]
+    terms.insert(place, MOCO | momentum)
+    objective = built(model, *terms)
+    wanted = model.layer.weight.detach().clone()
+    batch: Any = SimpleNamespace(views=views, text=None, text_features=None, prefix_length=0)
+    marks = {"labels": torch.zeros(5, 1, dtype=torch.int64), "sample_id": torch.arange(5)}
+    for step in range(3):
+        objective.begin(step, 4, 0.0)
+        objective(**objective.features(model, batch), **marks)
+        with torch.no_grad():
+            model.layer.weight += 1.0
+        objective.stepped(model)
+        kept = 1.0 - 0.5 * (1.0 + math.cos(math.pi * (step + 1) / 4)) / 2.0
+        wanted = kept * wanted + (1.0 - kept) * model.layer.weight.detach()
+        torch.testing.assert_close(objective.terms[place].copy.model.layer.weight, wanted)
 
 
 def test_two_copies_are_refused_when_they_are_built() -> None:
