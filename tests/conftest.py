@@ -10,12 +10,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Under nohup and in the background of a shell these are ignored, which processes would inherit. A
 # handler is not inherited.
 for _number in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
+
+# Random examples are the same in every run, and none fails for the time that it takes.
+settings.register_profile(
+    "certain",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("certain")
 
 ROOT = Path(__file__).resolve().parents[1]
 

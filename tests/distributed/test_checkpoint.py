@@ -77,7 +77,7 @@ def save_asynchronously(directory: Path, step: int, sharded: bool) -> None:
     write, trained = storage.write, threading.Event()
 
     def late(*args: Any, **options: Any) -> None:
-        assert trained.wait(30)
+        assert trained.wait(300)
         write(*args, **options)
 
     checkpoints = Checkpoints(directory, keep=2, asynchronous=True)

@@ -81,7 +81,7 @@ def run(ranks: Ranks, world_size: int, options: dict[str, Any]) -> Seen:
     call: tuple[Any, ...] = (train_here, options)
     if options["base"]["engine"].get("zero_stage") == 3:
         call = (zero, *call)
-    for seen in ranks(world_size, *call, timeout_s=120.0):
+    for seen in ranks(world_size, *call):
         for step, samples in seen.items():
             merged.setdefault(step, {}).update(samples)
     return merged

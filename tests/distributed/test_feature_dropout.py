@@ -136,7 +136,7 @@ def test_zero(ranks: Ranks, stage: int) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
     figures, state = ranks(1, run, "ddp", "plain", "fp32", {})[0]
     how = {"zero_stage": stage}
-    got_figures, got = ranks(2, run, "deepspeed", "plain", "fp32", how, timeout_s=300.0)[0]
+    got_figures, got = ranks(2, run, "deepspeed", "plain", "fp32", how)[0]
     np.testing.assert_allclose(got_figures, figures, rtol=1e-4)
     assert state.keys() == got.keys()
 

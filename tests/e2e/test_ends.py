@@ -38,7 +38,9 @@ from tests.e2e.soak import SEED
 from tests.e2e.started import Started
 from tests.matrix import IN_SOAK, SOAK, fuller_in_soak, in_soak
 
-LIMIT_S = 20.0  # of which mclclip itself takes 5 where the main thread does not answer
+LIMIT_S = (
+    90.0  # on a busy machine, of which mclclip itself takes 5 where the main thread does not answer
+)
 FIRST = "cli.py:_parse"  # the first moment at which mclclip answers signals
 LAST = "process.py:_leave"  # from here on nobody is left to answer an error
 # Errors in these are answered by libraries, which print them and go on: multiprocessing at exit,
@@ -194,7 +196,7 @@ def faults(folder: Path, finished: Finished, kind: Kind, run_dir: Path, ended: f
     found = []
     sessions = {int(path.read_text()) for path in folder.glob("*.pid")}
     # A loader worker that fails before it has asked to die with its parent looks for it every 5 s.
-    deadline = time.monotonic() + 8.0
+    deadline = time.monotonic() + 60.0
     while (left := left_of(sessions)) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:

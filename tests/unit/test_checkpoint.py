@@ -129,7 +129,7 @@ def test_training_on_does_not_change_what_is_written(
     write, trained = storage.write, threading.Event()
 
     def late(*args: Any, **options: Any) -> None:
-        assert trained.wait(30)
+        assert trained.wait(300)
         write(*args, **options)
 
     monkeypatch.setattr(storage, "write", late)
@@ -624,13 +624,13 @@ def test_a_slow_mirror_holds_up_neither_training_nor_its_own_step(
 
     def slow(*args: Any) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(300)
         original(*args)
 
     monkeypatch.setattr(Mirror, "_copy", slow)
     checkpoints = Checkpoints(tmp_path / "a", keep=1, mirror=mirror)
     checkpoints.save(2, Source(2))
-    assert begun.wait(30)
+    assert begun.wait(300)
     checkpoints.save(4, Source(4))
     assert checkpoints.steps() == [2, 4]  # 2 is still being read
     go_on.set()

@@ -55,7 +55,7 @@ def test_yaml_that_is_refused_in_one_line(case: str) -> None:
         parse_yaml(text, "other.yaml")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # what is written out would never end
 
 
 def test_yaml_at_its_limits_is_read() -> None:

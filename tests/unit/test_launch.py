@@ -30,7 +30,7 @@ LAUNCH, SLURM = tiny.ROOT / "launch", tiny.ROOT / "slurm"
 
 SCRIPTS = [*LAUNCH.glob("*.sh"), *SLURM.glob("*.sbatch")]
 BATCH = ["mclclip.sbatch", "eval_array.sbatch"]
-WAIT_S = 20.0
+WAIT_S = 180.0  # for what takes moments, on a busy machine
 
 TORCHRUN = """#!{python}
 import json, os, signal, subprocess, sys
@@ -88,7 +88,7 @@ if verb == "killed":
 signal.signal(signal.SIGUSR1, leave)
 try:
     (folder / "rank").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 except KeyboardInterrupt:
     print("mclclip: interrupted", file=sys.stderr)
     sys.exit(130)
@@ -263,7 +263,7 @@ def test_a_real_mistake_under_torchrun(folder: Path) -> None:
         folder, 2, "config", f"--config={folder}/n\u00e9.yaml",
         PYTHON=sys.executable, PYTHONPATH=tiny.ROOT,
     )  # fmt: skip
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2
     lines = stderr.splitlines()
     assert "Traceback (most recent call last):" in lines, "torchrun is quiet: say it once"
@@ -277,7 +277,7 @@ def test_an_unknown_option_under_torchrun(folder: Path) -> None:
         folder, 2, "train", "--config=c.yaml", "--stage=1", "--bogus",
         PYTHON=sys.executable, PYTHONPATH=tiny.ROOT,
     )  # fmt: skip
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2
     assert (
         stderr.splitlines()[-1]
@@ -322,10 +322,7 @@ def test_a_real_torchrun_says_nothing_when_asked_to_leave(folder: Path) -> None:
     package.mkdir()
     (package / "__main__.py").write_text(RANK)
     process = start(folder, 2, "wait", PYTHON=sys.executable, PYTHONPATH=folder)
-    deadline = time.monotonic() + 60
-    while not (folder / "rank").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until((folder / "rank").exists)
     os.killpg(process.pid, signal.SIGTERM)
     assert finish(process) == (85, "")
 

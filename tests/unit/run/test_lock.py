@@ -161,11 +161,19 @@ def test_a_file_system_without_locks_is_one_line(
 
 
 def test_another_host_keeps_its_lock_while_its_heart_beats(tmp_path: Path) -> None:
-    path = write_record(tmp_path, host="elsewhere", pid=4711)
-    beat = threading.Timer(0.5, os.utime, [path])
-    beat.start()
-    assert "process 4711 on elsewhere, started 2026-01-01" in refused(tmp_path)
-    beat.join()
+    path, over = write_record(tmp_path, host="elsewhere", pid=4711), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.2):
+            os.utime(path)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        assert "process 4711 on elsewhere, started 2026-01-01" in refused(tmp_path)
+    finally:
+        over.set()
+        heart.join()
 
 
 SKEWS_S = (-180.0, 180.0)
@@ -178,10 +186,10 @@ def test_a_living_writer_keeps_its_lock_whatever_its_clock_says(
     with holder(tmp_path, skew_s, code=FOREIGN) as process:
         age_s = time.time() - (tmp_path / "run.lock").stat().st_mtime
         assert age_s == pytest.approx(-skew_s, abs=20)
-        assert f"process {process.pid} on elsewhere" in refused(tmp_path, stale_s=2.0)
+        assert f"process {process.pid} on elsewhere" in refused(tmp_path, stale_s=120.0)
         assert process.stdin is not None and process.poll() is None
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         process.stdin = None
     assert not (tmp_path / "run.lock").exists()
 
@@ -195,7 +203,7 @@ def test_a_dead_writer_loses_its_lock_whatever_its_clock_says(
     os.utime(path, (time.time() + skew_s,) * 2)
     start = time.monotonic()
     with RunLock(tmp_path, wait_s=0.0, stale_s=0.7):
-        assert 0.7 <= time.monotonic() - start < 20
+        assert 0.7 <= time.monotonic() - start < 120
         assert json.loads(path.read_text())["host"] == socket.gethostname()
     waiting, taken = caplog.messages
     assert waiting == (
@@ -209,7 +217,13 @@ def test_a_writer_on_another_host_that_ends_in_time_is_followed_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_record(tmp_path, host="elsewhere")
-    threading.Timer(0.3, path.unlink).start()
+
+    def leave() -> None:
+        while not caplog.messages:  # that somebody waits
+            time.sleep(0.01)
+        path.unlink()
+
+    threading.Thread(target=leave, daemon=True).start()
     with RunLock(tmp_path, wait_s=0.0, stale_s=60.0):
         assert json.loads(path.read_text())["host"] == socket.gethostname()
     assert len(caplog.messages) == 1  # what it waits for, and no taking over
@@ -238,7 +252,7 @@ def test_time_in_which_nobody_looked_does_not_count(monkeypatch: pytest.MonkeyPa
 def test_the_heart_beats(tmp_path: Path) -> None:
     with RunLock(tmp_path, beat_s=0.02):
         os.utime(tmp_path / "run.lock", (1.0, 1.0))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while (tmp_path / "run.lock").stat().st_mtime < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert time.time() - (tmp_path / "run.lock").stat().st_mtime < 60
@@ -253,7 +267,7 @@ def test_a_writer_that_lost_its_lock_ends_and_leaves_the_other_alone(
     with RunLock(tmp_path, beat_s=0.02):
         path = write_record(tmp_path, host="elsewhere", pid=4711)
         os.utime(path, (5.0, 5.0))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while not ended and time.monotonic() < deadline:
             time.sleep(0.01)
     assert ended == [(os.getpid(), signal.SIGKILL)]
@@ -278,12 +292,12 @@ def test_a_killed_holder_is_followed_at_once(tmp_path: Path) -> None:
         assert f"process {process.pid} on {socket.gethostname()}" in refused(tmp_path)
         process.send_signal(signal.SIGKILL)
         # Not waited for: a zombie does not write either.
-        with RunLock(tmp_path, wait_s=5.0):
+        with RunLock(tmp_path, wait_s=120.0):
             assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 
 def test_a_writer_that_ends_in_time_is_waited_for(tmp_path: Path) -> None:
-    with holder(tmp_path, 20.0, 120.0) as process:
+    with holder(tmp_path, 120.0, 120.0) as process:
         with RunLock(tmp_path):
             go(process)
             time.sleep(0.5)
@@ -346,7 +360,7 @@ def test_what_others_planted_is_neither_followed_nor_waited_for(
     start = time.monotonic()
     with pytest.raises((RuntimeError, OSError)) as caught:
         RunLock(run_dir, wait_s=0.0).__enter__()
-    assert time.monotonic() - start < 5 and "\n" not in str(caught.value)
+    assert time.monotonic() - start < 60 and "\n" not in str(caught.value)
     assert str(run_dir) in str(caught.value)
     assert victim.read_text() == "precious" and victim.stat().st_mtime == 1
     assert not (tmp_path / "made").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -135,8 +136,10 @@ def test_the_meter_tells_speed_and_waiting_apart(monkeypatch: pytest.MonkeyPatch
 class Sink:
     """Keeps what it is given; fails, or hangs, where it is told to."""
 
-    def __init__(self, error: Exception | None = None, hang_s: float = 0.0) -> None:
-        self.error, self.hang_s = error, hang_s
+    def __init__(
+        self, error: Exception | None = None, hangs_until: threading.Event | None = None
+    ) -> None:
+        self.error, self.hangs_until = error, hangs_until
         self.rows: list[tuple[int, Mapping[str, Any]]] = []
         self.closed = False
 
@@ -146,7 +149,8 @@ class Sink:
         self.rows.append((step, row))
 
     def close(self) -> None:
-        time.sleep(self.hang_s)
+        if self.hangs_until is not None:
+            self.hangs_until.wait()
         self.closed = True
 
 
@@ -252,13 +256,13 @@ def test_what_fails_is_said_once_counted_and_ends_nothing(
 def test_a_sink_that_hangs_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runlog, "CLOSE_S", 0.1)
-    after = Sink()
-    sinks = {"slow": Sink(hang_s=2.0), "after": after}
-    before = time.monotonic()
-    runlog.MetricsLog(tmp_path, resume_step=0, sinks=sinks).close()
-    assert time.monotonic() - before < 1.5 and after.closed
-    assert "slow was not closed after 0.1 s: not waiting longer" in caplog.text
+    monkeypatch.setattr(runlog, "CLOSE_S", 0.5)
+    answer = threading.Event()
+    slow, after = Sink(hangs_until=answer), Sink()
+    runlog.MetricsLog(tmp_path, resume_step=0, sinks={"slow": slow, "after": after}).close()
+    assert after.closed and not slow.closed
+    assert "slow was not closed after 0.5 s: not waiting longer" in caplog.text
+    answer.set()
 
 
 # --- sinks -------------------------------------------------------------------------------------
