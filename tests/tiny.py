@@ -81,7 +81,7 @@ def mclclip(*arguments: str, ranks: int = 1, **options: Any) -> subprocess.Compl
         capture_output=True,
         text=True,
         env=environment(),
-        **{"timeout": 300, **options},
+        **{"timeout": 900, **options},
     )
 
 

@@ -27,7 +27,7 @@ def test_it_prints_tables_with_figures(name: str) -> None:
         env=tiny.environment(),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = re.findall(r"^\| .*\d.* \|$", done.stdout, re.MULTILINE)

@@ -70,7 +70,7 @@ def record(run_dir: Path, data: Path, overrides: tuple[str, ...], ranks: int) ->
     path.write_text(json.dumps(tree))  # JSON is YAML
     command = tiny.command("run", "--config", str(path), *overrides, ranks=ranks)
     done = subprocess.run(
-        command, capture_output=True, text=True, env=tiny.environment(), timeout=600
+        command, capture_output=True, text=True, env=tiny.environment(), timeout=1800
     )
     if done.returncode:
         raise RuntimeError(f"{path.stem} ended with {done.returncode}: {done.stderr[-2000:]}")

@@ -192,7 +192,7 @@ class Shell:
         *arguments: object,
         ranks: int = 1,
         inside: Callable[[], None] | None = None,
-        timeout_s: float = 240.0,
+        timeout_s: float = 900.0,
     ) -> Finished:
         folder = self.directory / f"{next(self.calls):04d}"
         folder.mkdir()

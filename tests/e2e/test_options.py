@@ -163,7 +163,7 @@ def test_compiling_changes_no_weights(
     shutil.copytree(based[1], tmp_path / "run")
     command = ["--stage", 1, "--config", based[0], f"run_dir={tmp_path / 'run'}"]
     options = [f"train.engine.compile={what}", f"train.engine.name={engine}"]
-    shell.ok("train", *command, *options, ranks=2, timeout_s=600)
+    shell.ok("train", *command, *options, ranks=2)
     shell.ok("export", *command, *options)
     got = tensors(tmp_path / "run/stage_1")
     for name, tensor in plain.items():

@@ -168,7 +168,7 @@ class Installed:
             env=variables,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
         )
 
     def succeed(self, *arguments: str) -> str:

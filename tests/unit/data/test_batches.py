@@ -486,7 +486,7 @@ def check_end(index: SampleIndex, folder: Path, method: str, persistent: str, ho
         + [method, persistent, how],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": str(root)},
     )
     assert (done.returncode, done.stdout) == (ENDS[how], "0\n")
