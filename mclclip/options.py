@@ -11,8 +11,9 @@ from pydantic import ConfigDict, Field, ValidationError
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Dropped = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""A share of what is there, never all of it."""
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""A share that is never all, such as what is dropped, or what a moving average keeps."""
+PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
 _UNION_MEMBERS = ("bool", "int", "float", "str", "constrained-int", "constrained-float")

@@ -24,7 +24,7 @@ from mclclip.data.labels import LabelMode
 from mclclip.data.remote import RemoteOptions
 from mclclip.models.lora import Targets
 from mclclip.objectives.base import AnyObjective, Facts, parse
-from mclclip.options import STRICT, Dropped
+from mclclip.options import STRICT, BelowOne, PositiveShare, Share
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -44,7 +44,7 @@ class DataConfig:
     """How training makes pixels. ``exact``: open_clip's own transform, by PIL; ``fast``: simplejpeg
     and torch's resize, the same crops within 2/255 of its pixels; ``auto``: ``fast``, and ``exact``
     where an augmentation does more than to crop. Everything but training is exact."""
-    max_bad_fraction: float = 0.01
+    max_bad_fraction: Share = 0.01
     """Share of the index's samples that may be undecodable, and of the shards that may be damaged
     or cut short; above it a verb stops on all ranks."""
     max_open_files: PositiveInt = 64
@@ -116,7 +116,7 @@ class ClusterConfig:
     """Independent starts; the one with the lowest inertia is kept."""
     max_iterations: PositiveInt = 100
     """Largest number of Lloyd iterations."""
-    tolerance: float = 1e-5
+    tolerance: NonNegativeFloat = 1e-5
     """Relative change of inertia at which iteration stops."""
     init_samples: PositiveInt = 100_000
     """Rows from which k-means++ draws its start (at least 256 K, or all if there are fewer)."""
@@ -188,7 +188,7 @@ class LoraConfig:
     """Rank of each adapter."""
     alpha: PositiveFloat = 16.0
     """An adapter's output is multiplied by alpha / rank."""
-    dropout: NonNegativeFloat = 0.0
+    dropout: BelowOne = 0.0
     """Dropout on an adapter's input."""
     targets: Targets = "all"
     """Linear layers of the blocks ``lock.image_blocks`` that get an adapter."""
@@ -255,30 +255,30 @@ class TrainConfig:
     lock: LockConfig = LockConfig()
     lora: LoraConfig | None = None
     """Adapters on the image tower; the adapted layers' own weights are frozen (null: none)."""
-    patch_dropout: Dropped = 0.0
+    patch_dropout: BelowOne = 0.0
     """Share of a picture's patches that an unlocked ViT does not see in training (FLIP)."""
     engine: EngineConfig = EngineConfig()
     optimizer: str = "adamw"
     """``adamw``, ``lars``, ``lion``, or ``timm:NAME`` for any other of timm's."""
-    lr: float = 5e-4
+    lr: PositiveFloat = 5e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after the warm-up."""
-    warmup: float = 0.1
+    warmup: Share = 0.1
     """Share of the steps over which the learning rate rises from zero."""
-    layer_decay: PositiveFloat | None = None
+    layer_decay: PositiveShare | None = None
     """Each block's learning rate is this factor times that of the block after it (null: equal)."""
-    weight_decay: float = 0.2
+    weight_decay: NonNegativeFloat = 0.2
     """Weight decay (none on norms, biases and the logit scale)."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
     """Betas of AdamW and Lion."""
-    eps: float = 1e-6
+    eps: PositiveFloat = 1e-6
     """AdamW epsilon."""
-    momentum: float = 0.9
+    momentum: BelowOne = 0.9
     """Momentum of LARS."""
-    ema_decay: PositiveFloat | None = None
+    ema_decay: BelowOne | None = None
     """Decay per step of an exponential moving average of the weights (null: none kept)."""
-    clip_grad_norm: float | None = None
+    clip_grad_norm: PositiveFloat | None = None
     """Largest gradient norm (null: no clipping)."""
     precision: Literal["fp32", "bf16", "fp16", "float64"] = "fp32"
     """``bf16`` is autocast, ``fp16`` autocast with loss scaling; ``float64`` serves checks."""

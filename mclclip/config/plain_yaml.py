@@ -6,6 +6,8 @@ walks them, and of a key given twice plain PyYAML keeps the last value in silenc
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,33 @@ def parse_yaml(data: str | bytes, where: str) -> Any:
 
     A date is a text. Raises ValueError, one line that begins with ``where``, for what is not YAML
     or of other types, has a key twice in one mapping, stands for more than ``MAX_YAML_VALUES``
-    values, contains itself, or is nested deeper than ``MAX_DEPTH`` levels.
+    values, contains itself, or is nested deeper than ``MAX_DEPTH`` levels; and for ``yes``,
+    ``010`` and ``1:30`` without quotes, which YAML 1.1 reads as true, 8 and 90, and 1.2 does not.
     """
+    return _one_line(where, lambda: _Loader(data).get_single_data())
+
+
+def parse_value(text: str, where: str) -> Any:
+    """The value of an option as it is typed on a command line.
+
+    A list, a mapping or a text in quotes is YAML. Anything else that is no number, true, false or
+    null is a text as it stands, whatever signs and blanks it has. Raises ValueError, one line that
+    begins with ``where``, for what ``parse_yaml`` refuses, for line breaks, and for what stands
+    behind a closing bracket or quote, such as a comment.
+    """
+    if "\n" in text or "\r" in text:
+        raise ValueError(f"{where} has a line break: write the value in one line")
+    value = text.strip()
+    if value.startswith(("[", "{", '"', "'")):
+        return _one_line(where, lambda: _Loader(value).whole_value())
+    read = _one_line(where, lambda: _Loader("").scalar(value))
+    return text if isinstance(read, str) else read
+
+
+def _one_line(where: str, read: Callable[[], Any]) -> Any:
+    """What ``read`` returns; its errors as one ValueError, one line that begins with ``where``."""
     try:
-        return _Loader(data).get_single_data()
+        return read()
     except _Refused as error:
         raise ValueError(f"{where} {error}") from None
     except Exception as error:  # yaml lets errors of many kinds through, such as for "!!int ''"
@@ -69,6 +94,23 @@ class _Loader(yaml.SafeLoader):
         self._open = 0
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # node -> (values, levels)
 
+    def whole_value(self) -> Any:
+        """The value of a text; nothing stands behind it, not even a comment."""
+        node = self.get_single_node()
+        rest = self.buffer[node.end_mark.index :].strip("\0 ")
+        if rest:
+            raise _Refused(f"has {rest!r} behind its value: leave it out, or put all in quotes")
+        return self.construct_document(node)
+
+    def scalar(self, text: str) -> Any:
+        """The value of a scalar without quotes; a text where it is nothing else."""
+        tag = self.resolve(yaml.ScalarNode, text, (True, False))
+        if tag.removeprefix(_TAG) not in _TYPES:
+            return text
+        node = yaml.ScalarNode(tag, text, self.get_mark())
+        self._measure(node)
+        return self.construct_document(node)
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Composes a node and checks it."""
         self._open += 1
@@ -94,6 +136,12 @@ class _Loader(yaml.SafeLoader):
             is_number = node.tag in (f"{_TAG}int", f"{_TAG}float")
             if is_number and not parts and len(node.value) > _LONGEST_NUMBER:
                 raise _Refused(f"has a number of {len(node.value)} digits")
+            if not parts and _reads_differently(node):
+                text, value = node.value, str(self.construct_object(node)).lower()
+                raise _Refused(
+                    f"has {text} in line {node.start_mark.line + 1}, which YAML 1.1 reads as "
+                    f"{value}: write {value} if you mean it, or '{text}' in quotes for a text"
+                )
         sizes = [self._sizes[part] for part in parts]
         values = 1 + sum(size for size, _ in sizes)
         nested = not isinstance(node, yaml.ScalarNode)
@@ -103,6 +151,15 @@ class _Loader(yaml.SafeLoader):
         if levels > MAX_DEPTH:
             raise _Refused(f"is nested deeper than {MAX_DEPTH} levels")
         return values, levels
+
+
+def _reads_differently(node: yaml.Node) -> bool:
+    """Whether YAML 1.1, which PyYAML is, reads a scalar otherwise than YAML 1.2 and most people."""
+    if node.tag == f"{_TAG}bool":
+        return node.value.lower() in ("yes", "no", "on", "off")
+    if node.tag == f"{_TAG}int" and re.match(r"[-+]?0[0-7_]", node.value):
+        return True
+    return node.tag in (f"{_TAG}int", f"{_TAG}float") and ":" in node.value
 
 
 def _check_keys(node: yaml.MappingNode) -> None:

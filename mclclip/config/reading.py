@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mclclip.config import recipes
 from mclclip.config.options import Config
-from mclclip.config.plain_yaml import parse_yaml, read_yaml
+from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
 from mclclip.options import dotted, farthest
 
@@ -43,9 +43,11 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply(tree, override)
     try:
-        return TypeAdapter(Config).validate_python(tree)
+        config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
         raise ValueError(_message(error, tree)) from None
+    _refuse_truths(tree, config)
+    return config
 
 
 def _unshared(value: Any) -> Any:
@@ -54,6 +56,21 @@ def _unshared(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value
+
+
+def _refuse_truths(given: Any, checked: Any, name: str = "") -> None:
+    """Raises ValueError where true or false stands for a number: pydantic takes them for 1 and 0.
+
+    ``given`` is a tree, or a part of it that is called ``name``, and ``checked`` its options.
+    """
+    if isinstance(given, bool) and type(checked) in (int, float):
+        raise ValueError(f"option {name!r}, got {given}: wanted a number")
+    parts = given if isinstance(given, dict) else {}
+    if isinstance(given, list) and isinstance(checked, list | tuple):
+        parts, checked = dict(enumerate(given)), dict(enumerate(checked))
+    for key, part in parts.items():
+        own = checked.get(key) if isinstance(checked, dict) else getattr(checked, key, None)
+        _refuse_truths(part, own, f"{name}.{key}".lstrip("."))
 
 
 def to_tree(config: Any) -> dict[str, Any]:
@@ -68,7 +85,7 @@ def dump(config: Config) -> str:
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    """Sets one ``key.path=value`` in the tree; the value is read as YAML."""
+    """Sets one ``key.path=value`` in the tree; see ``parse_value`` for the value."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"got the override {override!r}, expected key.path=value")
@@ -80,7 +97,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         node = node[parent]
         if not isinstance(node, dict):
             raise ValueError(f"override {override!r}: {parent!r} holds a value, not options")
-    node[last] = parse_yaml(text, f"override {override!r}")
+    node[last] = parse_value(text, f"override {override!r}")
     if last == "kind" and parents[-1:] == ["objective"]:
         _drop_foreign(node)
     if node[last] is None and parents in (["eval", "suite"], ["data", "sources"]):
@@ -119,6 +136,8 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
         return str(problem["ctx"]["error"])
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "string_type" and not isinstance(problem["input"], dict | list):
+        message = "wanted a text: put it in quotes"
     return f"option {name or 'configuration'!r}{got}: {message}"
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 
-from mclclip.options import STRICT
+from mclclip.options import STRICT, PositiveShare
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -19,7 +19,7 @@ class PilotConfig:
     share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Share of the samples that the pilot draws, such as 0.1 (``mclclip run --pilot 0.1``); null:
     no pilot."""
-    steps_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    steps_share: PositiveShare | None = None
     """Share of the steps that the pilot takes, where it is another than that of the samples: 1 is
     as long a training as stage 1's, over fewer samples (null: ``share``)."""
     stop_without_gain: bool = False

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
@@ -27,7 +27,7 @@ import mclclip.torchvision_fix  # noqa: F401
 from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as ops
 
-from mclclip.options import STRICT, first_problem
+from mclclip.options import STRICT, Share, first_problem
 
 KIND = "kind"
 """The field of an augmentation that names a transform of this file."""
@@ -94,27 +94,22 @@ class SimCLROptions:
     pictures (appendix B.9: half the colour distortion, no blur)."""
 
     kind: Literal["simclr"] = "simclr"
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: tuple[Share, Share] = (0.08, 1.0)
     """Smallest and largest share of the picture that a crop covers."""
-    flip: float = 0.5
+    flip: Share = 0.5
     """Probability of a mirrored picture."""
-    jitter: float = 0.8
+    jitter: Share = 0.8
     """Probability of a change of colours."""
-    strength: float = 0.5
+    strength: Annotated[float, Field(ge=0.0, le=2.5)] = 0.5
     """Strength s: brightness, contrast and saturation change by up to 0.8 s, hue by 0.2 s."""
-    grayscale: float = 0.2
+    grayscale: Share = 0.2
     """Probability that colours become grey."""
-    blur: float = 0.0
+    blur: Share = 0.0
     """Probability of a Gaussian blur, sigma between 0.1 and 2 pixels, width a tenth of the side."""
 
     def __post_init__(self) -> None:
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ValueError(f"scale is {self.scale}: wanted two shares, such as [0.2, 1.0]")
-        for name in ("flip", "jitter", "grayscale", "blur"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: wanted a probability")
-        if not 0 <= self.strength <= 2.5:
-            raise ValueError(f"strength is {self.strength}: wanted 0 to 2.5")
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

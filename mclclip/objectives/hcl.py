@@ -15,10 +15,9 @@ computed together in tiles: memory is linear in the batch.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat
 from torch import Tensor
@@ -33,7 +32,7 @@ from mclclip.objectives.contrast import (
 )
 from mclclip.objectives.row_losses import count_negatives
 from mclclip.objectives.temperature import Temperature
-from mclclip.options import STRICT
+from mclclip.options import STRICT, BelowOne
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -46,7 +45,7 @@ class Options(ContrastOptions):
     """``captions``: images against captions; ``views``: two views of every image."""
     beta: NonNegativeFloat = 1.0
     """How much more near negatives weigh; 0: all weigh the same."""
-    tau_plus: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    tau_plus: BelowOne = 0.1
     """Share of the negatives that are taken to be of the row's own class."""
 
     def objective(self, temperature: Temperature) -> Contrast:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
+from pydantic.dataclasses import is_pydantic_dataclass
 
+import mclclip
 from mclclip import config
 from mclclip.config import Config, load, recipes
 
@@ -233,3 +238,105 @@ def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:
     recipe.write_text("run_dir: x\neval: {suite: {coco: {kind: retrieval, path: y}}}\n")
     assert list(config.load(recipe).eval.suite) == ["coco"]
     assert config.load(recipe, ["eval.suite.coco=null"]).eval.suite == {}
+
+
+# --- values as they are typed, and bounds ------------------------------------------------------
+
+
+@pytest.mark.parametrize("typed", ["runs/exp #2", "a: b", "*x", "@x", "- x", "& x", "!!int 5", "x "])
+def test_a_text_is_taken_as_it_stands(typed: str) -> None:
+    assert load(None, [f"run_dir={typed}"]).run_dir == typed
+
+
+def test_lists_and_mappings_of_an_override_are_yaml() -> None:
+    read = load(None, ["run_dir='a #b'", "train.betas=[0.5, 0.25]", "data.sources={x: {shards: y}}"])
+    assert read.run_dir == "a #b" and read.train.betas == (0.5, 0.25)
+    assert read.data.sources["x"].shards == "y"
+    assert load(None, ["run_dir=x", "train.lr= 1e-4 ", "wall_time_s=null"]).train.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run_dir=a\nb", "has a line break: write the value in one line"),
+        ("run_dir=a\r", "has a line break"),
+        ('run_dir="a" # b', "has '# b' behind its value: leave it out"),
+        ("train.betas=[0.5, 0.25] # b", "has '# b' behind its value: leave it out"),
+        ("seed=010", "has 010 in line 1, which YAML 1.1 reads as 8: write 8 if you mean it, or"),
+        ("seed=1:30", "has 1:30 in line 1, which YAML 1.1 reads as 90"),
+        ("train.lr=1:30.5", "has 1:30.5 in line 1, which YAML 1.1 reads as 90.5"),
+        ("seed=0o10", "option 'seed', got '0o10'"),
+        ("export.soup=off", "which YAML 1.1 reads as false: write false if you mean it, or 'off'"),
+        ("run_dir=yes", "which YAML 1.1 reads as true: write true if you mean it, or 'yes' in quo"),
+        ("run_dir=2024", "option 'run_dir', got 2024: wanted a text: put it in quotes"),
+        ("train.lock.image_blocks=true", "option 'train.lock.image_blocks', got True: wanted a nu"),
+        ("train.betas=[0.5, false]", "option 'train.betas.1', got False: wanted a number"),
+    ],
+)
+def test_a_value_that_may_mean_something_else_is_refused(override: str, message: str) -> None:
+    assert message in mistake(None, override)
+
+
+def test_numbers_that_people_read_alike_are_taken() -> None:
+    assert load(None, ["run_dir=x", "seed=1_000"]).seed == 1000
+    assert load(None, ["run_dir=x", "seed=0x10"]).seed == 16
+    assert load(None, ["run_dir=x", "seed=0"]).seed == 0
+
+
+def option_types() -> dict[str, Any]:
+    """Every checked class of options of the package, by its full name."""
+    package = Path(mclclip.__file__).parent
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        if "checked_dataclass" in path.read_text():
+            name = ".".join(("mclclip", *path.relative_to(package).with_suffix("").parts))
+            module = importlib.import_module(name)
+            found |= {
+                f"{name}.{each.__name__}": each
+                for each in vars(module).values()
+                if is_pydantic_dataclass(each) and each.__module__ == name
+            }
+    return found
+
+
+def numbers(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The JSON schemas of all numbers that an option may be or contain, but for closed lists."""
+    if schema.get("type") in ("number", "integer"):
+        return [] if {"enum", "const"} & schema.keys() else [schema]
+    parts = [part for key in ("anyOf", "oneOf", "prefixItems") for part in schema.get(key, [])]
+    parts += [schema[key] for key in ("items", "additionalProperties") if key in schema]
+    return [found for part in parts if isinstance(part, dict) for found in numbers(part)]
+
+
+# Numbers that may be anything, and why.
+UNBOUNDED = {
+    "mclclip.models.backbones.Backbone.mean": "pixels may be centred anywhere",
+    "mclclip.models.backbones.Backbone.options": "arguments of another library's",
+}
+
+
+def test_every_number_has_a_bound() -> None:
+    without, types = [], option_types()
+    assert len(types) >= 40
+    for name, options in types.items():
+        for option, schema in TypeAdapter(options).json_schema()["properties"].items():
+            bounds = [{"minimum", "exclusiveMinimum"} & each.keys() for each in numbers(schema)]
+            if not all(bounds) and f"{name}.{option}" not in UNBOUNDED:
+                without.append(f"{name}.{option}")
+        config_ = options.__pydantic_config__
+        assert config_.get("allow_inf_nan") is False and config_.get("extra") == "forbid", name
+    assert not without
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.lr=-1", "train.lr=0", "train.lr=.inf", "train.lr=.nan", "train.warmup=1.5",
+        "train.weight_decay=-0.1", "train.betas=[0.9, 1.0]", "train.eps=0", "train.momentum=1",
+        "train.ema_decay=1", "train.clip_grad_norm=-1", "train.layer_decay=1.5",
+        "data.max_bad_fraction=2", "cluster.tolerance=-1e-5",
+    ],
+)  # fmt: skip
+def test_a_number_out_of_its_bounds_is_refused(override: str) -> None:
+    name = override.partition("=")[0]
+    assert mistake(None, override).startswith(f"option '{name}")

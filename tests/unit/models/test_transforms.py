@@ -79,7 +79,7 @@ def test_the_middle_is_kept(height: int, width: int) -> None:
     [
         ({"kind": "simclr2"}, "no augmentation of kind 'simclr2': take simclr or none"),
         ({"kind": "simclr", "scale": [0.5, 0.2]}, "scale is"),
-        ({"kind": "simclr", "flip": 1.5}, "flip is 1.5"),
+        ({"kind": "simclr", "flip": 1.5}, "augmentation flip"),
         ({"kind": "simclr", "colour": 1}, "augmentation colour"),
         ({"kind": "none", "flip": 0.1}, "augmentation flip"),
     ],
