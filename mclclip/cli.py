@@ -160,6 +160,17 @@ class _Parser(argparse.ArgumentParser):
         process.record_mistake(message)
         super().error(message)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Names the nearest choices too; Python 3.14 does so itself."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            from mclclip.options import nearest
+
+            near = nearest(str(value), map(str, action.choices or ()))
+            error.message += f", nearest: {', '.join(near)}"
+            raise
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``mclclip``; needs neither torch nor a configuration."""

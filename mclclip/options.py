@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,11 @@ def shown(value: object) -> str:
     """A value for a message: its ``repr``, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
+    """The choices that are spelled most like a word, best first, however far they are."""
+    return difflib.get_close_matches(word[:200], sorted(choices), n=count, cutoff=0.0)
 
 
 def farthest(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from mclclip.config import recipes
 from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
-from mclclip.options import dotted, farthest
+from mclclip.options import dotted, farthest, nearest
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
@@ -125,7 +124,7 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     name = dotted(path)
     if problem["type"] in _UNKNOWN:
         valid = _fields_at(path[:-1], tree)
-        near = difflib.get_close_matches(path[-1], valid, n=1, cutoff=0.0)
+        near = nearest(path[-1], valid, 1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         return f"unknown option {name!r}{hint} (valid here: {', '.join(valid)})"
     if problem["type"] in ("missing", "missing_argument"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from mclclip.options import nearest
+
 
 def folder() -> Path:
     """The recipes of the installed package; in a checkout a link to launch/recipes."""
@@ -29,5 +31,5 @@ def find(where: Path | str) -> Path:
         return folder() / f"{where}.yaml"
     raise FileNotFoundError(
         f"no configuration file at {where}: give a YAML file, or the name of a shipped recipe "
-        f"({', '.join(names())})"
+        f"(nearest: {', '.join(nearest(path.stem, names()))}; all: {', '.join(names())})"
     )

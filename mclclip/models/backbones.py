@@ -9,7 +9,6 @@ configuration names one in its `vision_cfg`, in place of open_clip's fields:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field
 from typing import Any, Literal
@@ -30,7 +29,7 @@ from mclclip.models import config_limits, transforms
 from mclclip.models.small_conv import SmallConv
 from mclclip.models.timm_towers import timm_layout
 from mclclip.models.towers import ImageLayout, Step, checked
-from mclclip.options import STRICT, first_problem, shown
+from mclclip.options import STRICT, first_problem, nearest, shown
 
 KEY = "backbone"
 """The field of a `vision_cfg` that names such a tower."""
@@ -85,7 +84,7 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
     library, _, name = found.backbone.partition(":")
     listed = _listed(library)
     if name not in listed:
-        near = difflib.get_close_matches(name, listed, n=3, cutoff=0.0)
+        near = nearest(name, listed)
         known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision, mclclip"
         raise ValueError(
             f"vision_cfg.backbone of {where} is {shown(found.backbone)}, which is no listed model "

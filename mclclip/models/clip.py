@@ -5,7 +5,6 @@ safetensors or `torch.load(weights_only=True)` alone, and `config_check` refuses
 could bring code.
 """
 
-import difflib
 import functools
 import os
 import pickle
@@ -49,6 +48,7 @@ from mclclip.models.interface import save_export
 from mclclip.models.timm_towers import check_image_size, timm_layout
 from mclclip.models.tokenizer import LazyTokenizer, with_words_kept
 from mclclip.models.tokenizer import fetched as fetch
+from mclclip.options import nearest
 
 __all__ = ["ClipModel", "architecture", "load_clip", "load_image_encoder", "save_export"]
 
@@ -257,7 +257,7 @@ def _find(
         raise FileNotFoundError(f"no model at {label}: give an exported directory or a name")
     label = label.replace("/", "-")
     if (model_cfg := open_clip.get_model_config(label)) is None:
-        near = difflib.get_close_matches(label, open_clip.list_models(), n=3, cutoff=0.0)
+        near = nearest(label, open_clip.list_models())
         raise ValueError(
             f"{str(name)!r} is neither a directory nor an open_clip model (nearest: "
             f"{', '.join(near)}): give one of these, local-dir:PATH or a JSON model config"

@@ -18,7 +18,6 @@ Every mistake is a ValueError of one line.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import mclclip.torchvision_fix  # noqa: F401
 import timm
 
 from mclclip import files
-from mclclip.options import shown
+from mclclip.options import nearest, shown
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -94,7 +93,7 @@ def _check_image_tower(name: object, where: str) -> None:
 def _check_name(name: object, allowed: frozenset[str], key: str, where: str) -> None:
     if isinstance(name, str) and name in allowed:
         return
-    near = difflib.get_close_matches(str(name)[:200], sorted(allowed), n=3, cutoff=0.0)
+    near = nearest(str(name), allowed)
     raise ValueError(
         f"text_cfg.{key} of {where} is {shown(name)}, which no model of open_clip's own has "
         f"(nearest: {', '.join(near)}): use one of theirs, any other could bring code"

@@ -9,7 +9,6 @@ They come from submodules with `upper_bounds` (name -> largest value) or `layers
 number of layers above), such as ClipModel, wherever these are in the trained module.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -21,6 +20,8 @@ import mclclip.torchvision_fix  # noqa: F401
 
 # isort: split
 import timm.optim
+
+from mclclip.options import nearest
 
 Schedule = Literal["cosine", "constant"]
 
@@ -166,11 +167,9 @@ def _timm_info(name: str) -> Any:
     if name.startswith("timm:") and name.removeprefix("timm:") in known:
         return timm.optim.get_optimizer_info(name.removeprefix("timm:"))
     choices = [*_NAMES, *(f"timm:{other}" for other in known)]
-    wanted = {name, f"timm:{name.removeprefix('timm:')}"}
-    near = [n for word in sorted(wanted) for n in difflib.get_close_matches(word, choices, n=3)]
     raise ValueError(
-        f"optimizer is {name!r}, wanted {', '.join(_NAMES)} or timm:NAME"
-        + (f" (nearest: {', '.join(dict.fromkeys(near))})" if near else "")
+        f"optimizer is {name!r}, wanted {', '.join(_NAMES)} or timm:NAME "
+        f"(nearest: {', '.join(nearest(name, choices))})"
     )
 
 

@@ -8,7 +8,6 @@ new method is one module with two classes: ``Options(ObjectiveOptions)``, whose 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
 from mclclip.objectives.label_filter import Subspaces
-from mclclip.options import STRICT
+from mclclip.options import STRICT, nearest
 from mclclip.ranks import collectives
 from mclclip.ranks.outside import OutsideParameters
 from mclclip.ranks.process_group import Context
@@ -317,8 +316,8 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
             found = importlib.import_module(f"{__package__}.{SHARED.get(kind, kind)}")
     options = getattr(found, "Options", found)
     if options is None:
-        near = difflib.get_close_matches(kind, kinds(), n=3, cutoff=0.0)
-        raise ValueError(f"there is no objective {kind!r} (nearest: {', '.join(near)})")
+        near = ", ".join(nearest(kind, kinds()))
+        raise ValueError(f"there is no objective {kind!r} (nearest: {near})")
     if not (isinstance(options, type) and issubclass(options, ObjectiveOptions)):
         raise ValueError(f"objective {kind!r} has no class Options that is an ObjectiveOptions")
     return options

@@ -164,6 +164,19 @@ def test_no_verb_is_a_usage_error() -> None:
 # --- exit codes --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        ("trian --stage 1", "nearest: train, "),
+        ("make-datset cifar10", "nearest: make-dataset, "),
+        ("make-dataset cifar-10 --out x", "nearest: cifar10, "),
+    ],
+)
+def test_a_misspelled_word_is_named_with_the_nearest(main: Any, words: str, near: str) -> None:
+    shown = main(*words.split())
+    assert shown.code == process.EXIT_USER and near in shown.err
+
+
 def test_the_exit_codes_are_in_the_help_and_in_the_documentation() -> None:
     shown = " ".join(cli.build_parser().format_help().split())
     readme = (ROOT / "launch" / "README.md").read_text()

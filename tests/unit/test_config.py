@@ -175,7 +175,9 @@ def test_an_override_that_cannot_be_read(override: str, message: str) -> None:
 def test_a_missing_file_is_named_with_the_shipped_recipes(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no configuration file at .*none\.yaml") as caught:
         load(tmp_path / "none.yaml")
-    assert f"({', '.join(recipes.names())})" in str(caught.value)
+    assert f"all: {', '.join(recipes.names())})" in str(caught.value)
+    with pytest.raises(FileNotFoundError, match=r"nearest: cc12m_vitb32, "):
+        load("cc12m_vit_b32.yaml")
     assert "demo" in recipes.names()
 
 
