@@ -23,7 +23,7 @@ from mclclip.analyse import (
     scores,
     subspaces,
 )
-from mclclip.analyse.material import Figure, Material
+from mclclip.analyse.material import Figure, Lacking, Material
 from mclclip.analysis import pictures
 from mclclip.config import Config
 from mclclip.data.sample_index import SampleIndex
@@ -76,14 +76,18 @@ def _run(config: Config, context: Context, names: Sequence[str] | None) -> Path:
     drawn = names or [name for name, figure in FIGURES.items() if not figure.encoder]
     for name in drawn:
         figure = FIGURES[name]
-        data = figure.draw(material, directory / f"{name}.png")
+        needs = figure.needs
+        try:
+            data = figure.draw(material, directory / f"{name}.png")
+        except Lacking as lacking:
+            data, needs = None, str(lacking)
         if data is not None:
             files.write_json(directory / f"{name}.json", data)
             log.info("wrote %s", directory / f"{name}.png")
         elif names:
             raise ValueError(
-                f"{config.run_dir} has nothing for {name}: {name} needs {figure.needs}"
+                f"{config.run_dir} has nothing for {name}: {name} needs {needs}"
             )
         else:
-            log.info("analyse: the run has nothing for %s, which needs %s", name, figure.needs)
+            log.info("analyse: the run has nothing for %s, which needs %s", name, needs)
     return directory

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip.analyse.material import Figure, Material
+from mclclip.analyse.material import Figure, Lacking, Material, check_attributes
 from mclclip.analysis import class_overlap, hypersphere, neighbours, pictures, spectrum
 from mclclip.analysis import tsne as layouts
 
@@ -22,6 +22,12 @@ EPSILONS = (0.0, 0.1, 0.2, 0.5, 1.0)
 KINDS: Sequence[Literal["positive", "negative"]] = ("positive", "negative")
 MAX_LAID_OUT = 2_000
 QUIET = 500 / 2048  # share of the dimensions that SimLAP's Fig. 1 takes
+
+
+def _check_number(material: Material, fewest: int) -> None:
+    """Raises Lacking for a run of fewer samples."""
+    if len(material.ids) < fewest:
+        raise Lacking(f"{fewest} samples or more: {len(material.ids)} can be used")
 
 
 def singular_values(material: Material, path: Path) -> dict[str, Any] | None:
@@ -47,8 +53,9 @@ def singular_values(material: Material, path: Path) -> dict[str, Any] | None:
 
 def nearest(material: Material, path: Path) -> dict[str, Any] | None:
     """The nearest samples of the same anchors in every stage's space (MCL, Fig. 3)."""
-    if not material.features or len(material.ids) <= NEIGHBOURS:
+    if not material.features:
         return None
+    _check_number(material, NEIGHBOURS + 1)
     anchors = np.random.default_rng([material.seed, 5]).permutation(len(material.ids))[:ANCHORS]
     found, shown, labels = {}, [], []
     for name, rows in material.features.items():
@@ -75,6 +82,9 @@ def overlap(material: Material, path: Path) -> dict[str, Any] | None:
     of the two values that are least alike, with each other and with others, in the dimensions in
     which these two vary least (Fig. 1), where there is a third value.
     """
+    check_attributes(material)
+    if not material.features:
+        return None
     data: dict[str, Any] = {}
     panels: dict[str, pictures.Series] = {}
     edges: Sequence[float] = ()
@@ -104,7 +114,7 @@ def overlap(material: Material, path: Path) -> dict[str, Any] | None:
                 **panels[title],
             }
     if not data:
-        return None
+        raise Lacking("an attribute with two values, one of them of two samples: there is none")
     pictures.histograms(path, "cosines within and between values", edges, panels)
     return {"edges": edges, "attributes": data}
 
@@ -128,8 +138,9 @@ def modified(material: Material, path: Path) -> dict[str, Any] | None:
     The positive of an anchor is the nearest sample that is no copy of it: embeddings have one view
     of each sample, and the paper's positive is another view. The negative is drawn by the seed.
     """
-    if not material.features or len(material.ids) < 3:
+    if not material.features:
         return None
+    _check_number(material, 3)
     random = np.random.default_rng([material.seed, 7])
     drawn = random.permutation(len(material.ids))[: 2 * MODIFIED]
     anchors, negatives = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
@@ -159,9 +170,10 @@ def modified(material: Material, path: Path) -> dict[str, Any] | None:
 
 def tsne(material: Material, path: Path) -> dict[str, Any] | None:
     """Features on a plane by t-SNE, of every stage, coloured by each attribute (SimLAP, Fig. 5)."""
-    rows = material.some(MAX_LAID_OUT, 8)
-    if not material.features or len(rows) < layouts.FEWEST:
+    if not material.features:
         return None
+    _check_number(material, layouts.FEWEST)
+    rows = material.some(MAX_LAID_OUT, 8)
     places = {
         name: layouts.tsne(features[rows], material.seed)
         for name, features in material.features.items()
@@ -189,8 +201,8 @@ def tsne(material: Material, path: Path) -> dict[str, Any] | None:
 _EMBEDDINGS = "embeddings: run 'mclclip embed --stage 0'"
 FIGURES = {
     "singular_values": Figure(singular_values, _EMBEDDINGS),
-    "nearest": Figure(nearest, f"{_EMBEDDINGS}, of more than {NEIGHBOURS} samples"),
-    "overlap": Figure(overlap, f"attributes in data.sources.NAME.attributes, and {_EMBEDDINGS}"),
-    "modified": Figure(modified, f"{_EMBEDDINGS}, of three samples or more"),
-    "tsne": Figure(tsne, f"{_EMBEDDINGS}, of at least {layouts.FEWEST} samples"),
+    "nearest": Figure(nearest, _EMBEDDINGS),
+    "overlap": Figure(overlap, _EMBEDDINGS),
+    "modified": Figure(modified, _EMBEDDINGS),
+    "tsne": Figure(tsne, _EMBEDDINGS),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.analyse.material import Figure, Material, of_clusters
+from mclclip.analyse.material import Figure, Lacking, Material, check_attributes, of_clusters
 from mclclip.analysis import label_counts, neighbours, pictures
 from mclclip.clustering.agreement import ami
 from mclclip.data.labels import read_pseudo_labels
@@ -49,6 +49,9 @@ def pseudo_labels(material: Material, path: Path) -> dict[str, Any] | None:
 def recall(material: Material, path: Path) -> dict[str, Any] | None:
     """Share of the samples whose attribute is that of one of their l nearest clusters (MLCD, A.8);
     a cluster's value is that of most of its samples."""
+    check_attributes(material)
+    if not material.clusters:
+        return None
     data: dict[str, list[float]] = {}
     for attribute in material.attributes:
         codes = material.codes(attribute)
@@ -59,7 +62,7 @@ def recall(material: Material, path: Path) -> dict[str, Any] | None:
             near = np.asarray(clusters[known])
             data[f"{name}, {attribute}"] = label_counts.label_recall(near, codes[known]).tolist()
     if not data:
-        return None
+        raise Lacking("samples with a value of an attribute: there are none")
     pictures.lines(path, "label recall", data, "nearest clusters", "share")
     return data
 
@@ -105,6 +108,6 @@ _CLUSTERS = "clusters: run 'mclclip cluster --stage 0'"
 FIGURES = {
     "agreement": Figure(agreement, _CLUSTERS),
     "pseudo_labels": Figure(pseudo_labels, "pseudo labels: run 'mclclip cluster --stage 0'"),
-    "recall": Figure(recall, f"attributes in data.sources.NAME.attributes, and {_CLUSTERS}"),
+    "recall": Figure(recall, _CLUSTERS),
     "nearest_labels": Figure(nearest_labels, _CLUSTERS),
 }

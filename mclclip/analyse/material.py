@@ -225,12 +225,25 @@ def pair_title(names: Sequence[str], pair: Sequence[int]) -> str:
     return " and ".join(names[code] for code in pair)
 
 
+class Lacking(Exception):
+    """Says what a run lacks for a figure, where it is not what ``Figure.needs`` says."""
+
+
+def check_attributes(material: Material) -> None:
+    """Raises Lacking for a run whose index has no attributes."""
+    if not material.attributes:
+        raise Lacking(
+            "attributes: set data.sources.NAME.attributes to fields of the samples' .json, and run "
+            "'mclclip index' again"
+        )
+
+
 @dataclass(frozen=True)
 class Figure:
     """One figure, which is drawn at a path and whose data are returned.
 
-    draw     the data, or None where the run has nothing for it
-    needs    what the run must have for it, for messages
+    draw     the data, or None where the run has nothing for it; may raise Lacking
+    needs    the artifacts that the run must have for it, for messages
     encoder  whether an encoder runs; such a figure is drawn only where it is named
     """
 

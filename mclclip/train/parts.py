@@ -75,9 +75,10 @@ class Job:
 
     @property
     def method(self) -> str:
-        """Name in log lines: the variant if the objective reads groups, else the objective's."""
+        """Name in log lines: the variant if it has groups or is their control, else the kind of
+        the objective."""
         objective = self.options.objective
-        return self.layout.variant if objective.reads.groups else objective.kind
+        return self.layout.variant if objective.reads.groups and self.stage else objective.kind
 
     @cached_property
     def without_caption(self) -> np.ndarray:

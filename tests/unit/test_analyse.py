@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -325,6 +326,24 @@ def test_what_a_run_lacks_is_one_line_where_it_is_named(
         folder = analyse.run(bare, SINGLE)
     assert not [*folder.glob("*.png")]
     assert "nothing for gates" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["recall", "overlap"])
+def test_a_run_without_attributes_is_asked_for_them_alone(config: Config, name: str) -> None:
+    """Its embeddings and clusters are there."""
+    source = replace(config.data.sources["p"], attributes=[])
+    bare = replace(config, data=replace(config.data, sources={"p": source}))
+    with pytest.raises(ValueError, match=f"{name} needs attributes: set data.sources") as error:
+        analyse.run(bare, SINGLE, figures=name)
+    assert "embed" not in str(error.value) and "cluster" not in str(error.value)
+
+
+def test_too_few_samples_are_said_to_be_too_few(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "NEIGHBOURS", 10_000)
+    with pytest.raises(ValueError, match=r"nearest needs 10001 samples or more: \d+ can be used"):
+        analyse.run(config, SINGLE, figures="nearest")
 
 
 def test_gates_whose_checkpoints_are_gone_are_left_out(
