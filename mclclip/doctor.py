@@ -212,7 +212,10 @@ def _hub() -> Iterator[Finding]:
     cached = len(list(cache.glob("models--*")))
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     advice = "give model.pretrained as a file, use local-dir:PATH, or unset HF_HUB_OFFLINE"
-    text = f"{cached} cached models in {cache}, {'offline' if offline else 'online'}"
+    hub = (
+        "HF_HUB_OFFLINE is set" if offline else "others from the hub (not tried whether it answers)"
+    )
+    text = f"{cached} cached models in {cache}, {hub}"
     yield _finding("weights", text, advice if offline and not cached else "")
 
 

@@ -81,7 +81,7 @@ def pack(
     _check_paths(table, [images, *allow_roots], out)
     _check_options(samples_per_shard, delimiter, key_prefix)
     delimiter = delimiter or _delimiter_of(table)
-    caption_column = caption_column or _caption_column(table, delimiter)
+    caption_column = _checked_columns(table, delimiter, path_column, caption_column)
     settings: dict[str, Any] = {
         "images": os.path.abspath(images),
         "path_column": path_column,
@@ -164,15 +164,24 @@ def _delimiter_of(table: Path) -> str:
         ) from None
 
 
-def _caption_column(table: Path, delimiter: str) -> str | None:
-    """``title`` if the table has this column, else None, with a warning."""
+def _checked_columns(
+    table: Path, delimiter: str, path_column: str, caption_column: str | None
+) -> str | None:
+    """The column of captions: the one given, else ``title`` if the table has it, else None, with a
+    warning. Raises ValueError where the table lacks a column."""
     with open(table, encoding="utf-8-sig", newline="") as file:
         try:
             found = next(csv.reader(file, delimiter=delimiter), [])
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{table} line 1 does not parse: {error}") from None
-    if _CAPTION_COLUMN in found:
-        return _CAPTION_COLUMN
+    for name in (path_column, *([caption_column] if caption_column else [])):
+        if name not in found:
+            raise ValueError(
+                f"{table} has no column {name!r}, it has {found}: name the columns of image path "
+                "and caption"
+            )
+    if caption_column or _CAPTION_COLUMN in found:
+        return caption_column or _CAPTION_COLUMN
     log.warning(
         "pack: %s has no column %r, it has %s: its images are packed without captions; name the "
         "column with --caption-column if one of these holds them",
@@ -186,9 +195,8 @@ def _read_table(
 ) -> dict[str, _Entry]:
     """Images by their normalised path, in the order in which the table first names them."""
     entries: dict[str, _Entry] = {}
-    columns = [path_column, *([caption_column] if caption_column else [])]
     with open(table, encoding="utf-8-sig", newline="") as file:
-        for line, row in _rows(file, table, delimiter, columns):
+        for line, row in _rows(file, table, delimiter):
             if not row[path_column].strip():
                 findings.add("no_path", f"{table.name} line {line}")
                 continue
@@ -202,19 +210,10 @@ def _read_table(
     return entries
 
 
-def _rows(
-    file: TextIO, table: Path, delimiter: str, columns: Sequence[str]
-) -> Iterator[tuple[int, dict[str, str]]]:
+def _rows(file: TextIO, table: Path, delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Yields (line number, row by column name); cells that a short row lacks are empty."""
     reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
     try:
-        found = list(reader.fieldnames or [])
-        absent = [name for name in columns if name not in found]
-        if absent:
-            raise ValueError(
-                f"{table} has no column {absent[0]!r}, it has {found}: name the columns of image "
-                f"path and caption"
-            )
         for row in reader:
             row.pop("", None)  # cells beyond the header, and columns without a name
             yield reader.line_num, row

@@ -85,9 +85,7 @@ def _run(config: Config, context: Context, names: Sequence[str] | None) -> Path:
             files.write_json(directory / f"{name}.json", data)
             log.info("wrote %s", directory / f"{name}.png")
         elif names:
-            raise ValueError(
-                f"{config.run_dir} has nothing for {name}: {name} needs {needs}"
-            )
+            raise ValueError(f"{config.run_dir} has nothing for {name}: {name} needs {needs}")
         else:
             log.info("analyse: the run has nothing for %s, which needs %s", name, needs)
     return directory

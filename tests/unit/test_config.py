@@ -245,13 +245,17 @@ def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:
 # --- values as they are typed, and bounds ------------------------------------------------------
 
 
-@pytest.mark.parametrize("typed", ["runs/exp #2", "a: b", "*x", "@x", "- x", "& x", "!!int 5", "x "])
+@pytest.mark.parametrize(
+    "typed", ["runs/exp #2", "a: b", "*x", "@x", "- x", "& x", "!!int 5", "x "]
+)
 def test_a_text_is_taken_as_it_stands(typed: str) -> None:
     assert load(None, [f"run_dir={typed}"]).run_dir == typed
 
 
 def test_lists_and_mappings_of_an_override_are_yaml() -> None:
-    read = load(None, ["run_dir='a #b'", "train.betas=[0.5, 0.25]", "data.sources={x: {shards: y}}"])
+    read = load(
+        None, ["run_dir='a #b'", "train.betas=[0.5, 0.25]", "data.sources={x: {shards: y}}"]
+    )
     assert read.run_dir == "a #b" and read.train.betas == (0.5, 0.25)
     assert read.data.sources["x"].shards == "y"
     assert load(None, ["run_dir=x", "train.lr= 1e-4 ", "wall_time_s=null"]).train.lr == 1e-4

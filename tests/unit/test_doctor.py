@@ -225,7 +225,7 @@ def test_gpus_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("offline", "cached", "state"),
     [("1", 0, "warn"), ("1", 2, "ok"), ("0", 0, "ok")],
-    ids=["offline, nothing cached", "offline, cached", "online"],
+    ids=["offline, nothing cached", "offline, cached", "not offline"],
 )
 def test_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: str, cached: int, state: str
@@ -237,6 +237,7 @@ def test_weights(
         (tmp_path / "hub" / f"models--a--{number}").mkdir(parents=True)
     finding = one(doctor._hub(), "weights")
     assert finding.state == state and f"{cached} cached models in {tmp_path}" in finding.text
+    assert ("not tried" in finding.text) == (offline == "0") and "online" not in finding.text
 
 
 @pytest.mark.parametrize(("soft", "state"), [(256, "warn"), (1024, "ok"), (-1, "ok")])

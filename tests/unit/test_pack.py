@@ -241,6 +241,17 @@ def test_killed_pack_is_made_again_with_the_same_bytes(tmp_path: Path, images: P
     assert sorted(p.name for p in out.iterdir()) == [*sorted(before), "manifest.json"]
 
 
+@pytest.mark.parametrize("column", ["path_column", "caption_column"])
+def test_a_misspelled_column_is_named_over_a_finished_output_too(
+    tmp_path: Path, images: Path, column: str
+) -> None:
+    table = write_table(tmp_path / "t.csv", [["filepath", "title"], ["a.jpg", "x"]])
+    pack(table, images, tmp_path / "out")
+    with pytest.raises(ValueError, match="no column 'titel', it has") as error:
+        pack(table, images, tmp_path / "out", **{column: "titel"})  # type: ignore[arg-type]
+    assert "--force" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

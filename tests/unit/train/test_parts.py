@@ -30,6 +30,13 @@ def test_stage_0_is_named_by_its_objective(
     options = config.load(None, [f"run_dir={tmp_path}", f"train.objective.kind={kind}"])
     layout = Layout(tmp_path, variant)
     job = Job(
-        options, options.train, SINGLE, layout, stage, None, tmp_path, PeakMemory(SINGLE.device)  # type: ignore[arg-type]
+        options,
+        options.train,
+        SINGLE,
+        layout,
+        stage,
+        None,
+        tmp_path,
+        PeakMemory(SINGLE.device),  # type: ignore[arg-type]
     )
     assert job.method == expected
