@@ -392,6 +392,7 @@ class Config:
                 f"has {', '.join(objective.controls) or 'none'}: leave them out"
             )
         self._check_start()
+        self._check_pooled()
         if self.trunk_cache.enabled:
             others = self.trained_model is not None, self.reshard.enabled
             trained = self.train.lock.image_blocks, num_blocks(self.model.name)
@@ -422,6 +423,17 @@ class Config:
                 "with train.start: random every stage has weights of its own, and a soup averages "
                 "models of one base only: set export.soup=false"
             )
+
+    def _check_pooled(self) -> None:
+        """Raises ValueError for a benchmark that the encoders made at the end cannot answer."""
+        for name, benchmark in self.eval.suite.items():
+            pooled = benchmark.options.get("feature") == "pooled"
+            if pooled and self.has_stages and self.export.concat:
+                raise ValueError(
+                    f"eval.suite.{name}.options.feature=pooled, which the joined encoders of "
+                    f"export.concat={self.export.concat} do not have: set export.concat=[], or "
+                    "feature=projected"
+                )
 
     def facts(self, options: TrainConfig) -> Facts:
         """The options that an objective checks before the run begins."""

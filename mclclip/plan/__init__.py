@@ -17,6 +17,7 @@ from mclclip.data.epoch_plan import check_ranks
 from mclclip.files import shown_lines
 from mclclip.plan import disk, hours, memory, network, steps, table
 from mclclip.plan.machine import GIB, Machine, Speed
+from mclclip.ranks.process_group import pick_device
 
 __all__ = ["Machine", "Speed", "make", "run"]
 
@@ -38,6 +39,11 @@ def run(
     little disk here is logged as a warning.
     """
     plan = make(config, machine, samples, speed)
+    if config.device == "auto" and not machine.elsewhere and pick_device("auto").type == "cpu":
+        log.warning(
+            "plan: this machine has no GPU, and the plan is for one: describe it with "
+            "--gpus-per-node, --gpu-memory-gib and --peak-tflops, or plan for a CPU with device=cpu"
+        )
     print(json.dumps(plan, indent=2) if as_json else shown_lines(table.text(plan)))
     for name, options in config.trainings.items():
         memory.check(plan["memory"][name], name, options, machine)
@@ -65,6 +71,7 @@ def make(
         "nodes": machine.nodes,
         "gpus_per_node": machine.gpus_per_node,
         "ranks": machine.ranks,
+        "on_cpu": config.device == "cpu",
         "limit": None if machine.memory_gib is None else round(machine.memory_gib * GIB),
         "samples": counted["samples"],
         "trainings": counted["trainings"],

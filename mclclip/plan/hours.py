@@ -12,7 +12,7 @@ import numpy as np
 
 from mclclip.config import Config
 from mclclip.plan import operations
-from mclclip.plan.machine import PEAK_TFLOPS, SHARE, Machine, Speed
+from mclclip.plan.machine import Machine, Speed
 from mclclip.plan.steps import Range
 
 
@@ -28,9 +28,10 @@ def count(
     A pass: ``name`` (``training``, ``trunk``, ``images``, ``captions``), stage, variant, ``option``
     (``base`` or ``train``, of a training), ``samples`` as [fewest, most], operations of a
     ``sample``, ``precision``, ``samples_per_s`` of a GPU, whether that was ``given``, and ``hours``
-    and ``gpu_hours``, [fewest, most]. Samples and hours are None where their number is unknown.
+    and ``gpu_hours``, [fewest, most]. Samples, rates and hours are None where they are unknown.
     ``speed`` has what was given or assumed.
     """
+    speed = speed.settled(config.device == "cpu")
     trainings = [_training(config, of, measured, machine, speed) for of in counted["trainings"]]
     first = [of for of in trainings if of["stage"] == 0]
     later = [of for of in trainings if of["stage"] > 0 and of["variant"] == "mcl"]
@@ -46,8 +47,7 @@ def count(
         for name in config.trainings
         if measured[name]["operations"]["trunk"]
     }
-    given = {"peak_tflops": PEAK_TFLOPS, "share": SHARE}
-    assumed = given | {name: value for name, value in vars(speed).items() if value is not None}
+    assumed = {name: value for name, value in vars(speed).items() if value is not None}
     return {"passes": passes, **sums, "trunk_cache": caches, "speed": assumed}
 
 
@@ -60,11 +60,12 @@ def _training(
     sample = kind["operations"]["sample"]
     if name == "train" and config.trunk_cache.enabled:
         sample = kind["operations"]["trunk"]["sample_cached"]
-    step_s = kind["local_batch"] * sample / speed.operations_per_s(options.precision)
-    # The products of class centers have an estimate of their own.
-    step_s += sum(kind["objective"].get("seconds", {}).values())
-    given = speed.samples_per_s if name == "train" or len(config.trainings) == 1 else None
-    rate = kind["local_batch"] / step_s if given is None else given
+    rate = given = speed.samples_per_s if name == "train" or len(config.trainings) == 1 else None
+    step_s = speed.seconds(kind["local_batch"] * sample, options.precision)
+    if given is None and step_s is not None:
+        # The products of class centers have an estimate of their own.
+        step_s += sum(kind["objective"].get("seconds", {}).values())
+        rate = kind["local_batch"] / step_s
     what = {"name": "training", "option": name} | {key: of[key] for key in ("stage", "variant")}
     timed = _timed(of["samples_seen"], rate, machine)
     return what | _kind(sample, options.precision, given) | {"samples_per_s": rate} | timed
@@ -96,7 +97,8 @@ def _embeddings(
         passes.append(("captions", samples["captions"], encoder["text"] or 0, None))
     found = []
     for name, number, each, given in passes:
-        rate = speed.operations_per_s(precision) / max(each, 1) if given is None else given
+        each_s = speed.seconds(max(each, 1), precision)
+        rate = given if given is not None or each_s is None else 1 / each_s
         seen = None if number is None else (number, number)
         what = {"name": name, "stage": stage, "variant": "mcl"}
         timed = _timed(seen, rate, machine)
@@ -117,9 +119,10 @@ def _kind(sample: int, precision: str, given: float | None) -> dict[str, Any]:
     return {"sample": sample, "precision": precision, "given": given is not None}
 
 
-def _timed(seen: Range | None, rate: float, machine: Machine) -> dict[str, Any]:
-    """``rate``: samples per second of one GPU."""
-    gpu_hours = None if seen is None else tuple(number / rate / 3600 for number in seen)
+def _timed(seen: Range | None, rate: float | None, machine: Machine) -> dict[str, Any]:
+    """``rate``: samples per second of one GPU; None: unknown."""
+    known = seen is not None and rate is not None
+    gpu_hours = tuple(number / rate / 3600 for number in seen) if known else None
     hours = None if gpu_hours is None else tuple(number / machine.ranks for number in gpu_hours)
     return {"samples": seen, "hours": hours, "gpu_hours": gpu_hours}
 
@@ -156,5 +159,5 @@ def _cache(
         "bytes_each": each,
         "bytes_per_crop": None if number is None else number * each,
         "faster": faster,
-        "bytes_per_s": rates[0] * each * (1 if config.trunk_cache.enabled else faster),
+        "bytes_per_s": rates[0] and rates[0] * each * (1 if config.trunk_cache.enabled else faster),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 2**30
 # An A100 in bf16 by its data sheet, and the share of it that the best of OpenCLIP's published rates
@@ -52,7 +52,7 @@ class Speed:
     """How fast one GPU is taken to be, where nobody has measured it.
 
     ``peak_tflops``: its largest rate of products in bf16, dense, by its data sheet (None:
-    ``PEAK_TFLOPS``). ``share``: what of it a pass reaches (None: ``SHARE``). Measured rates of one
+    ``PEAK_TFLOPS``, and unknown on a CPU). ``share``: what of it a pass reaches (None: ``SHARE``). Measured rates of one
     GPU decide instead where they are given: ``samples_per_s`` of a training, ``images_per_s`` of an
     embedding pass.
     """
@@ -69,8 +69,13 @@ class Speed:
         if self.share is not None and self.share > 1:
             raise ValueError(f"--share is {self.share}: wanted a share of the peak, at most 1")
 
-    def operations_per_s(self, precision: str) -> float:
-        """Operations per second of a GPU in this number format: peak x share."""
-        peak = PEAK_TFLOPS if self.peak_tflops is None else self.peak_tflops
-        share = SHARE if self.share is None else self.share
-        return 1e12 * peak * share * PEAK_OF[precision]
+    def settled(self, on_cpu: bool) -> Speed:
+        """What is assumed in the place of None; of a CPU no peak is."""
+        peak = PEAK_TFLOPS if self.peak_tflops is None and not on_cpu else self.peak_tflops
+        return replace(self, peak_tflops=peak, share=SHARE if self.share is None else self.share)
+
+    def seconds(self, operations: float, precision: str) -> float | None:
+        """Time for operations in this number format at peak x share; None without a peak."""
+        if self.peak_tflops is None or self.share is None:
+            return None
+        return operations / (1e12 * self.peak_tflops * self.share * PEAK_OF[precision])

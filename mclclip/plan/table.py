@@ -22,7 +22,7 @@ def text(plan: dict[str, Any]) -> str:
         blocks.append(_coverage(plan))
     blocks += [_batches(plan), _parameters(plan), _memory(plan)]
     heads = [kind["objective"] for kind in plan["memory"].values() if kind["objective"]]
-    blocks += [_class_centers(head) for head in heads]
+    blocks += [_class_centers(head, plan["on_cpu"]) for head in heads]
     blocks += [_network(plan)] if plan["ranks"] > 1 else []
     caches = plan["hours"]["trunk_cache"].items()
     blocks += [_hours(plan), *(_trunk_cache(name, cache) for name, cache in caches)]
@@ -30,7 +30,8 @@ def text(plan: dict[str, Any]) -> str:
 
 
 def _heading(plan: dict[str, Any]) -> Iterator[str]:
-    machine = f"{plan['nodes']} node(s) x {plan['gpus_per_node']} GPU(s)"
+    unit = "CPU process(es)" if plan["on_cpu"] else "GPU(s)"
+    machine = f"{plan['nodes']} node(s) x {plan['gpus_per_node']} {unit}"
     yield f"plan of {plan['run_dir']} on {machine} = {plan['ranks']} rank(s)"
     samples = plan["samples"]
     if samples["number"] is None:
@@ -99,7 +100,8 @@ def _parameters(plan: dict[str, Any]) -> Iterator[str]:
 
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
     kinds = plan["memory"].values()
-    sizes = {label: [kind["parts"][part] for kind in kinds] for part, label in PARTS.items()}
+    held = [part for part in PARTS if part != "context" or not plan["on_cpu"]]
+    sizes = {PARTS[part]: [kind["parts"][part] for kind in kinds] for part in held}
     sizes["sum"] = [kind["sum"] for kind in kinds]
     if plan["limit"] is not None:
         sizes["of a GPU's"] = [plan["limit"] for _ in kinds]
@@ -109,7 +111,7 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
     yield from (f"note: {note}" for kind in kinds for note in kind["notes"])
 
 
-def _class_centers(head: dict[str, Any]) -> Iterator[str]:
+def _class_centers(head: dict[str, Any], on_cpu: bool) -> Iterator[str]:
     rows = [["class centers", "in all", "per rank"]]
     rows.append(["classes", f"{head['num_classes']:,}", f"{head['rows']:,}"])
     rows.append(["negatives of a step", "", f"{head['negatives']:,}"])
@@ -118,6 +120,9 @@ def _class_centers(head: dict[str, Any]) -> Iterator[str]:
     rows += [[f"MB of {part}", "", f"{n / 1e6:,.1f}"] for part, n in head["parts"].items()]
     rows += [[f"MB, {name}", f"{n / 1e6:,.2f}", ""] for name, n in head["collectives"].items()]
     rows.append(["GFLOP of products", "", f"{head['operations'] / 1e9:,.1f}"])
+    if on_cpu:
+        yield from _aligned(rows)
+        return
     seconds = head["seconds"] | {"a step": sum(head["seconds"].values())}
     rows += [[f"ms of {name}, expected", "", f"{1e3 * s:,.1f}"] for name, s in seconds.items()]
     yield from _aligned(rows)
@@ -134,6 +139,9 @@ def _network(plan: dict[str, Any]) -> Iterator[str]:
     for name in names:
         sizes = [kind["collectives"].get(name) for kind in found.values()]
         rows.append([f"MB, {name}", *("" if n is None else f"{n / 1e6:,.1f}" for n in sizes)])
+    if plan["on_cpu"]:
+        yield from _aligned(rows)
+        return
     rows.append(["ms, expected", *(f"{1e3 * kind['seconds']:,.1f}" for kind in found.values())])
     steps_s = [_step_s(plan, name) for name in found]
     rows.append(["ms of a step's operations, estimate", *(f"{1e3 * s:,.0f}" for s in steps_s)])
@@ -149,17 +157,24 @@ def _step_s(plan: dict[str, Any], name: str) -> float:
 
 def _hours(plan: dict[str, Any]) -> Iterator[str]:
     found = plan["hours"]
-    rows = [["hours", "samples", "GFLOP each", "per s and GPU", "hours", "GPU-hours", ""]]
+    unit = "process" if plan["on_cpu"] else "GPU"
+    rows = [["hours", "samples", "GFLOP each", f"per s and {unit}", "hours", f"{unit}-hours", ""]]
     for of in found["passes"]:
         name = _name(of) if of["name"] == "training" else f"stage {of['stage']}, embed {of['name']}"
         most = of["samples"] and of["samples"][1:] * 2  # the fewest are among the steps
         cells = [_range(most), _figure(of["sample"] / 1e9), _figure(of["samples_per_s"])]
         cells += [_range(of[key]) for key in ("hours", "gpu_hours")]
-        rows.append([name, *cells, "as given" if of["given"] else "estimate"])
+        how = "as given" if of["given"] else "estimate" if of["samples_per_s"] else ""
+        rows.append([name, *cells, how])
     sums = [_range(found[key]) for key in ("hours", "gpu_hours")]
     rows.append(["in all", "", "", "", *sums, ""])
     yield from _aligned(rows)
-    if not all(of["given"] for of in found["passes"]):
+    if all(of["given"] for of in found["passes"]):
+        return
+    if "peak_tflops" not in found["speed"]:
+        yield "note: how fast a CPU is depends on too much to assume: give rates measured on it,"
+        yield "--samples-per-s of a training and --images-per-s of embedding"
+    else:
         yield from _assumption(found)
 
 
@@ -184,7 +199,8 @@ def _trunk_cache(name: str, cache: dict[str, Any]) -> Iterator[str]:
     rows.append(["GFLOP of a sample without it", _figure(cache["sample"] / 1e9)])
     rows.append(["GFLOP of a sample with it", _figure(cache["sample_cached"] / 1e9)])
     rows.append(["times faster, at most", f"{cache['faster']:.2f}"])
-    rows.append(["GB/s that each GPU then reads", f"{cache['bytes_per_s'] / 1e9:,.2f}"])
+    if cache["bytes_per_s"] is not None:
+        rows.append(["GB/s that each GPU then reads", f"{cache['bytes_per_s'] / 1e9:,.2f}"])
     yield from _aligned(rows)
     yield "note: trunk_cache.enabled=true makes it; every epoch then has the same crops"
 
@@ -216,8 +232,10 @@ def _range(value: Sequence[float] | None) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _figure(value: float) -> str:
+def _figure(value: float | None) -> str:
     """Three digits that count, and all before the point."""
+    if value is None:
+        return "unknown"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:,.{digits}f}"
 

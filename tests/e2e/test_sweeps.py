@@ -1,9 +1,10 @@
-"""Every line of every sweep trains, exports and evaluates: two steps a stage on made-up pictures.
+"""Every recipe and every line of every sweep trains, exports and evaluates: two steps a stage on
+made-up pictures.
 
-A line is run on the recipe that its sweep names for small machines, or else on the first one it
-names, as its head says it, with the paths of the recipe. Behind its options stand those that make
-it small: towers, steps, batch, clusters where they are more than the pictures, models that would
-be fetched. Everything else is the line's and the recipe's.
+A line is run on the first recipe that its sweep names, which is the paper's, and on the one that it
+names for small machines, as its head says it, with the paths of the recipe. Behind its options
+stand those that make it small: towers, steps, batch, clusters where they are more than the
+pictures, models that would be fetched. Everything else is the line's and the recipe's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import yaml
 
 from mclclip import checkpoint, config
 from mclclip.config import Config
+from mclclip.data import patterns
 from mclclip.data.datasets.sources import array_sample, png_sample
 from mclclip.data.shard_writer import write_shards
 from mclclip.eval import results
@@ -42,24 +44,45 @@ LARGE_ALONE = {
 }
 # Of as many, a sample rate of 0.01 draws two, and one of 0.1 four.
 CLUSTERS = {"mlcd_table6": 200, "mlcd_table7b": 40}
-CLIP = dict(tiny.MODEL, vision_cfg=dict(tiny.MODEL["vision_cfg"], layers=8))
+CLIP = dict(tiny.MODEL, vision_cfg=dict(tiny.MODEL["vision_cfg"], layers=12))
+CLIP_RESNET = {"image_size": 32, "layers": [2, 2, 2, 2], "width": 16, "patch_size": None}
 RESNET = {"backbone": "timm:resnet18", "image_size": 32, "stem": "cifar"}
 SMALL_RESNET = {"channels": [4, 8, 8, 12], "layers": [1, 1, 1, 1]}
 SMALL_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 3}
 
 
-def lines() -> list[tuple[str, int, str]]:
-    """Sweep, number and name of every run."""
+Command = tuple[Path, list[str], list[str]]  # a recipe, options before and behind those of a line
+
+
+def recipes_of(stem: str, number: int) -> dict[str, Command]:
+    """The recipes that a line runs on here: the first, and the first one for small machines."""
+    described = commands(FILES[stem])
+    alone, name = LARGE_ALONE.get(stem, (range(0), ""))
+    if number in alone:
+        described = [next(each for each in described if each[0].stem == name)]
+    small = [each for each in described if yaml.safe_load(each[0].read_text()).get("device")]
+    return {each[0].stem: each for each in (described[0], *small[:1])}
+
+
+def lines() -> list[tuple[str, int, str, str]]:
+    """Sweep, number, name and recipe of every run."""
     found = []
     for stem, file in FILES.items():
         words = [line.split() for line in file.read_text().splitlines()]
         names = [each[0] for each in words if each and not each[0].startswith("#")]
-        found += [(stem, number, name) for number, name in enumerate(names, start=1)]
+        found += [
+            (stem, number, name, recipe)
+            for number, name in enumerate(names, start=1)
+            for recipe in recipes_of(stem, number)
+        ]
     return found
 
 
 LINES = lines()
-SHORT = LINES.index(("ifm_fig6", 5, "ifm-tau_0.2"))
+SHORT = LINES.index(("ifm_fig6", 5, "ifm-tau_0.2", "trifeature"))
+RECIPES = config.recipes.names()
+# A ResNet without its attention pool, and labels in two levels with adapters to another tower.
+SHORT_RECIPES = [RECIPES.index(name) for name in ("cc12m_rn50_paper", "mlcd_laion_vitl14")]
 
 
 # --- made-up data, where the recipes look for it --------------------------------------------------
@@ -95,12 +118,16 @@ PICTURES = {
     "cifar_mnist": Pictures(32, {"cifar": 10, "mnist": 3}, TWO, channels=4, shards=6),
     "trifeature_32": Pictures(32, {"shape": 10, "texture": 3, "colour": 2}, TWO),
     "trifeature": Pictures(128, {"shape": 10, "texture": 3, "colour": 2}, TWO),
+    "attributed_patterns": Pictures(32, dict.fromkeys(patterns.ATTRIBUTES, 3), TWO),
+    "celeba": Pictures(128, {"black_hair": 2, "smiling": 3, "male": 2}, TWO),
+    "stl_digits": Pictures(96, {"stl10": 10, "mnist": 3}, TWO),
     "cifar10": Pictures(32, {"class": 10}, TWO, shards=6),
     "stl10": Pictures(96, {"class": 10}, {**TWO, "unlabeled": 10}),
     "imagenet100": Pictures(64, {"class": 10}, TWO),
     "imagenet_shards": Pictures(64, {"class": 26}, {"train": 78}),
     "in25": Pictures(64, {"class": 26}, {"train": 78}),
 }
+CLASSES = ("n01440764", "n01443537")  # of ImageNet, whose names a recipe takes by these ids
 FOLDERS = (
     "cars", "cifar10_folders", "cifar100", "flowers", "food101", "imagenet", "pets",
     "stl10_folders",
@@ -116,31 +143,21 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pictures.write(data / name)
     classes = root / "classes"
     for number in range(24):
-        split, name = ("train", "test")[number % 2], f"class_{number // 2 % 2}"
+        split, name = ("train", "test")[number % 2], CLASSES[number // 2 % 2]
         fakes.image_file(classes / split / name / f"{number}.png", fakes.pixels(number, 32, 32, 3))
     for name in FOLDERS:
         (data / name).symlink_to(classes)
-    patterns = tiny.make_data(root / "patterns", num_samples=240)
+    made = tiny.make_data(root / "patterns", num_samples=240)
     for name in ("cc12m", "laion400m"):
-        (data / name).symlink_to(patterns / "shards")
-    (data / "MMVP_VLM").symlink_to(patterns / "pairs")
-    (root / "runs/demo").mkdir(parents=True)
-    (root / "runs/demo/data_0").symlink_to(patterns)
+        (data / name).symlink_to(made / "shards")
+    (data / "MMVP_VLM").symlink_to(made / "pairs")
+    for name in ("runs/demo/data_0", "runs/ucm/data"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).symlink_to(made)
     return root
 
 
 # --- a line as a small run ------------------------------------------------------------------------
-
-
-def recipe_of(stem: str, number: int) -> tuple[Path, list[str], list[str]]:
-    """The recipe that the line runs on here, and the options before and behind the line's."""
-    described = commands(FILES[stem])
-    alone, name = LARGE_ALONE.get(stem, (range(0), ""))
-    if number in alone:
-        return next(each for each in described if each[0].stem == name)
-    trees = [yaml.safe_load(recipe.read_text()) for recipe, _, _ in described]
-    small = [each for each, tree in zip(described, trees, strict=True) if tree.get("device")]
-    return [*small, *described][0]
 
 
 def smaller(settled: Config) -> list[str]:
@@ -150,10 +167,13 @@ def smaller(settled: Config) -> list[str]:
         found += [f"{name}.global_batch={BATCH}", f"{name}.steps={STEPS}", f"{name}.log_every=1"]
     found += _models(settled)
     if settled.num_stages and max(settled.clusters) > 50:
-        found.append(f"cluster.num_clusters={CLUSTERS.get(Path(settled.run_dir).parent.name, 12)}")
+        fewest = 40 if settled.cluster.labels_per_sample > 12 else 12
+        number = CLUSTERS.get(Path(settled.run_dir).parent.name, fewest)
+        found.append(f"cluster.num_clusters={number}")
     suite = {}
     for name, benchmark in settled.eval.suite.items():
-        if benchmark.kind != "retrieval":  # needs COCO's annotations
+        # COCO's annotations, and the lists of captions and labels of `ucm`, are not made here.
+        if benchmark.kind != "retrieval" and "labels" not in benchmark.options:
             suite[name] = config.to_tree(benchmark)
     return [*found, f"eval.suite={json.dumps(suite)}"]
 
@@ -170,6 +190,8 @@ def _models(settled: Config) -> list[str]:
         backbone = tower["vision_cfg"].get("backbone", "") if known else ""
         if not known or backbone.startswith("torchvision:"):
             own = {"vision_cfg": RESNET} if known else CLIP
+            if not known and tower.startswith("RN"):
+                own = CLIP | {"vision_cfg": CLIP_RESNET}
             found += [f"{name}.name={json.dumps(own)}", f"{name}.pretrained=null"]
         if "resnet" in backbone:
             found.append(f"{name}.name.vision_cfg.options={json.dumps(SMALL_RESNET)}")
@@ -188,10 +210,10 @@ class Into:
         os.chdir(self.folder)
 
 
-def run_line(stem: str, number: int, checkout: Path, go: Callable[..., Any]) -> Config:
-    """Runs a line; its resolved configuration, with ``run_dir`` as it was typed."""
-    recipe, before, behind = recipe_of(stem, number)
-    line = sweep(FILES[stem], number).stdout.split()
+def run_line(stem: str, number: int, name: str, checkout: Path, go: Callable[..., Any]) -> Config:
+    """Runs a line on a recipe; its resolved configuration, with ``run_dir`` as it was typed."""
+    recipe, before, behind = recipes_of(stem, number)[name]
+    line = sweep(FILES[stem], number, RUNS=f"runs/{name}/{stem}").stdout.split()
     options = [*before, *line, *behind]
     settled = config.load(recipe, options)
     options += smaller(settled)
@@ -206,15 +228,31 @@ def run_line(stem: str, number: int, checkout: Path, go: Callable[..., Any]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stem", "number", "name"), kept(LINES, SHORT))
-def test_a_line_runs(shell: Shell, checkout: Path, stem: str, number: int, name: str) -> None:
-    settled = run_line(stem, number, checkout, partial(shell.ok, inside=Into(checkout)))
+@pytest.mark.parametrize(("stem", "number", "name", "recipe"), kept(LINES, SHORT))
+def test_a_line_runs(
+    shell: Shell, checkout: Path, stem: str, number: int, name: str, recipe: str
+) -> None:
+    settled = run_line(stem, number, recipe, checkout, partial(shell.ok, inside=Into(checkout)))
     assert Path(settled.run_dir).name == name
+    check(settled, checkout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", kept(RECIPES, *SHORT_RECIPES))
+def test_a_recipe_runs(shell: Shell, checkout: Path, name: str) -> None:
+    options = [f"run_dir=runs/recipes/{name}"]
+    options += smaller(config.load(name, options))
+    shell.ok("run", "--config", name, *options, inside=Into(checkout))
+    check(config.load(name, options), checkout)
+
+
+def check(settled: Config, checkout: Path) -> None:
+    """Every stage was trained for two steps, exported and evaluated, and no figure is NaN."""
     run = checkout / settled.run_dir
     rows = results.read(run / "results.jsonl")
-    assert rows and all(np.isfinite(row.value) for row in rows)
+    assert bool(rows) == bool(settled.eval.suite) and all(np.isfinite(row.value) for row in rows)
     stages = range(settled.num_stages + 1)
-    assert {f"stage_{stage}" for stage in stages} <= {row.model for row in rows}
+    assert not rows or {f"stage_{stage}" for stage in stages} <= {row.model for row in rows}
     for stage in stages if settled.base is not None else stages[1:]:
         directory = run / f"stage_{stage}/train"
         assert checkpoint.steps(directory / "checkpoints")[-1] == STEPS

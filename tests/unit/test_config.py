@@ -242,6 +242,15 @@ def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:
     assert config.load(recipe, ["eval.suite.coco=null"]).eval.suite == {}
 
 
+def test_pooled_features_of_joined_encoders_are_refused_before_the_run() -> None:
+    """The run would end at its last step."""
+    probe = "eval.suite.x={kind: linear_probe, path: y, options: {feature: pooled}}"
+    message = "eval.suite.x.options.feature=pooled, which the joined encoders of export.concat="
+    assert message in mistake(None, probe)
+    for override in ("export.concat=[]", "num_stages=0", "eval.suite.x.options.feature=projected"):
+        load(None, ["run_dir=x", probe, override])
+
+
 # --- values as they are typed, and bounds ------------------------------------------------------
 
 

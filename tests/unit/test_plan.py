@@ -53,6 +53,38 @@ def refusal(options: Config, machine: Machine, samples: int | None = None) -> st
     return str(caught.value)
 
 
+# --- the machine -------------------------------------------------------------------------------
+
+
+def test_a_plan_for_cpus_says_nothing_of_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither their libraries nor their speed; measured rates give its hours."""
+    options = tiny_config("device=cpu")
+    plan.run(options, Machine(1, 2), samples=500, as_json=False)
+    shown = capsys.readouterr().out
+    assert "1 node(s) x 2 CPU process(es) = 2 rank(s)" in shown and "give rates measured" in shown
+    for word in ("GPU", "CUDA", "NCCL", "30 %", "TFLOP/s", "nan", "None"):
+        assert word not in shown
+    found = plan.make(options, Machine(1, 2), 500)["hours"]
+    assert found["gpu_hours"] is None and "peak_tflops" not in found["speed"]
+    rates = plan.Speed(samples_per_s=10.0, images_per_s=20.0)
+    later = plan.make(options, Machine(1, 2), 500, rates)["hours"]["passes"]
+    assert all(of["hours"] for of in later if of["given"]) and any(of["given"] for of in later)
+
+
+def test_a_plan_for_gpus_on_a_machine_without_one_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    options = tiny_config("device=auto")
+    plan.run(options, Machine.described(None, None, None), samples=500, as_json=False)
+    assert "this machine has no GPU, and the plan is for one: describe it with" in caplog.text
+    caplog.clear()
+    plan.run(options, Machine.described(1, 8, None), samples=500, as_json=False)
+    assert "no GPU" not in caplog.text
+
+
 # --- known numbers -----------------------------------------------------------------------------
 
 
@@ -360,7 +392,7 @@ def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: P
     without = tiny.make_config(tmp_path / "run", tmp_path / "data", *overrides[:-1], mlcd)
     (training,) = plan.steps.count(without, None)["trainings"]
     assert training["steps_per_epoch"] == (58 // 4,) * 2
-    machine = {"run_dir": "run", "nodes": 1, "gpus_per_node": 1, "ranks": 1}
+    machine = {"run_dir": "run", "nodes": 1, "gpus_per_node": 1, "ranks": 1, "on_cpu": True}
     _, heading = plan.table._heading(machine | counted)
     assert heading == "samples: 60 in the index, 2 of them undecodable, 19 more have no caption"
 

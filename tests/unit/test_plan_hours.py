@@ -27,7 +27,7 @@ TEXT = 2 * 12 * 16**2 * 20 + 4 * 20**2 * 16 + 2 * 16 * 8
 
 
 def tiny_config(*overrides: str, locked_text: bool = True) -> Config:
-    given = ("base=null", *overrides)
+    given = ("base=null", "device=auto", *overrides)  # planned for GPUs
     return tiny.make_config(Path("run"), Path("data"), *given, locked_text=locked_text)
 
 
@@ -179,7 +179,7 @@ def test_a_rate_of_stages_is_not_that_of_stage_zero() -> None:
 
 def test_the_clustered_encoder_may_be_another_one() -> None:
     small = {**tiny.MODEL, "vision_cfg": {**tiny.MODEL["vision_cfg"], "layers": 1}}
-    tree = tiny.tree(Path("run"), Path("data")) | {"base": None, "num_stages": 1}
+    tree = tiny.tree(Path("run"), Path("data")) | {"base": None, "num_stages": 1, "device": "auto"}
     tree["model"] = {"name": small}
     tree["trained_model"] = {"name": tiny.MODEL}
     tree["train"]["objective"] = {"kind": "mlcd", "labels_per_sample": 1, "sample_rate": 0.5}

@@ -395,15 +395,16 @@ def test_the_resnet_of_mlcd_is_the_papers() -> None:
 
 def test_every_linear_probe_reads_pooled_features() -> None:
     """CLIP's protocol (A.3 of MLCD), whose features lie before the projection; fine-tuning on
-    classes trains the projection too, and is judged behind it."""
+    classes trains the projection too, and is judged behind it. SimCLR's tower exports no
+    projection, and its joined encoder has projected features alone."""
     probes = {
         recipe.stem: benchmark.options
         for recipe in RECIPES
         for benchmark in config.load(recipe).eval.suite.values()
         if benchmark.kind == "linear_probe"
     }
-    del probes["finetune_imagenet"]
-    imagenet = {"mlcd_imagenet_rn50", "simclr_imagenet", "simlap_imagenet"}
+    del probes["finetune_imagenet"], probes["simclr_imagenet"]
+    imagenet = {"mlcd_imagenet_rn50", "simlap_imagenet"}
     assert set(probes) == {*MLCD, *imagenet, "mlcd_finetune_vitl14"}
     assert all(options.get("feature") == "pooled" for options in probes.values())
 
