@@ -97,6 +97,7 @@ class _Loader(yaml.SafeLoader):
     def whole_value(self) -> Any:
         """The value of a text; nothing stands behind it, not even a comment."""
         node = self.get_single_node()
+        assert node is not None  # a bracket or a quote has begun
         rest = self.buffer[node.end_mark.index :].strip("\0 ")
         if rest:
             raise _Refused(f"has {rest!r} behind its value: leave it out, or put all in quotes")
@@ -104,7 +105,7 @@ class _Loader(yaml.SafeLoader):
 
     def scalar(self, text: str) -> Any:
         """The value of a scalar without quotes; a text where it is nothing else."""
-        tag = self.resolve(yaml.ScalarNode, text, (True, False))
+        tag = str(self.resolve(yaml.ScalarNode, text, (True, False)))  # type: ignore[no-untyped-call]
         if tag.removeprefix(_TAG) not in _TYPES:
             return text
         node = yaml.ScalarNode(tag, text, self.get_mark())

@@ -121,8 +121,9 @@ def _kind(sample: int, precision: str, given: float | None) -> dict[str, Any]:
 
 def _timed(seen: Range | None, rate: float | None, machine: Machine) -> dict[str, Any]:
     """``rate``: samples per second of one GPU; None: unknown."""
-    known = seen is not None and rate is not None
-    gpu_hours = tuple(number / rate / 3600 for number in seen) if known else None
+    gpu_hours = None
+    if seen is not None and rate is not None:
+        gpu_hours = tuple(number / rate / 3600 for number in seen)
     hours = None if gpu_hours is None else tuple(number / machine.ranks for number in gpu_hours)
     return {"samples": seen, "hours": hours, "gpu_hours": gpu_hours}
 

@@ -52,9 +52,9 @@ class Speed:
     """How fast one GPU is taken to be, where nobody has measured it.
 
     ``peak_tflops``: its largest rate of products in bf16, dense, by its data sheet (None:
-    ``PEAK_TFLOPS``, and unknown on a CPU). ``share``: what of it a pass reaches (None: ``SHARE``). Measured rates of one
-    GPU decide instead where they are given: ``samples_per_s`` of a training, ``images_per_s`` of an
-    embedding pass.
+    ``PEAK_TFLOPS``, and unknown on a CPU). ``share``: what of it a pass reaches (None: ``SHARE``).
+    Measured rates of one GPU decide instead where they are given: ``samples_per_s`` of a training,
+    ``images_per_s`` of an embedding pass.
     """
 
     peak_tflops: float | None = None
