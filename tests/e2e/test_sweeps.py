@@ -1,7 +1,7 @@
 """Every recipe and every line of every sweep trains, exports and evaluates: two steps a stage on
 made-up pictures.
 
-A line is run on the first recipe that its sweep names, which is the paper's, and on the one that it
+A line is run on the first recipe of the paper's size that its sweep names, and on the one that it
 names for small machines, as its head says it, with the paths of the recipe. Behind its options
 stand those that make it small: towers, steps, batch, clusters where they are more than the
 pictures, models that would be fetched. Everything else is the line's and the recipe's.
@@ -36,12 +36,10 @@ from tests.unit.test_sweep import SWEEPS, commands, sweep
 STEPS = 2
 BATCH = 8
 FILES = {file.stem: file for file in SWEEPS}
-# Lines, by number, that a head gives to a large recipe alone.
-LARGE_ALONE = {
-    "simlap_fig7": (range(13, 25), "simlap_imagenet"),
-    "simlap_fig8": (range(9, 13), "simlap_imagenet"),
-    "simlap_table2": (range(3, 5), "simlap_imagenet"),
-}
+# Lines, by number, that a head gives to its recipe for small machines, and to the other one, where
+# these are not all.
+ON_SMALL = {"simlap_fig7": range(1, 13), "simlap_fig8": range(1, 9), "simlap_table2": range(1, 3)}
+ON_LARGE = {"simlap_fig7": range(13, 25), "simlap_fig8": (1, 2, 5, 6, 9, 10, 11, 12)}
 # Of as many, a sample rate of 0.01 draws two, and one of 0.1 four.
 CLUSTERS = {"mlcd_table6": 200, "mlcd_table7b": 40}
 CLIP = dict(tiny.MODEL, vision_cfg=dict(tiny.MODEL["vision_cfg"], layers=12))
@@ -55,13 +53,14 @@ Command = tuple[Path, list[str], list[str]]  # a recipe, options before and behi
 
 
 def recipes_of(stem: str, number: int) -> dict[str, Command]:
-    """The recipes that a line runs on here: the first, and the first one for small machines."""
-    described = commands(FILES[stem])
-    alone, name = LARGE_ALONE.get(stem, (range(0), ""))
-    if number in alone:
-        described = [next(each for each in described if each[0].stem == name)]
-    small = [each for each in described if yaml.safe_load(each[0].read_text()).get("device")]
-    return {each[0].stem: each for each in (described[0], *small[:1])}
+    """The recipes that a line runs on here: the first of the paper's size, and the first small."""
+    found: dict[bool, Command] = {}
+    for each in commands(FILES[stem]):
+        small = "device" in yaml.safe_load(each[0].read_text())
+        some = (ON_SMALL if small else ON_LARGE).get(stem)
+        if some is None or number in some:
+            found.setdefault(small, each)
+    return {each[0].stem: each for each in found.values()}
 
 
 def lines() -> list[tuple[str, int, str, str]]:
