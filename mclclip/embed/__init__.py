@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mclclip.config import Config
 from mclclip.data import trunk_rows
+from mclclip.data.bad_samples import BadSamples
 from mclclip.data.captions import tokenized
 from mclclip.data.embeddings import (
     Note,
@@ -30,7 +31,7 @@ from mclclip.data.embeddings import (
     write_shard,
 )
 from mclclip.data.sample_index import SampleIndex, Shard
-from mclclip.data.samples import BadSamples, TarDataset
+from mclclip.data.samples import TarDataset
 from mclclip.data.shard_check import check_shards
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.embed import images, trunk

@@ -22,9 +22,9 @@ from mclclip import files
 from mclclip.config import Config
 from mclclip.data import trunk_rows
 from mclclip.data.arrays import open_npy
+from mclclip.data.bad_samples import BadSamples
 from mclclip.data.embeddings import rows_path, shards_done
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSamples
 from mclclip.data.shard_check import check_shards
 from mclclip.data.trunk_rows import CHECKSUMS
 from mclclip.embed import images

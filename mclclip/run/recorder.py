@@ -54,7 +54,7 @@ class Recorder:
                      epochs.jsonl (a row per epoch, or the part of it that ran) and the sinks
     start, total     steps done before, and in the whole training
     share_bad        makes this rank's replaced samples known to all ranks and returns how many are
-                     known (data.samples.BadSamples.share); called by all ranks at every row
+                     known (data.bad_samples.BadSamples.share); called by all ranks at every row
     track, config    names of the sinks, and the configuration that they store with the run
     peaks            this rank's peak memory, in its phase "start"; rows hold the ranks' maximum
     evaluates        whether there will be evaluations, whose rows go to evaluations.jsonl

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
+from mclclip.data.bad_samples import BadSamples
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.decode import Pixels, jpeg_library
 from mclclip.data.epoch_plan import EpochPlan
@@ -24,7 +25,7 @@ from mclclip.data.loader import Loader
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
-from mclclip.data.samples import BadSamples, TextFeatures
+from mclclip.data.samples import TextFeatures
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
