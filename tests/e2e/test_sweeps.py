@@ -1,7 +1,7 @@
 """Every recipe and every line of every sweep trains, exports and evaluates: two steps a stage on
 made-up pictures.
 
-A line is run on the first recipe of the paper's size that its sweep names, and on the one that it
+A line is run on the recipes of the paper's size that its sweep names, and on the first one that it
 names for small machines, as its head says it, with the paths of the recipe. Behind its options
 stand those that make it small: towers, steps, batch, clusters where they are more than the
 pictures, models that would be fetched. Everything else is the line's and the recipe's.
@@ -53,14 +53,16 @@ Command = tuple[Path, list[str], list[str]]  # a recipe, options before and behi
 
 
 def recipes_of(stem: str, number: int) -> dict[str, Command]:
-    """The recipes that a line runs on here: the first of the paper's size, and the first small."""
-    found: dict[bool, Command] = {}
+    """The recipes that a line runs on here: all of the paper's size, and the first small one."""
+    found: dict[str, Command] = {}
+    has_small = False
     for each in commands(FILES[stem]):
         small = "device" in yaml.safe_load(each[0].read_text())
         some = (ON_SMALL if small else ON_LARGE).get(stem)
-        if some is None or number in some:
-            found.setdefault(small, each)
-    return {each[0].stem: each for each in found.values()}
+        if (some is None or number in some) and not (small and has_small):
+            found.setdefault(each[0].stem, each)
+            has_small |= small
+    return found
 
 
 def lines() -> list[tuple[str, int, str, str]]:
