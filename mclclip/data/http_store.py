@@ -8,8 +8,10 @@ internet does not make this machine ask the addresses that only this machine can
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
+import os
 import socket
 import urllib.request
 import weakref
@@ -30,6 +32,7 @@ log = logging.getLogger("mclclip")
 MAX_REDIRECTS = 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TAGS = ("ETag", "Content-MD5", "Last-Modified")
+_of_parents: list[Any] = []  # sessions that a fork has inherited
 
 
 class FinalError(OSError):
@@ -160,7 +163,6 @@ class HttpStore:
     def _session(self, least: int | None) -> aiohttp.ClientSession:
         if least not in self._sessions:
             import aiohttp
-            from fsspec.implementations.http import HTTPFileSystem
 
             resolver: Any = _Resolver(least or 0)
             session = aiohttp.ClientSession(
@@ -171,7 +173,7 @@ class HttpStore:
                 # Passwords of ~/.netrc, and proxies of the environment, for hosts of the user.
                 trust_env=least is None,
             )
-            weakref.finalize(self, HTTPFileSystem.close_session, self._loop, session)
+            weakref.finalize(self, _close, self._loop, session, os.getpid())
             self._sessions[least] = session
         return self._sessions[least]
 
@@ -180,6 +182,17 @@ class HttpStore:
         if hosts not in self._told:
             self._told.add(hosts)
             log.info("shards at %s are read from %s, to which they are redirected", *hosts)
+
+
+def _close(loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession, pid: int) -> None:
+    """Closes a session of the process ``pid``. In a fork of it the session stays as it is: its loop
+    shares what it waits for with that process, which would then wait in vain."""
+    if os.getpid() == pid:
+        from fsspec.implementations.http import HTTPFileSystem
+
+        HTTPFileSystem.close_session(loop, session)
+    else:
+        _of_parents.append(session)
 
 
 class _Resolver:

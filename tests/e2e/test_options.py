@@ -133,7 +133,7 @@ def test_a_mirror_serves_the_same_training_only(shell: Shell, based: Any, tmp_pa
     ("options", "words"),
     [
         (["train.optimizer=adamx"], "adamx"),
-        (["train.ema_decay=1.5"], "ema_decay is 1.5"),
+        (["train.ema_decay=1.5"], "'train.ema_decay', got 1.5"),
         (["train.engine.micro_batch=0"], "train.engine.micro_batch"),
         (["train.engine.name=zero"], "train.engine.name"),
         (["train.checkpoint.mirror=nosuch://x"], "nosuch"),

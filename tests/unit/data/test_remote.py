@@ -354,6 +354,8 @@ def test_samples_are_those_on_disk_under_faults(tmp_path: Path, workers: int) ->
         server.fail, server.cut = 2, 2
         assert_equal(local, served, workers)
         assert not server.takes("fail") and not server.takes("cut")
+        # Workers have left alone what this process waits for (with 0 they are this process).
+        assert served.reader._remote.tried_again == (0 if workers else 4)
 
 
 def test_the_index_remembers_what_a_url_was(tmp_path: Path) -> None:
