@@ -13,7 +13,8 @@ from pydantic import ConfigDict, Field, ValidationError
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""A share that is never all, such as what is dropped, or what a moving average keeps."""
+"""A share that is never all, such as what is dropped, or of the past that is kept."""
+Decay = Annotated[float, Field(gt=0.0, lt=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 

@@ -24,7 +24,7 @@ from mclclip.data.labels import LabelMode
 from mclclip.data.remote import RemoteOptions
 from mclclip.models.lora import Targets
 from mclclip.objectives.base import AnyObjective, Facts, parse
-from mclclip.options import STRICT, BelowOne, PositiveShare, Share
+from mclclip.options import STRICT, BelowOne, Decay, PositiveShare, Share
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -276,7 +276,7 @@ class TrainConfig:
     """AdamW epsilon."""
     momentum: BelowOne = 0.9
     """Momentum of LARS."""
-    ema_decay: BelowOne | None = None
+    ema_decay: Decay | None = None
     """Decay per step of an exponential moving average of the weights (null: none kept)."""
     clip_grad_norm: PositiveFloat | None = None
     """Largest gradient norm (null: no clipping)."""

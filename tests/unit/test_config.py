@@ -348,8 +348,8 @@ def test_every_number_has_a_bound() -> None:
     [
         "train.lr=-1", "train.lr=0", "train.lr=.inf", "train.lr=.nan", "train.warmup=1.5",
         "train.weight_decay=-0.1", "train.betas=[0.9, 1.0]", "train.eps=0", "train.momentum=1",
-        "train.ema_decay=1", "train.clip_grad_norm=-1", "train.layer_decay=1.5",
-        "data.max_bad_fraction=2", "cluster.tolerance=-1e-5",
+        "train.ema_decay=1", "train.ema_decay=0", "train.clip_grad_norm=-1",
+        "train.layer_decay=1.5", "data.max_bad_fraction=2", "cluster.tolerance=-1e-5",
     ],
 )  # fmt: skip
 def test_a_number_out_of_its_bounds_is_refused(override: str) -> None:
