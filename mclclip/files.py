@@ -279,9 +279,9 @@ def shown(text: str) -> str:
     does not print, such as an escape sequence or the end of a line, is as Python's repr shows it,
     so that a stranger's text neither moves the cursor nor looks like a line of ours.
     """
-    if "://" in text:
-        text = re.sub(r"://[^/?]*@", "://...@", text)
-        text = re.sub(r"://\S*", _without_query, text)
+    if ":/" in text:
+        text = re.sub(r":/+[^/?#]*@", "://...@", text)
+        text = re.sub(r":/\S*", _without_query, text)
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -289,8 +289,9 @@ def shown(text: str) -> str:
 
 def _without_query(url: re.Match[str]) -> str:
     """The url up to its query, and what closes the quotation or sentence that it stands in."""
-    before, _, query = url[0].partition("?")
-    return f"{before}?...{query[len(query.rstrip(_CLOSING)) :]}" if query else before
+    before, _, query = re.sub("#", "?", url[0], count=1).partition("?")
+    secret = query.rstrip(_CLOSING)
+    return f"{before}?...{query[len(secret) :]}" if secret else url[0]
 
 
 def shown_lines(text: str) -> str:

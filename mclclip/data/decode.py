@@ -221,7 +221,8 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
                 raise DecodeError("broken", f"{width} x {height} pixels")
             _check_pixels(width, height, max_image_pixels)
             if data.startswith(_JPEG_MAGIC):
-                _check_scans(data, width * height, max_image_pixels)
+                # Decoders work on whole blocks of 8 x 8 pixels.
+                _check_scans(data, -(-width // 8) * -(-height // 8) * 64, max_image_pixels)
             yield image
 
 

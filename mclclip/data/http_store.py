@@ -12,10 +12,11 @@ import asyncio
 import ipaddress
 import logging
 import os
+import re
 import socket
 import urllib.request
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ log = logging.getLogger("mclclip")
 MAX_REDIRECTS = 10
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TAGS = ("ETag", "Content-MD5", "Last-Modified")
+# Networks of IPv6 whose last 32 bits are an address of IPv4: compatible, SIIT, NAT64.
+_EMBEDDING = [*map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96"))]
+_OF_AZURE = "168.63.129.16"  # which a machine there asks for its settings
 _of_parents: list[Any] = []  # sessions that a fork has inherited
 
 
@@ -65,9 +69,9 @@ class HttpStore:
         """Size of the object (None: the server does not say it), and its tag: the ETag or, where it
         has none, another sign of its content; empty where there is none of them.
 
-        Raises StatusError, FinalError, and the errors of aiohttp.
+        Raises StatusError, FinalError, and OSError where no reply comes.
         """
-        found: tuple[int | None, str] = fsspec.asyn.sync(self._loop, self._look, url)
+        found: tuple[int | None, str] = self._wait(self._look, url)
         return found
 
     def read(self, url: str, start: int, stop: int, tag: str = "") -> bytes:
@@ -76,8 +80,19 @@ class HttpStore:
         With a ``tag``, an ETag that is not weak, the object must still have it: StatusError with
         412 where it has another. Raises as ``look`` does, FinalError too where more bytes come.
         """
-        data: bytes = fsspec.asyn.sync(self._loop, self._read, url, start, stop, tag)
+        data: bytes = self._wait(self._read, url, start, stop, tag)
         return data
+
+    def _wait(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What a coroutine returns. aiohttp's errors may quote what a server sent, such as the path
+        and query that it was asked for: they lose the query."""
+        import aiohttp
+
+        try:
+            return fsspec.asyn.sync(self._loop, call, *args)
+        except aiohttp.ClientError as error:
+            text = re.sub(r"[?#]\S+", "?...", shown(str(error)))
+            raise OSError(f"{type(error).__name__}: {text}") from None
 
     async def _look(self, url: str) -> tuple[int | None, str]:
         async with self._reply("HEAD", url, {}) as reply:
@@ -221,13 +236,22 @@ async def addresses_of(host: str, port: int, family: int) -> list[Any]:
 
 def reach(address: str) -> int:
     """Who can ask an address: 2 for the internet's, 1 for a private one, 0 for those of this
-    machine and its link (where clouds have the credentials of a machine), and for odd ones."""
+    machine and its link (where clouds have the credentials of a machine), and for odd ones. Of one
+    of IPv6 that stands for one of IPv4 the nearer one counts."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
     if found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified:
         return 0
-    return 2 if found.is_global else 1
+    if address == _OF_AZURE:
+        return 0
+    own = 2 if found.is_global else 1
+    if isinstance(found, ipaddress.IPv4Address):
+        return own
+    inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+    if inner is None and any(found in network for network in _EMBEDDING):
+        inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+    if inner is None:
+        return own
+    return reach(str(inner)) if found.ipv4_mapped else min(own, reach(str(inner)))
 
 
 async def _reach_of(url: URL) -> int:
@@ -250,8 +274,9 @@ def _is_address(host: str) -> bool:
 
 
 def _check(address: str, host: str, least: int) -> None:
-    """Raises FinalError for an address whose ``reach`` is below ``least``; names pass."""
-    if _is_address(address) and reach(address) < least:
+    """Raises FinalError for an address whose ``reach`` is below ``least``, and for one that is not
+    written as usual, such as 127.1; names pass."""
+    if reach(address) < least if _is_address(address) else re.fullmatch(r"[\d.]+", address):
         shown_host = host if host == address else f"{host} ({address})"
         raise FinalError(
             f"it is redirected to {shown(shown_host)}, an address of a private network or of this "
@@ -275,8 +300,8 @@ def _target(here: URL, location: str) -> URL:
         if there.scheme not in ("http", "https") or not there.host:
             raise ValueError("another protocol, or no host")
     except ValueError:
-        told = f"{here.host} redirects to {shown(location)[:200]!r}, which is no http url"
-        raise FinalError(told) from None
+        public = shown(re.split(r"[?#]", location)[0])[:200]
+        raise FinalError(f"{here.host} redirects to {public!r}, which is no http url") from None
     return there
 
 

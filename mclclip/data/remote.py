@@ -105,13 +105,16 @@ def _is_http(url: str) -> bool:
 
 
 def check_protocol(path: str, where: str) -> None:
-    """Raises ValueError for a url of another protocol than `PROTOCOLS`, a chain of urls, and one
-    that holds a password, which would be stored in the index and shown in messages."""
+    """Raises ValueError for a url of another protocol than `PROTOCOLS`, a chain of urls, one with a
+    blank, at which it would end in messages, and one that holds a password, which would be stored
+    in the index."""
     if "::" in path or not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
             f"{where}: {shown(path)!r} is neither a local path nor a url that is read: wanted "
             f"one of {', '.join(f'{known}://' for known in PROTOCOLS)}"
         )
+    if len(parts := path.split()) > 1:
+        raise ValueError(f"{where}: {shown(parts[0])!r} is followed by a blank: write it as %20")
     if "@" in path.split("/")[2]:
         raise ValueError(
             f"{where}: {shown(path)!r} holds a user or a password: leave them out, and put "

@@ -303,12 +303,13 @@ def load_model(
 
 
 def split_name(where: str | Path) -> tuple[str | Path, str | None]:
-    """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it."""
+    """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it. Nothing behind
+    the @, as of a variable that is not set, is no tag."""
     path = str(where).removeprefix(transformers_encoder.PREFIX).removeprefix("local-dir:")
     if "@" not in path or Path(path).exists():
         return where, None
     name, _, tag = str(where).rpartition("@")
-    return name, tag
+    return name, tag or None
 
 
 def load_concat(directory: Path) -> ConcatEncoder:

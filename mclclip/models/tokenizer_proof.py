@@ -42,7 +42,9 @@ def prove(directory: Path, context_length: int, kind: str = "AutoTokenizer") -> 
     Raises ValueError, one line, where that fails, crashes, or takes more than 4 GiB or a minute.
     """
     paths = [path for path in sorted(Path(directory).iterdir()) if path.suffix in _DATA]
-    contents = [(path.name, files.digest_file(path)) for path in paths if path.is_file()]
+    if odd := next((path.name for path in paths if not path.is_file()), None):
+        raise _refusal(directory, f"{odd} is no file")
+    contents = [(path.name, files.digest_file(path)) for path in paths]
     key = files.digest_json([contents, context_length, kind])
     if key in _proven:
         return
@@ -122,7 +124,7 @@ def growth(normalizer: Any) -> float:
         return math.prod(map(growth, normalizer))
     if not isinstance(normalizer, dict):
         return 1.0
-    own = 1.0
+    own = 1.0 + len(str(normalizer.get("prepend", "")))
     if normalizer.get("type") == "Replace":
         pattern = normalizer.get("pattern")
         text = pattern.get("String") if isinstance(pattern, dict) else None
@@ -141,7 +143,9 @@ def _try(directory: Path, context_length: int, kind: str) -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do without, in a second
     import transformers
 
-    options = {"config": transformers.PretrainedConfig()} if kind == "AutoTokenizer" else {}
+    options: dict[str, Any] = {}
+    if kind == "AutoTokenizer":
+        options = {"config": transformers.PretrainedConfig(), "trust_remote_code": False}
     own = getattr(transformers, kind).from_pretrained(str(directory), **options)
     found = own([*PROBES], padding="max_length", truncation=True, max_length=context_length)
     if other := {len(ids) for ids in found["input_ids"]} - {context_length}:

@@ -134,6 +134,9 @@ def test_every_block_is_compared_by_one_thread_or_several(
         ("http://h/a?s3cret\nx", "http://h/a?...\\nx"),
         ("what? /folder/a?b.tar x@y", "what? /folder/a?b.tar x@y"),
         ("http://h/a is there?", "http://h/a is there?"),
+        ("http://h/a?...", "http://h/a?..."),  # shown before
+        ("https:/h/a?s3cret", "https:/h/a?..."),
+        ("https://h/a#s3cret", "https://h/a?..."),
     ],
 )
 def test_urls_are_shown_without_their_secrets(text: str, wanted: str) -> None:
@@ -141,5 +144,5 @@ def test_urls_are_shown_without_their_secrets(text: str, wanted: str) -> None:
 
 
 def test_long_texts_are_shown_at_once() -> None:
-    for part in ("://", "a.", "a://b?)", "://a@", "?"):
+    for part in ("://", "a.", "a://b?)", "://a@", "?", "#"):
         assert shown(part * 200_000)

@@ -177,6 +177,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(how: Callable[...,
     for data in (
         bomb,
         many_scans(2_000, 2_000, 100_000),
+        many_scans(1, 65_500, 5_000),  # of which blocks of 8 x 8 are decoded
         bomb[:first] + eoi + bomb[first:last] + eoi + padding + bomb[last:],
         bomb[:last] + b"\x07\xff\x00\xff\x02\xff\xd3\xff\x00\xff" + bomb[last:],
     ):

@@ -182,6 +182,14 @@ def test_a_redirect_into_a_nearer_network_is_refused(
     assert not second.seen  # it was not even asked
 
 
+@pytest.mark.parametrize("host", ["127.2", "2130706434", "0177.0.0.2"])
+def test_a_redirect_to_an_address_in_an_odd_form_is_refused(servers: Servers, host: str) -> None:
+    first, second = servers
+    first.answer = redirecting(second.url("a.tar").replace("127.0.0.2", host))
+    with pytest.raises(OSError, match=r"a\.tar: it is redirected to .*refused"):
+        read(first.url("a.tar"))
+
+
 def test_what_a_proxy_finds_is_left_to_it_but_for_addresses(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +225,12 @@ def test_what_a_proxy_finds_is_left_to_it_but_for_addresses(
         ("::1", 0),
         ("169.254.169.254", 0),
         ("fe80::1%eth0", 0),
+        ("64:ff9b::a9fe:a9fe", 0),
+        ("64:ff9b::808:808", 2),
+        ("2002:7f00:1::1", 0),
+        ("::ffff:0:7f00:1", 0),
+        ("::127.0.0.1", 0),
+        ("168.63.129.16", 0),
         ("0.0.0.0", 0),
         ("::ffff:127.0.0.1", 0),
         ("::ffff:10.0.0.1", 1),
@@ -241,11 +255,16 @@ def test_redirects_in_a_loop_or_without_end_are_called_that(servers: Servers) ->
         read(first.url("a.tar"))
 
 
-@pytest.mark.parametrize("target", ["ftp://h/a.tar", "file:///etc/passwd", "http://[/"])
+@pytest.mark.parametrize(
+    "target",
+    ["ftp://h/a.tar", "file:///etc/passwd", "http://[/", "//h:99999/a?s3cret", "s3:/b/a?s3cret"]
+    + ["ftp://h/my file?s3cret", "ftp://h/a#s3cret"],
+)
 def test_a_redirect_to_what_is_no_http_url_is_refused(servers: Servers, target: str) -> None:
     servers[0].answer = redirecting(target)
-    with pytest.raises(OSError, match=r"redirects to .*, which is no http url"):
+    with pytest.raises(OSError, match=r"redirects to .*, which is no http url") as caught:
         read(servers[0].url("a.tar"))
+    assert "s3cret" not in str(caught.value)
 
 
 def test_the_store_tells_its_own_errors_apart(servers: Servers) -> None:

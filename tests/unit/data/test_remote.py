@@ -252,10 +252,15 @@ def longer(handler: Handler) -> bool:
     return True
 
 
+def garbage(handler: Handler) -> bool:
+    handler.wfile.write(b"garbage /a.tar?s3cret\r\n\r\n")
+    return True
+
+
 BAD: dict[str, Callable[[ShardServer], object]] = {
     **{
         answer.__name__: lambda server, answer=answer: setattr(server, "answer", answer)
-        for answer in (html, empty, loop, elsewhere, odd_target, longer)
+        for answer in (html, empty, loop, elsewhere, odd_target, longer, garbage)
     },
     **{
         str(status): lambda server, status=status: vars(server).update(fail=-1, status=status)

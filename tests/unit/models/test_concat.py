@@ -228,6 +228,8 @@ def test_public_loader_returns_encoders(stages: list[Path], tmp_path: Path) -> N
 def test_a_name_without_weights_is_refused_and_random_ones_are_asked_for() -> None:
     with pytest.raises(ValueError, match=r"ViT-B-32 names no weights: .*tags: openai, .*@random"):
         load_model("ViT-B-32")
+    with pytest.raises(ValueError, match=r"ViT-B-32 names no weights"):
+        load_model("ViT-B-32@")  # the tag was in a variable that is not set
     config = CONFIGS / "tiny_vit.json"
     with pytest.raises(ValueError, match=r"tiny_vit.json names no weights: .*tags: none"):
         load_model(config)

@@ -171,3 +171,10 @@ def test_how_much_longer_a_text_may_become(
     inner = {"type": "Sequence", "normalizers": parts}
     whole = {"type": "Sequence", "normalizers": [{"type": "NFC"}, inner]}
     assert tokenizer_proof.growth(whole) == wanted and tokenizer_proof.growth(None) == 1.0
+    assert tokenizer_proof.growth({"type": "Prepend", "prepend": "x" * 9}) == 10.0
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "merges.txt").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"cannot be used \(merges.txt is no file\)"):
+        tokenizer_proof.prove(tmp_path, 16)
