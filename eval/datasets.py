@@ -284,7 +284,9 @@ def _opened(path: Path, images: Path, protocol: str) -> tuple[Path, CaptionRule]
         raise ValueError(f"unknown protocol {protocol!r}: use one of {', '.join(CAPTION_RULES)}")
     for needed in (Path(path), Path(images)):
         if not needed.exists():
-            raise FileNotFoundError(f"no {needed}: retrieval needs captions and an image folder")
+            raise FileNotFoundError(
+                f"no {needed}: wanted a file or folder of captions, and a folder of images"
+            )
     return Path(path), CAPTION_RULES[protocol]
 
 

@@ -24,7 +24,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import held_out
 from mclclip.models import concat, soup, weights
-from mclclip.models.clip import save_export
+from mclclip.models.clip import is_without_weights, save_export
 from mclclip.models.loading import AnyModel, load_any
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.stage_weights import Variant
@@ -81,6 +81,8 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
     else:
         fields |= _given(config)
         inputs = {}
+        if config.model.pretrained is None and is_without_weights(config.model.name):
+            log.warning("stage 0 has random weights: model.pretrained and base are null")
     if stage > 0:
         inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
 
