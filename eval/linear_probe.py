@@ -30,12 +30,7 @@ from mclclip.eval.class_figures import (
     precisions,
 )
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.labelled_features import (
-    Feature,
-    LabelledFeatures,
-    accuracy_figures,
-    extract,
-)
+from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_figures, extract
 from mclclip.eval.labelled_images import read_parts
 from mclclip.eval.logistic import MAX_ITERATIONS, Classifier, Solver
 from mclclip.eval.metrics import BoolArray, IntArray
@@ -129,29 +124,29 @@ def train(
     num_classes = len(np.unique(labels)) if labels.ndim == 1 else 2
     solver = logistic.choose(solver, len(labels), num_classes)
     fitting: dict[str, Any] = {"solver": solver, "max_iterations": max_iterations}
-    share = f"{validation_share:g} of train" if data.valid is None else "the data set's own split"
-    if not strength:
-        held = data.valid if data.valid is not None else _held_out(labels, validation_share, seed)
-        chosen = _search(context, data, held, metric, fitting)
+    if strength:
+        chosen, chosen_by = strength, "set"
+    elif data.valid is not None:
+        chosen_by = "validation on the data set's own split"
+        chosen = _search(context, data, data.valid, metric, fitting)
     else:
-        chosen = strength
+        chosen_by = f"validation on {validation_share:g} of train"
+        # Of images with several labels the part is drawn without regard to the classes.
+        classes = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
+        held = held_out(classes, validation_share, seed)
+        chosen = _search(context, data, held, metric, fitting)
     [fitted] = _fit_all(context, data.train, labels, [chosen], fitting)
     converged = _converged(fitted)
     _say(chosen, "trained on train and validation", converged)
     protocol = {
         "strength": chosen,
-        "strength_from": "set" if strength else f"validation on {share}",
+        "strength_from": chosen_by,
         "seed": seed,
         **fitting,
         "converged": converged,
         "standardised": "rows to equal length",
     }
     return fitted, protocol
-
-
-def _held_out(labels: IntArray, share: float, seed: int) -> BoolArray:
-    """``held_out``; of images with several labels without regard to the classes."""
-    return held_out(labels if labels.ndim == 1 else np.zeros(len(labels), np.int64), share, seed)
 
 
 def _learnable(truth: IntArray) -> BoolArray:

@@ -265,11 +265,10 @@ def near_pairs(
     """
     _check_cosine(above)
     faiss = library(what)
-    make = make or choose_index(faiss)
     last: slice | None = None
     for block, cut in blocks(len(rows)) if over is None else over:
         if block != last:
-            bank, last = _Bank(np.asarray(rows[block]), faiss.IndexFlatIP, make), block
+            bank, last = _Bank(np.asarray(rows[block]), faiss, make), block
         asked = np.asarray(rows[cut])
         for places, own in bank.near(asked, above, shift=block.start - cut.start):
             yield Pairs(places + [cut.start, block.start], own)
@@ -291,9 +290,8 @@ def near_rows(
     """
     _check_cosine(above)
     faiss = library(what)
-    make = make or choose_index(faiss)
     for block in _cuts(len(bank), BANK_ROWS):
-        part = _Bank(np.asarray(bank[block]), faiss.IndexFlatIP, make)
+        part = _Bank(np.asarray(bank[block]), faiss, make)
         for cut in _cuts(len(queries), QUERY_ROWS):
             for places, own in part.near(np.asarray(queries[cut]), above):
                 yield Pairs(places + [cut.start, block.start], own)
@@ -307,9 +305,9 @@ def _check_cosine(above: float) -> None:
 class _Bank:
     """A block of rows that queries are compared with, and an index of them at length 1."""
 
-    def __init__(self, rows: Floats, on_cpu: Any, make: MakeIndex) -> None:
-        self._rows, self._on_cpu = rows, on_cpu
-        self._index = _filled(make, unit(rows))
+    def __init__(self, rows: Floats, faiss: Any, make: MakeIndex | None) -> None:
+        self._rows, self._on_cpu = rows, faiss.IndexFlatIP
+        self._index = _filled(make or choose_index(faiss), unit(rows))
 
     def near(
         self, asked: Floats, above: float, shift: int | None = None

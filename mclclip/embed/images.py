@@ -114,13 +114,8 @@ def _batches(
         path = index.shards[int(index.shard_of[ids[0]])].path
         return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shown(path)}"
 
-    return iter(
-        Loader(
-            images,
-            cuts,
-            num_workers=workers,
-            describe=describe,
-            note_slow=images.note_slow,
-            batched=True,
-        )
+    note = images.note_slow
+    loader = Loader(
+        images, cuts, num_workers=workers, describe=describe, note_slow=note, batched=True
     )
+    return iter(loader)

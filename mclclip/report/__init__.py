@@ -206,26 +206,15 @@ def _summary(
     best = pairs.best_of({row.model: row for row in material.rows})
     if best is not None and (own := verdicts.of(best)):
         first = own[0]
-        value, base, change, *_ = first.texts()
-        unit = first.row.unit
-        found.append(
-            (
-                change,
-                f"{unit.difference} on {first.row.benchmark}",
-                f"{best} has {value} {unit.name}, stage 0 {base}: {first.verdict}",
-            )
-        )
+        (value, base, change, *_), unit = first.texts(), first.row.unit
+        more = f"{best} has {value} {unit.name}, stage 0 {base}: {first.verdict}"
+        found.append((change, f"{unit.difference} on {first.row.benchmark}", more))
     if twins := [c for c in verdicts.with_control if c.row.model == best]:
         first = twins[0]
-        _, base, change, *_ = first.texts()
-        unit = first.row.unit
-        found.append(
-            (
-                change,
-                f"{unit.difference} against the same training without groups",
-                f"{first.against.model} has {base} {unit.name}: {first.verdict}",
-            )
-        )
+        (_, base, change, *_), unit = first.texts(), first.row.unit
+        what = f"{unit.difference} against the same training without groups"
+        more = f"{first.against.model} has {base} {unit.name}: {first.verdict}"
+        found.append((change, what, more))
     if material.layout.index.is_dir():
         section = _section(lambda: [len(material.index)], "")
         if section.content:
