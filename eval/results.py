@@ -342,7 +342,9 @@ def _chance(rows: Sequence[Result], decimals: Mapping[str, int]) -> dict[str, st
 def _left_out(rows: Sequence[Result]) -> list[tuple[int, int]]:
     """How many items were not measured, and of how many, where some were left out."""
     found = {(row.protocol.get("left_out_items"), row.protocol.get("num_items")) for row in rows}
-    return sorted((a, a + b) for a, b in found if a and type(a) is type(b) is int)
+    return sorted(
+        (out, out + kept) for out, kept in found if out and type(out) is type(kept) is int
+    )
 
 
 def _cell(cell: Result | Reference | None, intervals: bool, decimals: int) -> str:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 from mclclip import search
 from mclclip.config import BenchmarkConfig, Config, load
 from mclclip.config.plain_yaml import read_yaml
-from mclclip.data.training_images import TrainingImages, path_of
+from mclclip.data.training_images import TrainingImages, path_of, run_of
 from mclclip.eval import prompts, results
 from mclclip.eval.features import Extractor, Readable
 from mclclip.eval.results import Figure, Reference, Result
@@ -34,8 +34,7 @@ from mclclip.models.encoder import Encoder
 from mclclip.options import STRICT, first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.artifacts import is_finished
-from mclclip.run.layout import Layout, folders_above
+from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -333,15 +332,9 @@ def judge(
                 "call it otherwise"
             )
         found |= of_suite
-    runs = dict.fromkeys(run for text in models if (run := _run_of(Path(_named(text)[1]))))
+    runs = dict.fromkeys(run for text in models if (run := run_of(Path(_named(text)[1]))))
     trained_on = [images for run in runs if (images := _trained_on(run))]
     return Judge(found, Context(device=pick_device(device)), trained_on=trained_on, choice=choice)
-
-
-def _run_of(model: Path) -> Path | None:
-    """The run directory that an exported model lies in."""
-    above = folders_above(Path(str(model).removeprefix("local-dir:")))
-    return next((folder for folder in above if is_finished(Layout(folder).index)), None)
 
 
 def _trained_on(run_dir: Path) -> TrainingImages | None:
@@ -491,9 +484,8 @@ def run(
 
 
 def _named(text: str) -> tuple[str, str | Path]:
-    """Splits ``NAME=PATH``; without a name the path is the name. Random weights are part of it.
-
-    Raises ValueError for the name of an architecture without weights."""
+    """Splits ``NAME=PATH``; without a name the path is the name. "(random weights)" is added to the
+    name of a model that has such. Raises ValueError for an architecture without weights."""
     name, equals, where = text.partition("=")
     if not equals or Path(text).exists():
         name = where = text

@@ -58,8 +58,8 @@ def run(path: Path) -> int:
 
 def findings(path: Path) -> Iterator[Finding]:
     """All checks, in the order of the report."""
-    checks = (_python, _packages, _torchvision, _faiss, _cpu, _gpus, _hub, _open_files)
-    for check in (*checks, _shared_memory):
+    machine = (_cpu, _gpus, _hub, _open_files, _shared_memory)
+    for check in (_python, _packages, _torchvision, _faiss, *machine):
         yield from check()
     folder = existing(path)
     yield from _disk(path, folder)

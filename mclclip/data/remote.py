@@ -231,7 +231,7 @@ class Remote:
 
     def _read_piece(self, piece: _Piece) -> bytes:
         if not threading.main_thread().is_alive():
-            # It waits for what its threads have yet to do.
+            # The interpreter waits for its threads, which would go on to read the rest.
             raise FinalError("the program has ended")
         return self._attempts(piece.url, lambda _: self._once(piece))
 

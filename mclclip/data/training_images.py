@@ -27,7 +27,7 @@ from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.shard_reader import ShardReader
 from mclclip.files import digest_keys
 from mclclip.run.artifacts import is_finished, read_manifest
-from mclclip.run.layout import HasRunDir, Layout
+from mclclip.run.layout import HasRunDir, Layout, folders_above
 
 log = logging.getLogger("mclclip")
 
@@ -152,6 +152,12 @@ class TrainingImages:
 
 def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
+
+
+def run_of(model: Path) -> Path | None:
+    """The run directory with an index that an exported model lies in."""
+    above = folders_above(Path(str(model).removeprefix("local-dir:")))
+    return next((folder for folder in above if is_finished(Layout(folder).index)), None)
 
 
 def path_of(image: Image) -> Path:

@@ -115,7 +115,7 @@ def _batches(
         return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shown(path)}"
 
     note = images.note_slow
-    loader = Loader(
+    loader: Loader[list[Sample | BadSample]] = Loader(
         images, cuts, num_workers=workers, describe=describe, note_slow=note, batched=True
     )
     return iter(loader)

@@ -374,11 +374,8 @@ def _wise(
     units = {found[chosen][name].unit.name for name in main}
     _draw(folder / "curve.png", curve, main, " or ".join(sorted(units)))
     price = _price(curve)
-    changes = ", ".join(
-        f"{name} {price[name]:+.{_digits([price[name]], found[chosen][name].unit)}f}"
-        for name in main
-        if name in price
-    )
+    digits = {name: _digits([price[name]], found[chosen][name].unit) for name in price}
+    changes = ", ".join(f"{name} {price[name]:+.{digits[name]}f}" for name in main if name in price)
     table = _table("alpha", {f"{a:g}": figures for a, figures in found.items()})
     table += f"\nalpha {chosen:g} is written" + (f"; against alpha 0: {changes}" if changes else "")
     return _Choice([1.0 - chosen, chosen], curve | {"price": price}, table)
