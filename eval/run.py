@@ -22,9 +22,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 from mclclip import search
 from mclclip.config import BenchmarkConfig, Config, load
 from mclclip.config.plain_yaml import read_yaml
-from mclclip.data.training_images import TrainingImages, path_of, run_of
+from mclclip.data.training_images import Leakage, TrainingImages, run_of
 from mclclip.eval import prompts, results
-from mclclip.eval.features import Extractor, Readable
+from mclclip.eval.features import Extractor
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_encoder, weights
@@ -207,7 +207,8 @@ def run_suite(
     for name, benchmark in benchmarks.items():
         log.info("evaluate %s on %s", model_name, name)
         evaluate = EVALUATORS[benchmark.kind]
-        leakage = _Leakage(name, benchmark, trained_on, (choice or {}).get(name, ""))
+        part, decides = "test" if benchmark.kind in _LEARNERS else "", (choice or {}).get(name, "")
+        leakage = Leakage(name, Path(benchmark.path), part, trained_on, decides)
         watched = replace(extractor, on_images=leakage)
         figures = evaluate(watched, Path(benchmark.path), **benchmark.options)
         if leakage.known:
@@ -219,40 +220,6 @@ def run_suite(
             figures = [replace(f, protocol=f.protocol | {"evaluation": digest}) for f in figures]
         rows += on_main(partial(results.record, results_path, figures, model_name, name))
     return rows
-
-
-@dataclass
-class _Leakage:
-    """Counts the images of a benchmark, ``judged``, that are trained on, ``known``.
-
-    Raises ValueError on all ranks for the first of them where the benchmark decides a ``choice``.
-    """
-
-    name: str
-    benchmark: BenchmarkConfig
-    trained_on: Sequence[TrainingImages]
-    choice: str
-    known: int = 0
-    judged: int = 0
-
-    def __call__(self, images: Sequence[Readable]) -> None:
-        if self.benchmark.kind in _LEARNERS:
-            test = Path(self.benchmark.path) / "test"
-            images = [image for image in images if test in path_of(image).parents]
-        if not images or not self.trained_on:
-            return
-        counted = on_main(lambda: [trained.count(images) for trained in self.trained_on])
-        self.known, self.judged = self.known + max(counted), self.judged + len(images)
-        if self.known and self.choice:
-            raise ValueError(
-                f"{self}, and {self.choice} is chosen by it: give data that no training has read"
-            )
-
-    def __str__(self) -> str:
-        return (
-            f"benchmark {self.name!r}: {self.known:,} of its {self.judged:,} images in "
-            f"{self.benchmark.path} are images that the run is trained on"
-        )
 
 
 @dataclass(frozen=True)
@@ -332,17 +299,24 @@ def judge(
                 "call it otherwise"
             )
         found |= of_suite
-    runs = dict.fromkeys(run for text in models if (run := run_of(Path(_named(text)[1]))))
-    trained_on = [images for run in runs if (images := _trained_on(run))]
+    trained_on = _trained_on([_named(text)[1] for text in models])
     return Judge(found, Context(device=pick_device(device)), trained_on=trained_on, choice=choice)
 
 
-def _trained_on(run_dir: Path) -> TrainingImages | None:
-    """The training images of a run; all of its index's where its options cannot be read."""
-    try:
-        return TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
-    except (ValueError, OSError):  # an older run's options may have other names
-        return TrainingImages(Layout(run_dir).index, {"": {}})
+def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> list[TrainingImages]:
+    """The training images of a configured run, and of the runs in whose folders models lie; all of
+    an index's where a run's options cannot be read."""
+    found = [] if config is None else [TrainingImages.of(config)]
+    runs = dict.fromkeys(run for model in models if (run := run_of(Path(model))))
+    for run_dir in runs:
+        if config is not None and run_dir == Path(config.run_dir).resolve():
+            continue
+        try:
+            own = TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
+        except (ValueError, OSError):  # an older run's options may have other names
+            own = TrainingImages(Layout(run_dir).index, {"": {}})
+        found.append(own)
+    return [images for images in found if images is not None]
 
 
 def _some_of(
@@ -400,7 +374,6 @@ def evaluate(
     together(partial(check_files, benchmarks))
     path, precision = path or Layout.of(config).results, config.eval.precision
     rows: list[Result] = []
-    trained_on = on_main(partial(TrainingImages.of, config))
     for name, where in models.items():
         location, pretrained = split_name(where)
         identity = on_main(partial(identity_of, location, pretrained))
@@ -424,7 +397,7 @@ def evaluate(
             name,
             context=context,
             identity=identity,
-            trained_on=[trained_on] if trained_on else (),
+            trained_on=on_main(partial(_trained_on, [location], config)),
             choice=choice,
             batch_size=config.eval.batch_size,
             precision=precision,
@@ -471,6 +444,8 @@ def run(
             "--suite mcl --set data=/data"
         )
     named = dict(map(_named, models)) if models else exports_of(config)
+    if len(named) < len(models):
+        raise ValueError("two models have one name: give each its own, as NAME=PATH")
     if not named:
         raise FileNotFoundError(
             f"{config.run_dir} has no exports: run 'mclclip export' first, or name a model, "

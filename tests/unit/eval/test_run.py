@@ -456,5 +456,10 @@ def test_what_is_trained_on_decides_nothing(
     judge = evaluation.judge(held_out=tmp_path / "held_out", models=[str(export)])
     rows = judge.measure(planted("perfect", 5), tmp_path / "results.jsonl", "soup")
     assert {row.protocol["training_images"] for row in rows} == {3}
+    other = replace(trained, run_dir=str(tmp_path / "other"))  # which trains nothing
+    rows = evaluation.evaluate(other, SINGLE, {"x": export})
+    assert {row.protocol.get("training_images") for row in rows} == {3, 1}
+    with pytest.raises(ValueError, match="two models have one name"):
+        evaluation.run(other, SINGLE, models=[f"x={export}", f"x={export.parent}"])
     with pytest.raises(ValueError, match="trained on, and the checkpoint is chosen by it"):
         evaluation.evaluate(trained, SINGLE, {"x": export}, choice={"held_out": "the checkpoint"})
