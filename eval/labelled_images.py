@@ -115,7 +115,8 @@ def read_parts(
     where: dict[Part, Path] = {part: root / (table or part) for part in get_args(Part)}
     if several and table and (root / table).is_dir():
         files = {part: _voc_files(root / table, part, part == "valid") for part in where}
-        names = _names_to_learn({*files["train"]}, {*files["test"]}, where)
+        classes = {label for found in files.values() for label in found}
+        names = _names_to_learn(classes, classes, where)
         return {part: _voc_images(root, table, names, part) for part in where if files[part]}
     if not table:
         _check_folders(where)
@@ -181,10 +182,12 @@ def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) ->
     images = [below(root, f"JPEGImages/{name}.jpg", f"{folder}") for name in rows]
     truth = np.zeros((len(rows), len(names)), dtype=np.int8)
     for column, label in enumerate(names):
-        found = columns.get(label, dict.fromkeys(rows, -1))
-        if found.keys() != rows.keys():
+        if label not in columns:
+            missing = f"{label}{_VOC_ENDINGS[part]}"
+            raise ValueError(f"{folder} has no {missing}: every class wants a file of each part")
+        if columns[label].keys() != rows.keys():
             raise ValueError(f"the files in {folder} list different images: {label!r}")
-        truth[:, column] = [found[name] for name in rows]
+        truth[:, column] = [columns[label][name] for name in rows]
     return SeveralLabels(images, truth, list(names.values()))
 
 
@@ -195,6 +198,8 @@ def _voc_rows(path: Path) -> dict[str, int]:
         name, *rest = line.split() or [""]
         if rest not in (["1"], ["0"], ["-1"]):
             raise ValueError(f"{path} line {number} is not an image and 1, 0 or -1: {line!r}")
+        if name in found:
+            raise ValueError(f"{path} line {number} has {name} once more: leave one line of it")
         found[name] = int(rest[0])
     return found
 

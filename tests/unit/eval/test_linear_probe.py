@@ -389,6 +389,27 @@ def test_a_folder_valid_chooses_the_strength_and_is_learnt(
     assert without[0].protocol["num_train"] == 30  # neighbours are those of train alone
 
 
+LISTS = {
+    "a_train.txt": "0 1\n1 -1", "b_train.txt": "0 -1\n1 1", "a_val.txt": "2 1", "b_val.txt": "2 -1",
+    "a_test.txt": "3 1\n4 0", "b_test.txt": "3 -1\n4 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", LISTS)
+def test_each_class_of_pascal_voc_has_a_list_of_each_part(tmp_path: Path, missing: str) -> None:
+    for name in LISTS.keys() - {missing}:
+        (tmp_path / name).write_text(LISTS[name])
+    with pytest.raises(ValueError, match=f"has no {missing}: every class"):
+        read_parts(tmp_path, ".", several=True)
+
+
+def test_an_image_stands_once_in_a_list(tmp_path: Path) -> None:
+    for name, text in (LISTS | {"b_test.txt": "3 -1\n3 1\n4 1"}).items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"b_test\.txt line 2 has 3 once more"):
+        read_parts(tmp_path, ".", several=True)
+
+
 def test_labels_and_metrics_that_do_not_fit_get_one_line(numbers: Path, planted: Any) -> None:
     encoder = planted("random", 240)
 
