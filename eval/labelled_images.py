@@ -110,31 +110,46 @@ def read_parts(
     CSV ``root/table`` by its column split, beside filepath and label; or PASCAL VOC's files
     CLASS_train.txt, CLASS_val.txt and CLASS_test.txt in the folder ``root/table``. ``several``:
     images have several labels, as in ``read_several_labels``. FileNotFoundError where a folder is
-    missing; ValueError for fewer than two classes, or a class that only test has.
+    missing; ValueError for fewer than two classes, a class that only test has, a class of PASCAL
+    VOC's without a file of a part, or an image in two parts.
     """
-    where: dict[Part, Path] = {part: root / (table or part) for part in get_args(Part)}
-    if several and table and (root / table).is_dir():
-        files = {part: _voc_files(root / table, part, part == "valid") for part in where}
+    parts: tuple[Part, ...] = get_args(Part)
+    where = root / (table or "")
+    if several and table and where.is_dir():
+        files = {part: _voc_files(where, part, part == "valid") for part in parts}
         classes = {label for found in files.values() for label in found}
         names = _names_to_learn(classes, classes, where)
-        return {part: _voc_images(root, table, names, part) for part in where if files[part]}
+        of_lists = {part: _voc_images(root, table, names, part) for part in parts if files[part]}
+        _check_apart([one.images for one in of_lists.values()], where)
+        return of_lists
     if not table:
-        _check_folders(where)
-        rows: dict[Part, Pairs] = {part: _images_in(folder) for part, folder in where.items()}
+        _check_folders(root)
+        rows: dict[Part, Pairs] = {part: _images_in(root / part) for part in parts}
     elif several:
-        rows = {part: _table_rows(root, table, part) for part in where}
+        rows = {part: _table_rows(root, table, part) for part in parts}
     else:
-        rows = {part: _one_label_each(root, table, part) for part in where}
+        rows = {part: _one_label_each(root, table, part) for part in parts}
+    _check_apart([[path for path, _ in pairs] for pairs in rows.values()], where)
     labels = {part: {label for _, label in pairs} for part, pairs in rows.items()}
     names = _names_to_learn(labels["train"] | labels["valid"], labels["test"], where)
-    there = [part for part in where if rows[part] or part != "valid"]
+    there = [part for part in parts if rows[part] or part != "valid"]
     if several:
         return {part: _several(rows[part], names) for part in there}
-    return {part: _labelled(rows[part], names, where[part]) for part in there}
+    return {part: _labelled(rows[part], names, f"{part} of {where}") for part in there}
 
 
-def _check_folders(where: Mapping[Part, Path]) -> None:
-    for folder in (where["train"], where["test"]):
+def _check_apart(parts: Iterable[Iterable[Path]], where: Path) -> None:
+    """Raises ValueError where an image is in several parts."""
+    times = Counter(path for images in parts for path in set(images))
+    if shared := [path for path, count in times.items() if count > 1]:
+        raise ValueError(
+            f"{where} has {len(shared):,} images in more than one of train, valid and test, such "
+            f"as {min(shared)}: leave each in one"
+        )
+
+
+def _check_folders(root: Path) -> None:
+    for folder in (root / "train", root / "test"):
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"no folder {folder}: wanted train/ and test/ with a folder per class, "
@@ -142,15 +157,15 @@ def _check_folders(where: Mapping[Part, Path]) -> None:
             )
 
 
-def _names_to_learn(known: set[str], asked: set[str], where: Mapping[Part, Path]) -> dict[str, str]:
+def _names_to_learn(known: set[str], asked: set[str], where: Path) -> dict[str, str]:
     """Label -> class name of the classes that can be learnt, which must have all that are asked."""
     if len(known) < 2:
-        raise ValueError(f"{where['train']} has images of {len(known)} classes: wanted at least 2")
+        raise ValueError(f"train of {where} has images of {len(known)} classes: wanted at least 2")
     if not asked:
-        raise ValueError(f"{where['test']} has no images to test")
+        raise ValueError(f"test of {where} has no images to test")
     if strangers := sorted(asked - known):
         raise ValueError(
-            f"{where['test']} has {len(strangers)} classes that {where['train']} lacks, such as "
+            f"test of {where} has {len(strangers)} classes that train lacks, such as "
             f"{strangers[0]!r}"
         )
     return {label: readable(label) for label in sorted(known)}
@@ -252,7 +267,7 @@ def _one_label_each(root: Path, table: str, part: Part | None = None) -> Pairs:
     return pairs
 
 
-def _labelled(pairs: Pairs, names: Mapping[str, str], where: Path) -> LabelledImages:
+def _labelled(pairs: Pairs, names: Mapping[str, str], where: Path | str) -> LabelledImages:
     if not pairs:
         raise ValueError(f"{where} has no images")
     row = {label: number for number, label in enumerate(names)}

@@ -300,7 +300,8 @@ def shown_lines(text: str) -> str:
 
 
 def below(root: Path, name: str, where: str) -> Path:
-    """``root / name``, for a name that somebody else's table (``where``) gives.
+    """``root / name`` without ``.`` and ``..``, for a name that somebody else's table (``where``)
+    gives.
 
     Raises ValueError, one line, for a name that is absolute or leads upwards out of ``root``. What
     links on the disk lead to is not looked at (see ``Roots``).
@@ -308,7 +309,7 @@ def below(root: Path, name: str, where: str) -> Path:
     path = os.path.normpath(name)
     if not name or os.path.isabs(path) or path.split(os.sep)[0] == os.pardir or "\0" in name:
         raise ValueError(f"{where} names {name!r}, which is no file below {root}: correct the name")
-    return Path(root) / name
+    return Path(root) / path
 
 
 class Roots:

@@ -410,8 +410,18 @@ def test_an_image_stands_once_in_a_list(tmp_path: Path) -> None:
         read_parts(tmp_path, ".", several=True)
 
 
+def test_an_image_stands_in_one_list(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        lists = {name.replace("_test", f"_{part}"): text for name, text in LISTS.items()}
+        for name, text in (LISTS | lists).items():
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match="2 images in more than one of .*JPEGImages/3.jpg"):
+            read_parts(tmp_path, ".", several=True)
+
+
 def test_labels_and_metrics_that_do_not_fit_get_one_line(numbers: Path, planted: Any) -> None:
     encoder = planted("random", 240)
+    several: dict[str, Any] = {"metric": "map_11_point", "strength": 1}
 
     def refused(message: str, lines: Sequence[str], **options: Any) -> None:
         (numbers / "labels.csv").write_text("\n".join(["filepath,label,split", *lines]))
@@ -420,12 +430,15 @@ def test_labels_and_metrics_that_do_not_fit_get_one_line(numbers: Path, planted:
 
     rows = [f"images/{n:03d}.png,{n % 2},{('train', 'test')[n // 4]}" for n in range(8)]
     refused("line 10 .*split 'val': wanted one of train, valid, test", [*rows, "x.png,1,val"])
-    refused("lacks, such as '7'", [*rows, "images/009.png,7,test"])
+    refused("test of .*labels.csv has 1 classes that train lacks, such as '7'", [*rows, "images/009.png,7,test"])
     refused("wants more than 5 classes, got 2", rows, metric="mean_of_top1_and_top5")
     refused("more than once: several labels", [*rows, "images/000.png,1,train"])
-    refused("has no images to test", rows[:4])
+    refused("test of .* has no images to test", rows[:4])
+    for name in ("images/000.png", "x/../images//000.png"):  # one image has one path
+        in_two = "has 1 images in more than one of train, valid and test, such as .*/images/000.png"
+        refused(in_two, [*rows, f"{name},0,test"])
+        refused(in_two, [*rows, f"{name},1,valid"], **several)
     refused("images of 1 classes", [row for row in rows if ",1," not in row])
-    several: dict[str, Any] = {"metric": "map_11_point", "strength": 1}
     shown = ["000.png,a,train", "001.png,a,train", "001.png,b,train", "002.png,b,test"]
     refused(
         "1 classes have no train image .* such as 'a'", [f"images/{o}" for o in shown], **several
