@@ -28,6 +28,9 @@ from mclclip.files import parse_json, shown, write_bytes
 WIDTH = 100
 """Columns of a terminal that a table fits into."""
 
+Column = tuple[str, Unit]
+"""Figures that can be compared: a metric, and its unit, which rows of an older version may lack."""
+
 Level = Literal["headline", "table", "detail"]
 """How much a metric matters: encoders are compared by headlines; tables show details on request."""
 
@@ -66,6 +69,11 @@ class Result:
     def unit(self) -> Unit:
         """What it is measured in."""
         return unit_of(self.protocol)
+
+    @property
+    def column(self) -> Column:
+        """Its column of the table of its benchmark."""
+        return self.metric, self.unit
 
 
 @dataclass(frozen=True)
@@ -257,7 +265,7 @@ def table(
 
     Models and metrics stand in the order of their first appearance, below the number of trials and
     what chance gives (where the protocol says so); published references come last, marked. Cells
-    are in the unit of the metric, which its head names unless it is percent, with the 95 % interval
+    are in the unit of the column, which its head names unless it is percent, with the 95 % interval
     below them unless ``intervals`` is off. Metrics of the level ``detail`` are counted, and shown
     with ``details``. Where the columns of a benchmark are wider than ``width`` together, they
     follow in a further block. Below it stand its ``notes``.
@@ -281,28 +289,31 @@ def _block(
     intervals: bool,
     width: int,
 ) -> str:
-    models: dict[str, dict[str, Result | Reference]] = {}
+    models: dict[str, dict[Column, Result | Reference]] = {}
     for row in rows:
-        models.setdefault(row.model, {})[row.metric] = row
+        models.setdefault(row.model, {})[row.column] = row
     for reference in published:
         name = f"{reference.model} [{reference.source}]"
-        models.setdefault(name, {})[reference.metric] = reference
-    units = {row.metric: row.unit for row in rows}
+        models.setdefault(name, {})[reference.metric, PERCENT] = reference
+    trials = _trials(rows)
     decimals = {
-        metric: unit.decimals(m[metric].value for m in models.values() if metric in m)
-        for metric, unit in units.items()
+        column: column[1].decimals(m[column].value for m in models.values() if column in m)
+        for column in trials
     }
-    trials, chance = _trials(rows), _chance(rows, decimals)
+    chance = _chance(rows, decimals)
     above = ["trials", *(["chance"] if chance else [])]
     names = [wrapped(shown(name), 44) for name in (benchmark, *above, *models)]
     columns = [
         [
-            wrapped(shown(metric), 11) + units[metric].note,
+            wrapped(shown(metric), 11) + unit.note,
             count,
-            *([chance.get(metric, "-")] if chance else []),
-            *(_cell(v.get(metric), intervals, decimals[metric]) for v in models.values()),
+            *([chance.get((metric, unit), "-")] if chance else []),
+            *(
+                _cell(v.get((metric, unit)), intervals, decimals[metric, unit])
+                for v in models.values()
+            ),
         ]
-        for metric, count in trials.items()
+        for (metric, unit), count in trials.items()
     ]
     return "\n\n".join(
         tabulate(
@@ -319,23 +330,23 @@ def _block(
     )
 
 
-def _trials(rows: Sequence[Result]) -> dict[str, str]:
-    """The number of trials of each metric, in the order of their first appearance."""
-    counts: dict[str, set[int]] = {}
+def _trials(rows: Sequence[Result]) -> dict[Column, str]:
+    """The number of trials of each column, in the order of their first appearance."""
+    counts: dict[Column, set[int]] = {}
     for row in rows:
-        counts.setdefault(row.metric, set()).add(row.count)
-    return {metric: "/".join(map(str, sorted(found))) for metric, found in counts.items()}
+        counts.setdefault(row.column, set()).add(row.count)
+    return {column: "/".join(map(str, sorted(found))) for column, found in counts.items()}
 
 
-def _chance(rows: Sequence[Result], decimals: Mapping[str, int]) -> dict[str, str]:
-    """By metric, the figure that guessing gives, as text; metrics without one are left out."""
-    known: dict[str, set[float]] = {}
+def _chance(rows: Sequence[Result], decimals: Mapping[Column, int]) -> dict[Column, str]:
+    """By column, the figure that guessing gives, as text; columns without one are left out."""
+    known: dict[Column, set[float]] = {}
     for row in rows:
         if isinstance(value := row.protocol.get("chance"), int | float):
-            known.setdefault(row.metric, set()).add(value)
+            known.setdefault(row.column, set()).add(value)
     return {
-        metric: "/".join(f"{value:.{decimals[metric]}f}" for value in sorted(found))
-        for metric, found in known.items()
+        column: "/".join(f"{value:.{decimals[column]}f}" for value in sorted(found))
+        for column, found in known.items()
     }
 
 

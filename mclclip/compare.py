@@ -213,13 +213,18 @@ class Reader:
 
 
 def _difference(read: Reader, a: Row, b: Row) -> Difference:
+    (own, _), (base, _) = a, b
+    if own.unit != base.unit:  # an older version wrote none
+        raise ValueError(
+            f"{own.benchmark}, {own.metric}: {own.model} is measured in {own.unit.name} and "
+            f"{base.model} in {base.unit.name}: evaluate again with 'mclclip eval --force'"
+        )
     try:
         return paired.difference(read(*a), read(*b))
     except paired.NotTheSame as error:
         raise ValueError(
-            f"{a[0].model} and {b[0].model} were not measured on the same items of "
-            f"{a[0].benchmark}: "
-            f"{error}; evaluate both on the same data"
+            f"{own.model} and {base.model} were not measured on the same items of "
+            f"{own.benchmark}: {error}; evaluate both on the same data"
         ) from None
 
 

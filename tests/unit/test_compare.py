@@ -88,6 +88,16 @@ def test_a_table_of_percent_and_nats_names_both(run_dir: Path, capsys: Any) -> N
     assert "value" in lines[0] and "44.4 %" in lines[2] and " nats" in lines[3]
 
 
+def test_rows_of_different_units_are_not_compared(tmp_path: Path) -> None:
+    path = losses(tmp_path) / "results.jsonl"
+    first, second = path.read_text().splitlines()
+    older = json.loads(second)
+    del older["protocol"]["unit"]
+    path.write_text(f"{first}\n{json.dumps(older)}\n")
+    with pytest.raises(ValueError, match="concat is measured in % and stage_0 in nats: .*--force"):
+        compare.run([tmp_path])
+
+
 def test_formats(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
     compare.run([run_dir], models=["soup"], format="csv", out=tmp_path / "table.csv")
     with open(tmp_path / "table.csv", encoding="utf-8") as file:

@@ -158,7 +158,9 @@ def test_bad_input_gets_one_clear_line(
         with pytest.raises(ValueError, match=message):
             run(encoder, folders, **options)
     draw(folders / "test" / "new" / "1.png", 1)
-    with pytest.raises(ValueError, match=r"test of .* has 1 classes that train lacks, such as 'new'"):
+    with pytest.raises(
+        ValueError, match=r"test of .* has 1 classes that train lacks, such as 'new'"
+    ):
         run(encoder, folders)
     with pytest.raises(FileNotFoundError, match="no folder .*train: wanted train/ and test/"):
         run(encoder, folders / "train")

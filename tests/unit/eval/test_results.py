@@ -175,6 +175,17 @@ def test_a_loss_has_its_unit_and_the_digits_that_tell_encoders_apart() -> None:
     assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["2.346", "2.500"]
 
 
+def test_a_metric_in_two_units_has_two_columns() -> None:
+    """An older version's row has no unit."""
+    rows = [loss("stage_0", 4.605), replace(loss("stage_1", 50.0), protocol={})]
+    lines = results.table(rows, intervals=False).splitlines()
+    assert lines[0].split() == ["held_out", "loss", "loss"]
+    assert [line.split() for line in lines[-2:]] == [
+        ["stage_0", "4.605", "-"],
+        ["stage_1", "-", "50.0"],
+    ]
+
+
 def test_table_fits_a_terminal_and_counts_what_it_leaves_out() -> None:
     """As many columns, and as long names, as a data set of captions with ties has."""
     directions, cut = ("image_to_text", "text_to_image"), ("R@1", "R@5", "R@10")
