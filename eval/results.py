@@ -184,8 +184,8 @@ def read(path: Path) -> list[Result]:
         if not isinstance(row, dict) or set(row) != names or not _is_row(row):
             raise ValueError(
                 f"{path} line {number} is not a result row: its fields must be {names}, names "
-                "texts, figures finite numbers and the protocol an object; take that line out, or "
-                "the file away"
+                "texts, figures finite numbers, count 0 to 10**15 and the protocol an object, its "
+                "unit at most 20 characters that print; take that line out, or the file away"
             )
         rows.append(Result(**row))
     return rows
@@ -197,7 +197,11 @@ def _is_row(row: Mapping[str, Any]) -> bool:
         all(isinstance(row[name], str) for name in ("model", "benchmark", "metric"))
         and all(type(row[name]) in (int, float) for name in ("value", "ci_low", "ci_high"))
         and type(row["count"]) is int
+        and 0 <= row["count"] <= 10**15
         and isinstance(row["protocol"], dict)
+        and isinstance(unit := row["protocol"].get("unit", ""), str)
+        and unit.isprintable()
+        and len(unit) <= 20
         and all(map(_is_finite, (*row.values(), *row["protocol"].values())))
     )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,6 +137,27 @@ def test_table_has_what_chance_gives_and_what_was_left_out() -> None:
         "stage_0     20.0",
         "stage_1     20.0",
     ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"count": -1},
+        {"count": 10**15 + 1},
+        *(
+            {"protocol": {"unit": unit}}
+            for unit in ("\x1b[31mred", "a\nb", "x" * 21, ["nats"], None)
+        ),
+    ],
+    ids=str,
+)
+def test_a_count_or_unit_that_is_none_is_one_line(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = tmp_path / "results.jsonl"
+    good = asdict(row("stage_0")) | {"count": 10**15, "protocol": {"unit": "x" * 20}}
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(good | fields)}\n")
+    with pytest.raises(ValueError, match="line 2 is not a result row: .* count 0 to") as caught:
+        results.read(path)
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(
