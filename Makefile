@@ -3,7 +3,7 @@
 #
 #   make demo    the whole method on built-in data, with its ungrouped control
 #   make test    the tests, without the slow ones
-#   make lint    ruff and mypy
+#   make lint    ruff, mypy, and how much there is to read
 #   make bench   figures with their units, and their ratios in one table (an hour; BENCH=--short: minutes)
 #   make peers   the environment of open_clip_train, which benchmarks compare with
 #   make slow    one short instance of the slow tests
@@ -59,6 +59,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.house
 
 # This environment has its own packages, and through a .pth file those of .venv.
 peers: $(PEERS_INSTALLED)

@@ -5,23 +5,31 @@
 
 A change that only moves code must leave every digest as it was, on the same machine and with the
 same versions: those of exports, embeddings, centroids, labels and grouped indices, of the rows of
-metrics without what a clock says, and of the rows of results. Only the command line is used: to
-record a commit that lacks this file, copy it into a checkout of that commit.
+metrics without what a clock says, and of the rows of results. Every configuration runs on one and
+on two ranks, and once more where it is killed in the middle of a training and started again. Only
+the command line is used: to record a commit that lacks this file, copy it into a checkout of that
+commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+from mclclip import checkpoint
 from tests import tiny
+from tests.e2e.started import Started
 
 # Of a row: what differs in every run.
 CLOCK = re.compile(r"(_s|_gib|seconds|time|mfu)$|per_s|wait|peak|gpu")
@@ -39,6 +47,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "mlcd_sharded": (*CENTERS, "train.objective.kind=mlcd", "train.objective.labels_per_sample=2",
                      "train.objective.sample_rate=0.5", "train.objective.lazy=true",
                      "train.engine.name=fsdp", "cluster.method=two_level"),
+    "simclr": ("num_stages=1", *(f"{part}.objective={{kind: nt_xent, temperature: 0.1}}"
+                                 for part in ("base", "train"))),
     "single_label": (*CENTERS, "train.objective.kind=single_label",
                      "train.objective.labels_per_sample=1", "train.objective.margin=cos"),
 }  # fmt: skip
@@ -55,20 +65,28 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         data = tiny.make_data(Path(folder) / "data")
         for kind in options.kinds:
-            for ranks in (1, 2):
-                name = f"{kind}_{ranks}"
-                found[name] = record(Path(folder) / name, data, KINDS[kind], ranks)
+            for ranks, killed in itertools.product((1, 2), (False, True)):
+                name = f"{kind}_{ranks}" + "_killed" * killed
+                found[name] = record(Path(folder) / name, data, KINDS[kind], ranks, killed)
                 print(f"{name}: {len(found[name])} digests", flush=True)
     options.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     return 0 if options.against is None else compare(json.loads(options.against.read_text()), found)
 
 
-def record(run_dir: Path, data: Path, overrides: tuple[str, ...], ranks: int) -> dict[str, str]:
-    """Runs one configuration and returns the digests of what it wrote, by relative path."""
+def record(
+    run_dir: Path, data: Path, overrides: tuple[str, ...], ranks: int, killed: bool
+) -> dict[str, str]:
+    """Runs one configuration and returns the digests of what it wrote, by relative path.
+
+    ``killed``: its processes are killed once a training has saved a checkpoint of the last stage,
+    and the same command runs again.
+    """
     tree = tiny.tree(run_dir, data)
     path = run_dir.with_suffix(".yaml")
     path.write_text(json.dumps(tree))  # JSON is YAML
     command = tiny.command("run", "--config", str(path), *overrides, ranks=ranks)
+    if killed:
+        kill_in_training(command, run_dir)
     done = subprocess.run(
         command, capture_output=True, text=True, env=tiny.environment(), timeout=1800
     )
@@ -80,6 +98,22 @@ def record(run_dir: Path, data: Path, overrides: tuple[str, ...], ranks: int) ->
         text = json.dumps(kept, sort_keys=True).replace(str(run_dir.parent), "HERE")
         digests[str(rows.relative_to(run_dir))] = hashlib.sha256(text.encode()).hexdigest()
     return digests
+
+
+def kill_in_training(command: list[str], run_dir: Path) -> None:
+    """Starts ``command`` and kills it where the training of its last stage has a checkpoint."""
+    last = json.loads(run_dir.with_suffix(".yaml").read_text())["num_stages"]
+    for word in command:
+        last = int(word.partition("=")[2]) if word.startswith("num_stages=") else last
+    run = Started(command, run_dir, run_dir.with_suffix(".log"))
+    while run.launcher.poll() is None:
+        if checkpoint.steps(run_dir / f"stage_{last}/train/checkpoints"):
+            for pid in run.processes():
+                os.kill(pid, signal.SIGKILL)
+            run.gone_after_s()
+            return
+        time.sleep(0.005)
+    raise RuntimeError(f"{run_dir.name} ended before it was killed: {run.log.read_text()[-2000:]}")
 
 
 def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
