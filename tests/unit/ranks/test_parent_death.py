@@ -209,7 +209,10 @@ from pathlib import Path
 from mclclip.ranks import parent_death, signals
 
 def work(folder, number):
-    (folder / f"{number}.pid").write_text(str(os.getpid()))
+    # Renamed when it is whole: the program ends this worker as soon as it sees the file.
+    written = folder / f"{number}.written"
+    written.write_text(str(os.getpid()))
+    written.rename(folder / f"{number}.pid")
     while number:
         pass
     return number
