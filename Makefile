@@ -4,6 +4,7 @@
 #   make demo    the whole method on built-in data, with its ungrouped control
 #   make test    the tests, without the slow ones
 #   make lint    ruff, mypy, and how much there is to read
+#   make modules every module with what it is
 #   make bench   figures with their units, and their ratios in one table (an hour; BENCH=--short: minutes)
 #   make peers   the environment of open_clip_train, which benchmarks compare with
 #   make slow    one short instance of the slow tests
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench peers slow soak clean
+.PHONY: help setup demo test lint modules bench peers slow soak clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -60,6 +61,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.house
+
+modules: $(INSTALLED)
+	@$(BIN)/python -m tests.house --modules
 
 # This environment has its own packages, and through a .pth file those of .venv.
 peers: $(PEERS_INSTALLED)
