@@ -22,7 +22,6 @@ from torch import Tensor
 
 from mclclip.objectives.base import Cost, Facts, Objective, ObjectiveOptions, Reads, Setting, Sizes
 from mclclip.objectives.class_centers import cost
-from mclclip.objectives.class_centers.kernels import Kernels, kernels_of
 from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
 from mclclip.objectives.class_centers.sums import Sums, class_sums
@@ -35,7 +34,6 @@ _ASSUMED_CLASSES = 1000  # values of an attribute in a plan: ImageNet's
 _SATURATED = 0.01  # of the largest pull
 _LARGE = 65_536  # classes from which on four rounds mix a permutation well
 _LARGEST_SCALE = 256.0  # exp(scale * (1 + pi / 2)), with the widest margin, is a float64
-_LARGEST_FP32 = 150.0  # log of the sums that kernels can tell apart from nothing
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -74,11 +72,12 @@ class Options(ObjectiveOptions):
     """Factor of the learning rate for class centers."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of class centers (their length does not matter to the loss)."""
-    kernel: Literal["plain", "triton"] = "plain"
-    """What multiplies with the negatives: torch in tiles, or fused Triton kernels (GPUs only; under
-    ``bf16`` and ``fp16`` of inputs rounded so, summed in fp32; not yet run on one)."""
+    kernel: str = "plain"
+    """Removed; ``plain`` is its only value, which configurations of earlier runs hold."""
 
     def __post_init__(self) -> None:
+        if self.kernel != "plain":
+            raise ValueError(f"kernel={self.kernel} was removed: leave it out, or set kernel=plain")
         if self.kind != "mlcd" and self.sample_rate == 0.0:
             raise ValueError(f"{self.kind} without negatives has no gradient: raise sample_rate")
         if self.attribute is not None and self.threshold is not None:
@@ -102,7 +101,7 @@ class Options(ObjectiveOptions):
         return Reads(clusters=self.labels_per_sample, threshold=self.threshold)
 
     def check(self, facts: Facts) -> None:
-        """Raises ValueError for a draw of no class, and where kernel or centers do not fit."""
+        """Raises ValueError for a draw of no class, and where centers do not fit."""
         super().check(facts)
         classes, rate = facts.num_clusters, self.sample_rate
         if self.attribute is None and rate > 0.0 and round(rate * classes) == 0:
@@ -110,10 +109,6 @@ class Options(ObjectiveOptions):
                 f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
                 f"least {1 / classes:.2g}"
             )
-        if self.kernel == "triton" and facts.precision == "float64":
-            raise ValueError("objective.kernel=triton has no float64: set kernel=plain")
-        if facts.device is not None:
-            kernels_of(self.kernel, facts.device, facts.precision)
         if self.centers == "centroids" and facts.widths and facts.widths[0] != facts.widths[1]:
             raise ValueError(
                 f"centroids of {facts.widths[0]} dimensions cannot start the class centers of "
@@ -125,7 +120,6 @@ class Options(ObjectiveOptions):
         """The loss with new class centers, this rank's share of them."""
         assert setting.classes is not None
         classes, dim = setting.classes, setting.model.feature_dim
-        kernels = kernels_of(self.kernel, setting.context.device, setting.precision)
         rate, seed = self.sample_rate, setting.seed
 
         def centroid_rows(start: int, stop: int) -> Tensor:
@@ -151,7 +145,7 @@ class Options(ObjectiveOptions):
             dtype=torch.float64 if setting.precision == "float64" else torch.float32,
         )
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
-        return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin, kernels=kernels)
+        return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin)
 
     @property
     def _num_positives(self) -> int:
@@ -211,9 +205,8 @@ class ClassCenterLoss(Objective):
         single_label   mlc of the first label alone: softmax cross-entropy
 
     The class centers are not parameters of this module: they have an optimizer of their own and
-    lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time; with
-    ``kernels`` none of the negatives' do. Raises ValueError for a scale outside (0, 256], and for
-    one whose sums the kernels' fp32 cannot hold.
+    lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time. Raises
+    ValueError for a scale outside (0, 256].
     """
 
     def __init__(
@@ -224,19 +217,12 @@ class ClassCenterLoss(Objective):
         scale: float = 64.0,
         margin: Margin | None = None,
         tile: int | None = None,
-        kernels: Kernels | None = None,
     ) -> None:
         super().__init__()
         if not 0.0 < scale <= _LARGEST_SCALE:
             raise ValueError(f"scale is {scale}: wanted above 0 and at most 256, such as 64")
-        if kernels is not None and scale + math.log(centers.num_classes) > _LARGEST_FP32:
-            raise ValueError(
-                f"scale is {scale}: kernel=triton sums in fp32, and wants at most "
-                f"{_LARGEST_FP32 - math.log(centers.num_classes):.0f} for {centers.num_classes:,} "
-                "classes; set kernel=plain"
-            )
         self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
-        self.margin, self.kernels = margin or Margin(), kernels
+        self.margin = margin or Margin()
 
     def outside(self) -> Sequence[OutsideParameters]:
         """The class centers."""
@@ -274,7 +260,6 @@ class ClassCenterLoss(Objective):
             scale=self.scale,
             margin=self.margin,
             tile=self.tile,
-            kernels=self.kernels,
         )
         counted = sums.counted.to(sums.log_p.dtype)
         num_rows = counted.sum().clamp_min(1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ def entries() -> dict[str, Any]:
 
 def run(name: str, device: str, folder: Path) -> Any:
     """Makes one check on ``device`` (cuda or cpu)."""
-    if device == "cpu":  # read when Triton is first imported
-        os.environ["TRITON_INTERPRET"] = "1"
     from mclclip.ranks.process_group import pick_device
     from tests.gpu.checks import Where
 

@@ -27,7 +27,6 @@ from mclclip.data.arrays import cut_blocks
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import load_clip
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.class_centers.kernels import Kernels, available
 from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
@@ -160,9 +159,9 @@ def machine(where: Where) -> Iterator[Row]:
 # --- the head ---
 
 
-@figure("head: plain against Triton", limit_s=150.0)
+@figure("head", limit_s=150.0)
 def heads(where: Where) -> Iterator[Row]:
-    """A step of MLCD: draw, forward, backward. Plain is fp32; the kernels multiply as named."""
+    """A step of MLCD in fp32: draw, forward, backward."""
     sizes = [(100_000, 4096, 0.1), (1_000_000, 4096, 0.1), (1_000_000, 1024, 0.1)]
     for num_classes, batch, rate in sizes if where.on_gpu else [(3000, 64, 0.1)]:
         yield from _head(where, num_classes, batch, rate, where.size(512, 64))
@@ -181,32 +180,23 @@ def _head(where: Where, num_classes: int, batch: int, rate: float, dim: int) -> 
         draw=NegativeDraw(num_classes, rate, 0),
     )
 
-    def step(kernels: Kernels | None) -> None:
+    def step() -> None:
         features.grad = None
         centers.zero_grad()
         centers.begin(0)
-        loss = ClassCenterLoss(centers, "mlcd", kernels=kernels)
+        loss = ClassCenterLoss(centers, "mlcd")
         loss(features, labels)["loss"].backward()
 
-    variants = {"plain, fp32": partial(step, None)}
-    if where.on_gpu and available(where.device):
-        for name, half in (("fp32", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            variants[f"Triton, {name}"] = partial(step, Kernels(half))
-    taken = in_turn(variants, where.device, 7 if where.on_gpu else 3)
-    negatives = round(rate * num_classes)
-    for name, work in variants.items():
-        with peak(where.device) as held:
-            work()
-        flop = 8.0 * batch * negatives * dim
-        yield Row(
-            f"K = {num_classes:,}, B = {batch:,}, r = {rate}, D = {dim}: {name}",
-            1000 * taken[name],
-            "ms",
-            taken[name] / taken["plain, fp32"],
-            f"{flop / taken[name] / 1e12:.1f} TFLOP/s, {held[0]:.2f} GiB",
-        )
-    if not (where.on_gpu and available(where.device)):
-        yield Row("Triton", None, "", note="needs a GPU of compute capability 8 or more")
+    took = in_turn({"step": step}, where.device, 7 if where.on_gpu else 3)["step"]
+    with peak(where.device) as held:
+        step()
+    flop = 8.0 * batch * round(rate * num_classes) * dim
+    yield Row(
+        f"K = {num_classes:,}, B = {batch:,}, r = {rate}, D = {dim}",
+        1000 * took,
+        "ms",
+        note=f"{flop / took / 1e12:.1f} TFLOP/s, {held[0]:.2f} GiB",
+    )
 
 
 # --- k-means ---

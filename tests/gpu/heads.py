@@ -1,10 +1,7 @@
-"""Products of pairs, sums over classes, Triton's kernels and the contrastive loss, by device."""
+"""Products of pairs, sums over classes and the contrastive loss, by device."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.class_centers.batch import starts_of, weighted_sums
-from mclclip.objectives.class_centers.kernels import Kernels, available
 from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import (
     HeadOptimizer,
@@ -24,10 +20,9 @@ from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, Kind, NegativeDraw
 from mclclip.pair_products import pair_products
 from mclclip.ranks.process_group import Context
-from tests.gpu.checks import Skip, Where, check, close, random, same_bits, unit
+from tests.gpu.checks import Where, check, close, random, same_bits, unit
 
 CPU = torch.device("cpu")
-HALVES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # --- products and sums of chosen rows ---
@@ -120,7 +115,6 @@ class Head:
         self,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        kernels: Kernels | None = None,
     ) -> dict[str, Tensor]:
         """Loss, the gradients of the features and of all class centers, and the figures."""
         draw = NegativeDraw(self.num_classes, self.rate, 3)
@@ -135,7 +129,7 @@ class Head:
         )
         centers.begin(0)
         objective = ClassCenterLoss(
-            centers, self.kind, scale=32.0, margin=self.margin, tile=self.tile, kernels=kernels
+            centers, self.kind, scale=32.0, margin=self.margin, tile=self.tile
         )
         features = self.features.to(device, dtype, copy=True).requires_grad_()
         output = objective(features, self.positives)
@@ -201,92 +195,6 @@ def head_optimizer(where: Where) -> str:
             moved.append(centers.rows)
         worst = max(worst, close(f"lazy={lazy}", moved[1], moved[0], 1e-5))
     return f"off by {worst:.1g}"
-
-
-# --- Triton ---
-
-
-def _need_triton(where: Where) -> None:
-    if find_spec("triton") is None:
-        raise Skip("triton is not installed")
-    if not where.on_gpu:
-        from tests.unit.objectives import test_class_kernels
-
-        test_class_kernels._interpret()
-    if not available(where.device):
-        raise Skip("needs a GPU of compute capability 8 or more")
-
-
-def _on(where: Where) -> Callable[..., Any]:
-    """``call(function, case)`` of tests.unit.objectives.test_class_kernels on the device."""
-
-    def call(function: Callable[[Any], tuple[Tensor, ...]], case: Any) -> tuple[Tensor, ...]:
-        moved = copy.copy(case)
-        for name, value in vars(case).items():
-            if isinstance(value, Tensor):
-                setattr(moved, name, value.to(where.device))
-        moved.pairs = tuple(x.to(where.device) for x in case.pairs)
-        return tuple(x.cpu() for x in function(moved))
-
-    return call
-
-
-@check("Triton kernels: the definition, fp16", "fp16", limit_s=180.0)
-@check("Triton kernels: the definition, bf16", "bf16", limit_s=180.0)
-@check("Triton kernels: the definition, fp32", "fp32", limit_s=180.0)
-def kernels_alone(where: Where, precision: str) -> str:
-    """Row sums and pulls against float64 of the rounded inputs: ragged edges, pairs left out."""
-    _need_triton(where)
-    from tests.unit.objectives import test_class_kernels as kernels
-
-    half, call = HALVES[precision], _on(where)
-    sizes = [(1, 1, 16), (130, 257, 48), (33, 65, 272), (5, 9, 7)]
-    if where.on_gpu:
-        sizes += [(64, 128, 64), (70, 40, 24), (1000, 5000, 512), (257, 9000, 768), (3, 4097, 1024)]
-    for size in sizes:
-        pairs = kernels.some_pairs(*size[:2], count=min(size[0] * size[1] // 20, 2000))
-        kernels.check(call, kernels.Case(*size, pairs, half))
-    kernels.check(call, kernels.Case(10, 0, 16, half=half))
-    case = kernels.Case(70, 140, 48, kernels.some_pairs(70, 140, 300), half)
-    for one, other in zip(call(kernels.fused, case), call(kernels.fused, case), strict=True):
-        same_bits("a second time", one, other)
-    return f"{len(sizes)} sizes"
-
-
-@check("Triton kernels: the loss, fp16", "fp16", 5e-3)
-@check("Triton kernels: the loss, bf16", "bf16", 2e-2)
-@check("Triton kernels: the loss, fp32", "fp32", 2e-5)
-def kernels_in_the_loss(where: Where, precision: str, tolerance: float) -> str:
-    """Loss and gradients with the fused kernels against plain torch on the same device."""
-    _need_triton(where)
-    worst = 0.0
-    sizes = {"num_classes": where.size(50_000, 300), "batch": where.size(1024, 40)}
-    for kind in ("mlcd", "mlc", "single_label"):
-        head = Head(kind, dim=where.size(512, 48), **sizes)  # type: ignore[arg-type]
-        wanted = head.step(where.device)
-        got = head.step(where.device, kernels=Kernels(HALVES[precision]))
-        worst = max(worst, _compare(got, wanted, tolerance))
-    return f"off by {worst:.1g}"
-
-
-@check("Triton kernels: no score in memory")
-def kernels_memory(where: Where) -> str:
-    """A step of the head holds less than the scores alone would take."""
-    _need_triton(where)
-    if not where.on_gpu:
-        raise Skip("counts the GPU's memory")
-    head = Head(num_classes=200_000, batch=4096, dim=512, rate=1.0)
-    head.tile = 8192
-    head.step(where.device, kernels=Kernels(torch.bfloat16))  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    head.step(where.device, kernels=Kernels(torch.bfloat16))
-    held = torch.cuda.max_memory_allocated() - before
-    # Class centers with moments and gradients, and unit class centers in bf16.
-    parts, scores = 6 * 200_000 * 512 * 4, 200_000 * 4096 * 4
-    assert held < parts + scores // 2, f"{held / 2**30:.2f} GiB"
-    return f"{held / 2**30:.2f} GiB; scores would take {scores / 2**30:.1f}"
 
 
 # --- the contrastive loss ---

@@ -225,7 +225,6 @@ STILL_ASKING = {
     "eval/features.py",
     "models/lora.py",
     "objectives/class_centers/rows.py",
-    "objectives/class_centers/kernels.py",
     "objectives/class_centers/sums.py",
     "ranks/collectives.py",
     "engines/zero.py",

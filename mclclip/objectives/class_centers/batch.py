@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.class_centers.kernels import Kernels
 from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import ShardedClassCenters
 from mclclip.pair_products import pair_products
 from mclclip.ranks.transfer import to_device
-
-_LARGEST_EXPONENT = 85.0  # exp overflows fp32 beyond 88
 
 
 class ClassBatch:
@@ -33,16 +29,12 @@ class ClassBatch:
         scale: float,
         margin: Margin,
         tile: int,
-        kernels: Kernels | None,
     ) -> None:
         self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
-        self.kernels = kernels
         self.shape = labels.shape
         self.counted = self._moved((labels >= 0).any(dim=1))
         self.num_positives = self._moved((labels >= 0).sum().clamp_min(1))
         self.negatives = centers.negatives(labels)
-        # Kernels sum in fp32: exp(shift) is divided out where that could overflow.
-        self.shift = max(0.0, scale + math.log(centers.num_classes) - _LARGEST_EXPONENT)
         self._find_pairs(labels)
         self.figures: dict[str, Tensor] = {}
 
@@ -79,7 +71,6 @@ class ClassBatch:
 
     def _find_collisions(self, row: Tensor, column: Tensor) -> None:
         """Places where a row's own positive was drawn, in the order of the tiles."""
-        self.collisions = self._moved(row), self._moved(column)
         per_column = -(-self.shape[0] // self.tile)
         number = column // self.tile * per_column + row // self.tile
         order = number.argsort(stable=True)
@@ -106,16 +97,6 @@ class ClassBatch:
             row, column = (index[first:stop] for index in self._in_tiles)
             out[row, column] = float("-inf")
         return out
-
-    def all_negatives(self) -> Tensor:
-        """The unit class centers of all negatives [n, D], as the kernels read them."""
-        assert self.kernels is not None
-        dtype, device = self.kernels.half or torch.float32, self.centers.rows.device
-        unit = torch.empty((len(self.negatives), self.centers.dim), dtype=dtype, device=device)
-        for first in range(0, len(self.negatives), self.tile):
-            part = slice(first, first + self.tile)
-            unit[part] = self._unit(self.of_negatives[part])
-        return unit
 
     def _unit(self, places: Tensor) -> Tensor:
         """Unit class centers at these places of the touched ones."""

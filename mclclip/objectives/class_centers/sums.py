@@ -14,17 +14,13 @@ both exp(-scale) and exp(scale): so no largest score has to be agreed on first.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mclclip.objectives.class_centers import kernels as class_kernels
 from mclclip.objectives.class_centers.batch import ClassBatch, starts_of, weighted_sums
-from mclclip.objectives.class_centers.kernels import Kernels
 from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import ShardedClassCenters
 from mclclip.pair_products import pair_products
@@ -55,7 +51,6 @@ def class_sums(
     scale: float,
     margin: Margin,
     tile: int | None = None,
-    kernels: Kernels | None = None,
 ) -> Sums:
     """log P and log N of every row of the global batch (see the head of this module).
 
@@ -66,7 +61,6 @@ def class_sums(
         centers: after ``begin`` of this step. Their gradient is added to them in the backward.
         scale: multiplier of cosines.
         tile: rows and classes of the scores that are computed at a time.
-        kernels: fused kernels for the negatives, which need float32 features (None: torch).
 
     Returns:
         Sums, differentiable once. The gradient of ``features`` is world_size times that of a loss
@@ -74,7 +68,7 @@ def class_sums(
     """
     with torch.autocast(features.device.type, enabled=False):
         every = collectives.gather(labels.cpu().int()).long()
-        batch = ClassBatch(centers, every, scale, margin, tile or _tile(features.device), kernels)
+        batch = ClassBatch(centers, every, scale, margin, tile or _tile(features.device))
         log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
     return Sums(log_p, log_n, batch.counted, batch.figures)
 
@@ -95,12 +89,6 @@ def _positive_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]
 def _negative_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's part of N, float64 [B], and the largest cosine of a negative."""
     scaled = features * batch.scale
-    if batch.kernels is not None:
-        sums, largest = class_kernels.negative_sums(
-            scaled, batch.all_negatives(), batch.collisions, batch.shift, batch.kernels.half
-        )
-        sums = sums.double() * math.exp(batch.shift)
-        return sums, largest.clamp_min(-batch.scale) / batch.scale
     memory = batch.memory(features)
     sums = features.new_zeros(len(features), dtype=torch.float64)
     largest = features.new_full((), -batch.scale)
@@ -180,22 +168,8 @@ def _pull_negatives(
 ) -> None:
     """Adds the gradients through N: of the features to ``grad``, of the touched class centers to
     ``out``."""
-    weights = batch.scale * grad_n
-    pull = _pull_in_tiles if batch.kernels is None else _pull_fused
-    for centers, places, of_centers in pull(batch, features, log_n, weights, grad):
-        along = (of_centers * centers).sum(dim=1, keepdim=True)
-        of_centers.addcmul_(centers, along, value=-1.0)
-        of_centers.mul_(batch.inverse[places, None] / batch.centers.loss_scale)
-        out.index_add_(0, places, of_centers)  # no place twice: in any order
-
-
-def _pull_in_tiles(
-    batch: ClassBatch, features: Tensor, log_n: Tensor, weights: Tensor, grad: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(unit class centers [m, D], their places, their gradient), block by block; of the features
-    it is added to ``grad``.
-    """
-    scaled, memory = features * batch.scale, batch.memory(features)
+    weights, scaled = batch.scale * grad_n, features * batch.scale
+    memory = batch.memory(features)
     for centers, places, tiles in batch.negative_blocks():
         of_centers = torch.zeros_like(centers)
         for rows, number in tiles:
@@ -203,21 +177,10 @@ def _pull_in_tiles(
             shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows, None])
             grad[rows].addmm_(shares, centers)
             of_centers.addmm_(shares.T, features[rows])
-        yield centers, places, of_centers
-
-
-def _pull_fused(
-    batch: ClassBatch, features: Tensor, log_n: Tensor, weights: Tensor, grad: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """As ``_pull_in_tiles``, by the kernels."""
-    assert batch.kernels is not None
-    scaled, negatives, half = features * batch.scale, batch.all_negatives(), batch.kernels.half
-    pulled = class_kernels.pull(
-        features, scaled, negatives, log_n, weights, batch.collisions, grad, half
-    )
-    parts = torch.split(pulled, batch.tile)
-    for (centers, places, _), of_centers in zip(batch.negative_blocks(), parts, strict=True):
-        yield centers, places, of_centers
+        along = (of_centers * centers).sum(dim=1, keepdim=True)
+        of_centers.addcmul_(centers, along, value=-1.0)
+        of_centers.mul_(batch.inverse[places, None] / batch.centers.loss_scale)
+        out.index_add_(0, places, of_centers)  # no place twice: in any order
 
 
 def _figures(batch: ClassBatch, cosine: Tensor, largest: Tensor) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.base import Reads, Setting
-from mclclip.objectives.class_centers.kernels import Kernels
 from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw, Options
@@ -412,13 +411,6 @@ def test_scales_are_checked(scale: float) -> None:
         head(scale=scale)
 
 
-def test_kernels_want_what_fp32_can_sum() -> None:
-    centers = head().centers
-    with pytest.raises(ValueError, match="sums in fp32, and wants at most 146 for 40 classes"):
-        ClassCenterLoss(centers, scale=150.0, kernels=Kernels())
-    ClassCenterLoss(centers, scale=146.0, kernels=Kernels())
-
-
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 def test_centroids_that_are_no_start(bad: float) -> None:
     centroids = np.ones((K, D), np.float32)
@@ -428,6 +420,12 @@ def test_centroids_that_are_no_start(bad: float) -> None:
         model = SimpleNamespace(feature_dim=D)
         classes = SimpleNamespace(centroids=lambda: centroids, num_classes=K)
         options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
+
+
+def test_the_removed_kernels_are_refused_and_their_default_is_read() -> None:
+    assert Options(kernel="plain") == Options()
+    with pytest.raises(ValueError, match="kernel=triton was removed: leave it out"):
+        Options(kernel="triton")
 
 
 def test_a_rate_that_draws_nothing_is_refused() -> None:
