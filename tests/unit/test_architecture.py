@@ -30,6 +30,8 @@ ROOMS: dict[str, set[str]] = {
     "analysis": {"ranks", "eval"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
     "train/judging": {"checkpoint"},
+    # A run directory, opened for whoever reads one: above the rooms whose files lie there.
+    "opened_run": {"ranks", "run", "data", "models", "eval", "config"},
 }
 ROOMS["train/loop"] |= {"train/judging"}
 # A verb reads options and does its work with any room, and imports no other verb.

@@ -1,0 +1,492 @@
+"""A run directory, opened: whatever its verbs left there, by name.
+
+    run = Run.open("runs/mine")
+    run.results                                        # pandas.DataFrame, a row per figure
+    ids = run.spread_ids(1_000)                        # of samples, evenly over the index
+    run.captions(ids[:8]), run.images(ids[:8])
+    run.stage(0).embeddings_of(ids)                    # float32 [1000, D]
+    run.stage(0).clusters.labels                       # [N, L], memory-mapped
+    run.stage(1).metrics                               # pandas.DataFrame, a row per recorded step
+    run.controls["ungrouped"].stage(1).encoder()
+
+Each part is read when it is asked for, and what is read is compared with its record. Of rows and
+records a bounded part can be asked for, since there may be many millions. What is missing is one
+line that names the verb which makes it. Nothing is written and no lock is taken, so a run can be
+opened while it trains. torch is imported only where images are read or an encoder is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mclclip import files
+from mclclip.data.arrays import NpyBlocks, open_npy
+from mclclip.data.embeddings import Embedded, StoredRows, num_files, rows_path
+from mclclip.data.labels import read_pseudo_labels
+from mclclip.data.sample_index import SampleIndex
+from mclclip.eval import results
+from mclclip.eval.results import Result
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Manifest
+from mclclip.run.layout import Layout
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from PIL.Image import Image
+
+    from mclclip.config import Config
+    from mclclip.data.samples import TarDataset
+    from mclclip.models.loading import AnyModel
+
+Ids = Sequence[int] | NDArray[np.int64]
+Integers = NDArray[np.int64]
+Kind = Literal["embeddings", "clusters", "pseudo_labels", "train", "export"]
+"""What a stage's folder holds."""
+
+PIECES = 64
+"""Pieces that rows which are spread over the index lie in: each costs the reading of a block of a
+file."""
+
+MAX_BYTES = 4 << 20
+"""Bytes at most of a file of records that are read; of a longer one lines spread evenly over it."""
+
+POINTS = 400
+"""Rows at most of a training's records."""
+
+_LONGEST_LINE = 1 << 16
+_GAP = 1024  # rows of a file that lie nearer to each other are read together
+
+
+class Run:
+    """A run directory, of which nothing needs to be there yet.
+
+    directory   the run's folder
+    config      its configuration; None where there is none, as in a folder of evaluations alone
+    layout      paths of everything in it
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: Config | None = None,
+        variant: str = "mcl",
+        *,
+        checks_index: bool = True,
+    ) -> None:
+        self.directory, self.config = Path(directory), config
+        self.layout = Layout(self.directory, variant)
+        self._checks_index = checks_index
+        self._whole: Run | None = None  # the run that this one is a control of
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        config: Config | None = None,
+        checks_index: bool = True,
+    ) -> Run:
+        """The run in a folder, with the configuration that it recorded, or the given one.
+
+        ``checks_index``: whether the tables of its index are compared with their records, which
+        reads them whole. Raises FileNotFoundError where there is no such folder, and ValueError
+        where the recorded configuration is wrong.
+        """
+        from mclclip import config as configuration
+
+        folder = Path(directory)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no run at {folder}: name the folder of a run")
+        recorded = folder / "config.yaml"
+        if config is None and recorded.is_file():
+            config = configuration.load(str(recorded), [])
+        return cls(folder, config, checks_index=checks_index)
+
+    @classmethod
+    def of(cls, config: Config, variant: str = "mcl") -> Run:
+        """The run of a configuration, or one of its controls or pilots (``Layout.variant``)."""
+        return cls(Path(config.run_dir), config, variant)
+
+    # --- its parts ---
+
+    @cached_property
+    def index(self) -> SampleIndex:
+        """The sample index. Raises FileNotFoundError where there is none, and RuntimeError where
+        its tables were checked and are not what was written."""
+        if self._whole is not None:
+            return self._whole.index
+        if self._checks_index:
+            return SampleIndex.open(self.layout.index)
+        manifest = artifacts.read_manifest(self.layout.index, "index")
+        return SampleIndex(self.layout.index, manifest.digest)
+
+    def stage(self, number: int) -> Stage:
+        """A stage, of which nothing needs to be there yet; 0 is the base."""
+        return Stage(self, number)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages that have a folder, without gaps."""
+        found: list[Stage] = []
+        while self.layout.stage(len(found)).is_dir():
+            found.append(Stage(self, len(found)))
+        return found
+
+    @cached_property
+    def controls(self) -> dict[str, Run]:
+        """The controls that have a folder, by name, each opened as this run is; they share its
+        index and its stage 0."""
+        found = {}
+        for folder in sorted(self.directory.glob("controls/*/")):
+            control = Run(self.directory, self.config, folder.name)
+            control._whole = self
+            found[folder.name] = control
+        return found
+
+    @property
+    def seed(self) -> int:
+        """The seed of what is drawn from the run; 0 where it has no configuration."""
+        return 0 if self.config is None else self.config.seed
+
+    @cached_property
+    def result_rows(self) -> list[Result]:
+        """The rows of results.jsonl in order, none where there is no such file yet.
+
+        Raises ValueError, naming the line, where a line is not a row.
+        """
+        return results.read(self.layout.results)
+
+    @property
+    def results(self) -> DataFrame:
+        """``result_rows`` as a table, a row per figure; values and bounds in the row's unit."""
+        import pandas
+
+        columns = [*(each.name for each in fields(Result)), "unit"]
+        rows = [asdict(row) | {"unit": row.unit.name} for row in self.result_rows]
+        return pandas.DataFrame(rows, columns=columns)
+
+    def finished(self, folder: Literal["filters", "blindspots"]) -> dict[str, Path]:
+        """The finished artifacts of ``mclclip filter`` or ``blindspots`` by name, without those
+        that were moved aside."""
+        found = (path.parent for path in self.directory.glob(f"{folder}/*/{artifacts.MANIFEST}"))
+        return {path.name: path for path in sorted(found) if ".old-" not in path.name}
+
+    # --- samples ---
+
+    def spread_ids(self, count: int, pieces: int = PIECES) -> Integers:
+        """Sorted ids of at most ``count`` samples, in ``pieces`` that lie evenly over the index."""
+        return numbers_in(spread(len(self.index), count, pieces))
+
+    def draw_ids(self, count: int, purpose: int) -> Integers:
+        """Sorted ids of at most ``count`` samples that can be decoded and have a row in every
+        finished embedding, drawn by the seed and a number for the ``purpose``."""
+        usable = np.setdiff1d(np.arange(len(self.index)), self.index.bad_ids())
+        for stage in self.stages:
+            if stage.has("embeddings"):
+                usable = np.setdiff1d(usable, stage.embeddings.left_out())
+        return np.sort(np.random.default_rng([self.seed, purpose]).permutation(usable)[:count])
+
+    @cached_property
+    def dataset(self) -> TarDataset:
+        """Reads images and captions as the run's options of data say (``read_many``, ``captions``).
+
+        Raises ValueError where these want checksums of images that the index does not have.
+        """
+        from mclclip.config import DataConfig
+        from mclclip.data.samples import TarDataset
+
+        data = DataConfig() if self.config is None else self.config.data
+        return TarDataset(
+            self.index, transform=None, reads_captions=False,
+            max_image_pixels=data.max_image_pixels, max_open_files=data.max_open_files,
+            check_pixels=data.verify == "full", remote=data.remote,
+        )  # fmt: skip
+
+    def captions(self, ids: Ids) -> list[list[str]]:
+        """All captions of each sample, none for one without captions.
+
+        Raises RuntimeError where a shard does not hold what was indexed.
+        """
+        return self.dataset.captions_of([int(sample_id) for sample_id in ids])
+
+    def images(self, ids: Ids) -> list[Image | NDArray[np.uint8]]:
+        """The images of samples as they are stored: upright RGB pictures, or arrays [H, W, C].
+
+        Raises RuntimeError, one line, for the first that cannot be read or decoded.
+        """
+        from mclclip.data.decode import DecodeError, decode
+        from mclclip.data.samples import BadSample
+
+        found = []
+        for raw in self.dataset.read_many(ids):
+            if isinstance(raw, BadSample):
+                raise RuntimeError(
+                    f"sample {self.index.keys([raw.sample_id])[0]} cannot be read ({raw.reason}): "
+                    "its shard has changed since it was indexed, put it back"
+                )
+            try:
+                found.append(decode(raw.image, self.dataset.max_image_pixels, reads_arrays=True))
+            except DecodeError as error:
+                raise RuntimeError(
+                    f"sample {self.index.keys([raw.sample_id])[0]} cannot be decoded ({error}): "
+                    "run 'mclclip embed', which finds such samples and leaves them out"
+                ) from None
+        return found
+
+    def pictures(self, ids: Ids) -> list[NDArray[np.uint8]]:
+        """The ``images`` as pictures uint8 [H, W, 3]: of other channels the first three, or the
+        first one in grey."""
+        from mclclip.data.decode import as_picture
+
+        return [as_picture(np.asarray(image)) for image in self.images(ids)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run, or of one of its controls. What is missing raises FileNotFoundError."""
+
+    run: Run
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Its encoder's name in results.jsonl, such as ``stage_1``."""
+        return self.run.layout.model_name(f"stage_{self.number}")
+
+    def directory(self, kind: Kind) -> Path:
+        """Where an artifact of the stage lies."""
+        layout = self.run.layout
+        of_kind = {
+            "embeddings": layout.embeddings,
+            "clusters": layout.clusters,
+            "pseudo_labels": layout.pseudo_labels,
+            "train": layout.train,
+            "export": layout.export,
+        }
+        return of_kind[kind](self.number)
+
+    def has(self, kind: Kind) -> bool:
+        """Whether an artifact of the stage is finished."""
+        return artifacts.is_finished(self.directory(kind))
+
+    def manifest(self, kind: Kind) -> Manifest:
+        """The manifest of a finished artifact.
+
+        Raises RuntimeError where it has rows of another index than the run's.
+        """
+        directory = self.directory(kind)
+        if not self.has(kind):
+            # Clusters are numbered by the stage that was clustered, labels by the one they are for.
+            stage = self.number - (kind == "pseudo_labels")
+            raise FileNotFoundError(
+                f"no finished {kind.replace('_', ' ')} at {directory}: run 'mclclip "
+                f"{artifacts.verb_of(kind)} --stage {stage}' first"
+            )
+        if kind in ("train", "export"):
+            return artifacts.read_manifest(directory, kind)
+        return self.run.index.manifest_of(directory, kind)
+
+    @property
+    def embeddings(self) -> Embedded:
+        """Image embeddings: ``rows()`` [N, D] in index order, and the samples without any.
+
+        Raises RuntimeError where they do not fit the index.
+        """
+        manifest, index = self.manifest("embeddings"), self.run.index
+        return Embedded.checked(self.name, self.directory("embeddings"), manifest, index)
+
+    @property
+    def text_embeddings(self) -> StoredRows:
+        """Embeddings of all captions by stage 0's text tower, [captions, D], in index order: those
+        of sample i begin at ``index.caption_start[i]``.
+
+        Raises RuntimeError where they do not fit the index.
+        """
+        directory, index = self.run.layout.text_embeddings, self.run.index
+        if not artifacts.is_finished(directory):
+            raise FileNotFoundError(
+                f"no finished text embeddings at {directory}: run 'mclclip embed --stage 0 --text' "
+                "first"
+            )
+        manifest = index.manifest_of(directory, "text_embeddings")
+        rows = StoredRows(directory, manifest, num_files(manifest, len(index.shards)))
+        if len(rows) != (wanted := int(index.num_captions.sum())):
+            raise RuntimeError(
+                f"text embeddings at {directory} has {len(rows):,} rows, the index has {wanted:,} "
+                "captions: run 'mclclip embed --stage 0 --text --force' after 'mclclip index'"
+            )
+        return rows
+
+    @property
+    def clusters(self) -> Clusters:
+        """The clusters of its embeddings."""
+        return Clusters(self.directory("clusters"), self.manifest("clusters"))
+
+    @property
+    def labels(self) -> Integers:
+        """int64 [N]: the pseudo labels that the stage is trained on; -1 outside of all groups."""
+        self.manifest("pseudo_labels")
+        return read_pseudo_labels(self.directory("pseudo_labels"), self.run.index)[0]
+
+    def embeddings_of(self, ids: Ids) -> NDArray[np.float32]:
+        """float32 [n, D]: the embeddings of samples; zeros for those that could not be used.
+
+        Only what holds them is read and compared with its record.
+        """
+        manifest = self.manifest("embeddings")
+        wanted, places = np.unique(self._checked(ids), return_inverse=True)
+        parts = [np.zeros((0, 0), np.float32)] if not len(wanted) else []
+        for number, shard in enumerate(self.run.index.shards):
+            first, stop = np.searchsorted(wanted, [shard.start, shard.stop])
+            if first < stop:
+                path = rows_path(self.directory("embeddings"), number)
+                blocks = NpyBlocks([path], records=[manifest.record(path.name)])
+                own = _rows_at(blocks, wanted[first:stop] - shard.start)
+                parts.append(np.asarray(own, np.float32))
+        return np.concatenate(parts)[places]
+
+    def clusters_of(self, ids: Ids) -> NDArray[np.integer]:
+        """[n, L]: the clusters of samples, nearest first; -1 for none.
+
+        Only what holds them is read and compared with its record.
+        """
+        name = "cluster_labels.npy"
+        record = self.manifest("clusters").record(name)
+        blocks = NpyBlocks([self.directory("clusters") / name], records=[record], verb="cluster")
+        wanted, places = np.unique(self._checked(ids), return_inverse=True)
+        return _rows_at(blocks, wanted)[places]
+
+    def _checked(self, ids: Ids) -> Integers:
+        numbers, count = np.asarray(ids, np.int64), len(self.run.index)
+        if len(outside := numbers[(numbers < 0) | (numbers >= count)]):
+            raise IndexError(f"sample_id {outside[0]}, the index has 0..{count - 1}")
+        return numbers
+
+    @property
+    def train(self) -> Manifest:
+        """The manifest of its finished training: ``config``, ``counts`` such as ``steps``."""
+        return self.manifest("train")
+
+    @property
+    def metrics(self) -> DataFrame:
+        """What its training has recorded so far, a row per recorded step: loss, lr, speed and more;
+        at most ``POINTS`` rows that lie evenly over it, and none before it begins."""
+        import pandas
+
+        return pandas.DataFrame(thinned(self.records("metrics")[0]))
+
+    def records(self, name: Literal["metrics", "epochs"]) -> tuple[list[dict[str, Any]], bool]:
+        """The rows of metrics.jsonl or epochs.jsonl, and whether these are all of them
+        (``read_records``)."""
+        return read_records(self.directory("train") / f"{name}.jsonl")
+
+    @property
+    def export(self) -> Path:
+        """The folder of its encoder."""
+        self.manifest("export")
+        return self.directory("export")
+
+    def encoder(self, device: str = "cpu") -> AnyModel:
+        """Its exported encoder, in evaluation mode."""
+        from mclclip.models.loading import load_any
+
+        return load_any(self.export).to(device).eval()
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Clusters of a stage's embeddings. Arrays are memory-mapped, after a comparison of the whole
+    file with its record, which raises RuntimeError where it is not what was written."""
+
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def labels(self) -> NDArray[np.integer]:
+        """[N, L]: the clusters of every sample, nearest first; -1 for none."""
+        return self._array("cluster_labels.npy")
+
+    @property
+    def similarities(self) -> NDArray[np.floating]:
+        """[N, L]: the similarity of every sample to these clusters' centroids."""
+        return self._array("similarities.npy")
+
+    @property
+    def centroids(self) -> NDArray[np.float32]:
+        """[K, D]: the centroids."""
+        return self._array("centroids.npy")
+
+    def _array(self, name: str) -> np.ndarray:
+        return open_npy(self.directory / name, "cluster", self.manifest.record(name))
+
+
+def spread(count: int, wanted: int, pieces: int = PIECES) -> list[slice]:
+    """Pieces of ``range(count)`` that lie evenly over it, with at most ``wanted`` numbers."""
+    if count <= wanted:
+        return [slice(0, count)]
+    size = max(wanted // pieces, 1)
+    starts = np.linspace(0, count - size, min(pieces, wanted)).astype(np.int64)
+    return [slice(int(start), int(start) + size) for start in starts]
+
+
+def numbers_in(cuts: Sequence[slice]) -> Integers:
+    """The numbers of pieces."""
+    return np.concatenate([np.arange(cut.start, cut.stop, dtype=np.int64) for cut in cuts])
+
+
+def _rows_at(blocks: NpyBlocks, rows: Integers) -> NDArray[Any]:
+    """Sorted rows of a single file, of which only the blocks around these are read."""
+    if not len(rows):
+        return np.asarray(blocks.read(0, slice(0, 0)))
+    cuts = np.split(rows, np.flatnonzero(np.diff(rows) > _GAP) + 1)
+    return np.concatenate(
+        [blocks.read(0, slice(int(cut[0]), int(cut[-1]) + 1))[cut - cut[0]] for cut in cuts]
+    )
+
+
+def thinned(rows: Sequence[dict[str, Any]], count: int = POINTS) -> list[dict[str, Any]]:
+    """At most ``count`` rows, spread evenly, with the first and the last."""
+    if len(rows) <= count:
+        return list(rows)
+    return [rows[int(place)] for place in np.linspace(0, len(rows) - 1, count)]
+
+
+def read_records(path: Path, max_bytes: int = MAX_BYTES) -> tuple[list[dict[str, Any]], bool]:
+    """The objects of a file of JSON lines by their ``step``, and whether these are all of them.
+
+    Of a file of more than ``max_bytes`` the first line, ``POINTS`` that are spread evenly over it,
+    and the last one are read. A line that is being written, or is no object, is left out. No file:
+    no lines.
+    """
+    if not path.is_file():
+        return [], True
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= max_bytes:
+            lines, whole = file.read(max_bytes).split(b"\n"), True
+        else:
+            lines, whole = [], False
+            for start in np.linspace(0, size - _LONGEST_LINE, POINTS).astype(np.int64):
+                file.seek(int(start))
+                if start:
+                    file.readline(_LONGEST_LINE)  # the rest of a line
+                lines.append(file.readline(_LONGEST_LINE))
+            file.seek(max(size - _LONGEST_LINE, 0))
+            lines += file.read(_LONGEST_LINE).split(b"\n")[-2:]
+    found = []
+    for line in dict.fromkeys(lines):
+        try:
+            row = files.parse_json(line, str(path))
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            found.append(row)
+    return sorted(found, key=lambda row: int(row["step"])), whole

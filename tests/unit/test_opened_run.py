@@ -1,0 +1,254 @@
+"""A made-up run, opened: every part by name, bounded, checked, and never written to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import config
+from mclclip.config import Config
+from mclclip.opened_run import PIECES, POINTS, Run, numbers_in, read_records, spread, thinned
+from mclclip.run.layout import Layout
+from tests import made_run
+from tests.tiny import digests
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A made-up run; read only."""
+    return made_run.make(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy that a test may damage; its data are the original's."""
+    yield Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def flip(path: Path, at: int) -> None:
+    """Changes a byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_run_is_opened_without_torch(made: Path) -> None:
+    """A table of results should not take seconds."""
+    code = (
+        "import sys; from mclclip.opened_run import Run; from pathlib import Path\n"
+        f"run = Run(Path({str(made)!r})); print(len(run.index), len(run.results))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["48", "15"]
+
+
+def test_parts_are_those_on_disk_and_nothing_is_written(made: Path) -> None:
+    before = digests(made, "**/*")
+    run = Run.open(made)
+    assert run.config == config.load(str(made / "config.yaml"), []) and run.seed == run.config.seed
+    assert len(run.index) == made_run.NUM_SAMPLES
+    assert [stage.name for stage in run.stages] == ["stage_0", "stage_1", "stage_2"]
+    assert run.finished("filters") == {"few": made / "filters/few"}
+    assert [*run.finished("blindspots")] == ["stage_0-stage_1"]
+
+    stage = run.stage(1)
+    rows = np.concatenate([np.load(made / f"stage_1/embeddings/0000{n}.npy") for n in (0, 1)])
+    np.testing.assert_array_equal(stage.embeddings.rows()[:], rows)
+    assert stage.embeddings.left_out().tolist() == [*made_run.BROKEN]
+    for name in ("labels", "similarities", "centroids"):
+        path = made / f"stage_1/clusters/{'cluster_' * (name == 'labels')}{name}.npy"
+        np.testing.assert_array_equal(getattr(stage.clusters, name), np.load(path))
+    labels = np.load(made / "stage_1/pseudo_labels/pseudo_labels.npy")
+    np.testing.assert_array_equal(stage.labels, labels[:, 0])
+    assert stage.train.counts["steps"] == made_run.STEPS[-1]
+    assert stage.metrics["step"].tolist() == [*made_run.STEPS]  # the half row that follows is none
+    assert [row["seconds"] for row in stage.records("epochs")[0]] == [60.0]
+
+    table = run.results
+    assert table.columns.tolist()[:4] == ["model", "benchmark", "metric", "value"]
+    assert set(table["unit"]) == {"%"} and len(table) == len(run.result_rows) == 15
+    chosen = table[(table.model == "stage_1") & (table.metric == "average")]
+    assert chosen["value"].tolist() == [50.0]
+    assert digests(made, "**/*") == before
+
+
+def test_a_control_is_opened_like_the_run(made: Path) -> None:
+    run = Run.open(made)
+    control = run.controls["ungrouped"]
+    assert control.index is run.index and control.config is run.config
+    assert control.stage(1).name == "control_ungrouped_stage_1"
+    assert control.stage(1).records("epochs")[0][0]["seconds"] == 120.0
+    assert control.stage(0).directory("clusters") == run.stage(0).directory("clusters")
+
+
+def test_a_run_of_a_configuration_and_one_without(made: Path, copied: Path) -> None:
+    run = Run.of(config.load(str(made / "config.yaml"), ["seed=7"]))
+    assert run.seed == 7 and run.layout == Layout(made)
+    (copied / "config.yaml").unlink()
+    bare = Run.open(copied)
+    assert bare.config is None and bare.seed == 0
+    assert bare.captions([0])[0][0].startswith("a scarlet thing")
+    empty = Run(copied / "none")
+    assert empty.stages == [] and empty.controls == {} and len(empty.results) == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        (lambda run: run.index, "run 'mclclip index' first"),
+        (lambda run: run.stage(2).embeddings, "run 'mclclip embed --stage 2' first"),
+        (lambda run: run.stage(2).embeddings_of([0]), "run 'mclclip embed --stage 2' first"),
+        (lambda run: run.stage(0).text_embeddings, "run 'mclclip embed --stage 0 --text' first"),
+        (lambda run: run.stage(2).clusters, "run 'mclclip cluster --stage 2' first"),
+        (lambda run: run.stage(3).labels, "run 'mclclip cluster --stage 2' first"),
+        (lambda run: run.stage(3).train, "run 'mclclip train --stage 3' first"),
+        (lambda run: run.stage(1).export, "run 'mclclip export --stage 1' first"),
+        (lambda run: run.stage(1).encoder(), "run 'mclclip export --stage 1' first"),
+    ],
+)
+def test_what_is_missing_is_one_line_with_the_verb_that_makes_it(
+    made: Path, tmp_path: Path, part: Callable[[Run], Any], line: str
+) -> None:
+    run = Run(tmp_path) if "index" in line else Run.open(made)
+    with pytest.raises(FileNotFoundError, match=line) as error:
+        part(run)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_none_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no run at .*none: name the folder"):
+        Run.open(tmp_path / "none")
+
+
+# --- rows, of which some are read --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 199_999, 200_001, 12_000_000])
+def test_rows_are_spread_evenly_and_bounded(count: int) -> None:
+    cuts = spread(count, 200_000)
+    rows = numbers_in(cuts)
+    assert len(rows) == min(count, 200_000) and len(np.unique(rows)) == len(rows)
+    if count > 200_000:
+        assert len(cuts) == PIECES and rows[0] == 0 and rows[-1] == count - 1
+        assert np.diff([cut.start for cut in cuts]).max() <= count / (PIECES - 2)
+
+
+@pytest.mark.parametrize("gap", [0, 3, 1024])
+def test_rows_by_id_are_those_of_the_files_in_the_order_asked(
+    made: Path, monkeypatch: pytest.MonkeyPatch, gap: int
+) -> None:
+    monkeypatch.setattr("mclclip.opened_run._GAP", gap)
+    run = Run.open(made)
+    stage = run.stage(0)
+    for ids in (run.spread_ids(16, 4), [47, 0, 23, 24, 0], np.array([7]), []):
+        wanted = np.asarray(ids, np.int64)
+        np.testing.assert_array_equal(
+            stage.clusters_of(ids), np.asarray(stage.clusters.labels)[wanted]
+        )
+        found = stage.embeddings_of(ids)
+        assert found.dtype == np.float32 and len(found) == len(ids)
+        if len(ids):
+            np.testing.assert_array_equal(found, stage.embeddings.rows()[:][wanted])
+    with pytest.raises(IndexError, match=r"sample_id 48, the index has 0\.\.47"):
+        stage.embeddings_of([3, 48])
+
+
+def test_damage_is_noticed_where_it_is_read_and_only_there(copied: Path) -> None:
+    stage = Run.open(copied).stage(0)
+    flip(copied / "stage_0/embeddings/00001.npy", -1)
+    flip(copied / "stage_0/clusters/cluster_labels.npy", -1)
+    assert stage.embeddings_of(range(24)).shape == (24, 2)
+    for read in (
+        lambda: stage.embeddings_of([24]),
+        lambda: stage.clusters_of([47]),
+        lambda: stage.clusters.labels,
+    ):
+        with pytest.raises(RuntimeError, match="is damaged .* --force' to make it again"):
+            read()
+
+
+def test_rows_of_another_index_are_refused(copied: Path) -> None:
+    run = Run.open(copied)
+    run.index.digest = "0" * 64
+    for read in (
+        lambda stage: stage.embeddings,
+        lambda stage: stage.embeddings_of([0]),
+        lambda stage: stage.clusters,
+        lambda stage: stage.labels,
+    ):
+        with pytest.raises(RuntimeError, match="--force' after 'mclclip index'"):
+            read(run.stage(1))
+
+
+def test_the_index_is_compared_with_its_record_unless_it_is_opened_without(copied: Path) -> None:
+    path = copied / "index/samples.arrow"
+    flip(path, path.stat().st_size // 2)
+    with pytest.raises(RuntimeError, match=r"samples.arrow is damaged"):
+        _ = Run.open(copied).index
+    assert len(Run.open(copied, checks_index=False).index) == made_run.NUM_SAMPLES
+
+
+def test_samples_are_drawn_by_the_seed_among_those_that_can_be_used(made: Path) -> None:
+    run = Run.open(made)
+    ids = run.draw_ids(10, purpose=4)
+    assert len(ids) == 10 and (np.diff(ids) > 0).all()
+    np.testing.assert_array_equal(Run.open(made).draw_ids(10, purpose=4), ids)
+    assert not np.array_equal(run.draw_ids(10, purpose=5), ids)
+    every = run.draw_ids(1_000, purpose=4)
+    assert set(range(made_run.NUM_SAMPLES)) - {*every.tolist()} == {*made_run.BROKEN}
+
+
+def test_of_a_long_file_of_records_some_lines_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "pad": "x" * 90}) + "\n" for n in range(9000)))
+    whole, is_whole = read_records(path)
+    assert is_whole and [row["step"] for row in whole] == [*range(9000)]
+    rows, is_whole = read_records(path, max_bytes=100_000)
+    steps = [row["step"] for row in rows]
+    assert not is_whole and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 8999
+    assert POINTS / 2 < len(steps) <= POINTS + 2
+    assert [row["step"] for row in thinned(whole, 3)] == [0, 4499, 8999]
+
+
+# --- images and captions -----------------------------------------------------------------------
+
+
+def test_images_and_captions_are_those_of_the_samples(made: Path) -> None:
+    run = Run.open(made)
+    red, blue = run.pictures([0, 1])
+    assert red.shape == (70, 90, 3) and red[..., 0].mean() > 150 > red[..., 2].mean()
+    assert blue[..., 2].mean() > 150
+    texts = run.captions([1, 0])
+    assert [text[0].split()[1] for text in texts] == ["azure", "scarlet"]
+
+
+def test_images_are_read_as_the_options_of_the_data_say(made: Path) -> None:
+    few: Config = config.load(str(made / "config.yaml"), ["data.max_image_pixels=100"])
+    run = Run.of(few)
+    assert run.dataset.max_image_pixels == 100
+    with pytest.raises(RuntimeError, match=r"sample made/00000 cannot be decoded \(bomb.*embed"):
+        run.images([0])
+    full = config.load(str(made / "config.yaml"), ["data.verify=full"])
+    with pytest.raises(ValueError, match="has no checksums of them"):
+        Run.of(full).images([0])
+
+
+def test_an_image_that_cannot_be_read_is_one_line(made: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(made.parent, tmp_path / "made"))
+    shard = root / "shards/00001.tar"
+    options = config.load(str(made / "config.yaml"), [f"run_dir={root / 'run'}"])
+    text = (root / "run/index/shards.json").read_text()
+    (root / "run/index/shards.json").write_text(text.replace(str(made.parent), str(root)))
+    shard.write_bytes(shard.read_bytes()[:2_000])
+    run = Run(root / "run", options, checks_index=False)
+    with pytest.raises(RuntimeError, match=r"sample made/00047 cannot be read \(truncated\)"):
+        run.images([47])
