@@ -20,11 +20,12 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from mclclip import search
-from mclclip.config import BenchmarkConfig, Config, load
+from mclclip.config import Config, load
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.data.training_images import Leakage, TrainingImages, run_of
 from mclclip.eval import prompts, results
 from mclclip.eval.features import Extractor
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_encoder, weights

@@ -22,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
-from mclclip.config import Config, DataConfig, SourceConfig
+from mclclip.config import Config
 from mclclip.data.attributes import ATTRIBUTES, check_names, read_values
+from mclclip.data.options import DataConfig, SourceConfig
 from mclclip.data.remote import Remote, RemoteOptions, check_protocol, protocol_of
 from mclclip.data.sample_index import (
     KIND,

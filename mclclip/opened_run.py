@@ -200,7 +200,7 @@ class Run:
 
         Raises ValueError where these want checksums of images that the index does not have.
         """
-        from mclclip.config import DataConfig
+        from mclclip.data.options import DataConfig
         from mclclip.data.samples import TarDataset
 
         data = DataConfig() if self.config is None else self.config.data

@@ -16,23 +16,28 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mclclip import cluster, embed, export, files, index, pilot, reshard, train
+from mclclip import cluster, embed, export, files, index, pilot, reshard
 from mclclip import config as configuration
-from mclclip.config import BenchmarkConfig, Config, ModelConfig, TrainConfig
+from mclclip.config import Config
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.embed.trunk import check_folder
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.export import held_out
 from mclclip.models.clip import architecture
 from mclclip.models.loading import check_tokenizer, has_texts
 from mclclip.models.memory import load_image_shapes
+from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, is_finished
 from mclclip.run.layout import PILOTS, Layout
+from mclclip.train import parts
+from mclclip.train import verb as train
+from mclclip.train.options import TrainConfig
 
 log = logging.getLogger("mclclip")
 
@@ -47,7 +52,7 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     """
     run_dir = Path(config.run_dir)
     collectives.on_main(lambda: _check(config, context))
-    collectives.together(lambda: train.check_pixels(config, config.trainings))
+    collectives.together(lambda: parts.check_pixels(config, config.trainings))
     recorded = run_dir / "config.yaml"
     before = recorded.read_bytes() if context.is_main and recorded.exists() else None
     text = configuration.dump(config).encode()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mclclip.clustering.arithmetic import Arithmetic, Products, Rounding, Scores, Tile
 from mclclip.clustering.nearest import NOTHING, Search, unpack
-from mclclip.clustering.rows import Algorithm
+from mclclip.clustering.options import Algorithm
 
 Data = Literal["whole_numbers", "unit_vectors"]
 ROUNDINGS: list[tuple[Products, Rounding]] = [

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from mclclip import checkpoint
-from mclclip.config import Config, TrainConfig
+from mclclip.config import Config
 from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.embeddings import left_out, rows_path
@@ -24,6 +24,7 @@ from mclclip.objectives.base import with_prefix
 from mclclip.objectives.label_filter import Subspaces
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
+from mclclip.train.options import TrainConfig
 
 log = logging.getLogger("mclclip")
 

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import PositiveInt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mclclip import files
@@ -18,10 +20,30 @@ from mclclip.checkpoint.mirror import POLL_S, Mirror
 from mclclip.checkpoint.resumption import Resumption, Stateful
 from mclclip.checkpoint.step_files import Entries, Identity, path_of, temporary_of
 from mclclip.checkpoint.storage import State
+from mclclip.options import STRICT
 from mclclip.ranks import collectives, peer_watch
 from mclclip.ranks.finiteness import NotFinite, not_finite
 
 log = logging.getLogger("mclclip")
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class CheckpointConfig:
+    """Resumable state: when it is saved, how long it is kept, and where else."""
+
+    every: PositiveInt = 1000
+    """Steps between checkpoints."""
+    keep: PositiveInt = 2
+    """Checkpoints kept (the newest)."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of steps divisible by this are kept for good (null: none)."""
+    asynchronous: bool = False
+    """Continue training while a copy of the state is written to disk."""
+    mirror: str | None = None
+    """fsspec url of a folder that gets a copy of every checkpoint, such as ``s3://bucket/run``."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written, such as on a full disk: end the run, or continue
+    training and try again at the next checkpoint."""
 
 
 class Checkpoints:

@@ -17,7 +17,8 @@ from torch import Tensor
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.centroids import WholeCentroids, hold
 from mclclip.clustering.nearest import pack, unpack
-from mclclip.clustering.rows import Algorithm, Mask, Rows, num_not_finite
+from mclclip.clustering.options import Algorithm
+from mclclip.clustering.rows import Mask, Rows, num_not_finite
 from mclclip.data.arrays import Floats
 from mclclip.ranks.process_group import SINGLE, Context
 

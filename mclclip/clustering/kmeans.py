@@ -22,8 +22,9 @@ from torch import Tensor
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.centroids import WholeCentroids, hold, passes
 from mclclip.clustering.nearest import ROWS_PER_PASS, unpack
-from mclclip.clustering.rows import Algorithm, Mask, Rows, Survey
-from mclclip.clustering.start import Init, is_plus_plus, plus_plus
+from mclclip.clustering.options import Algorithm, Init
+from mclclip.clustering.rows import Mask, Rows, Survey
+from mclclip.clustering.start import is_plus_plus, plus_plus
 from mclclip.data.arrays import Floats
 from mclclip.ranks.collectives import all_reduce_sum
 from mclclip.ranks.process_group import SINGLE, Context

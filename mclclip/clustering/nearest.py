@@ -30,7 +30,8 @@ from mclclip.clustering.arithmetic import (
     choose_scores,
     choose_tile,
 )
-from mclclip.clustering.rows import Algorithm, tiles
+from mclclip.clustering.options import Algorithm
+from mclclip.clustering.rows import tiles
 from mclclip.pair_products import pair_products
 
 NOTHING = -(2**63)  # packed: no candidate

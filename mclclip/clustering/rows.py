@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,13 @@ from mclclip.clustering.arithmetic import (
     choose_threads,
     sums_in_float32,
 )
+from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import BlockLayout, Floats, NpyBlocks
 from mclclip.ranks.collectives import all_reduce_max, all_reduce_sum, gather
 from mclclip.ranks.process_group import Context, num_threads
 
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-Algorithm = Literal["spherical", "euclidean"]
 T = TypeVar("T")
 R = TypeVar("R")
 _ROWS_PER_LOOK = 1024  # rows that ``survey`` sums at once; last bits depend on it, so it is fixed

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mclclip.clustering.nearest import squared_distance
+from mclclip.clustering.options import Init
 from mclclip.clustering.rows import Rows
 from mclclip.data.arrays import ROWS_PER_BLOCK
 
-Init = Literal["auto", "plus_plus", "random"]
 PLUS_PLUS_UP_TO = 1000  # clusters, for ``auto``: the cost grows with their square
 
 

@@ -23,8 +23,9 @@ from mclclip.clustering import kmeans
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.assignment import assign_blocks
 from mclclip.clustering.centroids import hold
-from mclclip.clustering.rows import Algorithm, Integers, Mask, Rows
-from mclclip.clustering.start import Init, is_plus_plus
+from mclclip.clustering.options import Algorithm, Init
+from mclclip.clustering.rows import Integers, Mask, Rows
+from mclclip.clustering.start import is_plus_plus
 from mclclip.data.arrays import Floats, cut_blocks
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context

@@ -35,10 +35,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from mclclip.data.epoch_plan import EpochPlan, Order
-from mclclip.data.groups import GroupedIndex, Policy
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.locations import Resharded
+from mclclip.data.options import Order, Policy
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import (

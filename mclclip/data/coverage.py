@@ -11,12 +11,12 @@ from mclclip.data.grouping import GroupSizes, LabelBlocks
 from mclclip.data.groups import (
     ALONE,
     Level,
-    Policy,
     build_levels,
     num_scheduled,
     require_steps,
 )
 from mclclip.data.labels import label_space, size_statistics
+from mclclip.data.options import Policy
 
 logger = logging.getLogger("mclclip")
 

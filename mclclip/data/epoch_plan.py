@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +19,14 @@ from mclclip.data.groups import (
     ALONE,
     GroupedIndex,
     Level,
-    Policy,
     build_levels,
     num_scheduled,
     require_steps,
 )
 from mclclip.data.labels import truncate
+from mclclip.data.options import Order, Policy
 from mclclip.randomness import mix, permute
 
-Order = Literal["round_robin", "proportional"]
 # Purposes of the randomness, part of its key.
 _SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW, _TURN = 1, 2, 3, 4, 5
 

@@ -21,13 +21,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.grouping import GroupSizes, Integers, LabelBlocks
+from mclclip.data.options import Policy
 from mclclip.data.sample_weights import SampleWeights, drawn_rows
 from mclclip.files import (
     Record,
@@ -44,7 +45,6 @@ from mclclip.files import (
 
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
 _WEIGHTED = ("draws", "weight_sums")  # further arrays where samples have weights
-Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
 ALONE = ("drop", "carry")  # policies that never put leftovers of two groups into one batch
 
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy
+from mclclip.data.options import LabelMode
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_json
 from mclclip.randomness import mix
 from mclclip.run import artifacts
 
 Integers = npt.NDArray[np.int64]
-LabelMode = Literal["prefix", "last"]
 _Value = TypeVar("_Value", bound=np.generic)
 _SHARE = int.from_bytes(b"share", "big")  # purpose of a random number, part of its key
 _AT_ONCE = 2**20  # samples that are hashed at once

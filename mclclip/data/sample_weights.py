@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_given_npy
+from mclclip.data.options import MOST_DRAWS
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array, digest_json
 from mclclip.randomness import mix
@@ -41,8 +42,6 @@ Integers = npt.NDArray[np.int64]
 UNIT = 2**16
 MOST = 10_000.0
 """The largest weight."""
-MOST_DRAWS = 2 * 10**9
-"""Draws of an epoch at most: the square of their number fits int64."""
 _RUN = 64  # consecutive draws of a group that share their random number
 _AT_ONCE = 2**20
 

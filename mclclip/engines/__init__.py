@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import PositiveInt
 from torch import nn
 
 from mclclip.engines.engine import Engine, MakeOptimizer
+from mclclip.options import STRICT
 from mclclip.ranks.process_group import Context
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class EngineConfig:
+    """How a step runs on the hardware: speed and memory, not results (a resume may change it)."""
+
+    name: Literal["ddp", "fsdp", "deepspeed"] = "ddp"
+    """``ddp``: whole copies; ``fsdp``: FSDP2, sharded by block; ``deepspeed``: ZeRO."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """deepspeed: shards optimizer state (1), gradients too (2), parameters too (3)."""
+    shard_ranks: PositiveInt | None = None
+    """fsdp: ranks that share one copy, such as those of a node (null: all ranks)."""
+    micro_batch: PositiveInt | None = None
+    """Samples per rank and forward pass; a bigger local batch is computed by exact gradient
+    caching, in two passes (null: the local batch at once)."""
+    grad_checkpointing: bool = False
+    """Recompute the blocks' activations in the backward pass instead of keeping them."""
+    compile: Literal["off", "model", "step"] = "off"
+    """torch.compile: ``model`` compiles each block, ``step`` the whole forward pass with the
+    objective."""
 
 
 def build_engine(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mclclip import checkpoint, files
-from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
+from mclclip.config import Config, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import held_out
@@ -27,6 +27,7 @@ from mclclip.models import concat, soup, weights
 from mclclip.models.clip import is_without_weights, save_export
 from mclclip.models.loading import AnyModel, load_any
 from mclclip.models.lora import add_lora, merge_lora
+from mclclip.models.options import ModelConfig
 from mclclip.models.stage_weights import Variant
 from mclclip.ranks import collectives
 from mclclip.ranks.finiteness import not_finite
@@ -35,6 +36,7 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
 from mclclip.train.loop import MODEL
+from mclclip.train.options import TrainConfig
 
 log = logging.getLogger("mclclip")
 

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from mclclip import files
 from mclclip.analysis import pictures
-from mclclip.config import BenchmarkConfig
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.datasets import SUFFIXES
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.results import Result
 from mclclip.eval.stored import StoredImage, read_shards
 from mclclip.eval.units import Unit

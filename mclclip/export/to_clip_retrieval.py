@@ -26,10 +26,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from mclclip import config, files
-from mclclip.config.options import DataConfig
 from mclclip.data import embeddings
 from mclclip.data.arrays import Floats
 from mclclip.data.embeddings import StoredRows
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import TarDataset
 from mclclip.export.certificate import Certificate

@@ -17,7 +17,7 @@ counts as a matrix [out, in * height * width]; grouped convolutions get no adapt
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,7 @@ from torch.nn.utils import parametrize
 
 from mclclip.models import towers
 from mclclip.models.image_model import ImageModel
-
-Targets = Literal["attention", "mlp", "all"]
-"""Weights within attention, all others, or both."""
+from mclclip.models.options import Targets
 
 _ATTENTION, _MLP = ("attn", "attention"), ("mlp", "ffn", "feedforward")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mclclip.config import TrainConfig
 from mclclip.engines.engine import HALF
 from mclclip.objectives.class_centers.cost import NETWORK_BYTES_PER_S
 from mclclip.plan.machine import Machine
+from mclclip.train.options import TrainConfig
 
 
 def count(options: TrainConfig, measured: dict[str, Any], machine: Machine) -> dict[str, Any]:

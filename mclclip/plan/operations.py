@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from mclclip.config import ModelConfig
 from mclclip.data.batches import Batch
 from mclclip.models import memory
 from mclclip.models.image_model import ImageModel
 from mclclip.models.loading import AnyModel
+from mclclip.models.options import ModelConfig
 from mclclip.train.loop import Trainee
 
 # Samples that are counted together: batch norms that train want more than one.

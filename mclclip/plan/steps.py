@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.config import Config, TrainConfig
+from mclclip.config import Config
 from mclclip.data.coverage import Coverage, coverage_report
 from mclclip.data.epoch_plan import check_samples, steps_per_epoch, total_steps
 from mclclip.data.grouping import GroupSizes, LabelBlocks
-from mclclip.data.groups import ALONE, Policy, StageGroups, build_levels, require_steps
+from mclclip.data.groups import ALONE, StageGroups, build_levels, require_steps
 from mclclip.data.labels import label_space, read_pseudo_labels
+from mclclip.data.options import Policy
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
+from mclclip.train.options import TrainConfig
 
 Range = tuple[int, int]
 # Where there are no labels, plans are shown for both: the coverage depends on the sizes of the

@@ -25,7 +25,7 @@ from markupsafe import Markup
 from mclclip import __version__, files
 from mclclip import config as configuration
 from mclclip.config import Config
-from mclclip.config.options import DataConfig
+from mclclip.data.options import DataConfig
 from mclclip.eval import results
 from mclclip.report import blindspots, clusters, filters, nearest, pairs, scores, story, training
 from mclclip.report.material import Material

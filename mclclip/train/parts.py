@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.config import Config, ModelConfig, TrainConfig, to_tree
+from mclclip.config import Config, to_tree
 from mclclip.data.bad_samples import BadSamples
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.decode import Pixels, jpeg_library
@@ -33,6 +33,7 @@ from mclclip.files import shown
 from mclclip.models.fast_pixels import fast_transform, normalized
 from mclclip.models.loading import AnyModel, load_any, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
+from mclclip.models.options import ModelConfig
 from mclclip.models.tokenizer import fetched
 from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
@@ -45,6 +46,7 @@ from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
 from mclclip.train.judging import Evaluate, Judging
 from mclclip.train.loop import Trainee, Trainer
+from mclclip.train.options import TrainConfig
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mclclip.checkpoint import Checkpoints, path_of
-from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.config import Config, to_tree
 from mclclip.data import trunk_rows
 from mclclip.data.coverage import coverage_report, plan_groups
 from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
@@ -34,6 +34,7 @@ from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
 from mclclip.train.judging import Evaluate, Together
 from mclclip.train.loop import Trainee
+from mclclip.train.options import TrainConfig
 from mclclip.train.parts import Job
 
 log = logging.getLogger("mclclip")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import yaml
 
-from mclclip import cluster, embed, export, index, train
+from mclclip import cluster, embed, export, index
 from mclclip.config import from_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.groups import GroupedIndex
@@ -33,6 +33,7 @@ from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
+from mclclip.train import verb as train
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.benchmarks import timing

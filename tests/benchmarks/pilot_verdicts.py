@@ -21,10 +21,10 @@ from pathlib import Path
 from mclclip import compare, demo, pilot, pipeline
 from mclclip.compare import Comparison
 from mclclip.config import Config
-from mclclip.config.verdicts import PilotConfig
 from mclclip.ranks.process_group import SINGLE, num_threads
 from mclclip.run import runlog
 from mclclip.run.lock import RunLock
+from mclclip.train.options import PilotConfig
 
 METRIC = "average"  # the main metric of minimal pairs, which verdicts go by
 

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import config, index, train
+from mclclip import config, index
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.signals import Preempted
+from mclclip.train import verb as train
 from tests import tiny
 from tests.distributed.test_deepspeed import zero
 from tests.matrix import in_soak, kept

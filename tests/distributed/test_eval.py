@@ -13,12 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mclclip.config import BenchmarkConfig
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.contrastive_loss import row_losses
 from mclclip.eval.features import Extractor
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests import compositional_folders

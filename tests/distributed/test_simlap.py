@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from mclclip import cluster, config, embed, export, index, train
+from mclclip import cluster, config, embed, export, index
 from mclclip.engines.batch_norm import synchronize_batch_norms
 from mclclip.objectives.label_filter import LabelFilter, OpenGates
 from mclclip.objectives.simlap import SimLAP
 from mclclip.objectives.temperature import Learnable, Temperature
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.train import verb as train
 from tests import tiny
 from tests.matrix import in_soak, kept
 

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint, cluster, config, embed, export, index, train
+from mclclip import checkpoint, cluster, config, embed, export, index
 from mclclip.objectives import base
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.train import verb as train
 from tests import tiny, toys
 from tests.matrix import kept
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint, config, index, train
+from mclclip import checkpoint, config, index
 from mclclip.config import Config
 from mclclip.models.patch_dropout import PatchDropout
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context, seed_everything
+from mclclip.train import verb as train
 from tests import tiny
 from tests.matrix import in_soak, kept
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import cluster, config, embed, export, index, plan, train
+from mclclip import cluster, config, embed, export, index, plan
 from mclclip.config import Config
 from mclclip.data.coverage import coverage_report
 from mclclip.data.groups import StageGroups
@@ -20,6 +20,7 @@ from mclclip.run import artifacts
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
+from mclclip.train import verb as train
 from mclclip.train.parts import Job
 from tests import tiny
 from tests.matrix import in_soak

@@ -15,7 +15,7 @@ from mclclip.clustering import kmeans, two_level
 from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
 from mclclip.clustering.assignment import Assignment, assign
 from mclclip.clustering.nearest import Search, half_squares
-from mclclip.clustering.rows import Algorithm
+from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import cut_blocks
 from mclclip.eval import ranking
 from mclclip.ranks.process_group import Context

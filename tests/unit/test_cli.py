@@ -105,7 +105,7 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
         ("index", "index.run"),
         ("embed --stage 1", "embed.run"),
         ("cluster --stage 1", "cluster.run"),
-        ("train --stage 1", "train.run"),
+        ("train --stage 1", "train.verb.run"),
         ("export --stage 1", "export.stage"),
         ("eval", "eval.run.run"),
         ("analyse --figures tsne,clam", "analyse.run"),

@@ -16,6 +16,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 import mclclip
 from mclclip import config
 from mclclip.config import Config, load, recipes
+from mclclip.models.options import LockConfig
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -99,7 +100,7 @@ def test_a_dump_is_the_same_configuration(tmp_path: Path) -> None:
 def test_the_dump_names_every_option() -> None:
     dumped = yaml.safe_load(config.dump(load(None, ["run_dir=a"])))
     assert list(dumped) == [item.name for item in dataclasses.fields(Config)]
-    lock = [item.name for item in dataclasses.fields(config.options.LockConfig)]
+    lock = [item.name for item in dataclasses.fields(LockConfig)]
     assert list(dumped["train"]["lock"]) == lock
 
 
@@ -213,14 +214,28 @@ def test_yaml_cannot_run_code(tmp_path: Path) -> None:
 # --- every option ------------------------------------------------------------------------------
 
 
+PACKAGE = Path(mclclip.__file__).parent
+
+
+def modules() -> list[Path]:
+    """Every file of the package; ``eval`` is a link, which a search does not follow."""
+    return sorted(p for top in (PACKAGE, PACKAGE / "eval") for p in top.rglob("*.py"))
+
+
 def option_classes() -> list[ast.ClassDef]:
-    paths = sorted(Path(config.__file__).parent.glob("*.py"))
+    """Every class of options that a configuration is made of."""
     return [
         node
-        for path in paths
+        for path in modules()
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+        if any("checked_dataclass" in ast.unparse(each) for each in node.decorator_list)
     ]
+
+
+def test_every_class_of_options_is_seen() -> None:
+    names = {node.name for node in option_classes()}
+    assert {"Config", "TrainConfig", "DataConfig", "BenchmarkConfig", "CheckpointConfig"} <= names
 
 
 @pytest.mark.parametrize("node", option_classes(), ids=lambda node: node.name)
@@ -300,11 +315,10 @@ def test_numbers_that_people_read_alike_are_taken() -> None:
 
 def option_types() -> dict[str, Any]:
     """Every checked class of options of the package, by its full name."""
-    package = Path(mclclip.__file__).parent
     found = {}
-    for path in sorted(package.rglob("*.py")):
+    for path in modules():
         if "checked_dataclass" in path.read_text():
-            name = ".".join(("mclclip", *path.relative_to(package).with_suffix("").parts))
+            name = ".".join(("mclclip", *path.relative_to(PACKAGE).with_suffix("").parts))
             module = importlib.import_module(name)
             found |= {
                 f"{name}.{each.__name__}": each

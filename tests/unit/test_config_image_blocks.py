@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mclclip import config
-from mclclip.config.image_blocks import check_image_blocks
+from mclclip.models.architecture import check_image_blocks
 from mclclip.models.memory import load_image_shapes
+from mclclip.models.options import ModelConfig
 from tests import tiny
 
 RECIPES = tiny.ROOT / "launch" / "recipes"
@@ -32,9 +33,9 @@ CONFIGS = tiny.ROOT / "tests" / "configs"
 def test_it_counts_what_the_model_has(name: str | Path | dict[str, Any]) -> None:
     blocks = load_image_shapes(name).num_blocks
     named = name if isinstance(name, dict) else str(name)
-    check_image_blocks("lock", blocks, named)
+    check_image_blocks(ModelConfig(named), "lock", blocks)
     with pytest.raises(ValueError, match=f"has {blocks} blocks"):
-        check_image_blocks("lock", blocks + 1, named)
+        check_image_blocks(ModelConfig(named), "lock", blocks + 1)
 
 
 def test_the_message_names_option_model_and_what_would_do() -> None:
@@ -66,10 +67,10 @@ def test_each_training_is_held_against_its_own_model() -> None:
 
 def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
     name = f"local-dir:{tmp_path}"
-    check_image_blocks("lock", 99, name)  # not yet written
+    check_image_blocks(ModelConfig(name), "lock", 99)  # not yet written
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": tiny.MODEL}))
     with pytest.raises(ValueError, match="has 3 blocks"):
-        check_image_blocks("lock", 4, name)
+        check_image_blocks(ModelConfig(name), "lock", 4)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_known_here_is_left_to_the_loader(number: Any, name: Any) -> None:
-    check_image_blocks("lock", number, name)
+    check_image_blocks(ModelConfig(name), "lock", number)
 
 
 def test_a_tower_of_timm_is_built_only_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +97,7 @@ def test_a_tower_of_timm_is_built_only_for_a_number(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("mclclip.models.memory.load_image_shapes", build)
     for number in ("all", 0):
-        check_image_blocks("lock", number, "MobileCLIP2-S0")
+        check_image_blocks(ModelConfig("MobileCLIP2-S0"), "lock", number)
 
 
 def test_blocks_of_a_text_tower_that_rests_are_refused() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import cluster, embed, export, files, index, train
+from mclclip import cluster, embed, export, files, index
 from mclclip.config import Config
 from mclclip.data.arrays import save_npy
 from mclclip.data.embeddings import left_out
@@ -24,6 +24,7 @@ from mclclip.data.samples import TextFeatures
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished, made_of
 from mclclip.run.layout import Layout
+from mclclip.train import verb as train
 from tests import damage
 from tests.matrix import kept
 

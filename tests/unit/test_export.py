@@ -16,8 +16,9 @@ from torch import nn
 
 from mclclip import config, export, files, index, make_dataset
 from mclclip.checkpoint import Checkpoints, load_model_state
-from mclclip.config import BenchmarkConfig, Config
+from mclclip.config import Config
 from mclclip.engines.engine import Engine
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.models import weights
 from mclclip.models.clip import ClipModel, load_clip
 from mclclip.models.concat import ConcatEncoder, load_model

@@ -293,8 +293,9 @@ def test_large_models_answer_soon() -> None:
 
 def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     """Index, labels and begun trainings are read; what was trained is what was planned."""
-    from mclclip import cluster, embed, export, index, train
+    from mclclip import cluster, embed, export, index
     from mclclip.run import artifacts
+    from mclclip.train import verb as train
 
     data = tiny.make_data(tmp_path / "data")
     options = tiny.make_config(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import cluster, embed, export, index, pipeline, train
+from mclclip import cluster, embed, export, index, pipeline
 from mclclip.config import Config
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
@@ -23,6 +23,7 @@ from mclclip.models.loading import load_any
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.layout import Layout
+from mclclip.train import verb as train
 from tests import tiny
 from tests.matrix import kept
 

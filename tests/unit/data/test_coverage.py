@@ -9,7 +9,8 @@ import pytest
 
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex, Policy
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.options import Policy
 
 GROUPED = GroupedIndex.build(np.repeat([0, 1, 2, 3], [500, 130, 61, 9]), (2, 2))
 

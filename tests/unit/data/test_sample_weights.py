@@ -14,7 +14,8 @@ import pytest
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.grouping import LabelBlocks
-from mclclip.data.groups import GroupedIndex, Policy, StageGroups
+from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.options import Policy
 from mclclip.data.sample_weights import UNIT, SampleWeights, drawn_rows
 from mclclip.files import write_json
 from mclclip.run.artifacts import INTENT

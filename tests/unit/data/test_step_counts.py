@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import steps_per_epoch
-from mclclip.data.groups import GroupedIndex, Policy
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.options import Policy
 
 POLICIES = ("drop", "backoff", "mask", "wrap")
 

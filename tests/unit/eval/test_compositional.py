@@ -13,12 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mclclip.config import BenchmarkConfig
 from mclclip.eval import compositional, paired
 from mclclip.eval import run as evaluation
 from mclclip.eval.compositional_sets import LAYOUTS, read_items
 from mclclip.eval.datasets import Region
 from mclclip.eval.features import Extractor
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.results import Figure
 from tests import fuzzing
 from tests.compositional_folders import SUGARCREPE, write

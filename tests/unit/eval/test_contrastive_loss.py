@@ -13,10 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mclclip.config import BenchmarkConfig
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.contrastive_loss import evaluate, row_losses
 from mclclip.eval.features import Extractor
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.run import check_files
 
 NUM = 13

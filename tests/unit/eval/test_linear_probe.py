@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from sklearn.linear_model import LogisticRegression
 
-from mclclip.config import BenchmarkConfig
 from mclclip.eval import knn, linear_probe
 from mclclip.eval import run as evaluation
 from mclclip.eval.features import Extractor
 from mclclip.eval.labelled_features import extract
 from mclclip.eval.labelled_images import read_parts
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.models.clip import load_clip
 from mclclip.models.encoder import SingleEncoder
 from mclclip.pack import pack

@@ -16,9 +16,9 @@ import mclclip.torchvision_fix  # noqa: F401
 from timm.data import ImageNetInfo
 
 from mclclip import config as configuration
-from mclclip.config import BenchmarkConfig
 from mclclip.eval import prompts
 from mclclip.eval import run as evaluation
+from mclclip.eval.options import BenchmarkConfig
 from tests import tiny
 
 CLASSES = {"n02510455": "giant panda", "n01440764": "tench", "n07873807": "pizza"}

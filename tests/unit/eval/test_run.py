@@ -12,10 +12,10 @@ import pytest
 
 from mclclip import config as configuration
 from mclclip import index
-from mclclip.config import BenchmarkConfig
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import prompts, results
 from mclclip.eval import run as evaluation
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.ranks.process_group import SINGLE
 
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mclclip.config import BenchmarkConfig
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.results import Result
 from mclclip.export import soups
 from mclclip.models import weights

@@ -12,7 +12,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from mclclip.config.pixels import settle
+from mclclip.config import from_tree
 from mclclip.data.decode import decode_image, decode_pixels
 from mclclip.models import backbones, clip
 from mclclip.models.fast_pixels import (
@@ -150,6 +150,13 @@ def test_normalising_later_gives_open_clips_bits() -> None:
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     found = normalized(torch.stack([pixels, pixels]), mean, deviation)
     assert torch.equal(found, torch.stack([wanted, wanted])) and pixels.dtype == torch.uint8
+
+
+def settle(pixels: str, augmentation: dict[str, Any], name: Any) -> str:
+    """How a training of this model makes pixels."""
+    model = {"name": name, "augmentation": augmentation}
+    tree = {"run_dir": "x", "data": {"pixels": pixels}, "model": model}
+    return from_tree(tree).pixels_of("train")
 
 
 @pytest.mark.parametrize(

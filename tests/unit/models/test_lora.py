@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.models.clip import ClipModel, load_clip, save_export
-from mclclip.models.lora import LowRank, Targets, add_lora, merge_lora
+from mclclip.models.lora import LowRank, add_lora, merge_lora
 from mclclip.models.optimizer import build_optimizer
+from mclclip.models.options import Targets
 from tests.unit.models.conftest import CONFIGS
 
 WIDTH = 64  # of tiny_vit, whose MLP is 4 times as wide

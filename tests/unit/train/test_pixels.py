@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from mclclip import checkpoint, index, pipeline, train
+from mclclip import checkpoint, index, pipeline
 from mclclip.config import Config
 from mclclip.data import decode
 from mclclip.data.batches import Batch, TrainingBatches
@@ -22,6 +22,7 @@ from mclclip.models import clip
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.train import parts
+from mclclip.train import verb as train
 from tests import tiny
 
 

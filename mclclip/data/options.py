@@ -1,0 +1,163 @@
+"""Options of the data: sources, how they are read, in which order, and what is stored of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
+from mclclip.data.remote import RemoteOptions, check_protocol, protocol_of
+from mclclip.options import STRICT, Share
+
+Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
+"""What happens to samples that fill no batch of their own group (see ``data.groups``)."""
+Order = Literal["round_robin", "proportional"]
+"""In which order the batches of groups come (see ``data.epoch_plan``)."""
+LabelMode = Literal["prefix", "last"]
+"""Which stages' cluster labels make pseudo labels (see ``data.labels``)."""
+MOST_DRAWS = 2 * 10**9
+"""Draws of an epoch at most: the square of their number fits int64."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class SourceConfig:
+    """One data source: WebDataset shards with images and captions."""
+
+    shards: str | list[str]
+    """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line; paths, or
+    urls of S3, GS and HTTP."""
+    captions: str = "txt"
+    """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
+    attributes: list[str] = field(default_factory=list)
+    """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
+    subset: str | None = None
+    """A ``.npy`` of the uids that are taken, as DataComp writes it: dtype ``u8,u8``, sorted, the
+    upper and lower 64 bits of each. Samples have their uids in the parquet beside their shard, or
+    in their ``.json``. Null: all."""
+    where: list[str] = field(default_factory=list)
+    """Conditions on the columns of the parquet beside each shard, such as ``similarity>=0.28`` and
+    ``status==success``; a sample is taken if all hold. Operators: < <= > >= == !=."""
+    weight: NonNegativeFloat = 1.0
+    """How often an epoch of a training draws each of its samples (0: never; they are still indexed,
+    embedded and clustered)."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    """Where samples come from and how they are read."""
+
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Data sources by name; a sample's key is ``source/key``."""
+    num_workers: NonNegativeInt = 2
+    """Loader processes per rank (0: read in the training process)."""
+    index_workers: PositiveInt = 2
+    """Processes that scan shards side by side."""
+    max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS
+    """Images with more pixels (width times height) are refused as decompression bombs. So are JPEGs
+    whose scans times pixels exceed 20 times this number (or its default, if that is more)."""
+    pixels: Pixels | Literal["auto"] = "auto"
+    """How training makes pixels. ``exact``: open_clip's own transform, by PIL; ``fast``: simplejpeg
+    and torch's resize, the same crops within 2/255 of its pixels; ``auto``: ``fast``, and ``exact``
+    where an augmentation does more than to crop. Everything but training is exact."""
+    max_bad_fraction: Share = 0.01
+    """Share of the index's samples that may be undecodable, and of the shards that may be damaged
+    or cut short; above it a verb stops on all ranks."""
+    max_open_files: PositiveInt = 64
+    """Shards that one process keeps open at once."""
+    verify: Literal["captions", "full"] = "captions"
+    """What of a shard is compared with the index. ``captions``: its size, and the caption of every
+    sample that is read; a shard with another time of change is scanned again first. ``full``: every
+    image that is read too; indexing then reads all images once, for their checksums."""
+    remote: RemoteOptions = field(default_factory=RemoteOptions)
+    """How shards behind urls are read."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class PlanConfig:
+    """Which samples form a batch, and how often each is drawn."""
+
+    policy: Policy = "backoff"
+    """What happens to samples that do not fill a batch of their group (see ``data.groups``)."""
+    order: Order = "proportional"
+    """``round_robin``: Algorithm 1 of MCL; ``proportional``: a seeded shuffle of all batches."""
+    weights: str | None = None
+    """``.npy`` file of one number per sample of the index, in its order: how often an epoch draws
+    the sample (0: never), such as weights.npy of ``blindspots`` or of ``filter``. Multiplied by
+    ``data.sources.NAME.weight``."""
+    samples_per_epoch: Annotated[int, Field(ge=1, le=MOST_DRAWS)] | None = None
+    """Draws of an epoch, to which all weights are scaled (null: the sum of the weights, which is
+    the number of samples where none is set)."""
+    block: Annotated[int, Field(ge=1, le=2**20)] = 1
+    """Samples of a group, neighbours in the index, that stay together in every epoch, so that they
+    can be read in one piece from the shards of ``mclclip reshard`` (1: none do; small groups have
+    smaller blocks). Trainings without groups have none."""
+
+    def identity(self) -> dict[str, Any]:
+        """Fields that results depend on; the weights' digest is among a training's inputs."""
+        drawn = {"samples_per_epoch": self.samples_per_epoch} if self.samples_per_epoch else {}
+        drawn |= {"block": self.block} if self.block > 1 else {}
+        return {"policy": self.policy, "order": self.order, **drawn}
+
+    def weight_options(self, by_source: Mapping[str, float], share: float = 1.0) -> dict[str, Any]:
+        """Arguments of ``SampleWeights.open`` beside the index and the option's name; ``share`` is
+        that of the samples which a pilot draws from."""
+        per_epoch = self.samples_per_epoch and max(1, round(share * self.samples_per_epoch))
+        return {"path": self.weights, "by_source": by_source, "per_epoch": per_epoch}
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class EmbedConfig:
+    """How embeddings are made."""
+
+    batch_size: PositiveInt = 256
+    """Images per forward pass; no batch spans two shards, so results do not depend on ranks."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Number format of embeddings on disk."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the encoder."""
+    feature: Literal["projected", "pooled"] = "projected"
+    """``projected``: after the projection (default); ``pooled``: before it."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ReshardConfig:
+    """Copies of the samples in the order of a stage's groups (``mclclip reshard``)."""
+
+    enabled: bool = False
+    """Make them before each stage is trained on groups, and let its training read them: the same
+    batches, from fewer and longer reads where ``train.plan.block`` is above 1."""
+    folder: str | None = None
+    """Where they lie, as ``FOLDER/NAME_OF_RUN/stage_1`` and so on, on a disk that all ranks share
+    (null: in the run directory). They take as much room as the data, for each stage."""
+    url: str | None = None
+    """Where trainings read these shards instead, such as ``s3://bucket/copies``: upload those of
+    each stage to ``stage_1`` and so on below it, after ``reshard`` and before ``train``."""
+    samples_per_shard: PositiveInt = 10_000
+    """Samples of a shard."""
+
+    def __post_init__(self) -> None:
+        if self.url is not None:
+            check_protocol(self.url, "reshard.url")
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class TrunkCacheConfig:
+    """The output of the image tower's frozen blocks for every sample, on disk."""
+
+    enabled: bool = False
+    """Write it at stage 0, and start every training after that and every embedding pass from it.
+    Every epoch then sees the same crop of an image, that of validation."""
+    folder: str | None = None
+    """Where the rows lie, on a disk that all ranks share (null: in the run directory);
+    ``mclclip config --plan`` says how much room they take."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Number format of the rows."""
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and protocol_of(self.folder) is not None:
+            raise ValueError(f"trunk_cache.folder={self.folder} is a url: give a folder of a disk")

@@ -1,0 +1,154 @@
+"""Options of a training, of its evaluations, and of its pilot."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from mclclip.checkpoint import CheckpointConfig
+from mclclip.data.options import PlanConfig
+from mclclip.engines import EngineConfig
+from mclclip.models.options import LockConfig, LoraConfig
+from mclclip.objectives.base import AnyObjective, parse
+from mclclip.options import STRICT, BelowOne, Decay, PositiveShare, Share
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class EvaluateConfig:
+    """Evaluations within a training, of the checkpoint at that step as it would be exported."""
+
+    every: PositiveInt | None = None
+    """Steps (or epochs, see ``unit``) between two; one more follows the last step. Null: none."""
+    unit: Literal["steps", "epochs"] = "steps"
+    """What ``every`` counts."""
+    suite: list[str] = field(default_factory=list)
+    """Benchmarks of ``eval.suite`` by their names; empty: all of them. The training waits."""
+    metric: str | None = None
+    """``BENCHMARK/METRIC``, such as ``mmvp/average``: the figure that ``patience`` and ``best`` go
+    by. Null: figures are only recorded."""
+    mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller figure is better."""
+    patience: PositiveInt | None = None
+    """Evaluations in a row without a better figure after which the training ends; null: never."""
+    best: bool = False
+    """Export the checkpoint with the best figure, which is kept, instead of the last one."""
+
+    def __post_init__(self) -> None:
+        if self.every is None and (self.metric is not None or self.suite):
+            raise ValueError("evaluate has no effect without evaluate.every: set it")
+        if self.metric is None and (self.best or self.patience is not None):
+            raise ValueError("patience and best go by a figure: set evaluate.metric")
+        if self.metric is not None and "/" not in self.metric:
+            raise ValueError(f"metric={self.metric!r}: wanted BENCHMARK/METRIC, as mmvp/average")
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class TrainConfig:
+    """One training: its data order, its optimizer, its records."""
+
+    global_batch: PositiveInt = 1024
+    """Samples per optimizer step over all ranks."""
+    epochs: PositiveFloat = 20
+    """Passes over the plan; ignored where ``steps`` is set."""
+    steps: PositiveInt | None = None
+    """Optimizer steps in all (null: as many as ``epochs`` gives)."""
+    objective: AnyObjective = field(default_factory=lambda: parse({"kind": "info_nce"}))
+    """What is minimised, by its ``kind``."""
+    start: Literal["base", "random", "previous"] = "base"
+    """Weights that a stage s >= 1 starts from: those of stage 0 (``base``), random weights with
+    another seed for each stage (``random``: MCL from scratch), or those of the stage before
+    (``previous``: MCL's Table 5). A projector is always new."""
+    plan: PlanConfig = PlanConfig()
+    lock: LockConfig = LockConfig()
+    lora: LoraConfig | None = None
+    """Adapters on the image tower; the adapted layers' own weights are frozen (null: none)."""
+    patch_dropout: BelowOne = 0.0
+    """Share of a picture's patches that an unlocked ViT does not see in training (FLIP)."""
+    engine: EngineConfig = EngineConfig()
+    optimizer: str = "adamw"
+    """``adamw``, ``lars``, ``lion``, or ``timm:NAME`` for any other of timm's."""
+    lr: PositiveFloat = 5e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after the warm-up."""
+    warmup: Share = 0.1
+    """Share of the steps over which the learning rate rises from zero."""
+    layer_decay: PositiveShare | None = None
+    """Each block's learning rate is this factor times that of the block after it (null: equal)."""
+    weight_decay: NonNegativeFloat = 0.2
+    """Weight decay (none on norms, biases and the logit scale)."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
+    """Betas of AdamW and Lion."""
+    eps: PositiveFloat = 1e-6
+    """AdamW epsilon."""
+    momentum: BelowOne = 0.9
+    """Momentum of LARS."""
+    ema_decay: Decay | None = None
+    """Decay per step of an exponential moving average of the weights (null: none kept)."""
+    clip_grad_norm: PositiveFloat | None = None
+    """Largest gradient norm (null: no clipping)."""
+    precision: Literal["fp32", "bf16", "fp16", "float64"] = "fp32"
+    """``bf16`` is autocast, ``fp16`` autocast with loss scaling; ``float64`` serves checks."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    log_every: PositiveInt = 10
+    """Steps between rows of metrics.jsonl."""
+    profile_steps: list[NonNegativeInt] = field(default_factory=list)
+    """Steps recorded by torch.profiler, as traces below ``profile/``."""
+    cached_text: bool = True
+    """With a locked text tower: read text embeddings from disk instead of running the tower."""
+
+    def reader(self, name: str) -> str:
+        """Name of this training's objective in messages; ``name`` is the training's option."""
+        return f"{name}.objective.kind={self.objective.kind}"
+
+    @property
+    def reads_text_embeddings(self) -> bool:
+        """Whether captions come as embeddings from disk (in stages after stage 0)."""
+        return self.objective.reads.captions and self.cached_text and not self.lock.text
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Arguments of ``models.loading.prepare_model`` beside the model and the seed."""
+        reads = self.objective.reads
+        unused = {} if reads.captions else {"text": False}
+        unused |= {} if reads.logit_scale else {"logit_scale": False}
+        bias = {"logit_bias": self.lock.logit_scale and reads.logit_bias}
+        return {
+            "lock": asdict(self.lock) | unused | bias,
+            "lora": None if self.lora is None else asdict(self.lora),
+            "precision": self.precision,
+            "grad_checkpointing": self.engine.grad_checkpointing,
+            "patch_dropout": self.patch_dropout,
+        }
+
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """Arguments of ``models.optimizer.build_optimizer`` beside the module."""
+        same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "lr")
+        return {"name": self.optimizer} | {name: getattr(self, name) for name in same}
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class PilotConfig:
+    """A pilot: stage 1 and its ungrouped control on a share of the samples, before the run."""
+
+    share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Share of the samples that the pilot draws, such as 0.1 (``mclclip run --pilot 0.1``); null:
+    no pilot."""
+    steps_share: PositiveShare | None = None
+    """Share of the steps that the pilot takes, where it is another than that of the samples: 1 is
+    as long a training as stage 1's, over fewer samples (null: ``share``)."""
+    stop_without_gain: bool = False
+    """End the run after a pilot that shows no gain, which on the demo missed gains that came late;
+    false: the run goes on whatever the pilot shows, and its verdict stands in
+    ``pilot/verdict.json``."""
+
+    def __post_init__(self) -> None:
+        if self.steps_share is not None and self.share is None:
+            raise ValueError(
+                f"pilot.steps_share={self.steps_share} is of a pilot, and there is none: set "
+                "pilot.share too, or leave it out"
+            )
