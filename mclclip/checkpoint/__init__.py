@@ -13,11 +13,9 @@ file with size and checksum, so that later damage is found too. DCP reads its me
 so only checkpoints of a trusted run may be loaded.
 """
 
-from mclclip.checkpoint.checkpoints import CheckpointConfig, Checkpoints
-from mclclip.checkpoint.resumption import Stateful
+from mclclip.checkpoint.checkpoints import CheckpointConfig, Checkpoints, Stateful
 from mclclip.checkpoint.step_files import path_of, steps
-from mclclip.checkpoint.storage import load_model_state
-from mclclip.checkpoint.trained import trained_state
+from mclclip.checkpoint.storage import load_model_state, trained_state
 
 __all__ = [
     "CheckpointConfig",

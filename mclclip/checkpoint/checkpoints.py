@@ -1,4 +1,5 @@
-"""Saves the checkpoints of one training, removes old ones, mirrors them, and resumes from one."""
+"""Saves the checkpoints of one training, removes old ones, mirrors them, and resumes from the
+newest intact one."""
 
 from __future__ import annotations
 
@@ -6,24 +7,28 @@ import logging
 import shutil
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mclclip import files
 from mclclip.checkpoint import step_files, storage
 from mclclip.checkpoint.mirror import POLL_S, Mirror
-from mclclip.checkpoint.resumption import Resumption, Stateful
-from mclclip.checkpoint.step_files import Entries, Identity, path_of, temporary_of
+from mclclip.checkpoint.step_files import Damaged, Entries, Identity, path_of, temporary_of
 from mclclip.checkpoint.storage import State
 from mclclip.options import STRICT
 from mclclip.ranks import collectives, peer_watch
 from mclclip.ranks.finiteness import NotFinite, not_finite
 
+T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
 
@@ -44,6 +49,16 @@ class CheckpointConfig:
     on_error: Literal["stop", "continue"] = "stop"
     """When a checkpoint cannot be written, such as on a full disk: end the run, or continue
     training and try again at the next checkpoint."""
+
+
+class Stateful(Protocol):
+    """State that can be saved and loaded by name, such as an engine."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors by name: the same full tensor on every rank, or a DTensor. Collective."""
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Loads tensors named as by ``state_dict``. Collective."""
 
 
 class Checkpoints:
@@ -243,11 +258,78 @@ class Checkpoints:
         and none is intact, and where the newest intact one does not fit ``target`` or is of another
         training.
         """
-        step = Resumption(self.directory, self.mirror, self.identity).run(target)
+        collectives.on_main(partial(files.remove_leftovers, self.directory))
+        damage: list[str] = []  # which steps were set aside, and why
+        fetched: set[int] = set()
+        step = self._newest_intact(damage, fetched)
+        if step is not None:
+            state, path = dict(target.state_dict()), path_of(self.directory, step)
+            if (identity := self.identity) is not None:
+                collectives.on_main(lambda: step_files.check_identity(path, identity))
+            collectives.together(lambda: storage.check_fit(path, state))
+            storage.read(path, state, alone=collectives.world_size() == 1)
+            target.load_state_dict(state)
+        self._report(step, "; ".join(damage), bool(fetched))
         self.saved = step or None
         if self.mirror is not None and step and collectives.rank() == 0:
             self.mirror.start_round()  # copies steps that an earlier process did not copy
-        return step
+        return step or 0
+
+    def _newest_intact(self, damage: list[str], fetched: set[int]) -> int | None:
+        """The newest step without visible damage, here or else in the mirror; None: there is none.
+
+        Adds what was set aside to ``damage``, and what came from the mirror to ``fetched``.
+        """
+        while True:
+            for step in reversed(self.steps()):
+                if (defect := self._defect(step)) is None:
+                    return step
+                path = path_of(self.directory, step)
+                move = partial(files.move_aside, path, f".damaged_{path.name}")
+                aside = collectives.on_main(move)
+                damage.append(f"step {step} ({defect}; now {aside.name})")
+            if self.mirror is None:
+                return None
+            copied = _patiently(partial(self.mirror.fetch, fetched))
+            if copied is None:
+                return None
+            fetched.add(copied)
+
+    def _defect(self, step: int) -> str | None:
+        """The damage of a step in words, the same on all ranks; None where it is intact."""
+        path = path_of(self.directory, step)
+
+        def listed() -> tuple[Entries, str | None]:
+            try:
+                return step_files.read_entries(path, step), None
+            except Damaged as error:
+                return {}, str(error)
+
+        entries, defect = collectives.on_main(listed)
+        if defect is None:
+            # Files are dealt to the ranks in the order of their sizes, the biggest first.
+            names = sorted(entries, key=lambda name: (-entries[name].size_bytes, name))
+            own = names[collectives.rank() :: collectives.world_size()]
+            try:
+                step_files.check_contents(path, {name: entries[name] for name in own})
+            except Damaged as error:
+                defect = str(error)
+        return next(filter(None, collectives.gather_objects(defect)), None)
+
+    def _report(self, step: int | None, damage: str, from_mirror: bool) -> None:
+        """One line on what was damaged and what is used; RuntimeError where nothing is left."""
+        if step is None:
+            aside = collectives.on_main(lambda: sorted(self.directory.glob(".damaged_step_*")))
+            if aside:
+                raise RuntimeError(
+                    f"no intact checkpoint is left in {self.directory}, only damaged ones: "
+                    f"{damage or ', '.join(path.name for path in aside)}. Bring one back, or "
+                    f"remove them to start from the beginning"
+                )
+        elif collectives.rank() == 0 and (damage or from_mirror):
+            what = f"damaged: {damage}" if damage else "no checkpoint here"
+            origin = f" of the mirror {self.mirror.url}" if self.mirror and from_mirror else ""
+            log.warning("%s: %s, using step %d%s", self.directory, what, step, origin)
 
 
 def _first_failure(failures: list[str | None]) -> str | None:
@@ -256,3 +338,18 @@ def _first_failure(failures: list[str | None]) -> str | None:
         if failure is not None:
             return failure if len(set(failures)) == 1 else f"rank {rank}: {failure}"
     return None
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """Runs slow ``work`` on the first rank; all ranks get its result or its error.
+
+    The others wait in short collectives meanwhile, so that none times out.
+    """
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(work) if collectives.rank() == 0 else None
+    thread.shutdown(wait=False)
+    while collectives.broadcast_object(
+        future is not None and bool(wait_for([future], POLL_S).not_done)
+    ):
+        continue
+    return collectives.on_main(lambda: future.result())  # type: ignore[union-attr]

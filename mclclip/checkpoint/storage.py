@@ -1,4 +1,5 @@
-"""Writes a flat state to a directory and reads it, through torch.distributed.checkpoint (DCP)."""
+"""Writes a flat state to a directory and reads it, through torch.distributed.checkpoint (DCP);
+the state that a finished training has left."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from torch.futures import Future
 from mclclip.checkpoint import step_files
 from mclclip.checkpoint.step_files import METADATA, Damaged
 from mclclip.ranks.sharded_rows import deal
+from mclclip.run import artifacts
 
 State = dict[str, Any]
 _COPY_AHEAD_BYTES = 10_000_000  # copied from the GPU while the previous tensor is written
@@ -181,6 +183,39 @@ def load_model_state(directory: Path, step: int, part: str = "model") -> dict[st
         raise RuntimeError(f"the checkpoint {path} has no part {part!r}, only {', '.join(parts)}")
     read(path, state, alone=True)
     return {name.removeprefix(f"{part}."): tensor for name, tensor in state.items()}
+
+
+def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]:
+    """The tensors of a finished training, on the CPU, by name: of its last checkpoint, or of the
+    one that its manifest names as ``exported_step``.
+
+    ``averaged``: of what was trained, the moving average. Raises FileNotFoundError where the
+    training has not finished or its checkpoints are gone, and RuntimeError where they are those of
+    another training, or damaged.
+    """
+    directory = train_directory / "checkpoints"
+    manifest = artifacts.read_manifest(train_directory, "train")
+    trained = manifest.counts["steps"]
+    saved = step_files.steps(directory)
+    if not saved:
+        raise FileNotFoundError(f"no checkpoint in {directory}: run 'mclclip train --force'")
+    if saved[-1] != trained:
+        raise RuntimeError(
+            f"{directory} ends at step {saved[-1]}, the training at {trained}: remove "
+            f"{train_directory / artifacts.MANIFEST}, then run 'mclclip train' again"
+        )
+    step = manifest.counts.get("exported_step", trained)
+    if step not in saved:
+        raise RuntimeError(
+            f"{directory} has lost step {step}, the best one of the training: run 'mclclip train "
+            "--force' to train again, or set evaluate.best=false"
+        )
+    state = load_model_state(directory, step)
+    told = {name: manifest.config[name] for name in ("stage", "variant") if name in manifest.config}
+    step_files.check_identity(
+        step_files.path_of(directory, step), told | {"digest": manifest.digest}
+    )
+    return state | load_model_state(directory, step, part="ema") if averaged else state
 
 
 # --- errors ------------------------------------------------------------------------------------
