@@ -40,7 +40,8 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 
 def _verb(config: Config, context: Context, args: argparse.Namespace) -> object:
     """Calls ``run`` of the module that has the verb's name."""
-    return import_module(f"mclclip.{args.verb}").run(config, context, **_flags(args))
+    room = "mclclip.curate" if args.verb in ("filter", "blindspots") else "mclclip"
+    return import_module(f"{room}.{args.verb}").run(config, context, **_flags(args))
 
 
 def _train(config: Config, context: Context, args: argparse.Namespace) -> object:
@@ -127,8 +128,7 @@ def _demo(args: argparse.Namespace) -> object:
 
 
 def _report(args: argparse.Namespace) -> object:
-    from mclclip import report
-
+    report = import_module("mclclip.report")
     folder = args.run_dir and args.run_dir.removeprefix("run_dir=")  # as other verbs name it
     return report.run(folder, config=args.config, out=args.out)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mclclip import blindspots, cluster, config, index
-from mclclip import filter as filtering
+from mclclip import cluster, config, index
 from mclclip.config import Config
+from mclclip.curate import blindspots
+from mclclip.curate import filter as filtering
 from mclclip.data.embeddings import rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results

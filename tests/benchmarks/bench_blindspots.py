@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from mclclip import search
-from mclclip.analysis.blind_spots import ABOVE, BELOW, Found, find
+from mclclip.curate.blindspots import ABOVE, BELOW
+from mclclip.curate.confusions import BlindSpots, find
 from mclclip.data.embeddings import StoredRows, rows_path
 from mclclip.run.artifacts import Manifest
 from tests.benchmarks import memory, timing
@@ -57,13 +58,12 @@ def bare(rows: StoredRows, num_pieces: int) -> None:
         np.matmul(left, right, out=found[: len(left)])
 
 
-def spots(root: Path, num_rows: int, num_pieces: int) -> Found:
+def spots(root: Path, num_rows: int, num_pieces: int) -> BlindSpots:
     """The blind spots in the first pieces."""
     blocks = islice(search.blocks(num_rows), num_pieces)
-    pieces = search.near_pairs(stored(root / "first", num_rows), ABOVE, blocks)
-    usable = np.ones(num_rows, bool)
+    pairs = search.near_pairs(stored(root / "first", num_rows), ABOVE, blocks)
     return find(
-        pieces, stored(root / "second", num_rows), usable,
+        pairs, stored(root / "second", num_rows),
         above=ABOVE, below=BELOW, per_image=5, max_pairs=1000,
     )  # fmt: skip
 

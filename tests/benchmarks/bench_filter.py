@@ -10,14 +10,13 @@ peak above what was there before, without digests.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mclclip import search
-from mclclip.analysis import clip_scores, near_duplicates
-from mclclip.analysis.near_duplicates import Groups
+from mclclip.curate import clip_scores, near
 from mclclip.data.embeddings import StoredRows, rows_path
 from mclclip.run.artifacts import Manifest
 from tests.benchmarks import memory, timing
@@ -64,7 +63,7 @@ def stored(folder: Path, num_rows: int) -> StoredRows:
 def reading(root: Path, num_rows: int) -> None:
     """Every row once, looked at for numbers that are not finite."""
     rows = stored(root / "images", num_rows)
-    for cut in clip_scores.cuts(num_rows):
+    for cut in near.cuts(num_rows):
         clip_scores.finite(rows, cut, "rows")
 
 
@@ -78,18 +77,12 @@ def scores(root: Path, num_rows: int) -> np.ndarray:
 def copies(root: Path, num_rows: int) -> tuple[float, float, int]:
     """Precision and recall of the samples that are left out, and near pairs within clusters."""
     rows, labels = stored(root / "images", num_rows), np.load(root / "labels.npy")
-    held, left = near_duplicates.HELD_BYTES // rows[:1].nbytes, np.ones(num_rows, bool)
-
-    def near(active: np.ndarray) -> Iterator[search.Pairs]:
-        groups = Groups.of(labels, active)
-        return near_duplicates.near_in_groups(rows, groups, ABOVE, held_rows=held)
-
-    equal = near_duplicates.equal_pairs(rows, left, ABOVE)
-    found = near_duplicates.copies_among(rows, left, None, ABOVE, near, equal=equal)
-    left_out = np.flatnonzero(found.of != np.arange(num_rows))
+    usable = np.ones(num_rows, bool)
+    of, counts = near.copies_among(rows, usable, None, ABOVE, labels, what="the benchmark")
+    left_out = np.flatnonzero(of != np.arange(num_rows))
     planted = np.load(root / "pairs.npy")[:, 1]
     right = len(np.intersect1d(left_out, planted))
-    return right / max(len(left_out), 1), right / len(planted), found.pairs
+    return right / max(len(left_out), 1), right / len(planted), counts["pairs"]
 
 
 def evaluation(root: Path, num_rows: int, num_images: int) -> int:
@@ -97,8 +90,8 @@ def evaluation(root: Path, num_rows: int, num_images: int) -> int:
     rows = stored(root / "images", num_rows)
     noise = np.random.default_rng(1).standard_normal((num_images, rows[:1].shape[1]))
     others = search.unit(rows[:num_images] + 0.2 * search.unit(noise))
-    found = near_duplicates.nearest_other(rows, others, ABOVE)
-    return int((found.rows >= 0).sum())
+    nearest, _, _ = near.nearest_other(rows, others, ABOVE, what="the benchmark")
+    return int((nearest >= 0).sum())
 
 
 def peak(work: Callable[..., object], root: Path, *sizes: int) -> float:

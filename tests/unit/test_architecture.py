@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
 ROOMS["train/loop"] |= {"train/judging"}
 # A verb reads options and does its work with any room, and imports no other verb.
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "analyse", "doctor"}
-VERBS |= {"plan", "compare", "report", "blindspots", "filter", "reshard"}
+VERBS |= {"plan", "compare", "report", "curate", "reshard"}
 VERBS |= {"train/verb", "train/parts", "eval/run"}
 ROOMS |= {verb: {*ROOMS} for verb in VERBS}
 # A part of a verb that is a package.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import re
 import shutil
 import sys
-import tarfile
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mclclip import blindspots, cli, index, process
-from mclclip.config import Config, from_tree
+from mclclip import cli, index
+from mclclip.config import Config
+from mclclip.curate import blindspots
 from mclclip.data.embeddings import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.datasets import read_pairs
@@ -27,6 +25,7 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.layout import Layout
 from tests.made_run import write_embeddings
+from tests.unit.curate.made import cosine, failing, indexed, lines, options, picture
 
 SIZES = (17, 5, 18)  # samples per shard
 DIM = 48
@@ -34,38 +33,11 @@ SPOTS = {(3, 20), (8, 39), (17, 21)}  # confused by stage 0, told apart by the o
 SAME = {(1, 2), (5, 30)}  # confused by both
 BROKEN = 12
 HIDDEN = (9, BROKEN)  # looks like a blind spot; the other encoder could not read one of them
+NAMES = ("pairs.jsonl", "near_duplicates.jsonl", "weights.npy", "gallery.png")
 
 
-def picture(number: int) -> bytes:
-    """A JPEG, or a PNG of every third sample, or a WebP of every fifth."""
-    kind = "PNG" if number % 3 == 0 else "WEBP" if number % 5 == 0 else "JPEG"
-    sink = BytesIO()
-    Image.new("RGB", (40, 30), (6 * number, 255 - 6 * number, 120)).save(sink, kind)
-    return sink.getvalue()
-
-
-def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES, prefix: str = "") -> None:
-    folder.mkdir()
-    number = 0
-    for shard, size in enumerate(sizes):
-        with tarfile.open(folder / f"{shard:02d}.tar", "w") as archive:
-            for _ in range(size):
-                text = f"thing {number}\n=cmd \x1b[2J, again".encode()
-                for suffix, data in ((".jpg", picture(number)), (".txt", text)):
-                    member = tarfile.TarInfo(f"{prefix}{number:03d}{suffix}")
-                    member.size = len(data)
-                    archive.addfile(member, BytesIO(data))
-                number += 1
-
-
-def options(run_dir: Path, shards: Path) -> Config:
-    return from_tree(
-        {
-            "run_dir": str(run_dir),
-            "num_stages": 1,
-            "data": {"sources": {"s": {"shards": f"{shards}/*.tar"}}, "index_workers": 1},
-        }
-    )
+def captions(number: int) -> list[str]:
+    return [f"thing {number}\n=cmd \x1b[2J, again"]
 
 
 def rows_of(which: str) -> np.ndarray:
@@ -80,20 +52,19 @@ def rows_of(which: str) -> np.ndarray:
     return rows.astype(np.float16)
 
 
-def embed(directory: Path, samples: SampleIndex, which: str) -> None:
-    bad = [BROKEN] if which == "second" else []
+def embed(config: Config, samples: SampleIndex, which: str, stage: int = 0) -> Path:
+    directory, bad = Layout.of(config).embeddings(stage), [BROKEN] if which == "second" else []
     write_embeddings(directory, samples, rows_of(which), encoder=which, bad=bad)
+    return directory
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose stages 0 and 1 are embedded; read only, but for what a test asks for by name."""
     root = tmp_path_factory.mktemp("blind")
-    write_shards(root / "shards")
-    config = options(root / "run", root / "shards")
-    index.run(config, SINGLE)
+    config, samples = indexed(root, SIZES, captions)
     for stage, which in enumerate(("first", "second")):
-        embed(Layout.of(config).embeddings(stage), SampleIndex.open(root / "run/index"), which)
+        embed(config, samples, which, stage)
     return root
 
 
@@ -110,59 +81,54 @@ def config(made: Path, tmp_path: Path) -> Config:
     return options(run, made / "shards")
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def pairs_in(path: Path) -> set[tuple[int, ...]]:
-    return {tuple(line["sample_ids"]) for line in lines(path)}
-
-
-def failing(work: Callable[[], object], config: Config) -> str:
-    """The one line of a mistake of the user, which leaves nothing behind that looks finished."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        work()
-    assert process.exit_code(caught.value) == process.EXIT_USER == 2
-    assert not [*Path(config.run_dir).glob("blindspots/*/manifest.json")]
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
+def refused(config: Config, **wanted: Any) -> str:
+    return failing(lambda: blindspots.run(config, SINGLE, **wanted), config, "blindspots")
 
 
 def test_the_planted_pairs_are_found_and_nothing_else(found: Path) -> None:
     """Recall and precision are 1; the pair with a sample that has no embedding is none of them."""
     assert found.name == "stage_0-stage_1"
-    assert pairs_in(found / "pairs.jsonl") == SPOTS
-    assert pairs_in(found / "near_duplicates.jsonl") == SAME
-    first, second = (rows_of(which).astype(np.float64) for which in ("first", "second"))
-    for line in lines(found / "pairs.jsonl"):
+    pairs = lines(found / "pairs.jsonl")
+    assert {tuple(line["sample_ids"]) for line in pairs} == SPOTS
+    assert {tuple(x["sample_ids"]) for x in lines(found / "near_duplicates.jsonl")} == SAME
+    for line in pairs:
         i, j = line["sample_ids"]
         assert line["keys"] == [f"s/{i:03d}", f"s/{j:03d}"]
-        for name, rows in (("cosine", first), ("other_cosine", second)):
-            cosine = rows[i] @ rows[j] / np.linalg.norm(rows[i]) / np.linalg.norm(rows[j])
-            assert line[name] == pytest.approx(cosine, abs=1e-6)
+        for name, which in (("cosine", "first"), ("other_cosine", "second")):
+            rows = rows_of(which)
+            assert line[name] == pytest.approx(cosine(rows[i], rows[j]), abs=1e-6)
 
 
 def test_the_manifest_counts_and_records(found: Path) -> None:
     manifest = read_manifest(found, "blindspots")
     manifest.check(found)
     nothing = {"per_image": 0, "total": 0, "pool": 0}
-    assert manifest.counts["blind_spots"] == {"found": 3, "kept": 3, "left_out": nothing}
-    assert manifest.counts["near_duplicates"] == {"found": 2, "kept": 2, "left_out": nothing}
-    assert manifest.counts["confused"] == 5 and manifest.counts["left_out_samples"] == 1
-    assert manifest.counts["samples_in_blind_spots"] == 6
-    assert {"index", "embeddings", "other_embeddings"} == manifest.inputs.keys()
-    assert manifest.records.keys() == {
-        "pairs.jsonl", "near_duplicates.jsonl", "weights.npy", "gallery.png",
+    assert manifest.counts == {
+        "samples": sum(SIZES), "left_out_samples": 1, "confused": 5, "samples_in_blind_spots": 6,
+        "blind_spots": {"found": 3, "kept": 3, "left_out": nothing},
+        "near_duplicates": {"found": 2, "kept": 2, "left_out": nothing},
+        "lowest_cosine": 0.0, "benchmark_pairs": 3,
     }  # fmt: skip
+    assert {"index", "embeddings", "other_embeddings"} == manifest.inputs.keys()
+    assert manifest.records.keys() == {*NAMES}
 
 
-def test_weights_are_in_index_order(found: Path) -> None:
+def test_weights_count_the_blind_spots_of_an_image_up_to_a_limit(
+    found: Path, monkeypatch: pytest.MonkeyPatch, config: Config
+) -> None:
     weights = np.load(found / "weights.npy")
     assert weights.dtype == np.float32 and weights.shape == (sum(SIZES),)
     assert np.flatnonzero(weights == 2).tolist() == sorted(i for pair in SPOTS for i in pair)
     assert np.flatnonzero(weights == 0).tolist() == [BROKEN]
     assert (weights == 1).sum() == sum(SIZES) - 7
+    # Near pairs of stage 1 are of two images; here each of four is near the three others.
+    crowd = rows_of("first")
+    crowd[[3, 20, 8, 39]] = crowd[3]
+    monkeypatch.setattr(sys.modules[__name__], "rows_of", lambda _: crowd)
+    shutil.rmtree(directory := Layout.of(config).embeddings(0))
+    assert embed(config, SampleIndex.open(Layout.of(config).index), "first") == directory
+    weights = np.load(blindspots.run(config, SINGLE, per_image=2) / "weights.npy")
+    assert weights[[3, 20, 8, 39]].tolist() == [3, 3, 3, 3]  # of the three at most two count
 
 
 def test_the_gallery_shows_the_pictures_of_the_pairs(found: Path) -> None:
@@ -170,7 +136,7 @@ def test_the_gallery_shows_the_pictures_of_the_pairs(found: Path) -> None:
         assert sheet.format == "PNG"
         colours = {colour for _, colour in sheet.convert("RGB").getcolors(1 << 20) or []}
     for number in {i for pair in SPOTS for i in pair}:
-        wanted = np.array([6 * number, 255 - 6 * number, 120])
+        wanted = np.array([4 * number, 255 - 4 * number, 120])
         nearest = min(np.abs(np.array(colour) - wanted).max() for colour in colours)
         assert nearest <= 4, number  # a JPEG changes a colour a little
 
@@ -193,7 +159,7 @@ def test_the_benchmark_is_mmvp_s_layout_with_statements_left_to_fill_in(
         table.writeheader()
         table.writerows(rows)
     pairs = read_pairs(folder)
-    shown = [tuple(line["sample_ids"]) for line in lines(found / "pairs.jsonl")]
+    shown = [line["sample_ids"] for line in lines(found / "pairs.jsonl")]
     assert len(pairs) == 3
     for number, (pair, ids) in enumerate(zip(pairs, shown, strict=True)):
         assert pair.type == "blind spot"
@@ -210,13 +176,10 @@ def test_the_benchmark_is_mmvp_s_layout_with_statements_left_to_fill_in(
 def test_an_image_is_in_one_pair_of_the_benchmark_and_these_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert blindspots._disjoint([[1, 2], [2, 3], [3, 4], [4, 5], [6, 7]]) == [
-        [1, 2],
-        [3, 4],
-        [6, 7],
-    ]
-    monkeypatch.setattr(blindspots, "ASKED", 2)
-    assert blindspots._disjoint([[1, 2], [3, 4], [6, 7]]) == [[1, 2], [3, 4]]
+    pairs = [[1, 2], [2, 3], [3, 4], [4, 5], [6, 7]]
+    assert blindspots._disjoint(pairs) == [[1, 2], [3, 4], [6, 7]]
+    monkeypatch.setattr(blindspots, "BENCHMARK_PAIRS", 2)
+    assert blindspots._disjoint(pairs) == [[1, 2], [3, 4]]
 
 
 def test_a_second_call_is_skipped_and_force_makes_it_again(
@@ -239,17 +202,13 @@ def test_a_second_call_is_skipped_and_force_makes_it_again(
 
 
 def test_another_encoder_is_a_folder_whose_shards_may_be_cut_otherwise(
-    config: Config, made: Path, found: Path, tmp_path: Path
+    config: Config, found: Path, tmp_path: Path
 ) -> None:
-    write_shards(tmp_path / "shards", (3, 30, 7))
-    other = options(tmp_path / "other", tmp_path / "shards")
-    index.run(other, SINGLE)
-    folder = Layout.of(other).embeddings(0)
-    embed(folder, SampleIndex.open(tmp_path / "other/index"), "second")
+    folder = embed(*indexed(tmp_path / "other", (3, 30, 7), captions), "second")
     for given, name in ((f"dino={folder}", "dino"), (str(folder), "other")):
         directory = blindspots.run(config, SINGLE, other=given)
         assert directory.name == f"stage_0-{name}"
-        for file in ("pairs.jsonl", "near_duplicates.jsonl", "weights.npy"):
+        for file in NAMES[:3]:
             assert (directory / file).read_bytes() == (found / file).read_bytes()
 
 
@@ -277,21 +236,16 @@ def test_another_encoder_is_a_folder_whose_shards_may_be_cut_otherwise(
 def test_bad_input_is_one_line_and_leaves_nothing(
     config: Config, wanted: dict[str, Any], message: str
 ) -> None:
-    line = failing(lambda: blindspots.run(config, SINGLE, **wanted), config)
+    line = refused(config, **wanted)
     assert re.search(message, line), line
     assert not (Path(config.run_dir) / "blindspots").exists()
 
 
 def test_embeddings_of_another_index_are_refused(config: Config, tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", prefix="x")
-    other = options(tmp_path / "other", tmp_path / "shards")
-    index.run(other, SINGLE)
-    folder = Layout.of(other).embeddings(0)
-    embed(folder, SampleIndex.open(tmp_path / "other/index"), "second")
-    line = failing(lambda: blindspots.run(config, SINGLE, other=str(folder)), config)
+    other = embed(*indexed(tmp_path / "other", SIZES, captions, prefix="x"), "second")
+    line = refused(config, other=str(other))
     assert "made from another index" in line and "index the same data.sources" in line
-    same = str(Layout.of(config).embeddings(0))
-    line = failing(lambda: blindspots.run(config, SINGLE, other=same), config)
+    line = refused(config, other=str(Layout.of(config).embeddings(0)))
     assert "holds the same embeddings as stage_0" in line
 
 
@@ -301,33 +255,29 @@ def test_damaged_embeddings_and_a_missing_faiss_are_one_line(
     path = rows_path(Layout.of(config).embeddings(1), 2)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + b"\1")
-    line = failing(lambda: blindspots.run(config, SINGLE), config)
+    line = refused(config)
     assert "00002.npy is damaged" in line and "mclclip embed --force" in line
     path.write_bytes(whole)
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "faiss", None)  # as if it were not installed
-        line = failing(lambda: blindspots.run(config, SINGLE), config)
-    assert line.startswith("blindspots needs the package faiss")
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    assert refused(config).startswith("blindspots needs the package faiss")
     assert not (Path(config.run_dir) / "blindspots").exists()
 
 
 def test_pictures_that_changed_since_leave_nothing_finished(config: Config, tmp_path: Path) -> None:
-    shards = shutil.copytree(Path(config.data.sources["s"].shards).parent, tmp_path / "shards")
-    moved = options(tmp_path / "moved", shards)
+    shards = Path(config.data.sources["s"].shards).parent
+    moved = options(tmp_path / "moved", shutil.copytree(shards, tmp_path / "shards"))
     index.run(moved, SINGLE)
+    samples = SampleIndex.open(tmp_path / "moved/index")
     for stage, which in enumerate(("first", "second")):
-        directory = Layout.of(moved).embeddings(stage)
-        embed(directory, SampleIndex.open(tmp_path / "moved/index"), which)
-    offset = int(SampleIndex.open(tmp_path / "moved/index").image_offset[3])
-    path = shards / "00.tar"
+        embed(moved, samples, which, stage)
+    path, offset = tmp_path / "shards/00.tar", int(samples.image_offset[3])
     data = bytearray(path.read_bytes())
     data[offset : offset + 60] = bytes(60)
     path.write_bytes(bytes(data))
-    line = failing(lambda: blindspots.run(moved, SINGLE), moved)
-    assert line.startswith("sample s/003 cannot be decoded")
-    shutil.copy(Path(config.data.sources["s"].shards).parent / "00.tar", path)
+    assert refused(moved).startswith("sample s/003 cannot be decoded")
+    shutil.copy(shards / "00.tar", path)
     directory = blindspots.run(moved, SINGLE)  # the same command goes on
-    assert pairs_in(directory / "pairs.jsonl") == SPOTS
+    assert {tuple(line["sample_ids"]) for line in lines(directory / "pairs.jsonl")} == SPOTS
 
 
 def test_the_command_line_has_its_options() -> None:

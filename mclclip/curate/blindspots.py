@@ -1,9 +1,15 @@
 """Verb: embeddings of two encoders -> image pairs that only the second of them tells apart.
 
-The recipe is that of MMVP (Tong et al., Eyes Wide Shut, CVPR 2024), on the samples of the run's own
-index. The second encoder is another stage of the run, or any whose embeddings lie in a folder as
+The second encoder is another stage of the run, or any whose embeddings lie in a folder as
 ``mclclip embed`` writes them, such as those of another run directory with the same data sources.
 Every sample is compared with every other, block by block; embeddings are never held whole.
+
+It writes, below ``blindspots/STAGE-NAME/``:
+
+    pairs.jsonl, near_duplicates.jsonl   a line per pair
+    weights.npy                          float32 [N] in index order
+    gallery.png                          the first pairs as pictures
+    benchmark/                           minimal pairs in MMVP-VLM's layout, without statements
 """
 
 from __future__ import annotations
@@ -12,19 +18,19 @@ import csv
 import io
 import json
 import logging
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from mclclip import files, search
-from mclclip.analysis.blind_spots import ABOVE, BELOW, Found, Listed, find, sampling_weights
-from mclclip.analysis.pair_sheet import pair_sheet
+from mclclip import files
 from mclclip.config import Config
+from mclclip.curate import confusions, near
+from mclclip.curate.confusions import BlindSpots, KeptPairs
 from mclclip.data.arrays import save_npy
 from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.embeddings import Embedded
@@ -34,11 +40,13 @@ from mclclip.eval.datasets import MMVP_COLUMNS, MMVP_FOLDERS
 from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact, Force, read_manifest
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
+
+ABOVE, BELOW = 0.95, 0.6
+"""The cosines of the paper: what is confused, and what is told apart."""
 
 PAIRS, DUPLICATES, WEIGHTS, GALLERY = (
     "pairs.jsonl", "near_duplicates.jsonl", "weights.npy", "gallery.png",
@@ -47,12 +55,17 @@ BENCHMARK = "benchmark"
 TYPE = "blind spot"
 """The Type of all pairs of the benchmark, until somebody sorts them."""
 
-SHOWN = 24
-"""Pairs of the gallery."""
-
-ASKED = 150
+BENCHMARK_PAIRS = 150
 """Pairs of the benchmark at most, as many as MMVP has; each image is in one of them."""
 
+GALLERY_PAIRS, COLUMNS = 24, 4
+"""Pairs of the gallery, and how many of them are in a row."""
+
+SIDE = 144
+"""Pixels of the longer side of a picture; smaller ones are enlarged, with their pixels visible."""
+
+_GAP, _LINE, _MARGIN = 4, 15, 14
+_LETTERS = 7  # pixels of a letter, more than the font's mean
 _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png"}
 
 
@@ -92,15 +105,16 @@ def _run(
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
     first = Embedded.of_stage(layout, stage, index)
-    second = _of_other(config, layout, stage, other, index)
+    second = _other_encoder(config, layout, stage, other, index)
     if first.manifest.digest == second.manifest.digest:
         raise ValueError(
             f"--other: {second.directory} holds the same embeddings as {first.name}, in which "
             "nothing is told apart that it confuses: name another encoder"
         )
+    directory = layout.blindspots(f"{first.name}-{second.name}")
     open_artifact = partial(
         Artifact.open,
-        layout.blindspots(f"{first.name}-{second.name}"),
+        directory,
         kind="blindspots",
         config={"encoder": first.name, "other": second.name, **wanted},
         inputs={
@@ -110,21 +124,20 @@ def _run(
         },
         force=force,
     )
-    if (artifact := open_artifact(write=False)).finished:
-        log.info("%s is finished: skipped", artifact.directory)
-        return artifact.directory
+    if open_artifact(write=False).finished:
+        log.info("%s is finished: skipped", directory)
+        return directory
     usable = np.ones(len(index), dtype=bool)
     usable[index.bad_ids()] = False
     for encoder in (first, second):
         usable[encoder.left_out()] = False
-    found = _search(first, second, usable, wanted)
+    pairs = near.near_pairs(first.rows(), usable, wanted["above"], what="blindspots")
+    found = confusions.find(pairs, second.rows(), **wanted)
+    if not found.spots.found:
+        raise ValueError(f"no blind spot: {_why_none(first.name, second.name, found, wanted)}")
     # Opened for writing only now: where there is nothing to write, nothing is left behind.
-    artifact = open_artifact(write=True)
-    _write(artifact, config, index, found, usable)
-    return artifact.directory
-
-
-# --- the two encoders --------------------------------------------------------------------------
+    _write(open_artifact(write=True), config, index, found, usable)
+    return directory
 
 
 def _check(wanted: dict[str, Any]) -> None:
@@ -141,7 +154,7 @@ def _check(wanted: dict[str, Any]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {wanted[name]}, wanted 1 or more")
 
 
-def _of_other(
+def _other_encoder(
     config: Config, layout: Layout, stage: int, other: str | None, index: SampleIndex
 ) -> Embedded:
     if other is None or other.isdecimal():
@@ -163,32 +176,16 @@ def _of_other(
     return Embedded.checked(name or "other", folder, manifest, index)
 
 
-# --- the search --------------------------------------------------------------------------------
-
-
-def _search(
-    first: Embedded, second: Embedded, usable: NDArray[np.bool_], wanted: dict[str, Any]
-) -> Found:
-    """The blind spots; where there is none, ValueError with one line that says what there is."""
-    above, below, rows = wanted["above"], wanted["below"], first.rows()
-    blocks = runlog.progress(
-        search.blocks(len(rows)),
-        total=search.num_blocks(len(rows)),
-        description="blindspots, blocks",
-    )
-    pieces = search.near_pairs(rows, above, blocks, what="blindspots")
-    found = find(pieces, second.rows(), usable, **wanted)
-    if found.spots.found:
-        return found
+def _why_none(first: str, second: str, found: BlindSpots, wanted: dict[str, Any]) -> str:
+    """Why there is no blind spot, and which option finds some."""
     if found.lowest is None:
-        raise ValueError(
-            f"no blind spot: {first.name} has no pair of images whose cosine is above {above}; "
-            "lower --above"
+        return (
+            f"{first} has no pair of images whose cosine is above {wanted['above']}; lower --above"
         )
-    raise ValueError(
-        f"no blind spot: of {found.confused:,} pairs above {above} for {first.name} none is below "
-        f"{below} for {second.name}, whose lowest cosine among them is {found.lowest:.4f}; raise "
-        "--below above it, lower --above, or name another encoder with --other"
+    return (
+        f"of {found.confused:,} pairs above {wanted['above']} for {first} none is below "
+        f"{wanted['below']} for {second}, whose lowest cosine among them is {found.lowest:.4f}; "
+        "raise --below above it, lower --above, or name another encoder with --other"
     )
 
 
@@ -199,66 +196,63 @@ def _write(
     artifact: Artifact,
     config: Config,
     index: SampleIndex,
-    found: Found,
+    found: BlindSpots,
     usable: NDArray[np.bool_],
 ) -> None:
-    directory, options = artifact.directory, artifact.config
+    """Writes all files of the blind spots and finishes the artifact."""
+    directory, options, spots = artifact.directory, artifact.config, found.spots
     pictures = _Pictures(config, index)
-    kept = found.spots
-    weights = sampling_weights(found.counts, usable, options["per_image"])
-    _write_pairs(directory / PAIRS, kept, index)
+    # An image counts once, and once more for each of its blind spots, up to the cap.
+    times = 1 + np.minimum(found.counts, options["per_image"])
+    save_npy(directory / WEIGHTS, np.where(usable, times, 0).astype(np.float32))
+    _write_pairs(directory / PAIRS, spots, index)
     _write_pairs(directory / DUPLICATES, found.duplicates, index)
-    save_npy(directory / WEIGHTS, weights)
-    _write_gallery(directory / GALLERY, kept, options, pictures)
-    asked = _write_benchmark(directory / BENCHMARK, kept, pictures)
-    counts = {
+    _write_gallery(directory / GALLERY, spots, options, pictures)
+    pairs = _disjoint(spots.rows.tolist())
+    _write_benchmark(directory / BENCHMARK, pairs, pictures)
+    counts: dict[str, Any] = {
         "samples": len(index),
         "left_out_samples": int((~usable).sum()),
         "confused": found.confused,
-        "blind_spots": {"found": kept.found, "kept": len(kept.rows), "left_out": kept.left_out},
-        "near_duplicates": {
-            "found": found.duplicates.found,
-            "kept": len(found.duplicates.rows),
-            "left_out": found.duplicates.left_out,
-        },
+    }
+    for name, kept in (("blind_spots", spots), ("near_duplicates", found.duplicates)):
+        counts[name] = {"found": kept.found, "kept": len(kept.rows), "left_out": kept.left_out}
+    counts |= {
         "samples_in_blind_spots": int((found.counts > 0).sum()),
         "lowest_cosine": found.lowest,
-        "benchmark_pairs": asked,
+        "benchmark_pairs": len(pairs),
     }
     log.info(
         "%s confuses %d pairs, of which %s tells %d apart and confuses %d too: %d blind spots are "
         "kept at %s (beyond the cap per image: %d, of all: %d)",
-        options["encoder"], found.confused, options["other"], kept.found, found.duplicates.found,
-        len(kept.rows), directory, kept.left_out["per_image"],
-        kept.left_out["total"] + kept.left_out["pool"],
+        options["encoder"], found.confused, options["other"], spots.found, found.duplicates.found,
+        len(spots.rows), directory, spots.left_out["per_image"],
+        spots.left_out["total"] + spots.left_out["pool"],
     )  # fmt: skip
-    # The benchmark is left out of the records: its statements are filled in by hand.
-    names = (PAIRS, DUPLICATES, WEIGHTS, GALLERY)
     artifact.finish(
         counts,
         dtype="float32",
-        content_digest=files.digest_json([artifact.identity, files.digest_array(kept.rows)]),
-        records=files.records_of(directory, *names),
+        content_digest=files.digest_json([artifact.identity, files.digest_array(spots.rows)]),
+        # The benchmark is left out of the records: its statements are filled in by hand.
+        records=files.records_of(directory, PAIRS, DUPLICATES, WEIGHTS, GALLERY),
     )
 
 
-def _write_pairs(path: Path, listed: Listed, index: SampleIndex) -> None:
+def _write_pairs(path: Path, kept: KeptPairs, index: SampleIndex) -> None:
     """A line of JSON per pair: sample_ids, keys, the cosines of the first encoder and the other."""
-    keys = index.keys(listed.rows.ravel())
+    keys = index.keys(kept.rows.ravel())
     lines = [
-        json.dumps(
-            {
-                "sample_ids": ids,
-                "keys": keys[2 * place : 2 * place + 2],
-                "cosine": round(float(own), 6),
-                "other_cosine": round(float(other), 6),
-            }
-        )
-        for place, (ids, (own, other)) in enumerate(
-            zip(listed.rows.tolist(), listed.cosines, strict=True)
+        {
+            "sample_ids": ids,
+            "keys": keys[2 * number : 2 * number + 2],
+            "cosine": round(own, 6),
+            "other_cosine": round(other, 6),
+        }
+        for number, (ids, (own, other)) in enumerate(
+            zip(kept.rows.tolist(), kept.cosines.tolist(), strict=True)
         )
     ]
-    files.write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
+    files.write_bytes(path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
 class _Pictures:
@@ -315,52 +309,70 @@ class _Pictures:
         return ".png", sink.getvalue()
 
 
+# --- gallery -------------------------------------------------------------------------------------
+
+
 def _write_gallery(
-    path: Path, listed: Listed, options: dict[str, Any], pictures: _Pictures
+    path: Path, spots: KeptPairs, options: dict[str, Any], pictures: _Pictures
 ) -> None:
-    names = options["encoder"], options["other"]
-    shown = [
-        (
-            pictures.picture(lower),
-            pictures.picture(higher),
-            [f"{name} {cosine:.3f}" for name, cosine in zip(names, own, strict=True)],
-        )
-        for (lower, higher), own in zip(
-            listed.rows[:SHOWN].tolist(), listed.cosines[:SHOWN].tolist(), strict=True
-        )
-    ]
+    """Writes a PNG with the first pairs: two pictures beside each other, and their cosines below
+    them."""
+    first, second = options["encoder"], options["other"]
+    pairs, cosines = spots.rows[:GALLERY_PAIRS].tolist(), spots.cosines[:GALLERY_PAIRS].tolist()
+    wide, high = 2 * SIDE + _GAP + _MARGIN, SIDE + 2 * _LINE + _MARGIN
+    columns = min(COLUMNS, len(pairs))
+    width = columns * wide + _MARGIN
     title = (
-        f"{listed.found:,} pairs that {names[0]} confuses (cosine above {options['above']}) and "
-        f"{names[1]} tells apart (below {options['below']}): the {len(shown)} of the largest "
+        f"{spots.found:,} pairs that {first} confuses (cosine above {options['above']}) and "
+        f"{second} tells apart (below {options['below']}): the {len(pairs)} of the largest "
         "difference"
     )
-    pair_sheet(path, title, shown)
+    heading = wrap(title, max((width - 2 * _MARGIN) // _LETTERS, 20))
+    top = 2 * _MARGIN + len(heading) * _LINE
+    sheet = Image.new("RGB", (width, top + -(-len(pairs) // columns) * high), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
+    for number, line in enumerate(heading):
+        draw.text((_MARGIN, _MARGIN + number * _LINE), line, "black", font)
+    for number, (pair, (own, other)) in enumerate(zip(pairs, cosines, strict=True)):
+        x, y = _MARGIN + number % columns * wide, top + number // columns * high
+        for place, sample_id in enumerate(pair):
+            sheet.paste(_tile(pictures.picture(sample_id)), (x + place * (SIDE + _GAP), y))
+        draw.text((x, y + SIDE), f"{first} {own:.3f}", "black", font)
+        draw.text((x, y + SIDE + _LINE), f"{second} {other:.3f}", "black", font)
+    with files.whole_file(path) as file:
+        sheet.save(file, "PNG")
 
 
-def _write_benchmark(directory: Path, listed: Listed, pictures: _Pictures) -> int:
-    """Writes minimal pairs in MMVP-VLM's layout without statements; returns their number."""
-    columns = (*MMVP_COLUMNS, "Caption", "Key")
+def _tile(picture: Image.Image) -> Image.Image:
+    """The whole picture in a square of ``SIDE`` pixels."""
+    small = max(picture.size) * 2 <= SIDE
+    kind = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
+    return ImageOps.pad(picture.convert("RGB"), (SIDE, SIDE), kind, color="lightgrey")
+
+
+# --- benchmark -----------------------------------------------------------------------------------
+
+
+def _write_benchmark(directory: Path, pairs: list[list[int]], pictures: _Pictures) -> None:
+    """Writes minimal pairs in MMVP-VLM's layout without statements."""
     sink = io.StringIO(newline="")
     table = csv.writer(sink, lineterminator="\n")
-    table.writerow(columns)
-    chosen = _disjoint(listed.rows.tolist())
-    number = 0
-    for sample_id in (sample_id for pair in chosen for sample_id in pair):
-        number += 1
+    table.writerow([*MMVP_COLUMNS, "Caption", "Key"])
+    sample_ids = [sample_id for pair in pairs for sample_id in pair]
+    for number, sample_id in enumerate(sample_ids, start=1):
         suffix, data = pictures.file(sample_id)
         files.write_bytes(directory / MMVP_FOLDERS[0] / TYPE / f"{number}{suffix}", data)
         about = files.shown(pictures.caption(sample_id)), files.shown(pictures.key(sample_id))
         table.writerow([number, TYPE, "", *about])
     files.write_bytes(directory / "Questions.csv", sink.getvalue().encode())
-    return len(chosen)
 
 
-def _disjoint(pairs: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The first ``ASKED`` pairs that share no image with a pair before them."""
+def _disjoint(pairs: list[list[int]]) -> list[list[int]]:
+    """The first ``BENCHMARK_PAIRS`` pairs that share no image with a pair before them."""
     seen: set[int] = set()
-    chosen: list[Sequence[int]] = []
+    chosen: list[list[int]] = []
     for pair in pairs:
-        if not seen & {*pair} and len(chosen) < ASKED:
+        if not seen & {*pair} and len(chosen) < BENCHMARK_PAIRS:
             seen |= {*pair}
             chosen.append(pair)
     return chosen

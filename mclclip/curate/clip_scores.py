@@ -8,37 +8,31 @@ several, of which training draws one: the score is that of the caption that fits
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mclclip.curate.near import cuts
+from mclclip.run import runlog
 from mclclip.search import Floats, Rows, cosines
-
-QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-ROWS_AT_ONCE = 4096
-"""Images, and captions, that are read at once: 50 MB each for 512 dimensions in float64."""
 
 
 def clip_scores(
-    images: Rows,
-    texts: Rows,
-    num_captions: NDArray[np.integer],
-    over: Iterable[slice] | None = None,
+    images: Rows, texts: Rows, num_captions: NDArray[np.integer]
 ) -> NDArray[np.float32]:
     """float32 [N]: the largest cosine of a sample's image with its captions; NaN without a caption.
 
     images        rows [N, D], which need not have unit length
     texts         rows [T, D], all captions of a sample after each other
     num_captions  [N], which add up to T
-    over          blocks of samples that are read, in order (None: all ``cuts``)
 
     Computed in float64, each from its two rows alone, so that blocks change no bit. Raises
     RuntimeError, one line, for a row that is not finite, and for widths that differ.
     """
     scores = np.full(len(num_captions), -np.inf, np.float32)
     first = 0
-    for block in cuts(len(num_captions)) if over is None else over:
+    for block in progress(len(num_captions)):
         rows = finite(images, block, "image embeddings")
         owners = np.repeat(np.arange(len(rows)), num_captions[block])
         best = np.full(len(rows), -np.inf)
@@ -56,9 +50,10 @@ def clip_scores(
     return scores
 
 
-def cuts(count: int, size: int = ROWS_AT_ONCE) -> list[slice]:
-    """Slices of at most ``size`` rows, in order."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+def progress(num_samples: int) -> Iterator[slice]:
+    """Blocks of samples, in order, whose embeddings are read; shows how many are done."""
+    blocks = cuts(num_samples)
+    return runlog.progress(blocks, total=len(blocks), description="filter, embeddings")
 
 
 def finite(rows: Rows, cut: slice, what: str) -> Floats:
@@ -72,16 +67,6 @@ def finite(rows: Rows, cut: slice, what: str) -> Floats:
             f"{len(found)}): the encoder has diverged, export another one and embed again"
         )
     return found
-
-
-def quantiles(scores: NDArray[np.floating]) -> dict[str, float]:
-    """The ``QUANTILES`` of the scores that there are, by name (``50 %``); empty where there is
-    none."""
-    known = scores[np.isfinite(scores)]
-    if not len(known):
-        return {}
-    found = np.quantile(known, QUANTILES)
-    return {f"{100 * q:g} %": float(value) for q, value in zip(QUANTILES, found, strict=True)}
 
 
 def top_share(scores: NDArray[np.floating], share: float) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Planted blind spots among images: found all, and nothing else; caps, ties, weights."""
+"""Planted blind spots among images: found all, and nothing else; caps and ties."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from mclclip import search
-from mclclip.analysis.blind_spots import Found, find, sampling_weights
+from mclclip.curate import near
+from mclclip.curate.confusions import BlindSpots, find
+from tests.unit.curate.made import unit
 
 N, DIM = 230, 64
 OPTIONS: dict[str, Any] = {"above": 0.95, "below": 0.6, "per_image": 5, "max_pairs": 100}
 BLOCKS = [(1024, 16_384), (17, 41), (64, 7), (1, 230)]
-
-
-def unit(rows: np.ndarray) -> np.ndarray:
-    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
 def turned(row: np.ndarray, cosine: float, rng: np.random.Generator) -> np.ndarray:
@@ -50,12 +48,15 @@ def planted(seed: int = 0) -> tuple[np.ndarray, np.ndarray, set[tuple[int, int]]
 
 def found_in(
     first: np.ndarray, second: np.ndarray, blocks: tuple[int, int] = BLOCKS[0], **options: Any
-) -> Found:
+) -> BlindSpots:
     usable = options.pop("usable", np.ones(len(first), bool))
     above = (OPTIONS | options)["above"]
-    cut = search.blocks(len(first), query_rows=blocks[0], bank_rows=blocks[1])
-    pieces = search.near_pairs(first, above, cut)
-    return find(pieces, second, usable, **OPTIONS | options)
+    with pytest.MonkeyPatch.context() as patched:
+        for function in (search.blocks, search.num_blocks):
+            sizes = {"query_rows": blocks[0], "bank_rows": blocks[1]}
+            patched.setattr(function, "__kwdefaults__", sizes)
+        pairs = near.near_pairs(first, usable, above, what="a search")
+        return find(pairs, second, **OPTIONS | options)
 
 
 def as_set(rows: np.ndarray) -> set[tuple[int, int]]:
@@ -154,9 +155,3 @@ def test_nothing_confused_has_no_lowest_cosine() -> None:
     found = found_in(np.eye(4), np.eye(4))
     assert (found.confused, found.lowest, found.spots.found) == (0, None, 0)
     assert found.spots.rows.shape == (0, 2)
-
-
-def test_weights_count_the_blind_spots_of_an_image_up_to_a_limit() -> None:
-    counts, usable = np.array([0, 1, 5, 90, 7]), np.array([True, True, True, True, False])
-    weights = sampling_weights(counts, usable, 6)
-    assert weights.tolist() == [1, 2, 6, 7, 0] and weights.dtype == np.float32

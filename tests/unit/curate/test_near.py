@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from mclclip.analysis import clip_scores, near_duplicates
-from mclclip.analysis.near_duplicates import Components, Groups, Subset
-from mclclip.search import Pairs
+from mclclip import search
+from mclclip.curate import clip_scores, near
+from mclclip.curate.near import Components, Groups, Subset
+from tests.unit.curate.made import cosine
 
 RNG = np.random.default_rng(5)
 
@@ -29,9 +29,13 @@ def planted(count: int = 300, dim: int = 24) -> tuple[np.ndarray, dict[int, int]
     return (rows * rng.uniform(0.5, 2, size=(count, 1))).astype(np.float16), copied
 
 
-def cosine(left: np.ndarray, right: np.ndarray) -> float:
-    a, b = left.astype(np.float64), right.astype(np.float64)
-    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+def pairs_in(rows: np.ndarray, usable: np.ndarray, above: float, labels: np.ndarray | None) -> dict:
+    """The near pairs by the numbers of their samples, with their cosines."""
+    return {
+        (int(i), int(j)): value
+        for part in near.near_pairs(rows, usable, above, labels, what="a search")
+        for (i, j), value in zip(part.rows, part.cosines, strict=True)
+    }
 
 
 def slow_components(count: int, pairs: list[tuple[int, int]]) -> list[int]:
@@ -58,14 +62,12 @@ def slow_components(count: int, pairs: list[tuple[int, int]]) -> list[int]:
 def test_scores_are_the_largest_cosine_of_a_sample_s_captions(
     rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clip_scores.cuts, "__defaults__", (rows_at_once,))
+    monkeypatch.setattr(near, "ROWS_AT_ONCE", rows_at_once)
     captions = np.array([1, 0, 3, 1, 0, 0, 9, 2, 1])
     images = RNG.normal(size=(len(captions), 12)).astype(np.float16)
     texts = RNG.normal(size=(captions.sum(), 12)).astype(np.float16)
     found = clip_scores.clip_scores(images, texts, captions)
-    whole = clip_scores.clip_scores(images, texts, captions, [slice(0, len(captions))])
     assert found.dtype == np.float32
-    assert found.tobytes() == whole.tobytes()
     first = 0
     for sample, count in enumerate(captions.tolist()):
         own = [cosine(images[sample], texts[first + number]) for number in range(count)]
@@ -95,83 +97,57 @@ def test_the_top_share_takes_ties_by_the_lower_row() -> None:
     assert not clip_scores.top_share(np.full(3, np.nan), 0.5).any()
 
 
-def test_quantiles_are_of_the_samples_with_a_score() -> None:
-    scores = np.append(np.linspace(0, 1, 101), np.nan)
-    assert clip_scores.quantiles(scores) == pytest.approx(
-        {
-            "1 %": 0.01,
-            "10 %": 0.1,
-            "25 %": 0.25,
-            "50 %": 0.5,
-            "75 %": 0.75,
-            "90 %": 0.9,
-            "99 %": 0.99,
-        }
-    )
-    assert clip_scores.quantiles(np.full(2, np.nan)) == {}
-
-
 # --- pairs ---
 
 
-@pytest.mark.parametrize("held_rows", [1, 40, 10_000])
-def test_pairs_in_groups_are_those_of_a_loop(held_rows: int) -> None:
+@pytest.mark.parametrize("held_rows", [1, 40, 10_000, None])
+def test_pairs_are_those_of_a_loop(held_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within clusters, of which some are read together, and (None) of all with all."""
     rows, _ = planted()
-    labels = RNG.integers(-1, 9, len(rows))
     usable = RNG.random(len(rows)) > 0.1
-    groups = Groups.of(labels, usable)
-    found = {
-        (int(i), int(j)): value
-        for part in near_duplicates.near_in_groups(rows, groups, 0.9, held_rows=held_rows)
-        for (i, j), value in zip(part.rows, part.cosines, strict=True)
-    }
+    labels = None
+    if held_rows is not None:
+        labels = RNG.integers(-1, 9, len(rows))
+        monkeypatch.setattr(near, "HELD_BYTES", held_rows * rows[:1].nbytes)
     wanted = {
         (i, j): cosine(rows[i], rows[j])
         for i in range(len(rows))
         for j in range(i + 1, len(rows))
-        if labels[i] == labels[j] >= 0 and usable[i] and usable[j]
+        if (labels is None or labels[i] == labels[j] >= 0) and usable[i] and usable[j]
         and cosine(rows[i], rows[j]) > 0.9
     }  # fmt: skip
-    assert wanted and found == pytest.approx(wanted)
+    assert wanted and pairs_in(rows, usable, 0.9, labels) == pytest.approx(wanted)
 
 
 def test_groups_are_read_together_up_to_a_bound() -> None:
     labels = np.array([4, 0, 0, 2, 2, 2, 2, -1, 4, 1, 2, 0])
     groups = Groups.of(labels, np.ones(12, bool))
     assert groups.ids.tolist() == [1, 2, 11, 3, 4, 5, 6, 10, 0, 8]  # 1 is alone, 7 in none
-    assert groups.comparisons().tolist() == [3, 10, 1]
     assert groups.batches(3) == [(0, 1), (1, 2), (2, 3)]
     assert groups.batches(8) == [(0, 2), (2, 3)]
     assert groups.batches(100) == [(0, 3)]
-    assert groups.drawn(np.array([2, 0, 1]), 4).tolist() == [1, 2, 11, 0, 8]
-    assert groups.drawn(np.array([1, 0, 2]), 4).tolist() == [3, 4, 5, 6, 10]
+    # Their pairs are 3, 10 and 1. At most 4 are drawn, but one group at least.
+    members = [[1, 2, 11], [3, 4, 5, 6, 10], [0, 8]]
+    for seed in range(8):
+        first, second, _ = np.random.default_rng(seed).permutation(3).tolist()
+        wanted = [first, second] if {first, second} == {0, 2} else [first]
+        drawn = groups.drawn(np.random.default_rng(seed), 4)
+        assert drawn.tolist() == [i for group in sorted(wanted) for i in members[group]]
     nothing = Groups.of(np.arange(5), np.ones(5, bool))
-    assert len(nothing) == 0 and nothing.batches(10) == []
-
-
-def test_pairs_among_some_samples_are_theirs_alone() -> None:
-    rows, copied = planted()
-    ids = np.flatnonzero(RNG.random(len(rows)) > 0.4)
-    found = {
-        tuple(pair)
-        for part in near_duplicates.near_among(rows, ids, 0.95)
-        for pair in part.rows.tolist()
-    }
-    assert found == {(first, copy) for copy, first in copied.items() if {first, copy} <= {*ids}}
+    assert len(nothing.ids) == 0 and nothing.batches(10) == []
 
 
 @pytest.mark.parametrize(("rows_at_once", "dim"), [(1, 24), (7, 3), (4096, 24)])
 def test_equal_rows_are_paired_with_the_first_of_them(
     rows_at_once: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clip_scores.cuts, "__defaults__", (rows_at_once,))
+    monkeypatch.setattr(near, "ROWS_AT_ONCE", rows_at_once)
     rows = RNG.normal(size=(9, dim)).astype(np.float16)[RNG.integers(0, 9, 80)]
     rows[::11] = 0
     rows[40] = rows[39] * np.float16(1.001)  # near, and not equal
     usable = RNG.random(80) > 0.2
-    found = np.concatenate(
-        [part.rows for part in near_duplicates.equal_pairs(rows, usable, 0.9)]
-    ).tolist()
+    pieces = near.equal_pairs(rows, usable, 0.9, what="a search")
+    found = np.concatenate([part.rows for part in pieces]).tolist()
     firsts: dict[bytes, int] = {}
     wanted = []
     for row in np.flatnonzero(usable & rows.any(axis=1)).tolist():
@@ -205,24 +181,21 @@ def test_a_long_chain_is_one_component_in_whatever_order_it_comes() -> None:
 
 
 def test_the_highest_score_is_kept_and_else_the_lowest_sample() -> None:
-    lowest = np.array([0, 1, 0, 0, 4, 1, 6, 6])
-    nan = np.nan
+    components = Components(8)
+    components.add(np.array([[0, 2], [2, 3], [1, 5], [6, 7]]))
+    lowest, nan = [0, 1, 0, 0, 4, 1, 6, 6], np.nan
     scores = np.array([0.1, nan, 0.3, 0.3, nan, 0.2, nan, nan])
-    assert near_duplicates.keepers(lowest, None).tolist() == lowest.tolist()
-    assert near_duplicates.keepers(lowest, scores).tolist() == [2, 5, 2, 2, 4, 5, 6, 6]
-
-
-def near_of(rows: np.ndarray, above: float) -> Callable[[np.ndarray], Iterator[Pairs]]:
-    return lambda left: near_duplicates.near_among(rows, np.flatnonzero(left), above)
+    assert components.best(None).tolist() == lowest
+    assert components.best(scores).tolist() == [2, 5, 2, 2, 4, 5, 6, 6]
 
 
 def test_planted_copies_are_left_out_and_nothing_else() -> None:
     """Precision and recall are 1 where all are compared with all."""
     rows, copied = planted()
-    everything = np.ones(len(rows), bool)
-    found = near_duplicates.copies_among(rows, everything, None, 0.95, near_of(rows, 0.95))
-    assert {i: int(found.of[i]) for i in range(len(rows)) if found.of[i] != i} == copied
-    assert (found.pairs, found.groups, found.largest_group) == (len(copied), len(copied), 2)
+    of, counts = near.copies_among(rows, np.ones(len(rows), bool), None, 0.95, what="a search")
+    assert {i: int(of[i]) for i in range(len(rows)) if of[i] != i} == copied
+    number = len(copied)
+    assert counts == {"pairs": number, "groups": number, "largest_group": 2, "by_chain": 0}
 
 
 def crowded(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -254,29 +227,25 @@ def slow_copies(
     return found
 
 
-@pytest.mark.parametrize("with_equal", [True, False])
-def test_of_copies_the_best_is_kept_and_what_is_near_it_left_out(with_equal: bool) -> None:
+def test_of_copies_the_best_is_kept_and_what_is_near_it_left_out() -> None:
     for above in (0.999, 0.99, 0.95):
         rows, scores = crowded(150)
         left = RNG.random(150) > 0.1
-        equal = near_duplicates.equal_pairs(rows, left, above) if with_equal else ()
-        found = near_duplicates.copies_among(
-            rows, left, scores, above, near_of(rows, above), equal=equal, rounds=100
-        )
+        of, counts = near.copies_among(rows, left, scores, above, rounds=100, what="a search")
         wanted = slow_copies(rows, left, scores, above)
-        assert {i: int(found.of[i]) for i in range(150) if found.of[i] != i} == wanted
-        assert found.by_chain == 0 and found.largest_group > 3
+        assert {i: int(of[i]) for i in range(150) if of[i] != i} == wanted
+        assert counts["by_chain"] == 0 and counts["largest_group"] > 3
 
 
 def test_after_the_last_round_chains_are_left_out_and_counted() -> None:
     angles = 0.1 * np.arange(12)  # each is near the next, the cosine of 0.1 is 0.995
     rows = np.column_stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
     for rounds, kept, by_chain in ((1, [0], 10), (2, [0, 2], 8), (10, [0, 2, 4, 6, 8, 10], 0)):
-        found = near_duplicates.copies_among(
-            rows, np.ones(12, bool), None, 0.99, near_of(rows, 0.99), rounds=rounds
+        of, counts = near.copies_among(
+            rows, np.ones(12, bool), None, 0.99, rounds=rounds, what="a search"
         )
-        assert np.unique(found.of).tolist() == kept
-        assert found.by_chain == by_chain and found.largest_group == 12
+        assert np.unique(of).tolist() == kept
+        assert counts["by_chain"] == by_chain and counts["largest_group"] == 12
 
 
 # --- copies of other images ---
@@ -287,28 +256,28 @@ def test_the_nearest_other_row_is_that_of_a_loop(
     blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in zip(("QUERY_ROWS", "BANK_ROWS"), blocks, strict=True):
-        monkeypatch.setattr(near_duplicates.search, name, size)
+        monkeypatch.setattr(search, name, size)
     rows, _ = planted()
     others = np.concatenate([rows[40:60], RNG.normal(size=(30, 24)).astype(np.float16), rows[:50]])
     ids = np.arange(0, len(rows), 2)
-    found = near_duplicates.nearest_other(Subset(rows, ids), others, 0.8)
+    nearest, cosines, found = near.nearest_other(Subset(rows, ids), others, 0.8, what="a search")
     matched = np.zeros(len(others), bool)
     for place, sample in enumerate(ids.tolist()):
         values = [cosine(rows[sample], other) for other in others]
-        near = [number for number, value in enumerate(values) if value > 0.8]
-        matched[near] = True
-        if not near:
-            assert found.rows[place] == -1 and np.isneginf(found.cosines[place])
+        close = [number for number, value in enumerate(values) if value > 0.8]
+        matched[close] = True
+        if not close:
+            assert nearest[place] == -1 and np.isneginf(cosines[place])
             continue
-        assert found.cosines[place] == pytest.approx(max(values))
-        assert values[found.rows[place]] == pytest.approx(max(values))
-        same = [number for number in near if (others[number] == others[found.rows[place]]).all()]
-        assert found.rows[place] == min(same)  # ties by the lower one
-    assert np.array_equal(found.matched, matched) and 0 < matched.sum() < len(others)
+        assert cosines[place] == pytest.approx(max(values))
+        assert values[nearest[place]] == pytest.approx(max(values))
+        same = [number for number in close if (others[number] == others[nearest[place]]).all()]
+        assert nearest[place] == min(same)  # ties by the lower one
+    assert np.array_equal(found, matched) and 0 < matched.sum() < len(others)
 
 
 def test_a_cosine_out_of_range_is_refused() -> None:
     rows, _ = planted(12)
     for above in (0.0, 1.0, float("nan")):
         with pytest.raises(ValueError, match=re.escape(f"cosine of near rows is {above}")):
-            near_duplicates.nearest_other(rows, rows, above)
+            near.nearest_other(rows, rows, above, what="a search")

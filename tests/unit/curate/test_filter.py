@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
 import sys
-import tarfile
-from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mclclip import cli, cluster, index, process, search
-from mclclip import filter as filtering
-from mclclip.analysis import clip_scores, near_duplicates
-from mclclip.config import Config, from_tree
+from mclclip import cli, cluster, search
+from mclclip.config import Config
+from mclclip.curate import filter as filtering
+from mclclip.curate import near
+from mclclip.curate.filter import CODES, Within
 from mclclip.data.embeddings import rows_path
 from mclclip.data.grouping import LabelBlocks
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.files import record_of
-from mclclip.filter import material, survey, verdict
-from mclclip.filter.verdict import CODES
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.layout import Layout
 from tests.made_run import write_embeddings
-from tests.unit.test_blindspots import picture
+from tests.unit.curate.made import cosine, failing, indexed, lines, options, unit
 
 SIZES = (17, 25, 18)  # samples per shard
 COUNT, DIM, BROKEN = sum(SIZES), 64, 12
@@ -47,38 +42,6 @@ def captions(number: int) -> list[str]:
     return [f"thing {number}, {caption}" for caption in range(number % 3 + 1)] * (
         number not in BARE
     )
-
-
-def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES, prefix: str = "") -> None:
-    folder.mkdir(parents=True)
-    number = 0
-    for shard, size in enumerate(sizes):
-        with tarfile.open(folder / f"{shard:02d}.tar", "w") as archive:
-            for _ in range(size):
-                text = json.dumps({"all": captions(number)}).encode()
-                for suffix, data in ((".jpg", picture(number)), (".json", text)):
-                    member = tarfile.TarInfo(f"{prefix}{number:03d}{suffix}")
-                    member.size = len(data)
-                    archive.addfile(member, BytesIO(data))
-                number += 1
-
-
-def options(run_dir: Path, shards: Path) -> Config:
-    return from_tree(
-        {
-            "run_dir": str(run_dir),
-            "num_stages": 1,
-            "data": {
-                "sources": {"s": {"shards": f"{shards}/*.tar", "captions": "json:all"}},
-                "index_workers": 1,
-            },
-            "cluster": {"num_clusters": 4, "restarts": 1},
-        }
-    )
-
-
-def unit(rows: np.ndarray) -> np.ndarray:
-    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
 def images() -> np.ndarray:
@@ -118,55 +81,43 @@ def texts() -> np.ndarray:
 
 def scores() -> np.ndarray:
     """Slow: the largest cosine of every sample with one of its captions."""
-    rows, own, found, first = images().astype(float), texts().astype(float), [], 0
+    rows, own, found, first = images(), texts(), [], 0
     for i in range(COUNT):
         mine = own[first : first + len(captions(i))]
         first += len(mine)
-        values = [float(unit(rows[i]) @ unit(text)) for text in mine] if i != BROKEN else []
+        values = [cosine(rows[i], text) for text in mine] if i != BROKEN else []
         found.append(max(values, default=np.nan))
     return np.array(found)
 
 
 def embed(
-    directory: Path,
-    samples: SampleIndex,
-    rows: np.ndarray,
-    encoder: str = "enc",
-    feature: str = "projected",
-) -> None:
-    bad = [BROKEN] if len(rows) == COUNT else []
+    config: Config, rows: np.ndarray, encoder: str = "enc", feature: str = "projected"
+) -> Path:
+    """Writes the embeddings of stage 0, in the place of those that are there."""
+    layout, bad = Layout.of(config), [BROKEN] if len(rows) == COUNT else []
+    samples, directory = SampleIndex.open(layout.index), layout.embeddings(0)
+    shutil.rmtree(directory, ignore_errors=True)
     write_embeddings(directory, samples, rows, encoder=encoder, bad=bad, feature=feature)
-
-
-def embed_texts(directory: Path, samples: SampleIndex) -> None:
-    sizes = [
-        sum(len(captions(i)) for i in range(shard.start, shard.stop)) for shard in samples.shards
-    ]
-    write_embeddings(
-        directory, samples, texts(), encoder="enc", sizes=sizes, kind="text_embeddings"
-    )
+    return directory
 
 
 def evaluation_run(root: Path, rows: np.ndarray, **how: str) -> Path:
     """A run over evaluation images; returns the folder of their embeddings."""
-    write_shards(root / "shards", (4, len(rows) - 4), prefix="e")
-    other = options(root / "run", root / "shards")
-    index.run(other, SINGLE)
-    folder = Layout.of(other).embeddings(0)
-    embed(folder, SampleIndex.open(root / "run/index"), rows, **how)
-    return folder
+    other, _ = indexed(root, (4, len(rows) - 4), captions, prefix="e")
+    return embed(other, rows, **how)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose images and captions are embedded and clustered, and evaluation images."""
     root = tmp_path_factory.mktemp("filter")
-    write_shards(root / "shards")
-    config = options(root / "run", root / "shards")
-    index.run(config, SINGLE)
-    layout, samples = Layout.of(config), SampleIndex.open(root / "run/index")
-    embed(layout.embeddings(0), samples, images())
-    embed_texts(layout.text_embeddings, samples)
+    config, samples = indexed(root, SIZES, captions)
+    embed(config, images())
+    sizes = [
+        sum(len(captions(i)) for i in range(shard.start, shard.stop)) for shard in samples.shards
+    ]
+    directory, kind = Layout.of(config).text_embeddings, "text_embeddings"
+    write_embeddings(directory, samples, texts(), encoder="enc", sizes=sizes, kind=kind)
     cluster.run(config, SINGLE, stage=0)
     np.save(root / "evaluation.npy", evaluation())
     evaluation_run(root / "eval", evaluation())
@@ -180,10 +131,6 @@ def config(made: Path, tmp_path: Path) -> Config:
     return options(tmp_path / "run", made / "shards")
 
 
-def lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "left_out.jsonl").read_text().splitlines()]
-
-
 def left_out(directory: Path, reason: str) -> set[int]:
     return {*np.flatnonzero(np.load(directory / "reasons.npy") == CODES.index(reason)).tolist()}
 
@@ -194,15 +141,8 @@ def done(config: Config, **wanted: Any) -> Path:
     return directory
 
 
-def failing(work: Callable[[], object], config: Config) -> str:
-    """The one line of a mistake of the user, which leaves nothing behind."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        work()
-    assert process.exit_code(caught.value) == process.EXIT_USER == 2
-    assert not (Path(config.run_dir) / "filters").exists()
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
+def refused(config: Config, **wanted: Any) -> str:
+    return failing(lambda: filtering.run(config, SINGLE, **wanted), config, "filters")
 
 
 # --- near-duplicates ---
@@ -217,15 +157,15 @@ def test_of_planted_copies_one_is_kept_and_nothing_else_is_left_out(config: Conf
     weights = np.load(directory / "weights.npy")
     assert weights.dtype == np.float32 and {*np.unique(weights)} == {0, 1}
     assert {*np.flatnonzero(weights == 0).tolist()} == {*wanted, BROKEN}
-    rows = images().astype(np.float64)
-    for line in lines(directory):
+    rows = images()
+    for line in lines(directory / "left_out.jsonl"):
         if line["reason"] == "no_embedding":
             assert line == {"sample_id": 12, "key": "s/012", "reason": "no_embedding"}
             continue
         sample, kept = line["sample_id"], line["of"]
         assert kept == wanted.pop(sample)
         assert (line["key"], line["of_key"]) == (f"s/{sample:03d}", f"s/{kept:03d}")
-        assert line["cosine"] == pytest.approx(unit(rows[sample]) @ unit(rows[kept]), abs=1e-6)
+        assert line["cosine"] == pytest.approx(cosine(rows[sample], rows[kept]), abs=1e-6)
     assert not wanted
     assert not (directory / "scores.npy").exists()
     manifest = read_manifest(directory, "filter")
@@ -254,7 +194,7 @@ def test_within_clusters_copies_in_one_cluster_are_found(config: Config) -> None
 def test_the_copy_with_the_highest_score_is_kept(config: Config) -> None:
     own = scores()
     directory = done(config, near_duplicates=0.95, within="all")
-    for line in lines(directory):
+    for line in lines(directory / "left_out.jsonl"):
         if line["reason"] == "near_duplicate":
             assert not own[line["sample_id"]] > own[line["of"]]
     assert 5 in left_out(directory, "near_duplicate")  # it has no caption, its copy has one
@@ -273,7 +213,7 @@ def test_scores_are_those_of_a_loop_and_low_ones_are_left_out(config: Config) ->
     low = {*np.flatnonzero(found < np.float32(0.9)).tolist()}
     assert 5 < len(low) < COUNT - 5
     assert left_out(directory, "low_score") == low
-    assert {line["sample_id"] for line in lines(directory)} == {BROKEN}
+    assert {line["sample_id"] for line in lines(directory / "left_out.jsonl")} == {BROKEN}
     counts = read_manifest(directory, "filter").counts
     assert counts["without_score"] == 3
     assert counts["lowest_score"] == found[found >= np.float32(0.9)].min()
@@ -306,13 +246,13 @@ def test_copies_of_evaluation_images_are_listed_with_these(
         shutil.copytree(of_run, folder)
     directory = done(config, against=[f"ev={folder}"])
     assert left_out(directory, "against") == {*SEEN}
-    found = [line for line in lines(directory) if line["reason"] == "against"]
-    rows = images().astype(np.float64)
+    found = [line for line in lines(directory / "left_out.jsonl") if line["reason"] == "against"]
+    rows = images()
     for line in found:
         sample, row = line["sample_id"], line["of"]
         assert (row, line["against"]) == (SEEN[sample], "ev")
         assert line["of_key"] == (None if kind == "npy" else f"s/e{row:03d}")
-        assert line["cosine"] == pytest.approx(unit(rows[sample]) @ evaluation()[row], abs=1e-3)
+        assert line["cosine"] == pytest.approx(cosine(rows[sample], evaluation()[row]), abs=1e-3)
     counts = read_manifest(directory, "filter").counts["against"]
     assert counts == {"ev": {"images": 6, "images_with_copies": 2, "samples": 2}}
 
@@ -327,7 +267,7 @@ def test_of_several_sets_the_nearest_image_is_named(config: Config, tmp_path: Pa
         directory = done(config, against=against, against_cosine=0.9, name=f"f{number}")
         found[number] = {
             line["sample_id"]: (line["against"], line["of"])
-            for line in lines(directory)
+            for line in lines(directory / "left_out.jsonl")
             if line["reason"] == "against"
         }
     assert found[0] == found[1] == {7: ("b", 0), 8: ("b", 1), 31: (sets[0], 4)}
@@ -340,7 +280,11 @@ def test_every_filter_sees_what_those_before_it_left(config: Config, tmp_path: P
     directory = done(config, near_duplicates=0.95, within="all", min_clip_score=0.9, **own)
     assert left_out(directory, "against") == {1, 2}
     assert not left_out(directory, "near_duplicate") & {1, 2, *left_out(directory, "low_score")}
-    kept = {line["of"] for line in lines(directory) if line["reason"] == "near_duplicate"}
+    kept = {
+        line["of"]
+        for line in lines(directory / "left_out.jsonl")
+        if line["reason"] == "near_duplicate"
+    }
     assert np.load(directory / "weights.npy")[[*kept]].all()
 
 
@@ -390,13 +334,12 @@ def test_blocks_change_no_bit(config: Config, monkeypatch: pytest.MonkeyPatch, m
         within: done(config, within=within, name=f"{within}", **wanted) for within in ("all", None)
     }
     for module, name, size in (
-        (near_duplicates, "HELD_BYTES", 700), (search, "QUERY_ROWS", 3), (search, "BANK_ROWS", 7),
-        (verdict, "_AT_ONCE", 2),
+        (near, "HELD_BYTES", 700), (search, "QUERY_ROWS", 3), (search, "BANK_ROWS", 7),
+        (near, "ROWS_AT_ONCE", 5), (filtering, "_AT_ONCE", 2),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, size)
     for function in (search.blocks, search.num_blocks):
         monkeypatch.setattr(function, "__kwdefaults__", {"query_rows": 3, "bank_rows": 7})
-    monkeypatch.setattr(clip_scores.cuts, "__defaults__", (5,))
     for within, directory in whole.items():
         cut = done(config, within=within, name=f"{within}_cut", **wanted)
         names = sorted(path.name for path in directory.iterdir() if path.suffix != ".json")
@@ -437,7 +380,7 @@ def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
     assert "4 pairs above 0.95, at most 6 samples would be left out" in caplog.text
     assert "0 pairs above 0.99, at most 2 samples would be left out" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(survey, "SURVEYED_PAIRS", 200)
+    monkeypatch.setattr(filtering, "SURVEYED_PAIRS", 200)
     with caplog.at_level(logging.INFO, "mclclip"):
         filtering.run(config, SINGLE)
     assert re.search(r"others within clusters, estimated from \d+ % of them", caplog.text)
@@ -450,13 +393,12 @@ def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
 
 @pytest.mark.parametrize("within", ["all", "clusters"])
 def test_data_without_any_pair_are_surveyed(
-    config: Config, caplog: pytest.LogCaptureFixture, within: material.Within
+    config: Config, caplog: pytest.LogCaptureFixture, within: Within
 ) -> None:
     """Four pictures, and copies of them: each is alone in its cluster."""
-    layout, rows = Layout.of(config), np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
+    rows = np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
     rows[BROKEN] = 0.0
-    shutil.rmtree(layout.embeddings(0))
-    embed(layout.embeddings(0), SampleIndex.open(layout.index), rows)
+    embed(config, rows)
     cluster.run(config, SINGLE, stage=0, force=True)
     with caplog.at_level(logging.INFO, "mclclip"):
         assert filtering.run(config, SINGLE, within=within) is None
@@ -468,11 +410,10 @@ def test_many_equal_embeddings_cost_no_more_than_their_number(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture that is there 37 times has 36 pairs with the first, and 666 in all."""
-    rows, layout = images(), Layout.of(config)
+    rows = images()
     same = np.setdiff1d(np.arange(20, COUNT), [30, 31, 41])[:36]
     rows[same] = rows[5]
-    shutil.rmtree(layout.embeddings(0))
-    embed(layout.embeddings(0), SampleIndex.open(layout.index), rows)
+    embed(config, rows)
     searched = []
     original = search.near_pairs
 
@@ -492,8 +433,7 @@ def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
     for wanted in ({}, {"near_duplicates": 0.9}):
-        line = failing(lambda w=wanted: filtering.run(config, SINGLE, **w), config)  # type: ignore[misc]
-        assert line.startswith("filter needs the package faiss")
+        assert refused(config, **wanted).startswith("filter needs the package faiss")
     assert done(config, keep_share=0.5)
 
 
@@ -509,7 +449,7 @@ def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
         ({"keep_share": 1.0}, "--keep-share is 1.0"),
         ({"min_clip_score": 1.5}, "--min-clip-score is 1.5, wanted a number between -1 and 1"),
         ({"min_clip_score": 0.2, "keep_share": 0.3}, "leave one of them out"),
-        ({"against_cosine": 0.9}, "--against-cosine says how near .* name --against too"),
+        ({"against_cosine": 0.9}, "--against-cosine is the threshold of --against: give"),
         ({"keep_share": 0.3, "within": "all"}, "--within says .* name --near-duplicates too"),
         ({"against": ["x"], "against_cosine": 0.0}, "--against-cosine is 0.0"),
         ({"against": ["nowhere"]}, "no finished embeddings at nowhere: run 'mclclip embed' first"),
@@ -523,83 +463,66 @@ def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
 def test_bad_input_is_one_line_and_leaves_nothing(
     config: Config, wanted: dict[str, Any], message: str
 ) -> None:
-    line = failing(lambda: filtering.run(config, SINGLE, **wanted), config)
+    line = refused(config, **wanted)
+    assert not (Path(config.run_dir) / "filters").exists()
     assert re.search(message, line), line
 
 
 def test_evaluation_images_of_another_kind_are_refused(config: Config, tmp_path: Path) -> None:
-    def refused(*against: str) -> str:
-        return failing(lambda: filtering.run(config, SINGLE, against=against), config)
-
     np.save(tmp_path / "wide.npy", np.ones((3, DIM + 1), np.float32))
     np.save(tmp_path / "whole.npy", np.ones((3, DIM), int))
     np.save(tmp_path / "nan.npy", np.full((3, DIM), np.nan, np.float32))
     np.save(tmp_path / "good.npy", evaluation())
     (tmp_path / "text.npy").write_text("no array")
-    assert f"has rows of {DIM + 1} numbers" in refused(f"{tmp_path}/wide.npy")
-    assert "wanted floating-point rows [M, D]" in refused(f"{tmp_path}/whole.npy")
-    assert "row 0 of --against" in refused(f"{tmp_path}/nan.npy")
-    assert "is no .npy file of rows" in refused(f"{tmp_path}/text.npy")
-    assert "names two sets alike" in refused(*[f"a={tmp_path}/good.npy"] * 2)
+    for name, message in (
+        ("wide", f"has rows of {DIM + 1} numbers"), ("nan", "row 0 of --against"),
+        ("whole", "wanted floating-point rows [M, D]"), ("text", "is no .npy file of rows"),
+    ):  # fmt: skip
+        assert message in refused(config, against=[f"{tmp_path}/{name}.npy"])
+    assert "names two sets alike" in refused(config, against=[f"a={tmp_path}/good.npy"] * 2)
     other = evaluation_run(tmp_path / "other", evaluation(), encoder="another")
-    line = refused(str(other))
+    line = refused(config, against=[str(other)])
     assert "of another encoder" in line and "model.name=local-dir:" in line
     pooled = evaluation_run(tmp_path / "pooled", evaluation(), feature="pooled")
-    assert "are of the feature pooled" in refused(str(pooled))
+    assert "are of the feature pooled" in refused(config, against=[str(pooled)])
     # Equal weights are one model, though exported by two runs.
     for directory in (other, Layout.of(config).embeddings(0)):
-        export = directory.parent / "export"
+        export, name = directory.parent / "export", "open_clip_model.safetensors"
         artifact = Artifact.open(export, kind="export", config={"run": str(export)}, inputs={})
-        (export / "open_clip_model.safetensors").write_bytes(b"weights")
-        name = "open_clip_model.safetensors"
+        (export / name).write_bytes(b"weights")
         artifact.finish({}, records={name: record_of(export / name)})
     assert left_out(done(config, against=[str(other)]), "against") == {*SEEN}
 
 
 def test_embeddings_that_do_not_fit_are_one_line(config: Config) -> None:
-    layout, wanted = Layout.of(config), {"near_duplicates": 0.95}
-
-    def refused(**more: Any) -> str:
-        return failing(lambda: filtering.run(config, SINGLE, **wanted | more), config)
-
-    samples = SampleIndex.open(layout.index)
-    embeddings, rows = layout.embeddings(0), images()
-    path = rows_path(embeddings, 2)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + b"\1")
-    assert "00002.npy is damaged" in refused()
-    path.write_bytes(whole)
+    layout, near_by = Layout.of(config), {"near_duplicates": 0.95}
     labels = layout.clusters(0) / "cluster_labels.npy"
-    whole = labels.read_bytes()
-    labels.write_bytes(whole[:-1] + b"\7")
-    assert "cluster_labels.npy is damaged" in refused()
-    labels.write_bytes(whole)
+    for path in (rows_path(layout.embeddings(0), 2), labels):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + b"\7")
+        assert f"{path.name} is damaged" in refused(config, **near_by)
+        path.write_bytes(whole)
+    rows = images()
     rows[40, 3] = np.inf
-    shutil.rmtree(embeddings)
-    embed(embeddings, samples, rows)
-    assert "row 40 of image embeddings is not finite" in refused(within="all")
-    shutil.rmtree(embeddings)
-    embed(embeddings, samples, images(), feature="pooled")
-    line = failing(lambda: filtering.run(config, SINGLE, keep_share=0.5), config)
+    embed(config, rows)
+    assert "row 40 of image embeddings is not finite" in refused(config, within="all", **near_by)
+    embed(config, images(), feature="pooled")
+    line = refused(config, keep_share=0.5)
     assert line.startswith("CLIP scores are asked for, and embeddings at")
-    shutil.rmtree(embeddings)
-    embed(embeddings, samples, images(), encoder="another")
-    assert "are of another encoder than the images'" in refused()
+    embed(config, images(), encoder="another")
+    assert "are of another encoder than the images'" in refused(config, **near_by)
     shutil.rmtree(layout.text_embeddings)
-    assert "are of other embeddings than those at" in refused(within="clusters")
-    assert "no finished text embeddings" in refused(keep_share=0.5)
+    within = {"within": "clusters", **near_by}
+    assert "are of other embeddings than those at" in refused(config, **within)
+    assert "no finished text embeddings" in refused(config, keep_share=0.5)
     shutil.rmtree(layout.clusters(0))
-    assert "no finished clusters at" in refused(within="clusters")
+    assert "no finished clusters at" in refused(config, **within)
 
 
-def test_embeddings_of_another_index_are_refused(
-    config: Config, made: Path, tmp_path: Path
-) -> None:
-    write_shards(tmp_path / "shards", prefix="x")
-    other = options(tmp_path / "other", tmp_path / "shards")
-    index.run(other, SINGLE)
-    shutil.copytree(made / "run/stage_0", tmp_path / "other/stage_0")
-    line = failing(lambda: filtering.run(other, SINGLE, near_duplicates=0.9), other)
+def test_embeddings_of_another_index_are_refused(made: Path, tmp_path: Path) -> None:
+    other, _ = indexed(tmp_path, SIZES, captions, prefix="x")
+    shutil.copytree(made / "run/stage_0", tmp_path / "run/stage_0")
+    line = refused(other, near_duplicates=0.9)
     assert "(and other sample keys): run 'mclclip embed --force'" in line
 
 
@@ -611,4 +534,4 @@ def test_the_command_line_has_its_options() -> None:
         "force": False,
     }  # fmt: skip
     assert cli._flags(cli._parse(["filter"]))["against"] == []
-    assert material.AGAINST == 0.95
+    assert filtering.AGAINST == 0.95

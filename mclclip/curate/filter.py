@@ -1,0 +1,441 @@
+"""Verb: embeddings on disk -> which samples of the index to train on, as weights for the plan.
+
+Three filters, each of what those before it left: copies of evaluation images (decontamination),
+CLIP scores, and near-duplicates. They read embeddings in blocks, and hold some numbers of every
+sample (about 150 bytes each in all), never all embeddings.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mclclip import files, search
+from mclclip.config import Config
+from mclclip.curate import clip_scores, near
+from mclclip.curate.inputs import Inputs, open_inputs
+from mclclip.data.arrays import save_npy
+from mclclip.options import named_path
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run.artifacts import Artifact, Force, refuse_foreign
+from mclclip.run.layout import Layout
+
+log = logging.getLogger("mclclip")
+
+AGAINST = 0.95
+"""The cosine above which a sample is a copy of an evaluation image, where none is given."""
+
+WEIGHTS, REASONS, SCORES, LEFT_OUT = "weights.npy", "reasons.npy", "scores.npy", "left_out.jsonl"
+
+CODES = ("kept", "no_embedding", "against", "no_caption", "low_score", "near_duplicate")
+"""Names of the codes in reasons.npy, in the order in which the filters run."""
+
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+"""Quantiles of the scores that are logged."""
+
+SURVEYED = (0.9, 0.95, 0.99)
+"""Cosines above which near pairs are counted where no filter is asked for."""
+
+SURVEYED_PAIRS = 2 * 10**10
+"""Pairs that are compared at most for that: some minutes of one core."""
+
+_AT_ONCE = 4096  # samples whose lines are written together
+
+Within = Literal["clusters", "all"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The thresholds of the filters, a field for each flag of the verb (None: not given).
+
+    Raises ValueError for numbers out of range and for flags that exclude or need each other.
+    """
+
+    min_clip_score: float | None = None
+    keep_share: float | None = None
+    near_duplicates: float | None = None
+    within: Within | None = None
+    against: tuple[str, ...] = ()
+    against_cosine: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("min_clip_score", -1.0, 1.0), ("keep_share", 0.0, 1.0),
+            ("near_duplicates", 0.0, 1.0), ("against_cosine", 0.0, 1.0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not low < value < high:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is {value}, wanted a number between {low:g} and "
+                    f"{high:g}, without these"
+                )
+        if self.min_clip_score is not None and self.keep_share is not None:
+            raise ValueError(
+                "--min-clip-score and --keep-share both say which scores are high enough: leave "
+                "one of them out"
+            )
+        if self.against_cosine is not None and not self.against:
+            raise ValueError("--against-cosine is the threshold of --against: give --against too")
+        if self.within is not None and self.filters and self.near_duplicates is None:
+            raise ValueError(
+                "--within says among what near-duplicates are looked for: name --near-duplicates "
+                "too, or leave it out"
+            )
+
+    @property
+    def scores(self) -> bool:
+        """Whether samples are left out by their score."""
+        return self.min_clip_score is not None or self.keep_share is not None
+
+    @property
+    def filters(self) -> bool:
+        """Whether anything is left out; otherwise scores and near pairs are only logged."""
+        return self.scores or self.near_duplicates is not None or bool(self.against)
+
+    @property
+    def clusters(self) -> bool | None:
+        """Whether samples are compared within clusters; None: where there are some."""
+        if (self.filters and self.near_duplicates is None) or self.within == "all":
+            return False
+        return None if self.within is None else True
+
+    @property
+    def copy_cosine(self) -> float:
+        """The cosine above which a sample is a copy of an evaluation image."""
+        return self.against_cosine or AGAINST
+
+
+def run(
+    config: Config,
+    context: Context,
+    *,
+    stage: int = 0,
+    name: str = "filter",
+    min_clip_score: float | None = None,
+    keep_share: float | None = None,
+    near_duplicates: float | None = None,
+    within: Within | None = None,
+    against: Sequence[str] = (),
+    against_cosine: float | None = None,
+    force: Force = False,
+) -> Path | None:
+    """Decides which samples to train on, by the embeddings of ``stage``; returns the directory.
+
+    against, against_cosine  samples whose cosine with an image of an evaluation set is above
+                             ``against_cosine`` are left out: ``[NAME=]FOLDER`` of embeddings by the
+                             same encoder, or ``.npy`` [M, D]
+    min_clip_score           samples with a lower CLIP score are left out, and those without caption
+    keep_share               so are all but this share of the samples with a score that are left
+                             then, those of the highest ones
+    near_duplicates, within  of samples whose cosine is above ``near_duplicates`` one is kept; they
+                             are compared within the stage's clusters, or ``all`` with all (None:
+                             within clusters where there are some)
+
+    Writes ``filters/NAME/``: weights.npy float32 [N] in index order, 1 kept and 0 left out, which
+    ``train.plan.weights`` reads; reasons.npy uint8 [N] (the manifest names the codes); scores.npy
+    float32 [N], NaN for none; left_out.jsonl, a line per copy and per sample without embedding.
+    Without any filter it logs scores and near pairs, writes nothing, and returns None.
+
+    Raises FileNotFoundError where embeddings are missing, RuntimeError where they are of another
+    index or damaged, and ValueError for options that do not fit, for another encoder's embeddings,
+    and where nothing is left; then nothing is written.
+    """
+    options = Options(
+        min_clip_score, keep_share, near_duplicates, within, tuple(against), against_cosine
+    )
+    return collectives.on_main(partial(_run, config, stage, name, options, force))
+
+
+def _run(config: Config, stage: int, name: str, options: Options, force: Force) -> Path | None:
+    named_path(f"{name}=", "--name", "its folder")
+    if not options.scores or options.against or options.near_duplicates is not None:
+        search.library("filter")  # before embeddings are read
+    inputs = open_inputs(
+        config, stage, scores=options.scores, clusters=options.clusters, against=options.against
+    )
+    if not options.filters:
+        _log_scores(inputs, _scores(inputs))
+        _log_near_pairs(inputs, config.seed)
+        return None
+    within = "all" if inputs.labels is None else "clusters"
+    fields = asdict(options) | {
+        "stage": stage,
+        "within": None if options.near_duplicates is None else within,
+        "against": [other.name for other in inputs.others],
+        "against_cosine": options.copy_cosine if inputs.others else None,
+    }
+    directory = Layout.of(config).filters(name)
+    open_artifact = partial(
+        Artifact.open, directory, kind="filter", inputs=inputs.digests, force=force, config=fields
+    )
+    refuse_foreign(directory, "--name")
+    if open_artifact(write=False).finished:
+        log.info("%s is finished: skipped", directory)
+        return directory
+    decisions = _decide(inputs, options)
+    # Opened for writing only now: where nothing is left, nothing is left behind.
+    _write(open_artifact(write=True), inputs, decisions)
+    return directory
+
+
+def _scores(inputs: Inputs) -> NDArray[np.float32] | None:
+    """The CLIP scores [N], NaN for none; None where there are none at all. Reads every embedding
+    once, also where there are no scores, and stops at one that is not finite."""
+    if inputs.texts is None:
+        for cut in clip_scores.progress(len(inputs.rows)):
+            clip_scores.finite(inputs.rows, cut, f"embeddings at {inputs.images.directory}")
+        return None
+    scores = clip_scores.clip_scores(inputs.rows, inputs.texts, inputs.index.num_captions)
+    scores[~inputs.usable] = np.nan
+    return scores
+
+
+def _log_scores(inputs: Inputs, scores: NDArray[np.float32] | None) -> None:
+    """Logs quantiles of the scores, and how many samples have none."""
+    bad = f"{int((~inputs.usable).sum()):,} without an embedding"
+    if scores is None:
+        log.info("filter: no CLIP scores (%s); %s", inputs.no_scores, bad)
+        return
+    known = scores[np.isfinite(scores)]
+    quantiles = zip(QUANTILES, np.quantile(known, QUANTILES), strict=True) if len(known) else ()
+    without = int((inputs.index.num_captions[inputs.usable] == 0).sum())
+    log.info(
+        "filter: CLIP scores of %s samples (%s without a caption, %s), below which lie: %s",
+        f"{len(known):,}", f"{without:,}", bad,
+        ", ".join(f"{100 * share:g} % {value:.4f}" for share, value in quantiles),
+    )  # fmt: skip
+
+
+# --- the filters ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Per sample of N: why it is left out, its score, and what it is a copy of.
+
+    reasons  uint8 [N], numbers of ``CODES``
+    scores   float32 [N], NaN for none; None where there are none at all
+    of       int64 [N], the sample that is kept instead, or the row of the evaluation images
+    which    int16 [N], the number of these evaluation images
+    cosines  float64 [N], with that sample or image
+    counts   further figures for the manifest
+    """
+
+    reasons: NDArray[np.uint8]
+    scores: NDArray[np.float32] | None
+    of: NDArray[np.int64]
+    which: NDArray[np.int16]
+    cosines: NDArray[np.float64]
+    counts: dict[str, Any] = field(default_factory=dict)
+
+    def counted(self) -> dict[str, int]:
+        """Numbers of samples by reason."""
+        counts = np.bincount(self.reasons, minlength=len(CODES)).tolist()
+        return dict(zip(CODES, counts, strict=True))
+
+
+def _decide(inputs: Inputs, options: Options) -> Decisions:
+    """Runs every filter in turn, on what those before it left."""
+    count = len(inputs.index)
+    reasons = np.where(inputs.usable, 0, CODES.index("no_embedding")).astype(np.uint8)
+    scores = _scores(inputs)
+    _log_scores(inputs, scores)
+    decisions = Decisions(
+        reasons, scores, np.full(count, -1), np.zeros(count, np.int16), np.full(count, np.nan)
+    )
+    _leave_out_evaluation_images(inputs, options.copy_cosine, decisions)
+    if options.scores and scores is not None:
+        _leave_out_low_scores(options, scores, decisions)
+    if options.near_duplicates is not None:
+        _leave_out_near_duplicates(inputs, options.near_duplicates, decisions)
+    if not (reasons == 0).any():
+        by_reason = ", ".join(f"{name} {n:,}" for name, n in decisions.counted().items() if n)
+        raise ValueError(f"all {count:,} samples would be left out ({by_reason}): ask for less")
+    return decisions
+
+
+def _leave_out_evaluation_images(inputs: Inputs, above: float, decisions: Decisions) -> None:
+    """Leaves out copies of evaluation images; of several images the nearest is recorded."""
+    counts = {}
+    ids = np.flatnonzero(inputs.usable)
+    for number, other in enumerate(inputs.others):
+        rows, cosines, matched = near.nearest_other(
+            near.Subset(inputs.rows, ids), other.rows, above, what="filter"
+        )
+        copies = rows >= 0
+        # Not ">": a sample that has no cosine yet has NaN.
+        better = copies & ~(cosines <= decisions.cosines[ids])
+        decisions.reasons[ids[copies]] = CODES.index("against")
+        decisions.of[ids[better]] = rows[better]
+        decisions.which[ids[better]] = number
+        decisions.cosines[ids[better]] = cosines[better]
+        counts[other.name] = {
+            "images": len(other.rows),
+            "images_with_copies": int(matched.sum()),
+            "samples": int(copies.sum()),
+        }
+        log.info(
+            "filter: %s samples are copies (cosine above %g) of %s of the %s images of %s",
+            f"{copies.sum():,}", above, f"{matched.sum():,}", f"{len(other.rows):,}", other.name,
+        )  # fmt: skip
+    decisions.counts["against"] = counts
+
+
+def _leave_out_low_scores(
+    options: Options, scores: NDArray[np.float32], decisions: Decisions
+) -> None:
+    """Leaves out samples without a caption, and those whose score is too low."""
+    left = decisions.reasons == 0
+    if options.min_clip_score is not None:
+        high = scores >= options.min_clip_score
+    else:
+        own = np.where(left, scores, np.float32(np.nan))
+        high = clip_scores.top_share(own, options.keep_share or 1.0)
+    decisions.reasons[left & np.isnan(scores)] = CODES.index("no_caption")
+    decisions.reasons[left & ~np.isnan(scores) & ~high] = CODES.index("low_score")
+    decisions.counts["lowest_score"] = float(scores[high].min()) if high.any() else None
+
+
+def _leave_out_near_duplicates(inputs: Inputs, above: float, decisions: Decisions) -> None:
+    """Leaves out near-duplicates of samples that are kept."""
+    left = decisions.reasons == 0
+    of, decisions.counts["near_duplicates"] = near.copies_among(
+        inputs.rows, left, decisions.scores, above, inputs.labels, what="filter"
+    )
+    ids = np.flatnonzero(left & (of != np.arange(len(left))))
+    decisions.reasons[ids] = CODES.index("near_duplicate")
+    decisions.of[ids] = of[ids]
+    decisions.cosines[ids] = near.cosines_of(inputs.rows, ids, of[ids])
+
+
+def _log_near_pairs(inputs: Inputs, seed: int) -> None:
+    """Logs how many samples are near another, so that a threshold can be chosen.
+
+    Of many samples some are compared, drawn by the seed, and the numbers of all are estimated.
+    """
+    left, equal = inputs.usable.copy(), 0
+    for piece in near.equal_pairs(inputs.rows, inputs.usable, max(SURVEYED), what="filter"):
+        left[piece.rows[:, 1]] = False
+        equal += len(piece.rows)
+    # Whole clusters are drawn where there are some; of all samples the pairs are a square.
+    random = np.random.default_rng([seed, 7])
+    if inputs.labels is not None:
+        groups, power = near.Groups.of(inputs.labels, left), 1
+        every, ids = groups.ids, groups.drawn(random, SURVEYED_PAIRS)
+    else:
+        every, power = np.flatnonzero(left), 2
+        ids = random.permutation(every)[: math.isqrt(2 * SURVEYED_PAIRS)]
+    drawn = np.zeros(len(left), bool)
+    drawn[ids] = True
+    share = (len(ids) / len(every)) ** power if len(every) else 1.0
+    whole_groups = inputs.labels is not None or share == 1
+    pairs = dict.fromkeys(SURVEYED, 0)
+    components = {above: near.Components(len(left)) for above in SURVEYED}
+    for piece in near.near_pairs(inputs.rows, drawn, min(SURVEYED), inputs.labels, what="filter"):
+        for above in SURVEYED:
+            close = piece.rows[piece.cosines > above]
+            pairs[above] += len(close)
+            if whole_groups:
+                components[above].add(close)
+    log.info(
+        "filter: %s samples are equal to an earlier one; near pairs of the others %s%s",
+        f"{equal:,}", "among all" if inputs.labels is None else "within clusters",
+        "" if share == 1 else f", estimated from {100 * share:.2g} % of them",
+    )  # fmt: skip
+    for above in SURVEYED:
+        copies = int((components[above].lowest() != np.arange(len(left))).sum())
+        left_out = f", at most {equal + copies / share:,.0f} samples would be left out"
+        log.info(
+            "filter: %s pairs above %g%s", f"{pairs[above] / share:,.0f}", above,
+            left_out if whole_groups else "",
+        )  # fmt: skip
+    log.info(
+        "filter: nothing is written without --min-clip-score, --keep-share, --near-duplicates or "
+        "--against"
+    )
+
+
+# --- what is written -----------------------------------------------------------------------------
+
+
+def _write(artifact: Artifact, inputs: Inputs, decisions: Decisions) -> None:
+    """Writes the files of the decisions and finishes the artifact; logs what is left out, and the
+    override that trains on the rest."""
+    directory, reasons, scores = artifact.directory, decisions.reasons, decisions.scores
+    names = [WEIGHTS, REASONS, *([] if scores is None else [SCORES]), LEFT_OUT]
+    save_npy(directory / WEIGHTS, (reasons == 0).astype(np.float32))
+    save_npy(directory / REASONS, reasons)
+    if scores is not None:
+        save_npy(directory / SCORES, scores)
+    _write_left_out(directory / LEFT_OUT, inputs, decisions)
+    by_reason = decisions.counted()
+    with_score = 0 if scores is None else int(np.isfinite(scores).sum())
+    counts = {
+        "samples": len(reasons),
+        "reasons": by_reason,
+        "without_score": len(reasons) - with_score,
+        **decisions.counts,
+    }
+    artifact.finish(
+        counts,
+        dtype="float32",
+        content_digest=files.digest_json([artifact.identity, files.digest_array(reasons)]),
+        records=files.records_of(directory, *names),
+    )
+    log.info(
+        "filter: %s of %s samples are kept; left out: %s; %s have no score",
+        f"{by_reason['kept']:,}", f"{len(reasons):,}",
+        ", ".join(f"{name} {by_reason[name]:,}" for name in CODES[1:]),
+        f"{len(reasons) - with_score:,}",
+    )  # fmt: skip
+    if (copies := decisions.counts.get("near_duplicates")) is not None:
+        log.info(
+            "filter: %s near pairs (compared: within %s) link %s groups of samples, the largest of "
+            "%s; %s samples are left out that a chain alone links to one that is kept",
+            f"{copies['pairs']:,}", artifact.config["within"], f"{copies['groups']:,}",
+            f"{copies['largest_group']:,}", f"{copies['by_chain']:,}",
+        )  # fmt: skip
+    path = shlex.quote(str((directory / WEIGHTS).resolve()))
+    log.info("filter: to train on what is kept: %s", f"train.plan.weights={path}")
+
+
+def _write_left_out(path: Path, inputs: Inputs, decisions: Decisions) -> None:
+    """Writes a line of JSON per sample that is a copy, or has no embedding, in index order."""
+    codes = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
+    ids = np.flatnonzero(np.isin(decisions.reasons, codes))
+    with files.whole_file(path) as file:
+        for start in range(0, len(ids), _AT_ONCE):
+            for line in _lines(inputs, decisions, ids[start : start + _AT_ONCE]):
+                file.write(f"{json.dumps(line)}\n".encode())
+
+
+def _lines(
+    inputs: Inputs, decisions: Decisions, ids: NDArray[np.int64]
+) -> Iterator[dict[str, Any]]:
+    """The fields of the lines of some samples."""
+    of = decisions.of[ids]
+    copies = decisions.reasons[ids] == CODES.index("near_duplicate")
+    of_keys = dict(zip(of[copies].tolist(), inputs.index.keys(of[copies]), strict=True))
+    for sample_id, key, row in zip(ids.tolist(), inputs.index.keys(ids), of.tolist(), strict=True):
+        reason = CODES[decisions.reasons[sample_id]]
+        line: dict[str, Any] = {"sample_id": sample_id, "key": key, "reason": reason}
+        if reason == "against":
+            other = inputs.others[decisions.which[sample_id]]
+            line |= {"against": other.name, "of": row}
+            line["of_key"] = None if other.index is None else other.index.keys([row])[0]
+        elif reason == "near_duplicate":
+            line |= {"of": row, "of_key": of_keys[row]}
+        if reason != "no_embedding":
+            line["cosine"] = round(float(decisions.cosines[sample_id]), 6)
+        yield line
