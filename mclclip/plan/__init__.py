@@ -2,8 +2,8 @@
 
 Reads the run directory where there is one and writes nothing. Steps are counted from the index and
 the pseudo labels, or from a number of samples (``steps``); memory is measured on tensors without
-values (``memory``), operations too (``operations``), of which ``hours`` makes times; ``network``
-and ``disk`` add up messages and files; ``table`` prints.
+values (``memory``), and so are operations, of which ``hours`` makes times; it adds up messages
+too, and ``disk`` files; ``table`` prints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from mclclip.config import Config
 from mclclip.data.epoch_plan import check_ranks
 from mclclip.files import shown_lines
-from mclclip.plan import disk, hours, memory, network, steps, table
+from mclclip.plan import disk, hours, memory, steps, table
 from mclclip.plan.machine import GIB, Machine, Speed
 from mclclip.ranks.process_group import pick_device
 
@@ -77,7 +77,7 @@ def make(
         "trainings": counted["trainings"],
         "memory": measured,
         "network": {
-            name: network.count(options[name], measured[name], machine) for name in options
+            name: hours.messages(options[name], measured[name], machine) for name in options
         },
         "hours": hours.count(config, counted, measured, machine, speed or Speed()),
         "disk": disk.count(config, counted, measured),

@@ -19,35 +19,44 @@ def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> 
 
     Indices, pseudo labels and logs are not counted: they are small beside these.
     """
-    trainings = []
+    samples, trainings = counted["samples"], []
     for of in counted["trainings"]:
         each = measured[of["option"]]["checkpoint"]
         number = _number_kept(config.trainings[of["option"]], of["steps"])
         kept = {"each": each, "number": number, "kept": number * each}
         trainings.append({"stage": of["stage"], "variant": of["variant"], **kept})
-    *_, last = measured.values()
-    embeddings, clusters = _of_samples(config, counted["samples"], last)
-    copies = _copies(config, counted["samples"])
-    rows = _trunk_rows(config, counted["samples"], last)
-    exports = _exports(config, last)
     # A new checkpoint is whole before the oldest goes.
     spare = max(training["each"] for training in trainings)
-    checkpoints = sum(training["kept"] for training in trainings) + spare
+    *_, last = measured.values()
+    embeddings, clusters = _of_samples(config, samples, last)
+    sizes: dict[str, int | None] = {
+        "checkpoints": sum(training["kept"] for training in trainings) + spare,
+        "exports": _exports(config, last),
+        "embeddings": embeddings,
+        "clusters": clusters,
+    }
+    elsewhere: dict[str, int | None] = {}  # on other disks than the run directory's
+    if config.reshard.enabled:
+        each_stage = samples["size_bytes"]
+        copies = None if each_stage is None else each_stage * config.num_stages
+        if config.reshard.folder is None:
+            sizes["copies"] = copies
+        else:
+            elsewhere["copies, in reshard.folder"] = copies
+    if config.trunk_cache.enabled:
+        values = last["operations"]["trunk"]["values"]
+        each_row = values * np.dtype(config.trunk_cache.dtype).itemsize
+        rows = None if samples["number"] is None else samples["number"] * each_row
+        if config.trunk_cache.folder is None:
+            sizes["trunk cache"] = rows
+        else:
+            elsewhere["trunk cache, in trunk_cache.folder"] = rows
     run_dir = Path(config.run_dir)
     return {
         "trainings": trainings,
-        "checkpoints": checkpoints,
-        "exports": exports,
-        "embeddings": embeddings,
-        "clusters": clusters,
-        **copies,
-        **rows,
-        "sum": checkpoints
-        + exports
-        + (embeddings or 0)
-        + (clusters or 0)
-        + (copies.get("copies") or 0)
-        + (rows.get("trunk cache") or 0),
+        **sizes,
+        **elsewhere,
+        "sum": sum(size or 0 for size in sizes.values()),
         "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
         "free": shutil.disk_usage(existing(run_dir)).free,
     }
@@ -100,27 +109,6 @@ def _of_samples(
     labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
     item = np.dtype(config.embed.dtype).itemsize
     return int(item * values), int(labels + sum(config.clusters) * dim * 4)
-
-
-def _copies(config: Config, samples: dict[str, Any]) -> dict[str, int | None]:
-    """Copies of the samples in the order of their groups: in the run directory, or elsewhere."""
-    if not config.reshard.enabled:
-        return {}
-    size: int | None = samples["size_bytes"]
-    name = "copies" if config.reshard.folder is None else "copies, in reshard.folder"
-    return {name: None if size is None else size * config.num_stages}
-
-
-def _trunk_rows(
-    config: Config, samples: dict[str, Any], measured: dict[str, Any]
-) -> dict[str, int | None]:
-    """Bytes of the trunk's cache by where it lies; None: the number of samples is unknown."""
-    how, number = config.trunk_cache, samples["number"]
-    if not how.enabled:
-        return {}
-    each = measured["operations"]["trunk"]["values"] * np.dtype(how.dtype).itemsize
-    name = "trunk cache" if how.folder is None else "trunk cache, in trunk_cache.folder"
-    return {name: None if number is None else number * each}
 
 
 def _exports(config: Config, measured: dict[str, Any]) -> int:

@@ -1,4 +1,5 @@
-"""Hours and GPU-hours of every training and every embedding pass, and what a cache would save.
+"""Hours and GPU-hours of every training and every embedding pass, what a cache would save, and the
+messages of a step.
 
 Time is operations by peak x share of a GPU, or samples by the samples per second that were
 measured. Evaluation, k-means, checkpoints and waiting for data are not part of it.
@@ -11,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from mclclip.config import Config
-from mclclip.plan import operations
+from mclclip.engines.engine import HALF
+from mclclip.objectives.class_centers.cost import NETWORK_BYTES_PER_S
 from mclclip.plan.machine import Machine, Speed
+from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
+from mclclip.train.options import TrainConfig
 
 
 def count(
@@ -81,7 +85,10 @@ def _embeddings(
 ) -> list[dict[str, Any]]:
     """The pass over all images with the encoder of a stage; at stage 0 that over captions too, and
     that of the trunk alone where its output is kept."""
-    encoder = _encoder(config, stage, measured)
+    option = "train" if stage or "base" not in measured else "base"
+    encoder: dict[str, Any] = measured[option]["operations"]
+    if stage == 0 and config.model_of(option) is not config.model:  # stage 0 is another model
+        encoder = operations_of_named(config.model)
     precision, image = config.embed.precision, encoder["image"]
     images = {"images": image}
     if config.trunk_cache.enabled:  # the rate that was given is that of the whole encoder
@@ -104,15 +111,6 @@ def _embeddings(
         timed = _timed(seen, rate, machine)
         found.append(what | _kind(each, precision, given) | {"samples_per_s": rate} | timed)
     return found
-
-
-def _encoder(config: Config, stage: int, measured: dict[str, Any]) -> dict[str, Any]:
-    """Operations of the encoder that a stage leaves; that of stage 0 may be another model."""
-    name = "train" if stage or "base" not in measured else "base"
-    if stage == 0 and config.model_of(name) is not config.model:
-        return operations.of_named_encoder(config.model)
-    counted: dict[str, Any] = measured[name]["operations"]
-    return counted
 
 
 def _kind(sample: int, precision: str, given: float | None) -> dict[str, Any]:
@@ -162,3 +160,41 @@ def _cache(
         "faster": faster,
         "bytes_per_s": rates[0] and rates[0] * each * (1 if config.trunk_cache.enabled else faster),
     }
+
+
+# --- messages of a step ---------------------------------------------------------------------------
+
+
+def messages(options: TrainConfig, measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """``collectives``, bytes of what all ranks together exchange by name, and ``seconds`` for them
+    where nothing overlaps with the computation.
+
+    Of n ranks each sends (n - 1) / n of an all-gather or a reduce-scatter, and twice that of an
+    all-reduce. Objectives with class centers list the messages of the loss themselves. Both are
+    empty or 0 for one rank.
+    """
+    if machine.ranks == 1:
+        return {"collectives": {}, "seconds": 0.0}
+    found = _of_engine(options, measured)
+    if not measured["objective"]:
+        batch, counted = measured["global_batch"], measured["operations"]
+        found["all-gather of features"] = batch * counted["features"]
+        found["reduce-scatter of their gradients"] = batch * counted["features_trained"]
+    share = (machine.ranks - 1) / machine.ranks
+    sent = sum(size * (2 if "all-reduce" in name else 1) for name, size in found.items())
+    return {"collectives": found, "seconds": share * sent / NETWORK_BYTES_PER_S}
+
+
+def _of_engine(options: TrainConfig, measured: dict[str, Any]) -> dict[str, int]:
+    """Parameters are gathered for each forward and each backward pass, at most: those of frozen
+    blocks have no backward pass."""
+    how, trained, whole = options.engine, measured["trained"], measured["export"]
+    if how.name == "ddp":
+        return {"all-reduce of gradients": trained}
+    if how.name == "deepspeed" and how.zero_stage < 3:
+        return {"reduce-scatter of gradients": trained, "all-gather of parameters": trained}
+    micro = measured["micro_batches"]
+    passes = 2 if micro == 1 else 3 * micro
+    half = how.name == "fsdp" and options.precision in HALF
+    gathered = passes * whole // (2 if half else 1)
+    return {"reduce-scatter of gradients": trained, "all-gather of parameters": gathered}

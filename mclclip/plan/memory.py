@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from mclclip.engines import gradient_cache
 from mclclip.engines.engine import HALF
 from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory
+from mclclip.models.image_model import ImageModel
 from mclclip.models.loading import AnyModel, prepare_model
 from mclclip.models.optimizer import build_optimizer, is_elementwise
+from mclclip.models.options import ModelConfig
 from mclclip.objectives import base as objectives
-from mclclip.objectives.base import Objective, Setting
-from mclclip.plan import operations
+from mclclip.objectives.base import Setting
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
@@ -41,6 +43,8 @@ PARTS = {
 }
 # Of a process on a GPU: CUDA's context and libraries; NCCL's buffers. Rough, and part of the sum.
 _CONTEXT, _NCCL = GIB, GIB // 2
+# Samples that are counted together: batch norms that train want more than one.
+_ROWS = 2
 
 
 def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
@@ -56,14 +60,16 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     if options.precision == "float64":
         model.double()
     with memory.faked(model, gpu_autocast=gpu and options.precision in HALF):
-        encoder = operations.of_encoder(model)
+        encoder = encoder_operations(model)
         prepare_model(model, **options.model_arguments(), seed=config.seed)
         _check_engine(model, name, options, machine)
-        trainee = Trainee(model, _outline(model, options), options.precision)
+        setting = Setting(model=model, context=SINGLE, seed=0, precision=options.precision)
+        trainee = Trainee(model, options.objective.outline(setting), options.precision)
         batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         sizes = _sizes(model, options)
         cost = _cost(config, options, model, local, machine, sizes.parameters)
-        existing = _existing(trainee, batch)
+        gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
+        existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
         parts = per_rank(
             sizes,
             how.name,
@@ -79,7 +85,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "batch": memory.size_bytes(batch.tensors()),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
-        counted = operations.of_training(trainee, batch, _step, twice=micro < local)
+        counted = _training_operations(trainee, batch, twice=micro < local)
         workers = config.data.num_workers
         return {
             "global_batch": options.global_batch,
@@ -171,12 +177,6 @@ def _check_engine(model: AnyModel, name: str, options: TrainConfig, machine: Mac
         raise ValueError(f"{name}.engine.name=deepspeed trains float32, got precision=float64")
 
 
-def _outline(model: AnyModel, options: TrainConfig) -> Objective:
-    """The objective as far as the memory of features depends on it."""
-    setting = Setting(model=model, context=SINGLE, seed=0, precision=options.precision)
-    return options.objective.outline(setting)
-
-
 def _batch(model: AnyModel, options: TrainConfig, local: int, cached_text: bool) -> Batch:
     """A rank's batch, without values."""
     size = model.image_size
@@ -199,12 +199,6 @@ def _batch(model: AnyModel, options: TrainConfig, local: int, cached_text: bool)
     )
 
 
-def _existing(trainee: Trainee, batch: Batch) -> list[Tensor]:
-    """All that is there before a micro-batch runs, gradients too, which are allocated here."""
-    gradients = _allocate_gradients(trainee)
-    return [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
-
-
 def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     trained = [p for p in module.parameters() if p.requires_grad]
     for parameter in trained:
@@ -221,6 +215,76 @@ def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
         torch.autograd.backward(torch.stack(sums).sum())
 
     return run
+
+
+# --- operations --------------------------------------------------------------------------------
+
+
+def encoder_operations(model: AnyModel) -> dict[str, int | None]:
+    """Operations of an ``image``, and of a ``text`` (None without a text tower), forward alone.
+
+    ``model`` is a fake (``memory.faked``) whose weights nobody has begun to train.
+    """
+    size = model.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    kind = next(model.parameters()).dtype
+    images = torch.empty(_ROWS, model.num_channels, height, width, dtype=kind)
+    context = int(getattr(model.tokenizer, "context_length", 77)) if model.reads_texts else 0
+    tokens = torch.zeros(_ROWS, context, dtype=torch.int64)
+    with torch.no_grad():
+        image = memory.operations(lambda: model.encode_image(images))
+        text = memory.operations(lambda: model.encode_text(tokens)) if context else None
+    return {"image": image // _ROWS, "text": None if text is None else text // _ROWS}
+
+
+def operations_of_named(named: ModelConfig) -> dict[str, int | None]:
+    """``encoder_operations`` of a model that is not loaded."""
+    model = memory.load_shapes(named.name, text=named.text)
+    with memory.faked(model):
+        return encoder_operations(model.eval())
+
+
+def _training_operations(trainee: Trainee, batch: Batch, *, twice: bool) -> dict[str, Any]:
+    """Operations of a sample in a step, all of its views, and what a cache of the trunk would save.
+
+    ``twice``: gradient caching runs the forward pass once more before. The loss itself is left out.
+    Beside ``sample``: ``features``, bytes of a sample's features, and of those with a gradient
+    (``features_trained``); ``trunk`` (None where no block is frozen, or there are several views):
+    its ``blocks``, the ``values`` of its output for one crop, what is left of ``sample`` where that
+    output is at hand (``sample_cached``), and ``image``, the trunk's part of an embedding pass.
+    """
+    model: Any = trainee.model
+    batch = batch.rows(0, _ROWS)
+    rows = len(batch)
+
+    def count() -> int:
+        forward = 0
+        if twice:
+            with torch.no_grad():
+                forward = memory.operations(lambda: trainee(batch, only_features=True))
+        return (forward + memory.operations(_step(trainee, batch))) // rows
+
+    features = [f for f in trainee(batch, only_features=True).values() if f.ndim]
+    trained = [feature for feature in features if feature.requires_grad]
+    sizes = [memory.size_bytes(each) // rows for each in (features, trained)]
+    found: dict[str, Any] = dict(zip(("features", "features_trained"), sizes, strict=True))
+    found |= {"sample": count(), "trunk": None}
+    frozen = model.num_frozen_blocks
+    if frozen and len(batch.views) == 1:  # several views of a row would be equal
+        images = batch.views[0]
+        with torch.no_grad():
+            output = model.encode_trunk(images, frozen)
+            image = memory.operations(lambda: model.encode_trunk(images, frozen)) // rows
+        batch = replace(batch, views=[output])
+        encoders = [m for m in trainee.modules() if isinstance(m, ImageModel)]  # copies too
+        for encoder in encoders:
+            encoder.first_block = frozen
+        cached = count()
+        for encoder in encoders:
+            encoder.first_block = 0
+        found["trunk"] = {"blocks": frozen, "of_blocks": model.num_blocks, "image": image}
+        found["trunk"] |= {"values": output.numel() // rows, "sample_cached": cached}
+    return found
 
 
 # --- sizes -------------------------------------------------------------------------------------

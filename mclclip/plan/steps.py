@@ -102,7 +102,10 @@ def _training(
     elif drawn is not None:
         epoch = steps_per_epoch(drawn, batch, policy, most)
         coverage = assumed_epochs(drawn, radices, batch, policy) if radices else []
-    total = _total(options, epoch)
+    total = None  # steps of the training, as ``train`` counts them
+    if epoch is not None or options.steps is not None:
+        low, high = epoch or (0, 0)
+        total = tuple(total_steps(options.steps, options.epochs, steps) for steps in (low, high))
     return {
         "stage": stage,
         "variant": variant,
@@ -130,14 +133,6 @@ def _left_out(index: SampleIndex | None, name: str, options: TrainConfig) -> np.
     reads, reader = options.objective.reads, options.reader(name)
     lacking = index.left_out(reader, captions=reads.captions, attribute=reads.attribute)
     return np.union1d(index.bad_ids(), lacking)
-
-
-def _total(options: TrainConfig, epoch: Range | None) -> Range | None:
-    """Steps of a training, as ``train`` counts them."""
-    if epoch is None and options.steps is None:
-        return None
-    low, high = (total_steps(options.steps, options.epochs, steps) for steps in epoch or (0, 0))
-    return low, high
 
 
 def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tabulate import tabulate
+
 from mclclip.objectives.class_centers.cost import (
     MEMORY_BYTES_PER_S,
     NETWORK_BYTES_PER_S,
@@ -143,16 +145,11 @@ def _network(plan: dict[str, Any]) -> Iterator[str]:
         yield from _aligned(rows)
         return
     rows.append(["ms, expected", *(f"{1e3 * kind['seconds']:,.1f}" for kind in found.values())])
-    steps_s = [_step_s(plan, name) for name in found]
+    rates = {of.get("option"): of["samples_per_s"] for of in reversed(plan["hours"]["passes"])}
+    steps_s = [plan["memory"][name]["local_batch"] / rates[name] for name in found]
     rows.append(["ms of a step's operations, estimate", *(f"{1e3 * s:,.0f}" for s in steps_s)])
     yield from _aligned(rows)
     yield f"note: at {NETWORK_BYTES_PER_S / 1e9:g} GB/s per GPU, nothing overlapped"
-
-
-def _step_s(plan: dict[str, Any], name: str) -> float:
-    """Seconds of a step of the training ``base`` or ``train``, as its hours have it."""
-    rates = [of["samples_per_s"] for of in plan["hours"]["passes"] if of.get("option") == name]
-    return float(plan["memory"][name]["local_batch"] / rates[0])
 
 
 def _hours(plan: dict[str, Any]) -> Iterator[str]:
@@ -174,11 +171,7 @@ def _hours(plan: dict[str, Any]) -> Iterator[str]:
     if "peak_tflops" not in found["speed"]:
         yield "note: how fast a CPU is depends on too much to assume: give rates measured on it,"
         yield "--samples-per-s of a training and --images-per-s of embedding"
-    else:
-        yield from _assumption(found)
-
-
-def _assumption(found: dict[str, Any]) -> Iterator[str]:
+        return
     speed = found["speed"]
     peaks = {of["precision"]: PEAK_OF[of["precision"]] for of in found["passes"]}
     of_peaks = ", ".join(
@@ -244,9 +237,8 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:,.2f}"
 
 
-def _aligned(rows: list[list[str]]) -> Iterator[str]:
+def _aligned(rows: list[list[str]]) -> list[str]:
     """The first column to the left, the others to the right, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
+    columns = ["left"] + ["right"] * (len(rows[0]) - 1)
+    text = tabulate(rows, tablefmt="plain", colalign=columns, disable_numparse=True)
+    return [line.rstrip() for line in text.splitlines()]

@@ -13,7 +13,7 @@ import pytest
 
 from mclclip import cli, config, plan
 from mclclip.config import Config
-from mclclip.plan import Machine, Speed, hours, memory, network, steps, table
+from mclclip.plan import Machine, Speed, hours, memory, steps, table
 from mclclip.plan.machine import PEAK_TFLOPS, SHARE
 from tests import tiny
 from tests.matrix import in_soak, kept
@@ -287,7 +287,7 @@ def test_messages_of_a_step(
     """As many times the trained parameters, or all of them, as the engine exchanges."""
     options = tiny_config(f"train.engine={engine}", "train.precision=bf16")
     kind = measured(options, Machine(1, 4))["train"]
-    found = network.count(options.train, kind, Machine(1, 4))
+    found = hours.messages(options.train, kind, Machine(1, 4))
     expected = {name: n * kind["trained"] for name, n in trained.items()}
     expected |= {name: n * kind["export"] for name, n in whole.items()}
     expected["all-gather of features"] = 24 * 2 * 8 * 4  # of both towers
@@ -299,7 +299,7 @@ def test_messages_of_a_step(
 
 def test_one_rank_sends_nothing(counted: Counted) -> None:
     options, _, kind = counted
-    assert network.count(options.train, kind["train"], Machine()) == {
+    assert hours.messages(options.train, kind["train"], Machine()) == {
         "collectives": {}, "seconds": 0.0
     }  # fmt: skip
 
