@@ -29,9 +29,8 @@ from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.results import Figure, Reference, Result
 from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_encoder, weights
-from mclclip.models.clip import refuse_without_weights
-from mclclip.models.concat import RANDOM, load_model, split_name
-from mclclip.models.encoder import Encoder
+from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
+from mclclip.models.loading import refuse_without_weights
 from mclclip.options import STRICT, first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device

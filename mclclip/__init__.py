@@ -13,7 +13,7 @@ __all__ = ["__version__", "load_model"]
 def __getattr__(name: str) -> Any:
     """Loads ``load_model`` on first use: importing mclclip must not import torch."""
     if name == "load_model":
-        from mclclip.models.concat import load_model
+        from mclclip.models.encoder import load_model
 
         return load_model
     raise AttributeError(f"module 'mclclip' has no attribute {name!r}")

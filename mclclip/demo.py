@@ -22,7 +22,7 @@ from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.models import weights
-from mclclip.models.clip import load_clip, save_export
+from mclclip.models.loading import load_towers
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import Context
 from mclclip.run.layout import Layout
@@ -163,12 +163,12 @@ def _give(
         render(data, seed=seed, full_captions=True)
         run_dir = pipeline.run(settled, _context(settled))
         if not (given / weights.WEIGHTS).exists():
-            model = load_clip(settled.model.name, seed=seed)
+            model = load_towers(settled.model.name, seed=seed)
             drawn = model.clip.state_dict()
-            learned = load_clip(f"local-dir:{Layout.of(settled).export(0)}").clip.state_dict()
+            learned = load_towers(f"local-dir:{Layout.of(settled).export(0)}").clip.state_dict()
             kept = {name: drawn[name] for name in drawn if name.startswith(("visual.", "logit_"))}
             model.clip.load_state_dict(learned | kept)
-            save_export(model, given)
+            model.save(given)
     rows = results.read(run_dir / "results.jsonl")
     return [replace(row, model="teacher") for row in rows if row.model == "stage_0"]
 

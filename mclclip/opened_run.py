@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from mclclip.config import Config
     from mclclip.data.samples import TarDataset
-    from mclclip.models.loading import AnyModel
+    from mclclip.models.model import Model
 
 Ids = Sequence[int] | NDArray[np.int64]
 Integers = NDArray[np.int64]
@@ -394,11 +394,11 @@ class Stage:
         self.manifest("export")
         return self.directory("export")
 
-    def encoder(self, device: str = "cpu") -> AnyModel:
+    def encoder(self, device: str = "cpu") -> Model:
         """Its exported encoder, in evaluation mode."""
-        from mclclip.models.loading import load_any
+        from mclclip.models.loading import load_towers
 
-        return load_any(self.export).to(device).eval()
+        return load_towers(self.export).to(device).eval()
 
 
 @dataclass(frozen=True)

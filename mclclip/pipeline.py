@@ -27,9 +27,8 @@ from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.options import BenchmarkConfig
 from mclclip.export import held_out
-from mclclip.models.clip import architecture
-from mclclip.models.loading import check_tokenizer, has_texts
-from mclclip.models.memory import load_image_shapes
+from mclclip.models.loading import architecture, check_tokenizer, has_texts
+from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -197,7 +196,7 @@ def _width(model: ModelConfig) -> int:
     if has_texts(model.name):
         width: int = architecture(model.name)["embed_dim"]
         return width
-    return load_image_shapes(model.name).embed_dim
+    return load_shapes(model.name, text=False).embed_dim
 
 
 def _check_data(config: Config, samples: SampleIndex) -> None:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mclclip.analyse.material import ClassGates, Material
-from mclclip.models.image_model import ImageModel
-from mclclip.models.loading import load_any
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 from mclclip.objectives.label_filter import normed
 from mclclip.run import artifacts
 
@@ -36,7 +36,7 @@ class PixelEncoder(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: ImageModel, gates: ClassGates | None = None) -> None:
+    def __init__(self, model: Model, gates: ClassGates | None = None) -> None:
         super().__init__()
         self.model, self.gated = model, gates is not None
         self.norm = None if gates is None else gates.subspaces.norm
@@ -87,10 +87,10 @@ def load(material: Material, stage: int, gates: ClassGates | None = None) -> Pix
         )  # fmt: skip
         return None
     if gates is None:
-        model = load_any(directory)
+        model = load_towers(directory)
     else:
         named = material.config.model_of("train" if stage else "base")
-        model = load_any(directory, projector=named.projector)
+        model = load_towers(directory, projector=named.projector)
         if named.projector:
             projector: nn.Module = model.get_submodule("projector")
             projector.load_state_dict(gates.projector)

@@ -430,7 +430,7 @@ class TrainingBatches(Dataset[Batch]):
 
 
 def _draws_from_torch_alone(transform: Transform, tokenizer: Tokenizer | None) -> bool:
-    """Whether the transform says so, as `models.fast_pixels` does, and the tokenizer draws nothing:
+    """Whether the transform says so, as `models.transforms` does, and the tokenizer draws nothing:
     one of open_clip's with a ``reduction_mask`` draws words from Python's generator."""
     masks = getattr(tokenizer, "reduction_fn", None) is not None
     return bool(getattr(transform, "draws_from_torch_alone", False)) and not masks

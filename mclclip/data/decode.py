@@ -44,7 +44,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 Pixels = Literal["exact", "fast"]
 """How training makes pixels of a picture: ``exact`` is open_clip's own transform of a PIL image,
-``fast`` is `decode_pixels` and `models.fast_pixels`."""
+``fast`` is `decode_pixels` and `FastTransform` of `models.transforms`."""
 
 _ARRAY_MAGIC = b"\x93NUMPY"
 _JPEG_MAGIC = b"\xff\xd8"

@@ -172,7 +172,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
     ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
     validation transform); one with an attribute ``reads_arrays`` that is true takes uint8 [H, W, C]
     as well (`models.transforms`), and one whose ``reads_pixels`` is true takes pictures as arrays
-    only (`models.fast_pixels`). It may be None where just `captions` and `read_many` are wanted.
+    only (`models.transforms`). It may be None where just `captions` and `read_many` are wanted.
     ``remote`` says how shards behind urls are read. ``check_pixels`` compares every image with its
     checksum in the index (``data.verify=full``); captions are compared always. ``reads_captions``
     says whether samples carry text: False gives images alone, and caption members are not read.

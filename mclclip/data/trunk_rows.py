@@ -43,7 +43,7 @@ _AGAIN = f"run 'mclclip {VERB} --force' to make it again"
 
 
 class StartsLater(Protocol):
-    """A model that can start from its trunk's output (`models.image_model.ImageModel`)."""
+    """A model that can start from its trunk's output (`models.model.Model`)."""
 
     first_block: int
 

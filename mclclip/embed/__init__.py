@@ -36,7 +36,8 @@ from mclclip.data.shard_check import check_shards
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.embed import images, trunk
 from mclclip.files import digest_json
-from mclclip.models.loading import AnyModel, load_any
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts, runlog
@@ -91,7 +92,7 @@ def run(
         if artifact.finished:
             log.info("%s is finished: skipped", directory)
             continue
-        model = load_any(layout.export(stage)).eval()
+        model = load_towers(layout.export(stage)).eval()
         rows = None
         if kind == "embeddings" and config.trunk_cache.enabled:
             rows = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
@@ -204,7 +205,7 @@ def _embed_images(
     config: Config,
     context: Context,
     source: TarDataset,
-    model: AnyModel,
+    model: Model,
     shards: Sequence[Shard],
 ) -> Generator[images.Rows, None, None]:
     """Yields unit features [n, D] of each shard's images."""
@@ -228,7 +229,7 @@ def _embed_images(
             yield _joined(parts, model), bad
 
 
-def _joined(parts: list[np.ndarray], model: AnyModel) -> np.ndarray:
+def _joined(parts: list[np.ndarray], model: Model) -> np.ndarray:
     """The concatenated parts [n, D]; n is 0 if there are none."""
     return np.concatenate(parts) if parts else np.zeros((0, model.embed_dim), np.float32)
 
@@ -237,7 +238,7 @@ def _embed_texts(
     config: Config,
     context: Context,
     source: TarDataset,
-    model: AnyModel,
+    model: Model,
     shards: Sequence[Shard],
 ) -> Generator[images.Rows, None, None]:
     """Yields unit features [captions of the shard, D] of each shard, in the order of (sample,

@@ -19,8 +19,8 @@ from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import shown
-from mclclip.models.image_model import pair
-from mclclip.models.loading import AnyModel
+from mclclip.models.model import Model
+from mclclip.models.towers import pair
 from mclclip.ranks.process_group import Context
 
 Rows = tuple[np.ndarray, dict[int, str]]
@@ -28,7 +28,7 @@ Rows = tuple[np.ndarray, dict[int, str]]
 
 
 def dataset(
-    config: Config, index: SampleIndex, model: AnyModel, trunk: TrunkRows | None = None
+    config: Config, index: SampleIndex, model: Model, trunk: TrunkRows | None = None
 ) -> TarDataset:
     """The images of the index as ``model`` takes them, or the rows of a cache of its trunk."""
     return TarDataset(
@@ -43,7 +43,7 @@ def dataset(
     )
 
 
-def row_shape(model: AnyModel, trunk: TrunkRows | None = None) -> tuple[int, ...]:
+def row_shape(model: Model, trunk: TrunkRows | None = None) -> tuple[int, ...]:
     """The shape of one image, or of a row of the cache."""
     if trunk is not None:
         return trunk.shape

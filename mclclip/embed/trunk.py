@@ -29,7 +29,8 @@ from mclclip.data.shard_check import check_shards
 from mclclip.data.trunk_rows import CHECKSUMS
 from mclclip.embed import images
 from mclclip.models import memory
-from mclclip.models.loading import AnyModel, load_any, prepare_model
+from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.model import Model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
@@ -49,7 +50,7 @@ def write(
     ``trunk_cache.dtype`` does not hold a value.
     """
     read_manifest(layout.export(0), "export")  # says which verb makes it
-    model = load_any(layout.export(0)).eval()
+    model = load_towers(layout.export(0)).eval()
     blocks = collectives.on_main(lambda: _frozen_blocks(config, layout))
     fields: dict[str, Any] = {"blocks": blocks, "dtype": config.trunk_cache.dtype}
     fields["precision"] = config.embed.precision
@@ -108,7 +109,7 @@ def _frozen_blocks(config: Config, layout: Layout) -> int:
     return model.num_frozen_blocks
 
 
-def _shape(model: AnyModel, blocks: int) -> tuple[int, ...]:
+def _shape(model: Model, blocks: int) -> tuple[int, ...]:
     with torch.inference_mode():
         hidden = model.encode_trunk(torch.zeros(1, *images.row_shape(model)), blocks)
     return tuple(hidden.shape[1:])
@@ -221,7 +222,7 @@ def _work(
     config: Config,
     context: Context,
     index: SampleIndex,
-    model: AnyModel,
+    model: Model,
     folder: Path,
     blocks: int,
     shape: tuple[int, ...],

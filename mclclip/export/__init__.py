@@ -23,10 +23,12 @@ from mclclip.config import Config, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import held_out
-from mclclip.models import concat, soup, weights
-from mclclip.models.clip import is_without_weights, save_export
-from mclclip.models.loading import AnyModel, load_any
+from mclclip.models import soup, weights
+from mclclip.models.clip import is_without_weights
+from mclclip.models.encoder import save_concat
+from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
+from mclclip.models.model import Model
 from mclclip.models.options import ModelConfig
 from mclclip.models.stage_weights import Variant
 from mclclip.ranks import collectives
@@ -95,7 +97,7 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
             state = checkpoint.trained_state(layout.train(stage), averaged=averaged)
             _fill(model, state, layout.train(stage), options)
         own = stage == 0 or config.trained_model is not None or options.start == "random"
-        save_export(model, directory, None if own else weights.base_digest(layout.export(0)))
+        model.save(directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
     return written(layout.export(stage), "export", fields, inputs, force, write)
@@ -114,7 +116,7 @@ def write_step(config: Config, stage: int, variant: str, *, step: int, directory
     _fill(model, state, layout.train(stage), options)
     if directory.exists():
         shutil.rmtree(directory)
-    save_export(model, directory)
+    model.save(directory)
 
 
 def _given(config: Config) -> dict[str, Any]:
@@ -136,15 +138,15 @@ def _given(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _base(config: Config, layout: Layout, stage: int) -> AnyModel:
+def _base(config: Config, layout: Layout, stage: int) -> Model:
     given = config.model if stage == 0 else config.trained_model
     if given is None:
-        return load_any(layout.export(0))
-    return load_any(given.name, given.pretrained, text=given.text, seed=config.seed)
+        return load_towers(layout.export(0))
+    return load_towers(given.name, given.pretrained, text=given.text, seed=config.seed)
 
 
 def _fill(
-    model: AnyModel, state: dict[str, Tensor], train_directory: Path, options: TrainConfig
+    model: Model, state: dict[str, Tensor], train_directory: Path, options: TrainConfig
 ) -> None:
     """Loads the ``state`` of a checkpoint of a training into ``model``; merges adapters."""
     directory = train_directory / "checkpoints"
@@ -207,7 +209,7 @@ def _stages(config: Config, layout: Layout) -> tuple[dict[str, Path], dict[str, 
 
 
 def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[str, Any]:
-    record = concat.save_concat([*stages.values()], variant, directory, [*stages])
+    record = save_concat([*stages.values()], variant, directory, [*stages])
     return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
 
 
@@ -233,7 +235,7 @@ def _weighted(config: Config, context: Context, variant: str, force: Force) -> P
 
     def write(directory: Path) -> dict[str, Any]:
         paths = [*stages.values()]
-        record = concat.save_concat(paths, "weighted", directory, [*stages], learned)
+        record = save_concat(paths, "weighted", directory, [*stages], learned)
         counts = {"held_out": pairs.record(), "learned": record["learned"]}
         return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]} | counts
 
@@ -249,15 +251,15 @@ def _soup(
     averaged = soup.save_uniform_soup(stages, directory, force)
     counts = {"ingredients": len(stages), "averaged_tensors": averaged}
     if soup.needs_statistics(stages):
-        model = load_any(directory)
+        model = load_towers(directory)
         images = _images(config, SampleIndex.open(layout.index), model)
         counts["statistics_samples"] = soup.estimate_statistics(model, images)
         log.info("estimated the batch norms of the soup on %d images", counts["statistics_samples"])
-        save_export(model, directory, weights.base_digest(directory))
+        model.save(directory, weights.base_digest(directory))
     return counts
 
 
-def _images(config: Config, index: SampleIndex, model: AnyModel) -> Iterator[Tensor]:
+def _images(config: Config, index: SampleIndex, model: Model) -> Iterator[Tensor]:
     """Yields batches of images, drawn by the seed from the index, to estimate statistics on."""
     ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
     order = np.random.default_rng([config.seed, 3]).permutation(ids)

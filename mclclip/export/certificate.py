@@ -110,6 +110,17 @@ class Half(Protocol):
         """[B, 3, H, W] -> unit [B, E], or a state of other shape."""
 
 
+class Runtime(Half, Protocol):
+    """An encoder as a runtime of another library has it; see `Encoder`."""
+
+    logit_scale: float
+    tokenizer: Any
+    preprocess_val: Any
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """[B, context] int64 -> unit [B, E]."""
+
+
 def compare_images(
     own: Half,
     other: Half,
@@ -126,7 +137,7 @@ def compare_images(
 
 def compare(
     own: Encoder,
-    other: Encoder,
+    other: Runtime,
     runtime: str,
     images: dict[str, Image.Image],
     texts: Sequence[str],
@@ -167,7 +178,7 @@ def compare(
 
 def _transforms(
     own: Encoder,
-    other: Encoder,
+    other: Runtime,
     images: dict[str, Image.Image],
     texts: Sequence[str],
     first: Tensor,
@@ -214,7 +225,7 @@ def _words(tokens: Tensor) -> list[int]:
     return [int(token) for token in tokens[: end + 1]]
 
 
-def _features(encoder: Encoder, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _features(encoder: Runtime, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return _in_batches(encoder.encode_image, pixels), _in_batches(encoder.encode_text, tokens)
 
 

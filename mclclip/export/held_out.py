@@ -16,7 +16,7 @@ from mclclip.data.training_images import TrainingImages
 from mclclip.eval.features import Extractor, Readable
 from mclclip.eval.stored import StoredImage, read_captions_of_shards
 from mclclip.models import stage_weights
-from mclclip.models.concat import load_model
+from mclclip.models.encoder import load_model
 from mclclip.models.loading import has_texts
 from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks.process_group import Context

@@ -18,7 +18,7 @@ from mclclip.export import transformers_layout
 from mclclip.export.target import Source
 from mclclip.export.transformers_layout import Converted
 from mclclip.models import config_check
-from mclclip.models.clip_model import ClipModel
+from mclclip.models.model import Model
 
 _WHAT = "transformers' SiglipModel"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -143,7 +143,7 @@ def _check_text(text_cfg: Mapping[str, Any]) -> None:
         )
 
 
-def config(model: ClipModel, found: Mapping[str, Tensor]) -> dict[str, Any]:
+def config(model: Model, found: Mapping[str, Tensor]) -> dict[str, Any]:
     """``config.json`` of transformers, from the towers themselves and their tensors there."""
     trunk: Any = model.visual.trunk
     text: Any = model.text_tower
@@ -185,7 +185,7 @@ def _activation(module: nn.Module) -> str:
     return "gelu_pytorch_tanh" if tanh else "gelu"
 
 
-def convert(source: Source, model: ClipModel) -> Converted:
+def convert(source: Source, model: Model) -> Converted:
     """The SigLIP model in ``source`` in the layout of transformers, without its tokenizer's files.
 
     Raises ValueError where transformers' ``SiglipModel`` cannot hold the model.
@@ -199,7 +199,7 @@ def convert(source: Source, model: ClipModel) -> Converted:
     return Converted(encoded, found)
 
 
-def write_tokenizer(source: Source, model: ClipModel, out: Path) -> None:
+def write_tokenizer(source: Source, model: Model, out: Path) -> None:
     """Writes the tokenizer, with what open_clip does to a text before it as its first normalizer.
 
     SigLIP was trained on texts in lower case without punctuation (`clean: canonicalize`), and the

@@ -36,8 +36,9 @@ from mclclip.eval.stored import StoredImage, read_shards
 from mclclip.eval.units import Unit
 from mclclip.export import written
 from mclclip.models import soup, weights
-from mclclip.models.encoder import Encoder, SingleEncoder
-from mclclip.models.loading import AnyModel, has_texts, load_any
+from mclclip.models.encoder import Encoder
+from mclclip.models.loading import has_texts, load_towers
+from mclclip.models.model import Model
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, refuse_foreign
 
@@ -226,12 +227,12 @@ class _Ingredients:
     results: Path
 
     @cached_property
-    def model(self) -> AnyModel:
+    def model(self) -> Model:
         """The one model that every soup is filled into, on the judge's device."""
-        model = load_any(next(iter(self.named.values())), load_weights=False)
+        model = load_towers(next(iter(self.named.values())), load_weights=False)
         return model.to(self.judge.context.device)
 
-    def make(self, shares: Sequence[float]) -> tuple[AnyModel, dict[str, Tensor], int]:
+    def make(self, shares: Sequence[float]) -> tuple[Model, dict[str, Tensor], int]:
         """``soup.load_soup`` of these shares, in ``model``."""
         images = None if self.images is None else partial(_images, self.images)
         return soup.load_soup([*self.named.values()], shares, images, self.model)
@@ -239,7 +240,7 @@ class _Ingredients:
     def measure(self, shares: Sequence[float], name: str) -> dict[str, Result]:
         """The figures of a soup that ``eval`` shows, by BENCHMARK/METRIC."""
         model, _, _ = self.make(shares)
-        rows = self.judge.measure(SingleEncoder(model), self.results, name)
+        rows = self.judge.measure(Encoder([model]), self.results, name)
         return {
             f"{row.benchmark}/{row.metric}": row
             for row in rows
@@ -268,7 +269,7 @@ class _Ingredients:
         return figures[chosen[0]].unit.sign * mean
 
 
-def _images(folder: Path, model: AnyModel) -> Iterator[Tensor]:
+def _images(folder: Path, model: Model) -> Iterator[Tensor]:
     """Yields batches of images [B, C, H, W] of a folder: of its shards, or else of the pictures
     below it; a fixed choice of at most 4,096. Those that cannot be decoded are counted and told.
 

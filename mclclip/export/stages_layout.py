@@ -17,7 +17,8 @@ from mclclip.export import certificate, transformers_layout
 from mclclip.export.certificate import Certificate
 from mclclip.export.image_pixels import own_processor
 from mclclip.export.target import Material, Source
-from mclclip.models import concat, config_check, transformers_encoder, weights
+from mclclip.models import config_check, transformers_encoder, weights
+from mclclip.models.encoder import Encoder
 
 MODULE = "transformers_stages"
 """Module of the model: `mclclip.models.transformers_stages`, and a copy beside the weights."""
@@ -35,9 +36,9 @@ _BLOCKS = "transformer.resblocks."
 _EMBEDDING = ("conv1.", "class_embedding", "positional_embedding", "ln_pre.")
 
 
-def joined(source: Source) -> concat.ConcatEncoder:
+def joined(source: Source) -> Encoder:
     """The source's encoder, which is a joined one."""
-    assert isinstance(source.encoder, concat.ConcatEncoder)
+    assert source.encoder.variant is not None
     return source.encoder
 
 
@@ -155,7 +156,7 @@ def write_folder(
     for name, tree in ((transformers_encoder.CONFIG, described),
                        (transformers_encoder.PREPROCESSOR, look)):  # fmt: skip
         files.write_bytes(out / name, json.dumps(tree, indent=2).encode())
-    code = Path(concat.__file__).with_name(f"{MODULE}.py")
+    code = Path(transformers_encoder.__file__).with_name(f"{MODULE}.py")
     files.write_bytes(out / code.name, code.read_bytes())
     # Copies: equal tensors of the stages share their memory, which safetensors does not write.
     whole = {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
@@ -180,6 +181,7 @@ def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
     """The model in transformers, with the own image processor."""
     transformers = config_check.library()
     tokenizer = transformers.CLIPTokenizer.from_pretrained(str(out))
-    other = transformers_encoder.TransformersEncoder(load(out), own_processor(out), tokenizer)
+    model = transformers_encoder.TransformersModel(load(out), own_processor(out), tokenizer)
     name = f"transformers {transformers.__version__}, StagesModel, OpenClipImageProcessor"
+    other = Encoder([model])
     return [certificate.compare(joined(source), other, name, material.images, material.texts)]

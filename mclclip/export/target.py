@@ -19,10 +19,9 @@ from PIL import Image
 
 from mclclip import files
 from mclclip.export.certificate import Certificate
-from mclclip.models import concat, weights
-from mclclip.models.clip_model import ClipModel
-from mclclip.models.encoder import Encoder, SingleEncoder
-from mclclip.models.loading import AnyModel
+from mclclip.models import weights
+from mclclip.models.encoder import Encoder, load_model
+from mclclip.models.model import Model
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout, folders_above
 
@@ -43,7 +42,7 @@ class Source:
     @cached_property
     def encoder(self) -> Encoder:
         """The encoder in the directory, on the CPU. Raises the errors of `load_model`."""
-        return concat.load_model(self.directory)
+        return load_model(self.directory)
 
     @property
     def is_concat(self) -> bool:
@@ -51,19 +50,16 @@ class Source:
         return (self.directory / weights.CONCAT).is_file()
 
     @property
-    def stages(self) -> list[AnyModel]:
+    def stages(self) -> list[Model]:
         """The models that the encoder consists of: one, or the stages of a concat."""
-        if isinstance(self.encoder, concat.ConcatEncoder):
-            return [stage for stage in self.encoder.stages if isinstance(stage, AnyModel)]
-        assert isinstance(self.encoder, SingleEncoder)
-        return [self.encoder.model]
+        return self.encoder.models
 
     @property
     def reads_texts(self) -> bool:
         """Whether there is a text tower."""
         return self.stages[0].reads_texts
 
-    def single(self, library: str) -> ClipModel:
+    def single(self, library: str) -> Model:
         """The only model, with its text tower. Raises ValueError for a concat or an image encoder,
         which `library` cannot hold."""
         if self.is_concat:
@@ -72,7 +68,7 @@ class Source:
                 "soup or a stage"
             )
         model = self.stages[0]
-        if not isinstance(model, ClipModel):
+        if not model.reads_texts:
             raise ValueError(f"{self.directory} has no text tower, which {library} has")
         return model
 
@@ -106,7 +102,7 @@ class Source:
     def weights(self) -> Path:
         """The file of the weights."""
         if self.is_concat:
-            return self.directory / concat.CONCAT_WEIGHTS
+            return self.directory / weights.CONCAT_WEIGHTS
         return weights.find_weights(self.directory)
 
 

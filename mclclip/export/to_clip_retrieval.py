@@ -10,8 +10,8 @@ left out. `image_path` is the key within its source, as clip-retrieval writes it
 the run's own, `source/key`. A sample without a caption has an empty one, and zeros as its text row.
 
 Of a joined encoder a row is [z_s] / sqrt(S), the unit embeddings of its S stages side by side, and
-so are rows of captions. A query of `ConcatEncoder.query_text` or `query_image` weighs the stages,
-so that one index serves all weights (`join_query_features` of `models/concat.py`).
+so are rows of captions. A query of `Encoder.query_text` or `query_image` weighs the stages,
+so that one index serves all weights (`join_query_features` of `models/encoder.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import TarDataset
 from mclclip.export.certificate import Certificate
 from mclclip.export.target import Material, Source
-from mclclip.models import concat, weights
+from mclclip.models import weights
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
 
@@ -177,7 +177,7 @@ def _of_stages(source: Source, run: Path) -> list[Path]:
     embedded, and RuntimeError where embeddings are of another encoder.
     """
     encoder = source.encoder
-    assert isinstance(encoder, concat.ConcatEncoder)
+    assert encoder.variant is not None
     if encoder.variant == "raw":
         raise ValueError(
             f"{source.directory} joins features of any length (raw), and embeddings have unit "
@@ -285,7 +285,7 @@ def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
         notes.append(
             f"rows are [z_s] / sqrt({stages}) of {stages} stages, of {rows.shape[1] // stages} "
             "numbers each: a query is [w_s t_s] * sqrt(S) with weights of your own "
-            "(ConcatEncoder.query_text)"
+            "(Encoder.query_text)"
         )
     return [
         Certificate(

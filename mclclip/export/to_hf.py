@@ -14,6 +14,7 @@ from mclclip.export.certificate import Certificate
 from mclclip.export.image_pixels import add_processor, own_processor
 from mclclip.export.target import Material, Source
 from mclclip.models import config_check, transformers_encoder
+from mclclip.models.encoder import load_model
 
 
 def write(source: Source, out: Path) -> None:
@@ -39,7 +40,7 @@ def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
     if source.is_concat:
         return stages_layout.certify(source, out, material)
     runtime = f"transformers {transformers.__version__}"
-    other = transformers_encoder.load(f"{transformers_encoder.PREFIX}{out}")
+    other = load_model(f"{transformers_encoder.PREFIX}{out}")
     found = [
         certificate.compare(
             source.encoder, other, f"{runtime}, its own image processor",

@@ -32,9 +32,8 @@ from mclclip.export import certificate, stages_layout, transformers_layout
 from mclclip.export.certificate import Certificate
 from mclclip.export.image_pixels import add_processor
 from mclclip.export.target import Material, Source
-from mclclip.models import concat, config_check, transformers_encoder, weights
-from mclclip.models.image_model import unit
-from mclclip.models.loading import AnyModel
+from mclclip.models import config_check, transformers_encoder, weights
+from mclclip.models.model import Model, unit
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
 
@@ -78,7 +77,7 @@ def _write_single(source: Source, out: Path) -> None:
 class _Own:
     """The state before the last block of every stage, by our own code."""
 
-    def __init__(self, stages: list[AnyModel]) -> None:
+    def __init__(self, stages: list[Model]) -> None:
         self.stages = stages
 
     @torch.no_grad()
@@ -119,7 +118,7 @@ def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
     pixels = {n: source.encoder.preprocess_val(image) for n, image in material.images.items()}
     runtime = f"transformers {transformers.__version__}, {what}, tokens before the last block"
     notes = [_seen(source)]
-    if isinstance(source.encoder, concat.ConcatEncoder) and source.encoder.stage_weights:
+    if source.encoder.stage_weights:
         notes.append(
             "LLaVA joins the states of the stages as they are: the learned weights of the stages "
             "are of the features alone, and its projector learns weights of its own"
@@ -154,7 +153,7 @@ def _seen(source: Source) -> str:
 def _trained_blocks(source: Source) -> int | None:
     """Number of last blocks that differ from the base's, or among the stages; None if unknown."""
     num_blocks = source.stages[0].num_blocks
-    if isinstance(source.encoder, concat.ConcatEncoder):
+    if source.encoder.variant is not None:
         return num_blocks - source.encoder.num_trunk_blocks
     base = _base_tensors(source)
     if base is None:

@@ -30,9 +30,8 @@ from mclclip import files
 from mclclip.export import certificate, libraries, transformers_layout
 from mclclip.export.certificate import Certificate
 from mclclip.export.target import Material, Source
-from mclclip.models import concat
-from mclclip.models.image_model import unit
-from mclclip.models.loading import AnyModel
+from mclclip.models.encoder import Encoder, join_image_features, join_text_features
+from mclclip.models.model import Model, unit
 
 IMAGE, TEXT, DESCRIPTION = "image.onnx", "text.onnx", "encoder.json"
 _OPSET = 18
@@ -43,7 +42,7 @@ _LEAST_HALVED = 64  # numbers of a tensor from which on halving it saves anythin
 class _ImageGraph(nn.Module):
     """Pixels -> unit features, of one model or of the stages of a concat."""
 
-    def __init__(self, models: list[AnyModel], joined: concat.ConcatEncoder | None) -> None:
+    def __init__(self, models: list[Model], joined: Encoder | None) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
         self.joined = () if joined is None else (joined,)  # in a tuple: no module of this one
@@ -53,16 +52,17 @@ class _ImageGraph(nn.Module):
         if not self.joined:
             return unit(models[0].encode_image(pixels))
         (joined,) = self.joined
+        assert joined.variant is not None
         hidden = models[0].encode_trunk(pixels, joined.num_trunk_blocks)
         features = [model.encode_tail(hidden, joined.num_trunk_blocks) for model in models]
-        return concat.join_image_features(features, joined.variant, joined.stage_weights)
+        return join_image_features(features, joined.variant, joined.stage_weights)
 
 
 class _TextGraph(nn.Module):
     """Tokens -> unit features; ``repeats`` of a shared text tower's."""
 
     def __init__(
-        self, models: list[AnyModel], repeats: int = 1, stage_weights: Sequence[float] = ()
+        self, models: list[Model], repeats: int = 1, stage_weights: Sequence[float] = ()
     ) -> None:
         super().__init__()
         self.models, self.repeats = nn.ModuleList(models), repeats
@@ -73,7 +73,7 @@ class _TextGraph(nn.Module):
         features = [unit(model.encode_text(tokens)) for model in models] * self.repeats
         if len(features) == 1:
             return features[0]
-        return concat.join_text_features(features, self.stage_weights)
+        return join_text_features(features, self.stage_weights)
 
 
 def write(source: Source, out: Path) -> None:
@@ -85,7 +85,7 @@ def write(source: Source, out: Path) -> None:
     first = models[0]
     height, width = _sides(first.image_size)
     pixels = torch.zeros(2, first.num_channels, height, width)
-    if isinstance(joined, concat.ConcatEncoder):
+    if joined.variant is not None:
         images = _ImageGraph(models, joined)
         towers, repeats = (models[:1], len(models)) if joined.shared_text else (models, 1)
         texts = _TextGraph(towers, repeats, joined.stage_weights)

@@ -13,7 +13,8 @@ from pathlib import Path
 from mclclip.export import certificate
 from mclclip.export.certificate import Certificate
 from mclclip.export.target import Material, Source
-from mclclip.models import concat, weights
+from mclclip.models import weights
+from mclclip.models.encoder import load_model
 
 
 def write(source: Source, out: Path) -> None:
@@ -24,5 +25,5 @@ def write(source: Source, out: Path) -> None:
 
 def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
     """The towers in the folder, their image transform and tokenizer, as open_clip builds them."""
-    other, runtime = concat.load_model(out), f"open_clip {version('open_clip_torch')}"
+    other, runtime = load_model(out), f"open_clip {version('open_clip_torch')}"
     return [certificate.compare(source.encoder, other, runtime, material.images, material.texts)]

@@ -28,8 +28,7 @@ from mclclip.export.certificate import Certificate
 from mclclip.export.target import Material, Source
 from mclclip.models import weights
 from mclclip.models.hub import one_line
-from mclclip.models.image_model import unit
-from mclclip.models.loading import AnyModel
+from mclclip.models.model import Model, unit
 from mclclip.models.towers import VisionTransformerLayout
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -83,7 +82,7 @@ def write(source: Source, out: Path) -> None:
     weights.write_tensors(out / WEIGHTS, {n: t.detach().float() for n, t in tensors.items()})
 
 
-def _look(model: AnyModel) -> dict[str, Any]:
+def _look(model: Model) -> dict[str, Any]:
     """timm's options of the image transform."""
     look, size = model.config["preprocess_cfg"], model.image_size
     modes = {"squash": "squash", "longest": "border"}
@@ -122,7 +121,7 @@ def _of_timm(
 
 
 def _of_vit(
-    model: AnyModel, vision: Mapping[str, Any]
+    model: Model, vision: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """The same of open_clip's plain ViT."""
     own = model.visual.state_dict()

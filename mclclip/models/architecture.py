@@ -101,10 +101,10 @@ def more_than_crops(model: ModelConfig) -> list[str]:
 def _num_built_blocks(architecture: str) -> int | None:
     """Blocks of a tower of timm or a backbone, built without values; None where it cannot be built
     or locked, as the loader will say."""
-    from mclclip.models.memory import load_image_shapes  # seconds to import
+    from mclclip.models.memory import load_shapes  # seconds to import
 
     try:
-        return load_image_shapes(files.parse_json(architecture, "the model")).num_blocks
+        return load_shapes(files.parse_json(architecture, "the model"), text=False).num_blocks
     except (ValueError, OSError):
         return None
 

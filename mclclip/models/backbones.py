@@ -25,14 +25,10 @@ import mclclip.torchvision_fix  # noqa: F401
 import timm
 from torchvision import models as torchvision_models
 
-from mclclip.models import config_limits, transforms
-from mclclip.models.small_conv import SmallConv
+from mclclip.models import config_check, transforms
 from mclclip.models.timm_towers import timm_layout
-from mclclip.models.towers import ImageLayout, Step, checked
+from mclclip.models.towers import ImageLayout, convolution_layout
 from mclclip.options import STRICT, first_problem, nearest, shown
-
-KEY = "backbone"
-"""The field of a `vision_cfg` that names such a tower."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -73,16 +69,22 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
     """
     for field_name, value in vision_cfg.items():
         if field_name != "options":
-            config_limits.check_numbers(value, field_name, f"vision_cfg of {where}")
+            config_check.check_numbers(value, field_name, f"vision_cfg of {where}")
     try:
         found = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
     except ValidationError as error:
         name, problem = first_problem(error)
         option = f"vision_cfg.{name}" if name else "vision_cfg"
         raise ValueError(f"{option} of {where}: {problem}") from None
-    config_limits.check_options(found.options, f"vision_cfg.options of {where}")
+    config_check.check_options(found.options, f"vision_cfg.options of {where}")
     library, _, name = found.backbone.partition(":")
-    listed = _listed(library)
+    listed: list[str] = []
+    if library == "timm":
+        listed = timm.list_models()
+    elif library == "torchvision":
+        listed = [n for n in torchvision_models.list_models(torchvision_models) if "resne" in n]
+    elif library == "mclclip":
+        listed = ["small_conv"]
     if name not in listed:
         near = nearest(name, listed)
         known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision, mclclip"
@@ -91,20 +93,6 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
             f"({known}): give timm:NAME, or torchvision:NAME of a ResNet"
         )
     return found
-
-
-def _listed(library: str) -> list[str]:
-    if library == "timm":
-        return list(timm.list_models())
-    if library == "torchvision":
-        return [n for n in torchvision_models.list_models(torchvision_models) if "resne" in n]
-    return ["small_conv"] if library == "mclclip" else []
-
-
-def with_own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a ``BackboneTower``, or of its library's own model, by the names of the former."""
-    known = any(name.startswith("trunk.") for name in tensors)
-    return dict(tensors) if known else {f"trunk.{name}": own for name, own in tensors.items()}
 
 
 class BackboneTower(nn.Module):
@@ -125,30 +113,37 @@ class BackboneTower(nn.Module):
             raise ValueError(f"{config.backbone} of {where} cannot be built ({cause})") from error
         self.embed_dim: int = self.trunk.num_features
         if config.stem == "cifar":
-            self._shrink_stem(config, where)
+            first = getattr(self.trunk, "conv1", None)
+            if not isinstance(first, nn.Conv2d) or not hasattr(self.trunk, "maxpool"):
+                raise ValueError(
+                    f"stem is cifar, but {config.backbone} of {where} does not begin with one "
+                    "convolution and a max-pooling, as ResNets do: leave stem out"
+                )
+            self.trunk.conv1 = _convolution(config.channels, first, (3, 3), 1)
+            self.trunk.maxpool = nn.Identity()
         self.head = nn.Sequential()
-        self.look = transforms.Look(self.image_size, config.mean, config.std, config.channels)
-
-    @property
-    def preprocess_cfg(self) -> dict[str, Any]:
-        """Size, mean, std and channels of its images, as an export's configuration holds them."""
-        return asdict(self.look)
+        self.pixels = transforms.PixelFormat(
+            self.image_size, config.mean, config.std, config.channels
+        )
+        self.preprocess_cfg = asdict(self.pixels)
 
     def transforms(self, augmentation: Mapping[str, Any] | None) -> transforms.Pair:
         """The train transform (SimCLR's unless `augmentation` names another kind), and the plain
         transform for validation."""
         options = {transforms.KIND: "simclr"} | dict(augmentation or {})
-        return transforms.training(self.look, options), transforms.PlainTransform(self.look)
+        return transforms.training(self.pixels, options), transforms.PlainTransform(self.pixels)
 
-    def _shrink_stem(self, config: Backbone, where: str) -> None:
-        first = getattr(self.trunk, "conv1", None)
-        if not isinstance(first, nn.Conv2d) or not hasattr(self.trunk, "maxpool"):
-            raise ValueError(
-                f"stem is cifar, but {config.backbone} of {where} does not begin with one "
-                "convolution and a max-pooling, as ResNets do: leave stem out"
-            )
-        self.trunk.conv1 = _convolution(config.channels, first, (3, 3), 1)
-        self.trunk.maxpool = nn.Identity()
+    def layout(self) -> ImageLayout | str:
+        """The tower's layout, or the reason why it cannot be split or locked by block."""
+        try:
+            if isinstance(self.trunk, torchvision_models.ResNet):
+                stem = [f"trunk.{name}" for name in ("conv1", "bn1", "relu", "maxpool")]
+                return convolution_layout(self, stem, [f"trunk.layer{i}" for i in range(1, 5)])
+            if isinstance(self.trunk, SmallConv):
+                return convolution_layout(self, ["trunk.layers.0"], ["trunk.layers"])
+            return timm_layout(self)
+        except ValueError as error:
+            return str(error)
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, D]."""
@@ -190,58 +185,39 @@ def _convolution(channels: int, first: nn.Conv2d, size: Any, stride: Any) -> nn.
     return made
 
 
-def build(config: Backbone, seed: int, where: str) -> BackboneTower:
-    """The tower with random weights drawn by `seed`; the global generators keep their state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return BackboneTower(config, where)
+class SmallConv(nn.Module):
+    """A small plain network of convolutions, for experiments that end within minutes on CPU cores.
 
+    3 x 3 convolutions, each with batch norm and ReLU, and the mean over all positions. The towers
+    of timm and torchvision begin at ten times its cost, and learn more slowly in few steps.
 
-class ConvolutionLayout(ImageLayout):
-    """A convolutional tower: a stem (the layout's embedding), blocks, and an average pooling."""
+    channels  of an image
+    widths    of the convolutions; the last one is the width D of the features
+    strides   of the convolutions, as many
+    """
 
-    @staticmethod
-    def of_torchvision(tower: nn.Module) -> ConvolutionLayout:
-        """torchvision's `ResNet`: every residual block is a block."""
-        layers = [f"trunk.layer{i}" for i in range(1, 5)]
-        blocks = tuple(
-            (f"{layer}.{name}",)
-            for layer in layers
-            for name, _ in tower.get_submodule(layer).named_children()
-        )
-        stem = ("trunk.conv1", "trunk.bn1", "trunk.relu", "trunk.maxpool")
-        return checked(tower, ConvolutionLayout(stem, blocks, (), ()))
+    def __init__(
+        self,
+        channels: int,
+        widths: Sequence[int] = (24, 48, 96, 192),
+        strides: Sequence[int] = (2, 2, 2, 1),
+    ) -> None:
+        super().__init__()
+        lists = all(isinstance(numbers, Sequence) for numbers in (widths, strides))
+        fits = lists and 0 < len(widths) == len(strides) and min(*widths, *strides) >= 1
+        if not fits:
+            raise ValueError(
+                f"widths are {widths} and strides {strides}: wanted two lists of one length, all "
+                "numbers 1 or more"
+            )
+        layers = []
+        for before, width, stride in zip([channels, *widths[:-1]], widths, strides, strict=True):
+            convolution = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
+            layers.append(nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU()))
+        self.layers = nn.Sequential(*layers)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.num_features = widths[-1]
 
-    @staticmethod
-    def of_small_conv(tower: nn.Module) -> ConvolutionLayout:
-        """The first convolution is the stem, every further one is a block."""
-        layers = tower.get_submodule("trunk.layers").named_children()
-        first, *rest = (f"trunk.layers.{name}" for name, _ in layers)
-        return checked(tower, ConvolutionLayout((first,), tuple((name,) for name in rest), (), ()))
-
-    def pooled_dim(self, tower: Any) -> int:
-        """Width of the features: there is no projection."""
-        return int(tower.embed_dim)
-
-    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
-        for name in self.embedding:
-            images = tower.get_submodule(name)(images)
-        return images, self._steps(tower)
-
-    def _steps(self, tower: Any) -> Sequence[Step]:
-        return [tower.get_submodule(name) for (name,) in self.blocks]
-
-    def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
-        return torch.flatten(tower.trunk.avgpool(hidden), 1)
-
-
-def layout_of(tower: BackboneTower) -> ImageLayout | str:
-    """The tower's layout, or the reason why it cannot be split or locked by block."""
-    try:
-        if isinstance(tower.trunk, torchvision_models.ResNet):
-            return ConvolutionLayout.of_torchvision(tower)
-        if isinstance(tower.trunk, SmallConv):
-            return ConvolutionLayout.of_small_conv(tower)
-        return timm_layout(tower)
-    except ValueError as error:
-        return str(error)
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, D]."""
+        return torch.flatten(self.avgpool(self.layers(images)), 1)

@@ -1,86 +1,406 @@
-"""Models at inference: images and texts to unit features."""
+"""Encoders: everything that is evaluated, and how several stages are joined into one.
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+MCL joins its stages by concatenation. Frozen blocks are equal in all stages, so they are stored and
+run once. On disk:
+
+    concat_raw/  open_clip_config.json    the base model's
+                 concat_model.safetensors `shared.NAME` (equal in all stages) and `stage_S.NAME`
+                 concat.json              variant, stages, num_trunk_blocks, digests of the sources;
+                                          of the variant weighted the weights of its stages
+
+Plain open_clip refuses such a directory, because its weights are not those of one model.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from mclclip.models.clip_model import ClipModel
-from mclclip.models.image_encoder import ImageEncoder
-from mclclip.models.image_model import unit
+from mclclip import files
+from mclclip.models import clip, transformers_encoder, weights
+from mclclip.models.loading import common_config, load_towers, refuse_without_weights
+from mclclip.models.model import Model, unit
+from mclclip.models.stage_weights import StageWeights, Variant, check_weights
+from mclclip.options import first_problem, shown
+
+RANDOM = "random"
+"""Stands for random weights in the place of open_clip's tag."""
+_SCHEMAS = (1, 2)  # 2: has weights of its stages, which a reader of 1 would overlook
+_MOST_STAGES = 64
 
 
-@runtime_checkable
-class Encoder(Protocol):
-    """An image tower and a text tower; dot products of their features are the similarities.
-
-    An encoder without a text tower raises ValueError for texts.
+class Encoder(nn.Module):
+    """One model, or the stages of a run joined; dot products of features are the similarities.
 
     Inputs are already transformed (`preprocess_val`, `tokenizer`); they may be on any device.
-    Outputs have unit length in fp32, no graph, and are on the encoder's device.
+    Features have unit length in fp32, no graph, and are on the encoder's device. Without a text
+    tower, texts raise ValueError. The models are frozen and put into eval mode.
+
+    With a `variant` the stages are joined. With c_s the cosine and z_s the raw image feature of
+    stage s, the similarity of `raw` is sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)), that of
+    `stage_norm` is the mean of the c_s, and that of `weighted` is sum_s w_s c_s with the `learned`
+    weights w, which sum to 1. This holds with a shared text tower and with text towers of the
+    stages' own. Images run through the first `num_trunk_blocks` blocks once, in the first stage's
+    model, which must equal the others there; with 0 blocks every stage runs completely. The logit
+    scale is the first stage's, or the one that was learned with the weights.
     """
 
-    @property
-    def embed_dim(self) -> int:
-        """E, width of the features."""
-        ...
-
-    @property
-    def logit_scale(self) -> float:
-        """Multiplier of cosines in a softmax over texts (exponentiated)."""
-        ...
-
-    @property
-    def tokenizer(self) -> Callable[..., Tensor]:
-        """List of N strings -> int64 [N, context]."""
-        ...
-
-    @property
-    def preprocess_val(self) -> Callable[[Any], Tensor]:
-        """Image -> [C, H, W]: the model's validation transform (open_clip's, or a backbone's)."""
-        ...
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, E]."""
-        ...
-
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        """[B, context] int64 -> unit [B, E]."""
-        ...
-
-
-class SingleEncoder(nn.Module):
-    """One model as an `Encoder`. The model itself is frozen and put into eval mode."""
-
-    def __init__(self, model: ClipModel | ImageEncoder) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Model | transformers_encoder.TransformersModel],
+        variant: Variant | None = None,
+        *,
+        num_trunk_blocks: int = 0,
+        shared_text: bool = True,
+        learned: StageWeights | None = None,
+    ) -> None:
         super().__init__()
-        self.model = model.requires_grad_(False).eval()
-        self.embed_dim = model.embed_dim
-        self.logit_scale = model.logit_scale().item()
-        self.tokenizer = model.tokenizer
-        self.preprocess_val = model.preprocess_val
+        if variant is not None:
+            _check_variant(variant, learned, len(stages))
+        self.stages = nn.ModuleList(stages).requires_grad_(False)
+        self.variant = variant
+        self.num_trunk_blocks = num_trunk_blocks
+        self.shared_text = shared_text
+        self.embed_dim = sum(stage.embed_dim for stage in stages)
+        self.stage_weights = learned.weights if learned else ()
+        self.logit_scale = learned.logit_scale if learned else stages[0].logit_scale().item()
+        self.tokenizer = stages[0].tokenizer
+        self.preprocess_val = stages[0].preprocess_val
         self.eval()
 
     @property
+    def models(self) -> list[Any]:
+        """The models of the stages: one where nothing is joined."""
+        return list(self.stages)
+
+    @property
     def device(self) -> torch.device:
-        """Device of the model."""
+        """Device of the models."""
         return next(self.parameters()).device
 
     @torch.no_grad()
+    def stage_features(self, images: Tensor) -> list[Tensor]:
+        """[B, 3, H, W] -> the raw features [B, D] of every stage; the trunk runs once."""
+        images, number = images.to(self.device), self.num_trunk_blocks
+        if not number:
+            return [model.encode_image(images) for model in self.models]
+        hidden = self.models[0].encode_trunk(images, number)
+        return [model.encode_tail(hidden, number) for model in self.models]
+
+    @torch.no_grad()
+    def stage_text_features(self, tokens: Tensor) -> list[Tensor]:
+        """[B, context] int64 -> the raw text features [B, D] of every stage."""
+        tokens = tokens.to(self.device)
+        if self.shared_text:
+            return [self.models[0].encode_text(tokens)] * len(self.models)
+        return [model.encode_text(tokens) for model in self.models]
+
+    @torch.no_grad()
     def encode_image(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, D]."""
-        return self.model.encode_image(images.to(self.device), normalize=True)
+        """[B, 3, H, W] -> unit [B, E]."""
+        features = self.stage_features(images)
+        if self.variant is None:
+            return unit(features[0])
+        return join_image_features(features, self.variant, self.stage_weights)
+
+    @torch.no_grad()
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """[B, context] int64 -> unit [B, E]: each stage's text, or the shared one tiled."""
+        features = self.stage_text_features(tokens)
+        if self.variant is None:
+            return unit(features[0])
+        return join_text_features(features, self.stage_weights)
 
     @torch.no_grad()
     def encode_pooled(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] -> unit [B, width], features before the projection.
 
-        Raises ValueError where the attention pool is the projection, as in open_clip's ResNets.
+        Raises ValueError for joined stages, and where the attention pool is the projection, as in
+        open_clip's ResNets.
         """
-        return unit(self.model.encode_tail(images.to(self.device), 0, project=False))
+        if self.variant is not None:
+            raise ValueError("a joined encoder has no pooled features: use feature=projected")
+        return unit(self.models[0].encode_pooled(images.to(self.device)))
 
-    @torch.no_grad()
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        """[B, context] int64 -> unit [B, D]."""
-        return self.model.encode_text(tokens.to(self.device), normalize=True)
+    def query_text(self, tokens: Tensor, stage_weights: Sequence[float] | None = None) -> Tensor:
+        """[B, context] int64 -> queries [B, S*D] of an index [z_s] / sqrt(S) (`--to clip_retrieval`
+        writes one), whose inner products weigh the stages; see `join_query_features`.
+
+        Without `stage_weights` they are the encoder's own: the learned ones, or equal ones. Raises
+        ValueError for `raw`, whose weights are lengths of images, and for weights that are wrong.
+        """
+        return join_query_features(self.stage_text_features(tokens), self._query(stage_weights))
+
+    def query_image(self, images: Tensor, stage_weights: Sequence[float] | None = None) -> Tensor:
+        """[B, 3, H, W] -> queries [B, S*D], as `query_text`: a search by an image."""
+        return join_query_features(self.stage_features(images), self._query(stage_weights))
+
+    def _query(self, stage_weights: Sequence[float] | None) -> Sequence[float]:
+        if stage_weights is not None:
+            return stage_weights
+        if self.variant == "raw":
+            raise ValueError(
+                "the variant raw weighs stages by the lengths of image features, which no query "
+                "knows: give stage_weights, or take stage_norm or weighted"
+            )
+        return self.stage_weights or [1 / len(self.stages)] * len(self.stages)
+
+
+# --- joining ---------------------------------------------------------------------------------
+
+
+def join_image_features(
+    features: Sequence[Tensor], variant: Variant, stage_weights: Sequence[float] = ()
+) -> Tensor:
+    """S raw features [B, D] -> unit [B, S*D].
+
+    `raw` keeps the lengths of the stages' features, so a stage with longer features weighs more.
+    `stage_norm` scales every stage's features to unit length first, so the similarity is the mean
+    of the cosines. `weighted` scales the unit features of stage s by the root of its weight, here
+    and in `join_text_features`, so the similarity is sum_s w_s c_s; equal weights give that of
+    `stage_norm`.
+
+    MCL's released evaluation concatenates raw image features, and repeats the text feature of the
+    frozen text tower that all stages share. `raw` gives exactly its similarities where the stages
+    share their text tower. For stages with their own text towers the authors released nothing; see
+    `join_text_features`.
+    """
+    parts = [feature.float() for feature in features]
+    if variant != "raw":
+        parts = [unit(part) for part in parts]
+    return unit(torch.cat(_scaled(parts, stage_weights), dim=-1))
+
+
+def join_text_features(features: Sequence[Tensor], stage_weights: Sequence[float] = ()) -> Tensor:
+    """S text features [B, D] (the same one S times for a shared text tower) -> unit [B, S*D].
+
+    Every stage's text feature is scaled to unit length first, with `raw` images too. So only the
+    lengths of image features weigh the stages; with raw text features the weight of stage s would
+    be |z_s| |t_s|. With a shared text tower this makes no difference, since all stages have the
+    same text feature. `stage_weights` are those of the variant `weighted`.
+    """
+    return unit(torch.cat(_scaled([unit(f) for f in features], stage_weights), dim=-1))
+
+
+def join_query_features(features: Sequence[Tensor], stage_weights: Sequence[float]) -> Tensor:
+    """S features [B, D] of texts, or of images -> [B, S*D]: queries [w_s f_s] sqrt(S).
+
+    They are for an index whose rows are [z_s] / sqrt(S), which is what `join_image_features` makes
+    for `stage_norm`. The inner product of a query and a row is sum_s w_s c_s, the similarity of the
+    variant `weighted` with these weights: one index serves all weights. A query has the length
+    sqrt(S sum_s w_s^2), which is 1 for equal weights only, so a search by cosine finds the same
+    rows in the same order, and similarities that are divided by this number. Raises ValueError
+    for weights that are negative or do not sum to 1.
+    """
+    check_weights(stage_weights, len(features))
+    parts = [w * unit(f) for w, f in zip(stage_weights, features, strict=True)]
+    return math.sqrt(len(features)) * torch.cat(parts, dim=-1)
+
+
+def _scaled(parts: Sequence[Tensor], stage_weights: Sequence[float]) -> list[Tensor]:
+    if not stage_weights:
+        return [*parts]
+    return [math.sqrt(weight) * part for weight, part in zip(stage_weights, parts, strict=True)]
+
+
+def _check_variant(variant: object, learned: StageWeights | None, stages: int) -> None:
+    """Raises ValueError unless it is a variant, and `weighted` alone has weights of its stages."""
+    if variant not in get_args(Variant):
+        raise ValueError(f"variant is {shown(variant)}: give one of {', '.join(get_args(Variant))}")
+    if (variant == "weighted") != (learned is not None):
+        raise ValueError(
+            f"the variant {variant} has {'no ' if learned is None else ''}weights of its stages: "
+            "these belong to weighted, which is fitted on held-out pairs"
+        )
+    if learned is None:
+        return
+    check_weights(learned.weights, stages)
+    if not 0 <= learned.logit_scale < math.inf:
+        raise ValueError(
+            f"the logit scale of weights of stages is {shown(learned.logit_scale)}: wanted a "
+            "number from 0 on"
+        )
+
+
+# --- on disk ---------------------------------------------------------------------------------
+
+
+def save_concat(
+    stages: Sequence[Path],
+    variant: Variant,
+    directory: Path,
+    names: Sequence[str] | None = None,
+    learned: StageWeights | None = None,
+) -> dict[str, Any]:
+    """Joins exported stages (open_clip directories, base first) and returns what concat.json holds.
+
+    Tensors that are bit for bit equal in all stages are stored once; the longest run of such blocks
+    from the input on is the trunk. `names` are the stages' names in concat.json (default: those of
+    the directories). `learned` has the weights of the stages for the variant `weighted`.
+    Raises ValueError where the stages are not of one architecture.
+    """
+    _check_variant(variant, learned, len(stages))
+    if not stages:
+        raise ValueError("there is no stage to join: give at least one exported model")
+    config = common_config(stages)
+    paths = [weights.find_weights(stage) for stage in stages]
+    tensors = [weights.read_tensors(file) for file in paths]
+    if any(found.keys() != tensors[0].keys() for found in tensors):
+        raise ValueError("the stages hold different tensors: join stages of one architecture only")
+    shared = {n for n in tensors[0] if weights.same_bits(*(found[n] for found in tensors))}
+    layout = load_towers(stages[0], load_weights=False).layout
+    image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
+    differing = {name for name in image if f"visual.{name}" not in shared}
+    text = {n for n in tensors[0] if not n.startswith(("visual.", "logit_"))}
+    if not names:
+        folders = [Path(stage).resolve() for stage in stages]
+        names = [path.parent.name if path.name == "export" else path.name for path in folders]
+    dim = int(config["model_cfg"]["embed_dim"])
+    joined = {f"shared.{n}": tensors[0][n] for n in tensors[0] if n in shared}
+    for number, found in enumerate(tensors):
+        joined |= {f"stage_{number}.{n}": found[n] for n in found if n not in shared}
+    record = {
+        "schema_version": _SCHEMAS[-1] if learned else _SCHEMAS[0],
+        "variant": variant,
+        "num_trunk_blocks": layout.count_without(differing),
+        "num_blocks": layout.num_blocks,
+        "shared_text": text <= shared,
+        "stages": [
+            {"name": name, "embed_dim": dim, "digest": files.digest_file(file)}
+            for name, file in zip(names, paths, strict=True)
+        ],
+        "embed_dim": dim * len(stages),
+        "num_parameters": {
+            "one_stage": sum(tensor.numel() for tensor in tensors[0].values()),
+            "concat": sum(tensor.numel() for tensor in joined.values()),
+        },
+    }
+    if learned:
+        record["learned"] = asdict(learned) | {"weights": [*learned.weights]}
+    weights.copy_tokenizer(stages[0], directory)
+    weights.write_tensors(Path(directory) / weights.CONCAT_WEIGHTS, joined)
+    weights.write_config(directory, config)
+    files.write_json(Path(directory) / weights.CONCAT, record)
+    return record
+
+
+def load_concat(directory: Path) -> Encoder:
+    """Loads what `save_concat` wrote; equal tensors of the stages share their memory.
+
+    Raises ValueError where concat.json and the weights are not of one concat.
+    """
+    weights.check_recorded(directory)
+    path = Path(directory) / weights.CONCAT
+    record = files.read_model_json(path)
+    if not isinstance(record, dict):
+        raise ValueError(f"{directory} has a {weights.CONCAT} without fields: export it again")
+    if record.get("schema_version") not in _SCHEMAS:
+        raise ValueError(
+            f"{directory} has concat schema {record.get('schema_version')}, this mclclip reads "
+            f"up to {_SCHEMAS[-1]}: export it again"
+        )
+    tensors = weights.read_tensors(Path(directory) / weights.CONCAT_WEIGHTS)
+    listed = record.get("stages")
+    number = len(listed) if isinstance(listed, list) else 0
+    held = {name.partition(".")[0] for name in tensors} - {"shared"}
+    if not 1 <= number <= _MOST_STAGES or not held <= {f"stage_{n}" for n in range(number)}:
+        raise ValueError(
+            f"{path} names {number:,} stages (at most {_MOST_STAGES} are read), its weights hold "
+            f"{sorted(held)[:5]}: export it again"
+        )
+    learned = _learned(record, path)
+    first = load_towers(directory, load_weights=False)
+    own = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
+    images = {name.removeprefix("visual.") for name in own if name.startswith("visual.")}
+    shared_text = all(name.startswith(("visual.", "logit_")) for name in own)
+    wanted = {"num_trunk_blocks": first.layout.count_without(images), "shared_text": shared_text}
+    for name, value in wanted.items():
+        if record.get(name) != value:
+            raise ValueError(
+                f"{name} in {path} is {shown(record.get(name))}, its weights say {value}: export "
+                "it again"
+            )
+    shared = _below(tensors, "shared.")
+    parameters = dict(first.exported.named_parameters())
+    kept = [parameters[name] for name in shared if name in parameters]
+    kept += [first.tokenizer, first.preprocess_train, first.preprocess_val]
+    stages = [first]
+    for _ in range(number - 1):
+        # A copy that keeps these very objects instead of copying them.
+        stages.append(copy.deepcopy(first, {id(item): item for item in kept}))
+    for n, stage in enumerate(stages):
+        weights.fill(stage.exported, shared | _below(tensors, f"stage_{n}."), f"of {directory}")
+    return Encoder(
+        stages,
+        record["variant"],
+        num_trunk_blocks=record["num_trunk_blocks"],
+        shared_text=record["shared_text"],
+        learned=learned,
+    )
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _learned(record: Mapping[str, Any], path: Path) -> StageWeights | None:
+    """The weights of the stages in concat.json; ValueError where they are not what was written."""
+    if record.get("variant") not in get_args(Variant):
+        _check_variant(record.get("variant"), None, 0)
+    given = record.get("learned")
+    try:
+        learned = None if given is None else TypeAdapter(StageWeights).validate_python(given)
+        _check_variant(record["variant"], learned, len(record["stages"]))
+    except ValueError as error:  # pydantic's is one too
+        name, problem = first_problem(error) if isinstance(error, ValidationError) else ("", error)
+        raise ValueError(
+            f"'learned' in {path} is damaged: {name} {problem}; export it again"
+        ) from None
+    return learned
+
+
+# --- the loader ------------------------------------------------------------------------------
+
+
+def load_model(
+    name: str | Path, pretrained: str | None = None, device: str | torch.device = "cpu"
+) -> Encoder:
+    """Loads any encoder: an exported stage, a soup, a concat, or a public model.
+
+    `name` is a directory (`PATH` or `local-dir:PATH`; an image encoder's too), an open_clip name
+    or a JSON model config with its `pretrained` tag or file (or `NAME@PRETRAINED`), where `random`
+    stands for random weights, `hf-hub:ORG/NAME`, or a CLIP or SigLIP model of transformers
+    (`hf:FOLDER`, `hf:ORG/NAME`). Raises FileNotFoundError where the directory is missing or is no
+    model, and ValueError where name, configuration or weights do not fit, or are not named.
+    """
+    if pretrained is None:
+        name, pretrained = split_name(name)
+    path = Path(str(name).removeprefix("local-dir:"))
+    of_transformers = str(name).startswith(transformers_encoder.PREFIX)
+    is_concat = not of_transformers and (path / weights.CONCAT).is_file()
+    if pretrained and (of_transformers or is_concat):
+        raise ValueError(f"pretrained is {pretrained!r}, but {name} brings its own weights")
+    if of_transformers:
+        return Encoder([transformers_encoder.load(str(name))]).to(device)
+    if is_concat:
+        return load_concat(path).to(device)
+    if pretrained is None:
+        refuse_without_weights(name)
+    is_random = pretrained == RANDOM and clip.is_without_weights(name)
+    return Encoder([load_towers(name, None if is_random else pretrained)]).to(device)
+
+
+def split_name(where: str | Path) -> tuple[str | Path, str | None]:
+    """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it. Nothing behind
+    the @, as of a variable that is not set, is no tag."""
+    path = str(where).removeprefix(transformers_encoder.PREFIX).removeprefix("local-dir:")
+    if "@" not in path or Path(path).exists():
+        return where, None
+    name, _, tag = str(where).rpartition("@")
+    return name, tag or None

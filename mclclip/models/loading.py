@@ -1,66 +1,210 @@
-"""One model of either kind, a CLIP model or an image encoder, and its state for training."""
+"""Loads models for training, of every kind, and compares the configurations of several."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from mclclip import files
-from mclclip.models import clip, weights
-from mclclip.models.clip import load_clip, load_image_encoder
-from mclclip.models.clip_model import ClipModel
-from mclclip.models.image_encoder import ImageEncoder
+from mclclip.models import backbones, clip, config_check, weights
+from mclclip.models.hub import one_line
 from mclclip.models.lora import add_lora
+from mclclip.models.model import Model
 from mclclip.models.patch_dropout import drop_patches
+from mclclip.models.tokenizer import fetched
+from mclclip.models.towers import ImageLayout
 from mclclip.models.transformers_encoder import PREFIX
+from mclclip.models.transforms import Pair
 from mclclip.options import shown
 
-AnyModel = ClipModel | ImageEncoder
+Name = str | Path | Mapping[str, Any]
+_SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
 
 
-def has_texts(name: str | Path | Mapping[str, Any]) -> bool:
+def load_towers(
+    name: Name,
+    pretrained: str | None = None,
+    *,
+    text: bool = True,
+    projector: Sequence[int] = (),
+    seed: int = 0,
+    augmentation: Mapping[str, Any] | None = None,
+    image_size: int | None = None,
+    context_length: int | None = None,
+    quick_gelu: bool | None = None,
+    patch_dropout: float | None = None,
+    load_weights: bool = True,
+) -> Model:
+    """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
+
+    Args:
+        name: an open_clip name (`ViT-B-32`), a directory (`local-dir:PATH` or `PATH`), a model on
+            the hub (`hf-hub:ORG/NAME`), or a model config: a JSON file or a mapping with
+            `embed_dim`, `vision_cfg` (of open_clip's fields, or `backbones.Backbone`'s) and
+            `text_cfg`, without which there is an image tower alone.
+        pretrained: open_clip's tag of the weights or a file; not with directories and hub models,
+            which bring their own. Without weights they are drawn by `seed`.
+        text: False takes the image tower alone. Nothing is fetched for a text tower then.
+        projector: widths of linear layers on top of an image tower alone, drawn by `seed`.
+        load_weights: False leaves a directory's model random, for a caller that fills it.
+        augmentation: fields of open_clip's `AugmentationCfg`, such as `{"scale": (0.4, 1.0)}`, or
+            a `kind` of `transforms` with its options.
+        image_size, context_length, quick_gelu, patch_dropout: replace the config's values.
+
+    Raises ValueError for an unknown name or config, one that could bring code (`config_check`),
+    weights that do not fit, another activation than the weights were trained with (unless
+    `quick_gelu` says so), and a projector on a model with a text tower; FileNotFoundError where a
+    directory, its config, weights or tokenizer are missing, or neither cached nor reachable.
+    The global generators are neither used nor changed.
+    """
+    _refuse_transformers(name)
+    config, file, directory = clip.find(name, pretrained, quick_gelu, load_weights)
+    _change(config["model_cfg"], "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
+    _change(config["model_cfg"], "text_cfg", context_length=context_length)
+    config["model_cfg"] |= {} if quick_gelu is None else {"quick_gelu": quick_gelu}
+    model_cfg, tokenizer = config["model_cfg"], None
+    if text and "text_cfg" in model_cfg:
+        _check_clip(name, model_cfg, projector)
+        exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
+        vocabulary = clip.vocabulary(exported)
+        tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
+        if file:
+            clip.fill(exported, file)
+    else:
+        exported, model_cfg = _image_tower(config, file, seed, _where(name))
+    layout, transforms = _layout_and_transforms(exported.visual, augmentation)
+    whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(exported.visual.preprocess_cfg)}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
+
+
+def _change(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
+    if part in model_cfg:
+        model_cfg[part] |= {key: value for key, value in fields.items() if value is not None}
+
+
+def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
+    """Raises ValueError for a model of two towers that cannot be trained."""
+    if "multimodal_cfg" in model_cfg:
+        raise ValueError(f"{_where(name)} is a CoCa, which is not supported: use a CLIP model")
+    if projector:
+        raise ValueError(
+            f"projector is {list(projector)}, but the model has a text tower, whose features "
+            "images are compared with: set text=false for its image tower alone"
+        )
+
+
+def _image_tower(
+    config: Mapping[str, Any], file: Path | None, seed: int, where: str
+) -> tuple[Any, dict[str, Any]]:
+    """A module whose `visual` is the image tower, and the model config of its export."""
+    model_cfg, module = config["model_cfg"], nn.Module()
+    visual: Any
+    if config_check.BACKBONE in model_cfg["vision_cfg"]:
+        visual, kept = _backbone(model_cfg, seed, where)
+    else:
+        names = ("embed_dim", "vision_cfg", "quick_gelu")
+        kept = {key: model_cfg[key] for key in names if key in model_cfg}
+        if file is None or "text_cfg" not in model_cfg:
+            config = {**config, "model_cfg": kept | {"text_cfg": dict(_SMALLEST_TEXT)}}
+        whole = clip.build(config, seed, random_text=True)
+        if file is not None and "text_cfg" in model_cfg:
+            clip.fill(whole, file)
+            file = None
+        visual = whole.visual
+    if file is not None:
+        _fill_image_tower(visual, file)
+    module.visual = visual
+    return module, kept
+
+
+def _backbone(
+    model_cfg: Mapping[str, Any], seed: int, where: str
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A tower of timm or torchvision with random weights, and its model config."""
+    chosen = backbones.parse(model_cfg["vision_cfg"], where)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        visual = backbones.BackboneTower(chosen, where)
+    if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
+        raise ValueError(
+            f"embed_dim of {where} is {model_cfg['embed_dim']}, but {chosen.backbone} gives "
+            f"{visual.embed_dim}: leave it out"
+        )
+    return visual, {"embed_dim": visual.embed_dim, "vision_cfg": asdict(chosen)}
+
+
+def _fill_image_tower(visual: nn.Module, file: Path) -> None:
+    """Loads an exported image encoder's weights; of a backbone also those of its library's own
+    model, such as DINO's of timm."""
+    tensors = {n.removeprefix("visual."): t for n, t in weights.read_tensors(file).items()}
+    is_backbone = isinstance(visual, backbones.BackboneTower)
+    if is_backbone and not any(name.startswith("trunk.") for name in tensors):
+        tensors = {f"trunk.{name}": tensor for name, tensor in tensors.items()}
+    try:
+        visual.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"the weights {file} do not load ({one_line(error)})") from error
+    weights.refuse_not_finite(visual, str(file))
+
+
+def _layout_and_transforms(
+    visual: Any, augmentation: Mapping[str, Any] | None
+) -> tuple[ImageLayout | str, Pair]:
+    if isinstance(visual, backbones.BackboneTower):
+        return visual.layout(), visual.transforms(augmentation)
+    return clip.layout_of(visual), clip.transforms_of(visual, augmentation)
+
+
+# --- what a name stands for ------------------------------------------------------------------
+
+
+def has_texts(name: Name) -> bool:
     """Whether the named model has a text tower; True if its configuration is not on this disk."""
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return "text_cfg" in weights.read_model_config(name)["model_cfg"]
     return not weights.is_image_encoder(Path(str(name).removeprefix("local-dir:")))
 
 
-def load_any(
-    name: str | Path | Mapping[str, Any],
-    pretrained: str | None = None,
-    *,
-    text: bool = True,
-    projector: Sequence[int] = (),
-    **options: Any,
-) -> AnyModel:
-    """The named CLIP model or image encoder; raises the errors of `load_clip`.
-
-    `text=False` takes the image tower alone; `projector` has the widths of its projector. `options`
-    are those that `load_clip` and `load_image_encoder` share. Raises ValueError for a projector on
-    a model with a text tower.
-    """
-    _refuse_transformers(name)
-    if text and has_texts(name):
-        if projector:
-            raise ValueError(
-                f"projector is {list(projector)}, but the model has a text tower, whose features "
-                "images are compared with: set text=false for its image tower alone"
-            )
-        return load_clip(name, pretrained, **options)
-    return load_image_encoder(name, pretrained, projector=projector, **options)
+def architecture(name: Name) -> dict[str, Any]:
+    """open_clip's configuration of a model; that of an image encoder has no ``text_cfg``. Reads no
+    weights. Raises the errors of ``load_towers``."""
+    weights.refuse_joined(name)
+    model_cfg: dict[str, Any] = clip.find(name, load_weights=False)[0]["model_cfg"]
+    if "text_cfg" in model_cfg:
+        _check_clip(name, model_cfg)
+    return model_cfg
 
 
-def check_tokenizer(name: str | Path | Mapping[str, Any]) -> None:
+def check_tokenizer(name: Name) -> None:
     """Raises FileNotFoundError or ValueError where the tokenizer of a model that is to be trained
-    cannot be had; reads no weights."""
+    cannot be had; reads no weights. Ids are checked where the model is loaded."""
     _refuse_transformers(name)
-    clip.check_tokenizer(name)
+    config, _, directory = clip.find(name, load_weights=False)
+    text_cfg = config["model_cfg"].get("text_cfg") or {}
+    if text_cfg.get("hf_tokenizer_name"):
+        fetched(clip.tokenizer_of(text_cfg, directory, sys.maxsize))
 
 
-def _refuse_transformers(name: object) -> None:
+def refuse_without_weights(name: str | Path) -> None:
+    """Raises ValueError, which lists the tags, for the name of an architecture alone; before that,
+    the errors of its configuration."""
+    if clip.is_without_weights(name):
+        architecture(name)
+        raise ValueError(
+            f"{name} names no weights: give {name}@TAG with a tag of open_clip's (tags: "
+            f"{clip.tags(str(name))}), {name}@FILE with a file of weights, or {name}@random"
+        )
+
+
+def _refuse_transformers(name: Name) -> None:
     if str(name).startswith(PREFIX):
         raise ValueError(
             f"{name} is a model of transformers, which can be evaluated but not trained or joined: "
@@ -68,8 +212,15 @@ def _refuse_transformers(name: object) -> None:
         )
 
 
+def _where(name: Name) -> str:
+    return "the model config" if isinstance(name, Mapping) else str(name)
+
+
+# --- for training ----------------------------------------------------------------------------
+
+
 def prepare_model(
-    model: AnyModel,
+    model: Model,
     *,
     lock: Mapping[str, Any],
     lora: Mapping[str, Any] | None,
@@ -80,7 +231,7 @@ def prepare_model(
 ) -> None:
     """Prepares a model for training, in place: locks, adapters, precision, recomputation, patches.
 
-    ``lock`` and ``lora`` are the arguments of ClipModel.lock and add_lora; ``seed`` draws adapters.
+    ``lock`` and ``lora`` are the arguments of Model.lock and add_lora; ``seed`` draws adapters.
     """
     model.lock(**lock)
     if lora is not None:
@@ -91,6 +242,9 @@ def prepare_model(
     model.train()
     if grad_checkpointing:
         model.set_grad_checkpointing(True)
+
+
+# --- several models --------------------------------------------------------------------------
 
 
 def common_config(directories: Sequence[Path]) -> dict[str, Any]:
@@ -105,17 +259,17 @@ def common_config(directories: Sequence[Path]) -> dict[str, Any]:
     for path, config in zip(directories[1:], others, strict=True):
         if config == first:
             continue
-        found = _difference(first["model_cfg"], config["model_cfg"], "model_cfg")
-        if not found:
+        difference = _difference(first["model_cfg"], config["model_cfg"], "model_cfg")
+        if not difference:
             sides = [
-                load_any(one, load_weights=False).config["preprocess_cfg"]
+                load_towers(one, load_weights=False).config["preprocess_cfg"]
                 for one in (directories[0], path)
             ]
-            found = _difference(sides[0], sides[1], "preprocess_cfg")
-        if found:
+            difference = _difference(sides[0], sides[1], "preprocess_cfg")
+        if difference:
             raise ValueError(
-                f"{path} has another {weights.CONFIG} than {directories[0]}, where {found}: only "
-                "models of one architecture and preprocessing can be joined"
+                f"{path} has another {weights.CONFIG} than {directories[0]}, where {difference}: "
+                "only models of one architecture and preprocessing can be joined"
             )
     base = bases.pop() if len(bases) == 1 else None
     return first | ({"base_digest": base} if base else {})

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from mclclip.models import towers
-from mclclip.models.image_model import ImageModel
+from mclclip.models.model import Model
 from mclclip.models.options import Targets
 
 _ATTENTION, _MLP = ("attn", "attention"), ("mlp", "ffn", "feedforward")
@@ -60,7 +60,7 @@ class LowRank(nn.Module):
 
 
 def add_lora(
-    model: ImageModel,
+    model: Model,
     *,
     rank: int,
     alpha: float,
@@ -141,7 +141,7 @@ def _in_attention(path: str, inside: dict[str, nn.Module]) -> bool:
     return False
 
 
-def merge_lora(model: ImageModel) -> None:
+def merge_lora(model: Model) -> None:
     """Adds the adapters to their weights, in place; modules and names are then as without LoRA.
 
     All merged weights are frozen. Raises ValueError where the model has no adapters.
@@ -161,11 +161,11 @@ def merge_lora(model: ImageModel) -> None:
     model.update_frozen()
 
 
-def _adapted(model: ImageModel) -> Iterator[nn.Module]:
+def _adapted(model: Model) -> Iterator[nn.Module]:
     return (m for m in model.exported.modules() if parametrize.is_parametrized(m))
 
 
-def _check(model: ImageModel, rank: int, alpha: float, dropout: float, targets: str) -> None:
+def _check(model: Model, rank: int, alpha: float, dropout: float, targets: str) -> None:
     if any(_adapted(model)):
         raise ValueError("the model has LoRA adapters already: merge them first")
     if targets not in get_args(Targets):

@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from mclclip.models import weights
-from mclclip.models.clip import load_image_encoder
-from mclclip.models.image_encoder import ImageEncoder
-from mclclip.models.loading import AnyModel, load_any
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 
 # Raised where a computation depends on values, which fake tensors do not have.
 NeedsValues = DataDependentOutputException
@@ -37,10 +36,10 @@ NeedsValues = DataDependentOutputException
 
 def load_shapes(
     name: str | Path | Mapping[str, Any], *, text: bool = True, projector: Sequence[int] = ()
-) -> AnyModel:
-    """`load_any` on the "meta" device: no weights are read, fetched, drawn or allocated.
+) -> Model:
+    """`load_towers` on the "meta" device: no weights are read, fetched, drawn or allocated.
 
-    Raises ValueError and FileNotFoundError as `load_any`, and ValueError for a model on the hub,
+    Raises ValueError and FileNotFoundError as `load_towers`, and ValueError for a model on the hub,
     which would have to be fetched.
     """
     weights.refuse_joined(name)
@@ -50,17 +49,7 @@ def load_shapes(
             "a copy to plan without fetching it"
         )
     with torch.device("meta"), _StayOnMeta():
-        return load_any(name, text=text, projector=projector, load_weights=False)
-
-
-def load_image_shapes(name: str | Path | Mapping[str, Any]) -> ImageEncoder:
-    """`load_image_encoder` on the "meta" device: the image tower of a model that is not fetched.
-
-    Raises ValueError and FileNotFoundError as `load_image_encoder`.
-    """
-    weights.refuse_joined(name)
-    with torch.device("meta"), _StayOnMeta():
-        return load_image_encoder(name, load_weights=False)
+        return load_towers(name, text=text, projector=projector, load_weights=False)
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

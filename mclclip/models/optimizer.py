@@ -6,7 +6,7 @@ Parameter groups have two fields besides those that the optimizer reads:
     max_value  upper bound of the parameters, which are set back to it after every step
 
 They come from submodules with `upper_bounds` (name -> largest value) or `layers_above` (name ->
-number of layers above), such as ClipModel, wherever these are in the trained module.
+number of layers above), such as Model, wherever these are in the trained module.
 """
 
 import math

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mclclip.models.image_model import ImageModel
+from mclclip.models.model import Model
 
 
 class PatchDropout(nn.Module):
@@ -41,7 +41,7 @@ class PatchDropout(nn.Module):
         return torch.cat([first, patches[rows, kept]], dim=1)
 
 
-def drop_patches(model: ImageModel, share: float) -> None:
+def drop_patches(model: Model, share: float) -> None:
     """Has the image tower drop this share of the patches in training; 0 leaves it as it is.
 
     The module has no weights and is in no configuration, so exports know nothing of it. Call it

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.models import weights
-from mclclip.models.loading import AnyModel, common_config, load_any
+from mclclip.models.loading import common_config, load_towers
+from mclclip.models.model import Model
 
 _BATCH_COUNT = "num_batches_tracked"
 STATISTICS_IMAGES = 4096
@@ -97,9 +98,9 @@ def needs_statistics(ingredients: Sequence[Path]) -> bool:
 def load_soup(
     ingredients: Sequence[Path],
     shares: Sequence[float],
-    images: Callable[[AnyModel], Iterable[Tensor]] | None = None,
-    model: AnyModel | None = None,
-) -> tuple[AnyModel, dict[str, Tensor], int]:
+    images: Callable[[Model], Iterable[Tensor]] | None = None,
+    model: Model | None = None,
+) -> tuple[Model, dict[str, Tensor], int]:
     """A soup in memory, its tensors, and the number of images that its batch norms were estimated
     on (0: they needed none).
 
@@ -109,7 +110,7 @@ def load_soup(
     """
     chosen = [path for path, share in zip(ingredients, shares, strict=True) if share]
     tensors, _ = combine(ingredients, shares)
-    model = load_any(chosen[0], load_weights=False) if model is None else model
+    model = load_towers(chosen[0], load_weights=False) if model is None else model
     weights.fill(model.exported, tensors, f"of the soup of {len(chosen)} models")
     if not needs_statistics(chosen):
         return model, tensors, 0

@@ -7,7 +7,7 @@ output of each module is the unchanged input of the next, the tower is a chain o
 timm's `group_matcher`, its grouping for layer-wise decay, says which of them form one block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -24,7 +24,7 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
-from mclclip.models.towers import NO_POOLED, ImageLayout, Layout, Step, belongs, checked
+from mclclip.models.towers import NO_POOLED, ImageLayout, Step, belongs, checked
 
 _FIRST = (
     *("patch_embed", "cls_token", "reg_token", "dist_token", "pos_embed", "pos_drop"),
@@ -37,7 +37,11 @@ def timm_layout(tower: Any) -> ImageLayout:
 
     Raises ValueError, naming timm's class, for a tower whose blocks do not form a chain.
     """
-    kinds = {VisionTransformer: _TokenLayout, Eva: _EvaLayout, VisionTransformerRelPos: _RelPos}
+    kinds: dict[type[Any], type[_TimmLayout]] = {
+        VisionTransformer: _TokenLayout,
+        Eva: _EvaLayout,
+        VisionTransformerRelPos: _RelPosLayout,
+    }
     for kind, layout in kinds.items():
         if getattr(type(tower.trunk), "forward_features", None) is kind.forward_features:
             return checked(tower, _of_tokens(tower, layout))
@@ -45,26 +49,18 @@ def timm_layout(tower: Any) -> ImageLayout:
 
 
 class _TimmLayout(ImageLayout):
-    """Base class of the layouts of timm's towers, with the pooling and projection."""
+    """A tower with timm's pooling and open_clip's projection; as it stands, a chain of modules."""
 
     def pooled_dim(self, tower: Any) -> int | None:
         """Width of timm's features before its classifier; None where the pool projects."""
         return None if hasattr(tower.head, "pool") else int(tower.trunk.head_hidden_size)
 
     def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
-        for step in self._after(tower):
-            hidden = step(hidden)
         if not project and hasattr(tower.head, "pool"):
             raise ValueError(NO_POOLED)
         pooled: Tensor = tower.trunk.forward_head(hidden, pre_logits=not project)
-        if not project:
-            return pooled
-        features: Tensor = tower.head(pooled)
+        features: Tensor = tower.head(pooled) if project else pooled
         return features
-
-    def _after(self, tower: Any) -> Sequence[Step]:
-        """Modules that run between the last block and the pooling."""
-        return [tower.trunk.norm]
 
 
 # --- transformers over tokens ----------------------------------------------------------------
@@ -73,13 +69,11 @@ class _TimmLayout(ImageLayout):
 class _TokenLayout(_TimmLayout):
     """timm's `VisionTransformer`; the convolutions of a hybrid are part of its embedding."""
 
-    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
+    def _embed(self, tower: Any, images: Tensor) -> Tensor:
         trunk = tower.trunk
-        hidden = trunk.patch_drop(trunk._pos_embed(trunk.patch_embed(images)))
-        return trunk.norm_pre(hidden), self._steps(tower)
-
-    def _steps(self, tower: Any) -> Sequence[Step]:
-        return list(tower.trunk.blocks)
+        hidden: Tensor = trunk.patch_drop(trunk._pos_embed(trunk.patch_embed(images)))
+        hidden = trunk.norm_pre(hidden)
+        return hidden
 
 
 class _EvaLayout(_TimmLayout):
@@ -99,22 +93,21 @@ class _EvaLayout(_TimmLayout):
         return self._with(tower, rope.get_embed(**shape))
 
     def _with(self, tower: Any, rope: Tensor | None) -> Sequence[Step]:
-        own = rope is not None and getattr(tower.trunk, "rope_mixed", False)  # one for each block
-        blocks = enumerate(tower.trunk.blocks)
-        return [
-            partial(block, rope=rope[i] if own and rope is not None else rope)
-            for i, block in blocks
-        ]
+        blocks = tower.trunk.blocks
+        if rope is not None and getattr(tower.trunk, "rope_mixed", False):  # one for each block
+            return [partial(block, rope=own) for block, own in zip(blocks, rope, strict=False)]
+        return [partial(block, rope=rope) for block in blocks]
 
 
-class _RelPos(_TimmLayout):
+class _RelPosLayout(_TimmLayout):
     """timm's `VisionTransformerRelPos`, whose blocks may share a bias of relative positions."""
 
-    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
+    def _embed(self, tower: Any, images: Tensor) -> Tensor:
         hidden, token = tower.trunk.patch_embed(images), tower.trunk.cls_token
         if token is not None:
             hidden = torch.cat((token.expand(len(hidden), -1, -1), hidden), dim=1)
-        return hidden, self._steps(tower)
+        embedded: Tensor = hidden
+        return embedded
 
     def _steps(self, tower: Any) -> Sequence[Step]:
         shared = tower.trunk.shared_rel_pos
@@ -122,7 +115,7 @@ class _RelPos(_TimmLayout):
         return [partial(block, shared_rel_pos=bias) for block in tower.trunk.blocks]
 
 
-def _of_tokens(tower: Any, kind: Callable[..., _TimmLayout]) -> _TimmLayout:
+def _of_tokens(tower: Any, kind: type[_TimmLayout]) -> _TimmLayout:
     if getattr(tower.trunk, "dynamic_img_size", False) and kind is _EvaLayout:
         raise ValueError(
             "the image tower is a timm Eva for images of any size, which cannot be split or locked"
@@ -130,12 +123,14 @@ def _of_tokens(tower: Any, kind: Callable[..., _TimmLayout]) -> _TimmLayout:
     first = (name for name in _FIRST if getattr(tower.trunk, name, None) is not None)
     embedding = tuple(f"trunk.{name}" for name in first)
     blocks = tuple((f"trunk.blocks.{i}",) for i, _ in enumerate(tower.trunk.blocks))
-    return kind(embedding, blocks, *_head(tower, Layout(embedding, blocks, (), ())))
+    return kind(embedding, blocks, *_top(tower, embedding, blocks), ("trunk.norm",))
 
 
-def _head(tower: nn.Module, below: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _top(
+    tower: nn.Module, embedding: tuple[str, ...], blocks: tuple[tuple[str, ...], ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the final norms, and of everything else that is not in or before a block."""
-    known = below.trunk(below.num_blocks)
+    known = embedding + tuple(name for block in blocks for name in block)
     norms = tuple(
         name
         for name, module in tower.named_modules()
@@ -152,32 +147,7 @@ def _head(tower: nn.Module, below: Layout) -> tuple[tuple[str, ...], tuple[str, 
 # --- chains of modules -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _ChainLayout(_TimmLayout):
-    """A tower that is the modules of `embedding`, of the blocks and of `after`, in this order."""
-
-    after: tuple[str, ...] = ()
-
-    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
-        for name in self.embedding:
-            images = tower.get_submodule(name)(images)
-        return images, self._steps(tower)
-
-    def _steps(self, tower: Any) -> Sequence[Step]:
-        parts = [[tower.get_submodule(name) for name in block] for block in self.blocks]
-        return [part[0] if len(part) == 1 else partial(_in_turn, part) for part in parts]
-
-    def _after(self, tower: Any) -> Sequence[Step]:
-        return [tower.get_submodule(name) for name in self.after]
-
-
-def _in_turn(modules: Sequence[nn.Module], hidden: Tensor) -> Tensor:
-    for module in modules:
-        hidden = module(hidden)
-    return hidden
-
-
-def _of_chain(tower: Any) -> _ChainLayout:
+def _of_chain(tower: Any) -> _TimmLayout:
     trunk = tower.trunk
     try:
         groups = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
@@ -195,24 +165,16 @@ def _of_chain(tower: Any) -> _ChainLayout:
         if group > before:
             blocks.append([])
         blocks[-1].append(f"trunk.{name}")
-    after = _trailing(blocks)
-    names = tuple(map(tuple, blocks))
-    norm, projection = _head(tower, Layout(embedding, names, (), ()))
-    return _ChainLayout(embedding, names, norm, projection, after)
-
-
-def _trailing(blocks: list[list[str]]) -> tuple[str, ...]:
-    """Removes from the last block the modules after it (final norms, convolutions); returns them.
-
-    They are recognised by depth: they are direct children of the tower, blocks are not.
-    """
-    deep = [name.count(".") > 1 for block in blocks for name in block]
+    # Modules after the last block (final norms, convolutions) are known by their depth: they are
+    # direct children of the tower, blocks are not.
+    deep = any(name.count(".") > 1 for block in blocks for name in block)
     after: list[str] = []
-    while any(deep) and blocks[-1][-1].count(".") == 1:
+    while deep and blocks[-1][-1].count(".") == 1:
         after.insert(0, blocks[-1].pop())
         if not blocks[-1]:
             blocks.pop()
-    return tuple(after)
+    names = tuple(map(tuple, blocks))
+    return _TimmLayout(embedding, names, *_top(tower, embedding, names), tuple(after))
 
 
 @dataclass
@@ -233,7 +195,7 @@ class _Pass:
     """The calls of one training pass on the "meta" device, in the order in which they begin."""
 
     def __init__(self, trunk: Any, channels: int, image_size: tuple[int, int]) -> None:
-        self.trunk, self.calls = trunk, list[_Call]()
+        self.calls = list[_Call]()
         tensors = dict(trunk.named_parameters()) | dict(trunk.named_buffers())
         shapes = {name: torch.empty_like(t, device="meta") for name, t in tensors.items()}
         training = {module: module.training for module in trunk.modules()}
@@ -280,38 +242,33 @@ class _Pass:
 
         A module without parameters belongs to the group before it. `groups`: by parameter name.
         """
-        found = self._chain("", self.images, 0, self.features, groups)
-        if found is None:
+        chain = self._chain(_Call("", self.images, 0, self.features), groups)
+        if not chain:
             raise ValueError("its modules do not follow one another")
         steps, group = [], 0
-        for name in found:
+        for name in chain:
             group = max([group, *_groups_of(name, groups)])
             steps.append((name, group))
         return steps
 
-    def _chain(
-        self, name: str, given: Tensor, version: int, result: Tensor, groups: dict[str, int]
-    ) -> list[str] | None:
-        """The modules in `name` that make `result` of `given`; None where it is not a chain."""
-        inside = [c for c in self.calls if c.name.startswith(f"{name}." if name else "")]
+    def _chain(self, whole: _Call, groups: dict[str, int]) -> list[str]:
+        """The modules within a call that make its result of its argument; empty for no chain.
+
+        A module that timm puts into several groups is replaced by the chain inside of it, if any.
+        """
+        prefix = f"{whole.name}." if whole.name else ""
         chain: list[str] = []
-        hidden, skipped = given, ""
-        for call in (c for c in inside if c.name != name):
+        hidden, version, skipped = whole.given, whole.given_version, ""
+        for call in self.calls:
+            inside = call.name.startswith(prefix) and call.name != whole.name
             nested = skipped and call.name.startswith(f"{skipped}.")
-            if nested or call.given is not hidden or call.given_version != version:
+            if not inside or nested or call.given is not hidden or call.given_version != version:
                 continue
             skipped = call.name
-            chain += self._parts(call, groups)
+            parts = self._chain(call, groups) if len(_groups_of(call.name, groups)) > 1 else []
+            chain += parts or [call.name]
             hidden, version = call.result, call.result_version
-        return chain if hidden is result and len(set(chain)) == len(chain) else None
-
-    def _parts(self, call: _Call, groups: dict[str, int]) -> list[str]:
-        """The call's module, or the modules in it where timm puts them into several groups."""
-        if len(_groups_of(call.name, groups)) > 1 and call.given is not None:
-            parts = self._chain(call.name, call.given, call.given_version, call.result, groups)
-            if parts:
-                return parts
-        return [call.name]
+        return chain if hidden is whole.result and len(set(chain)) == len(chain) else []
 
 
 def _groups_of(name: str, groups: dict[str, int]) -> set[int]:

@@ -8,7 +8,8 @@ timm's image towers are in `timm_towers`. Nothing here imports open_clip or timm
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], Tensor]
 """A part of a tower's pass: hidden values in, hidden values out."""
+NO_POOLED = (
+    "the image tower's attention pool is its projection, so it has no features before its "
+    "projection: embed 'projected'"
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,18 @@ class Layout:
             return ()
         return self.embedding + tuple(name for block in self.blocks[:num_blocks] for name in block)
 
-    def last(self, num_blocks: int) -> tuple[str, ...]:
-        """Names in the last `num_blocks` blocks."""
-        blocks = self.blocks[self.num_blocks - num_blocks :]
+    def last(self, wanted: int | Literal["all"], option: str, tower: str) -> tuple[str, ...]:
+        """Names in the last `wanted` blocks.
+
+        Raises ValueError, which names the `option` and the `tower`, for more than there are.
+        """
+        number = self.num_blocks if wanted == "all" else wanted
+        if not 0 <= number <= self.num_blocks:
+            raise ValueError(
+                f"{option} is {wanted}, but the {tower} tower has {self.counted}: give 0 to "
+                f"{self.num_blocks}, or 'all'"
+            )
+        blocks = self.blocks[self.num_blocks - number :]
         return tuple(name for block in blocks for name in block)
 
     def layers_above(self, name: str) -> int:
@@ -75,11 +89,16 @@ class Layout:
         return [module for module in modules if any(True for _ in module.parameters())]
 
 
+@dataclass(frozen=True)
 class ImageLayout(Layout, ABC):
     """The layout of an image tower, which can also run a part of the tower.
 
-    Subclasses define `_start`, `_steps` and `_finish`, which together are the forward pass.
+    `_start` (or `_embed` and `_steps`) and `_finish` together are the forward pass. As they stand
+    here, the modules of `embedding`, of the blocks and of `after` are run one after the other.
     """
+
+    after: tuple[str, ...] = ()
+    """Modules between the last block and the pooling."""
 
     def run_trunk(self, tower: nn.Module, images: Tensor, num_blocks: int) -> Tensor:
         """[B, 3, H, W] -> input of block `num_blocks`; for 0 the images themselves."""
@@ -113,54 +132,64 @@ class ImageLayout(Layout, ABC):
                 hidden = checkpoint(step, hidden, use_reentrant=False)
             else:
                 hidden = step(hidden)
+        for name in self.after:
+            hidden = tower.get_submodule(name)(hidden)
         return self._finish(tower, hidden, project)
 
     @abstractmethod
     def pooled_dim(self, tower: Any) -> int | None:
         """Width of the features before the projection; None where there are none."""
 
-    @abstractmethod
     def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
         """Returns the input of the first block, and the blocks."""
+        return self._embed(tower, images), self._steps(tower)
 
-    @abstractmethod
+    def _embed(self, tower: Any, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> input of the first block."""
+        return _in_turn([tower.get_submodule(name) for name in self.embedding], images)
+
     def _steps(self, tower: Any) -> Sequence[Step]:
         """The blocks, one step each."""
+        parts = [[tower.get_submodule(name) for name in block] for block in self.blocks]
+        return [part[0] if len(part) == 1 else partial(_in_turn, part) for part in parts]
 
     @abstractmethod
     def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
-        """Output of the last block -> features [B, D]."""
+        """Output of the last block, behind `after` -> features [B, D]."""
+
+
+def _in_turn(modules: Sequence[nn.Module], hidden: Tensor) -> Tensor:
+    for module in modules:
+        hidden = module(hidden)
+    return hidden
 
 
 class VisionTransformerLayout(ImageLayout):
     """open_clip's `VisionTransformer`."""
 
-    @staticmethod
-    def of(tower: nn.Module) -> "VisionTransformerLayout":
-        """The layout of `tower`."""
-        blocks = tower.get_submodule("transformer.resblocks")
-        embedding = ("conv1", "class_embedding", "positional_embedding", "patch_dropout", "ln_pre")
-        layout = VisionTransformerLayout(
-            embedding=_present(tower, *embedding),
-            blocks=tuple((f"transformer.resblocks.{i}",) for i, _ in enumerate(blocks.children())),
-            norm=("ln_post",),
-            projection=_present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
-        )
-        return checked(tower, layout)
-
     def pooled_dim(self, tower: Any) -> int | None:
         """Width of the final norm."""
         return int(tower.ln_post.normalized_shape[0])
 
-    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
-        return tower._embeds(images), self._steps(tower)
-
-    def _steps(self, tower: Any) -> Sequence[Step]:
-        return list(tower.transformer.resblocks)
+    def _embed(self, tower: Any, images: Tensor) -> Tensor:
+        hidden: Tensor = tower._embeds(images)
+        return hidden
 
     def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
         pooled: Tensor = tower._pool(hidden)[0]
         return pooled if tower.proj is None or not project else pooled @ tower.proj
+
+
+def vision_transformer_layout(tower: nn.Module) -> VisionTransformerLayout:
+    """The layout of open_clip's `VisionTransformer`."""
+    embedding = ("conv1", "class_embedding", "positional_embedding", "patch_dropout", "ln_pre")
+    layout = VisionTransformerLayout(
+        embedding=_present(tower, *embedding),
+        blocks=_numbered(tower, "transformer.resblocks"),
+        norm=("ln_post",),
+        projection=_present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
+    )
+    return checked(tower, layout)
 
 
 class ResNetLayout(ImageLayout):
@@ -168,17 +197,6 @@ class ResNetLayout(ImageLayout):
 
     `norm` is empty: a ResNet has no final norm, its batch norms belong to their blocks.
     """
-
-    @staticmethod
-    def of(tower: nn.Module) -> "ResNetLayout":
-        """The layout of `tower`."""
-        stem = _present(tower, "conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
-        residual = tuple(
-            (f"layer{i}.{n}",)
-            for i in range(1, 5)
-            for n, _ in enumerate(tower.get_submodule(f"layer{i}").children())
-        )
-        return checked(tower, ResNetLayout((), (stem, *residual), (), ("attnpool",)))
 
     @property
     def counted(self) -> str:
@@ -193,9 +211,6 @@ class ResNetLayout(ImageLayout):
         """None: the attention pool is the projection."""
         return None
 
-    def _start(self, tower: Any, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
-        return images, self._steps(tower)
-
     def _steps(self, tower: Any) -> Sequence[Step]:
         return [tower.stem, *(tower.get_submodule(name) for (name,) in self.blocks[1:])]
 
@@ -206,10 +221,31 @@ class ResNetLayout(ImageLayout):
         return features
 
 
-NO_POOLED = (
-    "the image tower's attention pool is its projection, so it has no features before its "
-    "projection: embed 'projected'"
-)
+def resnet_layout(tower: nn.Module) -> ResNetLayout:
+    """The layout of open_clip's `ModifiedResNet`."""
+    stem = _present(tower, "conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
+    residual = [block for i in range(1, 5) for block in _numbered(tower, f"layer{i}")]
+    return checked(tower, ResNetLayout((), (stem, *residual), (), ("attnpool",)))
+
+
+class ConvolutionLayout(ImageLayout):
+    """A convolutional backbone: a stem (the embedding), blocks, and an average pooling."""
+
+    def pooled_dim(self, tower: Any) -> int:
+        """Width of the features: there is no projection."""
+        return int(tower.embed_dim)
+
+    def _finish(self, tower: Any, hidden: Tensor, project: bool) -> Tensor:
+        return torch.flatten(tower.trunk.avgpool(hidden), 1)
+
+
+def convolution_layout(
+    tower: nn.Module, stem: Sequence[str], layers: Iterable[str]
+) -> ConvolutionLayout:
+    """The layout of a backbone: every module in a layer that is no part of the stem is a block."""
+    blocks = [block for layer in layers for block in _numbered(tower, layer)]
+    kept = tuple(block for block in blocks if block[0] not in stem)
+    return checked(tower, ConvolutionLayout(tuple(stem), kept, (), ()))
 
 
 def text_layout(tower: nn.Module) -> Layout:
@@ -219,19 +255,18 @@ def text_layout(tower: nn.Module) -> Layout:
     blocks are found.
     """
     transformer = getattr(tower, "transformer", None)
-    own = getattr(transformer, "resblocks", None)
-    if own is not None:
+    if getattr(transformer, "resblocks", None) is not None:
         return Layout(
             embedding=_present(tower, "token_embedding", "positional_embedding", "cls_emb"),
-            blocks=tuple((f"transformer.resblocks.{i}",) for i, _ in enumerate(own.children())),
+            blocks=_numbered(tower, "transformer.resblocks"),
             norm=("ln_final",),
             projection=_present(tower, "text_projection"),
         )
-    lists = [
-        (f"transformer.{name}", module)
-        for name, module in (transformer.named_modules() if transformer is not None else ())
-        if isinstance(module, nn.ModuleList)
-    ]
+    lists = {
+        name: len(module)
+        for name, module in tower.named_modules()
+        if name.startswith("transformer.") and isinstance(module, nn.ModuleList)
+    }
     if not lists:
         raise ValueError(
             f"the text tower is a {type(tower).__name__} whose blocks are not known: lock it, or "
@@ -239,16 +274,21 @@ def text_layout(tower: nn.Module) -> Layout:
         )
     # In Hugging Face's encoders the blocks are the longest module list. Parameters registered
     # before it are the embedding, those after it the final norm.
-    name, layers = max(lists, key=lambda pair: len(pair[1]))
-    blocks = tuple((f"{name}.{i}",) for i in range(len(layers)))
-    outside: tuple[list[str], list[str]] = ([], [])
-    seen = False
+    name = max(lists, key=lists.__getitem__)
+    before, after = list[str](), list[str]()
+    side = before
     for tensor, _ in tower.named_parameters(remove_duplicate=False):
         if tensor.startswith(f"{name}."):
-            seen = True
+            side = after
         elif tensor.startswith("transformer.") and ".pooler." not in tensor:
-            outside[seen].append(tensor)
-    return Layout(tuple(outside[0]), blocks, tuple(outside[1]), ("transformer.pooler", "proj"))
+            side.append(tensor)
+    top = ("transformer.pooler", "proj")
+    return Layout(tuple(before), _numbered(tower, name), tuple(after), top)
+
+
+def _numbered(tower: nn.Module, name: str) -> tuple[tuple[str, ...], ...]:
+    """Every module in the submodule `name` as one block."""
+    return tuple((f"{name}.{child}",) for child, _ in tower.get_submodule(name).named_children())
 
 
 def _present(tower: nn.Module, *names: str) -> tuple[str, ...]:
@@ -258,6 +298,11 @@ def _present(tower: nn.Module, *names: str) -> tuple[str, ...]:
 def belongs(name: str, parts: tuple[str, ...]) -> bool:
     """Whether the tensor `name` is one of `parts` or lies below one."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def pair(size: Any) -> tuple[int, int]:
+    """Height and width of a size that may be one number."""
+    return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (size, size)
 
 
 L = TypeVar("L", bound=ImageLayout)

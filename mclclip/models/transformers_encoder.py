@@ -18,9 +18,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mclclip import files
-from mclclip.models import config_check, config_limits, tokenizer_proof, weights
+from mclclip.models import config_check, weights
 from mclclip.models.hub import fetched, one_line, quiet
-from mclclip.models.image_model import unit
+from mclclip.models.tokenizer import PROBES, prove, tokens_of
 from mclclip.options import shown
 
 PREFIX = "hf:"
@@ -82,60 +82,55 @@ class _Tokens:
         def own() -> Any:
             return self.tokenizer(texts, return_tensors="pt", **options)["input_ids"]
 
-        tokens: Tensor = tokenizer_proof.tokens_of(own, len(texts), length, self.vocabulary, where)
+        tokens: Tensor = tokens_of(own, len(texts), length, self.vocabulary, where)
         return tokens
 
 
-class TransformersEncoder(nn.Module):
-    """A model of transformers as an ``Encoder``, frozen and in eval mode.
+class TransformersModel(nn.Module):
+    """A model of transformers, as an `Encoder` runs its stages: features are raw.
 
     CLIP's texts need no attention mask beside their causal one, since features are read at the end
-    of the text; SigLIP was trained without one.
+    of the text; SigLIP was trained without one. ``lower``: texts are tokenised in lower case.
     """
 
     def __init__(self, model: Any, processor: Any, tokenizer: Any, lower: bool = False) -> None:
         super().__init__()
-        self.model = model.requires_grad_(False).eval()
+        self.model = model
         text = model.config.text_config
         self.embed_dim = int(
             getattr(model.config, "projection_dim", None)
             or getattr(text, "projection_size", None)
             or text.hidden_size
         )
-        self.logit_scale = model.logit_scale.exp().item()
         length, vocabulary = int(text.max_position_embeddings), int(text.vocab_size)
         self.tokenizer = _Tokens(tokenizer, length, vocabulary, lower)
         self.preprocess_val = Pixels(processor)
-        self.eval()
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return next(self.parameters()).device
+    def logit_scale(self) -> Tensor:
+        """The multiplier of cosines, 0-dimensional or [1]."""
+        scale: Tensor = self.model.logit_scale.exp()
+        return scale
 
-    @torch.no_grad()
     def encode_image(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, E]."""
-        return unit(_rows(self.model.get_image_features(pixel_values=images.to(self.device))))
+        """[B, 3, H, W] -> [B, E]."""
+        return _rows(self.model.get_image_features(pixel_values=images))
 
-    @torch.no_grad()
     def encode_pooled(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, width], features before the projection (SigLIP has none)."""
-        return unit(self.model.vision_model(pixel_values=images.to(self.device)).pooler_output)
+        """[B, 3, H, W] -> [B, width], features before the projection (SigLIP has none)."""
+        return _rows(self.model.vision_model(pixel_values=images))
 
-    @torch.no_grad()
     def encode_text(self, tokens: Tensor) -> Tensor:
-        """[B, context] int64 -> unit [B, E]."""
-        return unit(_rows(self.model.get_text_features(input_ids=tokens.to(self.device))))
+        """[B, context] int64 -> [B, E]."""
+        return _rows(self.model.get_text_features(input_ids=tokens))
 
 
-def _rows(found: Any) -> Tensor:
+def _rows(output: Any) -> Tensor:
     """Features [B, E]: transformers 4 returns them, transformers 5 an output that holds them."""
-    rows: Tensor = found if isinstance(found, Tensor) else found.pooler_output
+    rows: Tensor = output if isinstance(output, Tensor) else output.pooler_output
     return rows
 
 
-def load(name: str) -> TransformersEncoder:
+def load(name: str) -> TransformersModel:
     """Loads ``hf:FOLDER`` or, from the hub or its cache, ``hf:ORG/NAME``, on the CPU in fp32.
 
     Raises FileNotFoundError where there are no files of a model, and ValueError where
@@ -154,29 +149,29 @@ def load(name: str) -> TransformersEncoder:
         length = int(model.config.text_config.max_position_embeddings)
         tokenizer, lower = _tokenizer(transformers, kind, directory, length)
     weights.refuse_not_finite(model, str(directory))
-    encoder = TransformersEncoder(model, processor, tokenizer, lower)
-    _check_fit(encoder, directory)
-    return encoder
+    loaded = TransformersModel(model, processor, tokenizer, lower)
+    _check_fit(loaded, directory)
+    return loaded
 
 
-def _check_fit(encoder: TransformersEncoder, directory: Path) -> None:
+def _check_fit(loaded: TransformersModel, directory: Path) -> None:
     """Raises ValueError where pixels or tokens are not what the model takes."""
-    side = int(encoder.model.config.vision_config.image_size)
+    side = int(loaded.model.config.vision_config.image_size)
     wanted = (3, side, side)
     for size in ((40, 60), (90, 50)):
-        pixels = tuple(encoder.preprocess_val(Image.new("RGB", size)).shape)
+        pixels = tuple(loaded.preprocess_val(Image.new("RGB", size)).shape)
         if pixels != wanted:
             raise ValueError(
                 f"{directory / PREPROCESSOR} makes pixels of shape {pixels}, the model takes "
                 f"{wanted}: correct its size and crop_size"
             )
-    words, known = len(encoder.tokenizer.tokenizer), encoder.model.config.text_config.vocab_size
+    words, known = len(loaded.tokenizer.tokenizer), loaded.model.config.text_config.vocab_size
     if words > known:
         raise ValueError(
             f"the tokenizer in {directory} has {words:,} tokens, the model {known:,}: it is of "
             "another model"
         )
-    encoder.tokenizer([*tokenizer_proof.PROBES])
+    loaded.tokenizer([*PROBES])
 
 
 @contextmanager
@@ -242,9 +237,9 @@ def _check_config(config: object, directory: Path) -> _Kind:
             )
         for key, value in part.items():
             if not isinstance(value, Mapping):
-                config_limits.check_numbers(value, str(key), what)
+                config_check.check_numbers(value, str(key), what)
     vision, text = config["vision_config"], config["text_config"]
-    config_limits.check_memory({"vision_cfg": _sizes(vision), "text_cfg": _sizes(text)})
+    config_check.check_memory({"vision_cfg": _sizes(vision), "text_cfg": _sizes(text)})
     return KINDS[str(config["model_type"])]
 
 
@@ -276,7 +271,7 @@ def _check_preprocessor(path: Path) -> None:
     for name in ("size", "crop_size"):
         value = record.get(name, {})
         for side in value.values() if isinstance(value, Mapping) else [value]:
-            config_limits.check_numbers(side, "image_size", f"{name} of {path}")
+            config_check.check_numbers(side, "image_size", f"{name} of {path}")
 
 
 def _sizes(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +324,7 @@ def _tokenizer(
     if not own:
         config_check.check_tokenizer_files(directory)
     loader = str(name) if own else "AutoTokenizer"
-    tokenizer_proof.prove(directory, context_length, loader)
+    prove(directory, context_length, loader)
     load = getattr(transformers, loader).from_pretrained
     # With an empty configuration, transformers does not look in config.json for other classes.
     options = {} if own else {"config": transformers.PretrainedConfig()}

@@ -1,25 +1,33 @@
-"""Transforms from images to tensors, for any number of channels: SimCLR's augmentations, and none.
+"""Transforms from images to tensors: SimCLR's augmentations, none, and a fast form of open_clip's.
 
 An image is a PIL image or a uint8 array [H, W, C]; the result is float32 [C, H, W]. Crops and flips
 act on all channels alike. Colours are changed in the first three channels only, if there are three
 or more; otherwise the first channel is changed in brightness and contrast. Randomness comes from
 torch's global generator alone, which the caller seeds for every view.
 
-An augmentation with a `kind` selects one of these; otherwise open_clip's towers are trained with
-open_clip's own transforms.
+An augmentation with a `kind` selects one of these, for any number of channels; otherwise
+open_clip's towers are trained with open_clip's own transforms, or with `FastTransform`. That draws
+the box that open_clip's transform draws from torch's global generator, and resizes it with torch's
+antialiased bicubic filter on uint8. Its pixels differ from those of PIL by at most 2 of 255
+(`tests/unit/models/test_fast_pixels.py`, `tests/benchmarks/README.md`). They stay uint8 until they
+are on the device, where `normalized` does what open_clip's transform does last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import numpy.typing as npt
+import PIL
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
+from torch.nn import functional
 
 import mclclip.torchvision_fix  # noqa: F401
 
@@ -28,6 +36,12 @@ from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as ops
 
 from mclclip.options import STRICT, Share, first_problem
+
+# The steps of open_clip's training transform, where no further augmentation is asked for.
+_FAST_STEPS = ("RandomResizedCrop", "MaybeConvertMode", "MaybeToTensor", "Normalize")
+_TRIES = 10
+Box = tuple[int, int, int, int]
+RowsFirst = Literal["never", "shrunk"]
 
 KIND = "kind"
 """The field of an augmentation that names a transform of this file."""
@@ -38,7 +52,7 @@ Pair = tuple[Transform, Transform]
 
 
 @dataclass(frozen=True)
-class Look:
+class PixelFormat:
     """Size and number format of a tower's images.
 
     size      height and width in pixels
@@ -73,19 +87,19 @@ class Look:
 class PlainTransform:
     """Resizes the image until it covers the tower's size, and cuts out the middle."""
 
-    look: Look
+    format: PixelFormat
     reads_arrays: ClassVar[bool] = True
 
     def __call__(self, image: Any) -> Tensor:
         """Image -> [C, H, W]."""
-        pixels, (height, width) = self.look.pixels(image), self.look.size
+        pixels, (height, width) = self.format.pixels(image), self.format.size
         if pixels.shape[1:] != (height, width):
             _, high, wide = pixels.shape
             scale = max(height / high, width / wide)
             sides = [max(round(high * scale), height), max(round(wide * scale), width)]
             pixels = ops.resize(pixels, sides, InterpolationMode.BICUBIC, antialias=True)
             pixels = ops.center_crop(pixels, [height, width]).clamp(0.0, 1.0)
-        return self.look.normalized(pixels)
+        return self.format.normalized(pixels)
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -123,41 +137,35 @@ class PlainOptions:
 class SimCLRTransform:
     """A random crop, perhaps mirrored, with other colours; see `SimCLROptions`."""
 
-    look: Look
+    format: PixelFormat
     options: SimCLROptions
     reads_arrays: ClassVar[bool] = True
 
     def __call__(self, image: Any) -> Tensor:
         """Image -> [C, H, W]; draws from torch's global generator."""
-        options, pixels = self.options, self.look.pixels(image)
+        options, pixels = self.options, self.format.pixels(image)
         top, left, height, width = RandomResizedCrop.get_params(
             pixels, list(options.scale), [3 / 4, 4 / 3]
         )
-        size = list(self.look.size)
+        size = list(self.format.size)
         pixels = ops.resized_crop(
             pixels, top, left, height, width, size, InterpolationMode.BICUBIC, antialias=True
         ).clamp(0.0, 1.0)
-        if _drawn(options.flip):
+        if torch.rand(()) < options.flip:
             pixels = ops.horizontal_flip(pixels)
-        if _drawn(options.jitter):
-            pixels = _on_colours(_jittered, pixels, options.strength)
-        if _drawn(options.grayscale):
-            pixels = _on_colours(_grey, pixels)
-        if _drawn(options.blur):
+        # The first three channels have colours, or the only one has brightness and contrast.
+        colours = pixels[: 3 if len(pixels) >= 3 else 1]
+        others = pixels[len(colours) :]
+        if torch.rand(()) < options.jitter:
+            colours = _jittered(colours, options.strength)
+        if torch.rand(()) < options.grayscale and len(colours) == 3:
+            colours = ops.rgb_to_grayscale(colours, num_output_channels=3)
+        pixels = torch.cat([colours, others])
+        if torch.rand(()) < options.blur:
             side = 2 * (min(size) // 20) + 1
             sigma = 0.1 + 1.9 * float(torch.rand(()))
             pixels = ops.gaussian_blur(pixels, [side, side], [sigma, sigma])
-        return self.look.normalized(pixels)
-
-
-def _drawn(probability: float) -> bool:
-    return bool(torch.rand(()) < probability)
-
-
-def _on_colours(change: Callable[..., Tensor], pixels: Tensor, *args: Any) -> Tensor:
-    """Changes the first three channels, or the only one; the others stay as they are."""
-    number = 3 if len(pixels) >= 3 else 1
-    return torch.cat([change(pixels[:number], *args), pixels[number:]])
+        return self.format.normalized(pixels)
 
 
 def _jittered(colours: Tensor, strength: float) -> Tensor:
@@ -183,17 +191,13 @@ def _between(low: float, high: float) -> float:
     return low + (high - low) * float(torch.rand(()))
 
 
-def _grey(colours: Tensor) -> Tensor:
-    return ops.rgb_to_grayscale(colours, num_output_channels=3) if len(colours) == 3 else colours
-
-
-_KINDS: dict[str, tuple[type[Any], Callable[[Look, Any], Transform]]] = {
+_KINDS: dict[str, tuple[type[Any], Callable[[PixelFormat, Any], Transform]]] = {
     "simclr": (SimCLROptions, SimCLRTransform),
-    "none": (PlainOptions, lambda look, _: PlainTransform(look)),
+    "none": (PlainOptions, lambda format, _: PlainTransform(format)),
 }
 
 
-def training(look: Look, augmentation: Mapping[str, Any]) -> Transform:
+def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
     """The training transform of an augmentation with a `kind`; ValueError for a wrong option."""
     kind = augmentation.get(KIND)
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -207,4 +211,118 @@ def training(look: Look, augmentation: Mapping[str, Any]) -> Transform:
     except ValidationError as error:
         name, problem = first_problem(error)
         raise ValueError(f"{f'augmentation {name}'.strip()}: {problem}") from None
-    return make(look, options)
+    return make(format, options)
+
+
+# --- open_clip's training transform on uint8 arrays ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class FastTransform:
+    """A random crop, resized.
+
+    size   height and width of the result in pixels
+    scale  smallest and largest share of the picture that a crop covers
+    ratio  smallest and largest width of a crop divided by its height
+    rows   which crops are resized in their height first, see `choose_rows_first`
+    """
+
+    size: tuple[int, int]
+    scale: tuple[float, float]
+    ratio: tuple[float, float]
+    rows: RowsFirst
+    reads_pixels: ClassVar[bool] = True
+    draws_from_torch_alone: ClassVar[bool] = True
+
+    def __call__(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+        """uint8 [H, W, 3] -> uint8 [3, height, width]; draws from torch's global generator."""
+        height, width = pixels.shape[:2]
+        top, left, high, wide = crop_box(height, width, self.scale, self.ratio)
+        crop = torch.from_numpy(pixels[top : top + high, left : left + wide])
+        images = crop.permute(2, 0, 1)[None]
+        if rows_first((high, wide), self.size, self.rows):
+            images = _resized(images, (self.size[0], wide))
+        return _resized(images, self.size)[0]
+
+
+def choose_rows_first(pillow: str) -> RowsFirst:
+    """Which crops a version of Pillow resizes in their height before their width.
+
+    Between its two passes it cuts pixels to 0 .. 255, so that the order shows where colours are
+    extreme, by up to 28 of 255. Version 13 begins with the height where that shrinks much more.
+    """
+    return "shrunk" if int(pillow.split(".")[0]) >= 13 else "never"
+
+
+def rows_first(have: tuple[int, int], wanted: tuple[int, int], rule: RowsFirst) -> bool:
+    """Whether Pillow resizes the height first, from (height, width) to (height, width)."""
+    lost = have[0] - wanted[0]
+    return rule == "shrunk" and lost > 0 and lost > 2 * (have[1] - wanted[1])
+
+
+def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """uint8 [b, 3, H, W] -> uint8 [b, 3, *size]; torch resizes the width first."""
+    return functional.interpolate(images, size, mode="bicubic", antialias=True)
+
+
+def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[float]) -> Box:
+    """Top, left, height and width of the box that torchvision's RandomResizedCrop takes.
+
+    It makes the same draws in the same order as its ``get_params``, in a third of the time.
+    """
+    if _nothing_fits(height, width, scale[0], ratio):
+        torch.empty(2 * _TRIES).uniform_()  # the draws of all tries
+    else:
+        low, high = torch.log(torch.tensor(ratio)).tolist()
+        drawn = torch.empty(2)
+        share, shape = drawn[:1], drawn[1:]
+        for _ in range(_TRIES):
+            share.uniform_(scale[0], scale[1])
+            shape.uniform_(low, high).exp_()
+            area, w_by_h = drawn.tolist()
+            area *= height * width
+            w, h = int(round(math.sqrt(area * w_by_h))), int(round(math.sqrt(area / w_by_h)))
+            if 0 < w <= width and 0 < h <= height:
+                top = int(torch.randint(0, height - h + 1, size=(1,)).item())
+                return top, int(torch.randint(0, width - w + 1, size=(1,)).item()), h, w
+    w, h = width, height
+    if width / height < min(ratio):
+        h = int(round(w / min(ratio)))
+    elif width / height > max(ratio):
+        w = int(round(h * max(ratio)))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def _nothing_fits(height: int, width: int, least: float, ratio: Sequence[float]) -> bool:
+    """Whether no draw gives a box inside of the picture, as where 0.9 of one of 3:2 is wanted.
+
+    A margin of a thousandth, which is more than draws are rounded by, is counted as fitting.
+    """
+    area = least * height * width
+    is_too_tall = 0.999 * ratio[0] * area > (width + 0.5) ** 2
+    return is_too_tall or area > 1.001 * ratio[1] * (height + 0.5) ** 2
+
+
+def fast_transform(train: Callable[[Any], Tensor]) -> FastTransform:
+    """The fast form of a model's training transform.
+
+    Raises ValueError where that is not open_clip's own, or does more than to crop and to resize.
+    """
+    steps = getattr(train, "transforms", [train])
+    found = tuple(type(step).__name__ for step in steps)
+    if found != _FAST_STEPS:
+        raise ValueError(
+            f"data.pixels=fast only crops and resizes, and the training transform is "
+            f"{', '.join(found)}: set data.pixels=exact"
+        )
+    size, scale, ratio = (tuple(getattr(steps[0], name)) for name in ("size", "scale", "ratio"))
+    return FastTransform(size, scale, ratio, choose_rows_first(PIL.__version__))
+
+
+def normalized(pixels: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """uint8 [..., C, H, W] -> float32 (pixels / 255 - mean) / deviation, where the pixels lie.
+
+    The operations are open_clip's, in its order, so that the bits are the same too. ``mean`` and
+    ``deviation`` are [C, 1, 1] on the same device.
+    """
+    return pixels.to(torch.float32).div_(255).sub_(mean).div_(deviation)

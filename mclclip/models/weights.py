@@ -32,6 +32,7 @@ WEIGHTS = "open_clip_model.safetensors"
 IMAGE_CONFIG = "config.json"
 IMAGE_WEIGHTS = "model.safetensors"
 CONCAT = "concat.json"
+CONCAT_WEIGHTS = "concat_model.safetensors"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
 _MOST_HEADER_BYTES = 1 << 24  # 10,000 tensors, more than published models have, take 2 MB
 _TOKENIZER_DATA = (".json", ".txt", ".model")
@@ -127,7 +128,7 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             f"model_cfg of {where} is {type(model_cfg).__name__}, wanted a mapping: export it again"
         )
     vision = model_cfg.get("vision_cfg")
-    brings_dim = isinstance(vision, Mapping) and "backbone" in vision  # backbones.KEY
+    brings_dim = isinstance(vision, Mapping) and "backbone" in vision  # config_check.BACKBONE
     wanted = ("vision_cfg",) if brings_dim else ("embed_dim", "vision_cfg")
     if missing := [key for key in wanted if key not in model_cfg]:
         raise ValueError(

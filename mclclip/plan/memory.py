@@ -17,8 +17,8 @@ from mclclip.engines import gradient_cache
 from mclclip.engines.engine import HALF
 from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory
-from mclclip.models.image_model import ImageModel
-from mclclip.models.loading import AnyModel, prepare_model
+from mclclip.models.loading import prepare_model
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, is_elementwise
 from mclclip.models.options import ModelConfig
 from mclclip.objectives import base as objectives
@@ -156,7 +156,7 @@ def _fitting(measured: dict[str, Any], room: float) -> int:
 # --- the training ------------------------------------------------------------------------------
 
 
-def _check_engine(model: AnyModel, name: str, options: TrainConfig, machine: Machine) -> None:
+def _check_engine(model: Model, name: str, options: TrainConfig, machine: Machine) -> None:
     """Refuses what the engine would refuse when it is built."""
     how, ranks = options.engine, machine.ranks
     if how.micro_batch is not None:
@@ -177,7 +177,7 @@ def _check_engine(model: AnyModel, name: str, options: TrainConfig, machine: Mac
         raise ValueError(f"{name}.engine.name=deepspeed trains float32, got precision=float64")
 
 
-def _batch(model: AnyModel, options: TrainConfig, local: int, cached_text: bool) -> Batch:
+def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) -> Batch:
     """A rank's batch, without values."""
     size = model.image_size
     height, width = (size, size) if isinstance(size, int) else size
@@ -220,7 +220,7 @@ def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
 # --- operations --------------------------------------------------------------------------------
 
 
-def encoder_operations(model: AnyModel) -> dict[str, int | None]:
+def encoder_operations(model: Model) -> dict[str, int | None]:
     """Operations of an ``image``, and of a ``text`` (None without a text tower), forward alone.
 
     ``model`` is a fake (``memory.faked``) whose weights nobody has begun to train.
@@ -276,7 +276,7 @@ def _training_operations(trainee: Trainee, batch: Batch, *, twice: bool) -> dict
             output = model.encode_trunk(images, frozen)
             image = memory.operations(lambda: model.encode_trunk(images, frozen)) // rows
         batch = replace(batch, views=[output])
-        encoders = [m for m in trainee.modules() if isinstance(m, ImageModel)]  # copies too
+        encoders = [m for m in trainee.modules() if isinstance(m, Model)]  # copies too
         for encoder in encoders:
             encoder.first_block = frozen
         cached = count()
@@ -293,7 +293,7 @@ def _training_operations(trainee: Trainee, batch: Batch, *, twice: bool) -> dict
 def _cost(
     config: Config,
     options: TrainConfig,
-    model: AnyModel,
+    model: Model,
     local: int,
     machine: Machine,
     model_bytes: int,
@@ -317,7 +317,7 @@ def _dtype(options: TrainConfig) -> torch.dtype:
     return torch.float64 if options.precision == "float64" else torch.float32
 
 
-def _sizes(model: AnyModel, options: TrainConfig) -> Sizes:
+def _sizes(model: Model, options: TrainConfig) -> Sizes:
     trained = [p for p in model.parameters() if p.requires_grad]
     blocks = [memory.size_bytes(block.parameters()) for block in model.blocks()]
     whole = memory.size_bytes(model.parameters())
@@ -331,7 +331,7 @@ def _sizes(model: AnyModel, options: TrainConfig) -> Sizes:
     )
 
 
-def _moments(model: AnyModel, options: TrainConfig) -> int:
+def _moments(model: Model, options: TrainConfig) -> int:
     """Bytes of the optimizer's state, which its first step makes."""
     optimizer = build_optimizer(model, **options.optimizer_arguments())
     gradients = _allocate_gradients(model)
@@ -343,7 +343,7 @@ def _moments(model: AnyModel, options: TrainConfig) -> int:
     return memory.size_bytes(value for value in state if isinstance(value, Tensor))
 
 
-def _counts(model: AnyModel) -> dict[str, dict[str, int]]:
+def _counts(model: Model) -> dict[str, dict[str, int]]:
     """Parameters by tower: trainable and frozen."""
     counts = {tower: {"trainable": 0, "frozen": 0} for tower in ("image", "text", "logit scale")}
     towers = {"visual": "image", "logit_scale": "logit scale", "logit_bias": "logit scale"}
@@ -354,7 +354,7 @@ def _counts(model: AnyModel) -> dict[str, dict[str, int]]:
 
 
 def _notes(
-    model: AnyModel, name: str, options: TrainConfig, machine: Machine, sizes: Sizes
+    model: Model, name: str, options: TrainConfig, machine: Machine, sizes: Sizes
 ) -> list[str]:
     """Lists where the estimate is coarser than elsewhere."""
     notes = []

@@ -20,8 +20,8 @@ from mclclip.checkpoint import Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
 from mclclip.engines.gradient_cache import Pullback
-from mclclip.models.image_model import pair
-from mclclip.models.loading import AnyModel
+from mclclip.models.model import Model
+from mclclip.models.towers import pair
 from mclclip.objectives.base import Objective
 from mclclip.ranks import data_wait, peer_watch, signals
 from mclclip.ranks.finiteness import NotFinite
@@ -46,7 +46,7 @@ class Trainee(nn.Module):
     ``bf16`` and ``fp16`` are autocast around the model.
     """
 
-    def __init__(self, model: AnyModel, objective: Objective, precision: str = "fp32") -> None:
+    def __init__(self, model: Model, objective: Objective, precision: str = "fp32") -> None:
         super().__init__()
         self.model = model
         self.objective = objective

@@ -30,11 +30,12 @@ from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.files import shown
-from mclclip.models.fast_pixels import fast_transform, normalized
-from mclclip.models.loading import AnyModel, load_any, prepare_model
+from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.options import ModelConfig
 from mclclip.models.tokenizer import fetched
+from mclclip.models.transforms import fast_transform, normalized
 from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
 from mclclip.ranks.process_group import Context, process_start
@@ -189,7 +190,7 @@ class Job:
         """Whether views are what the frozen blocks made of images once, not images."""
         return self.stage > 0 and self.config.trunk_cache.enabled
 
-    def start_from_trunk(self, model: AnyModel) -> None:
+    def start_from_trunk(self, model: Model) -> None:
         """Has the model start from the rows that stand for images, where they do.
 
         Raises RuntimeError where they are of other weights, and ValueError where blocks would be
@@ -214,7 +215,7 @@ def trunk_of(job: Job) -> TrunkRows | None:
     return TrunkRows.open_together(job.layout, job.config.trunk_cache.folder, job.index)
 
 
-def trainee_of(job: Job, model: AnyModel, objective: Objective) -> Trainee:
+def trainee_of(job: Job, model: Model, objective: Objective) -> Trainee:
     """Model and objective as one module, on the device."""
     trainee = Trainee(model, objective, job.options.precision).to(job.context.device)
     if job.trunk is not None:
@@ -244,7 +245,7 @@ def engine_of(job: Job, trainee: Trainee) -> Engine:
     )
 
 
-def objective_of(job: Job, model: AnyModel) -> Objective:
+def objective_of(job: Job, model: Model) -> Objective:
     """The objective, as its options build it.
 
     Raises ValueError for a batch of one sample where batch norms are trained.
@@ -363,7 +364,7 @@ def checkpoint_options(job: Job, identity: str) -> dict[str, Any]:
 
 def build_model(
     config: Config, layout: Layout, stage: int, options: TrainConfig, context: Context
-) -> AnyModel:
+) -> Model:
     """The model a stage starts from, with its locks and adapters, on its device.
 
     Raises ValueError where the objective reads captions and the model has no text tower.
@@ -371,13 +372,13 @@ def build_model(
     named = (config.trained_model if stage else None) or config.model
     same: dict[str, Any] = {"projector": named.projector, "augmentation": named.augmentation}
     if stage == 0 or config.trained_model is not None:
-        model = load_any(named.name, named.pretrained, text=named.text, seed=config.seed, **same)
+        model = load_towers(named.name, named.pretrained, text=named.text, seed=config.seed, **same)
     elif options.start == "random":
         # Every stage has its own seed: without groups the stages are a seed ensemble.
         seed = int(mix(config.seed, stage, _WEIGHTS) >> np.uint64(33))
-        model = load_any(layout.export(0), load_weights=False, seed=seed, **same)
+        model = load_towers(layout.export(0), load_weights=False, seed=seed, **same)
     else:
-        model = load_any(layout.export(stage - 1 if options.start == "previous" else 0), **same)
+        model = load_towers(layout.export(stage - 1 if options.start == "previous" else 0), **same)
     if options.objective.reads.captions and not model.reads_texts:
         raise ValueError(
             f"objective.kind={options.objective.kind} reads captions, and the model has no text "
@@ -391,7 +392,7 @@ def build_model(
 
 
 def loader_of(
-    job: Job, grouped: GroupedIndex, known_bad: np.ndarray, model: AnyModel, steps: range
+    job: Job, grouped: GroupedIndex, known_bad: np.ndarray, model: Model, steps: range
 ) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order."""
     options, data, reads = job.options, job.config.data, job.options.objective.reads
@@ -445,7 +446,7 @@ def check_pixels(config: Config, trainings: Iterable[str]) -> None:
         jpeg_library()
 
 
-def transform_of(pixels: Pixels, model: AnyModel) -> Callable[[Any], Tensor]:
+def transform_of(pixels: Pixels, model: Model) -> Callable[[Any], Tensor]:
     """The training transform, from a PIL image or (``fast``) from an array of pixels."""
     return fast_transform(model.preprocess_train) if pixels == "fast" else model.preprocess_train
 

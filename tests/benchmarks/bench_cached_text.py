@@ -28,7 +28,8 @@ from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import SINGLE
@@ -44,14 +45,14 @@ STEPS = 20
 NUM_MOVES = 4
 
 
-def locked(name: str | dict[str, Any], image_blocks: int | str) -> ClipModel:
+def locked(name: str | dict[str, Any], image_blocks: int | str) -> Model:
     """A random model in training mode, its text tower locked."""
-    model = load_clip(name)
+    model = load_towers(name)
     model.lock(image_blocks, image_norm=True, image_projection=True, text=False, logit_scale=True)  # type: ignore[arg-type]
     return model.train()
 
 
-def batches_of(model: ClipModel, size: int) -> tuple[Batch, Batch]:
+def batches_of(model: Model, size: int) -> tuple[Batch, Batch]:
     """The same images with tokens, and with text embeddings."""
     rng = torch.Generator().manual_seed(0)
     tokens = model.tokenizer([f"a photograph of {number} red squares" for number in range(size)])
@@ -69,7 +70,7 @@ def batches_of(model: ClipModel, size: int) -> tuple[Batch, Batch]:
     return Batch(**fixed, text=tokens), Batch(**fixed, text_features=features)
 
 
-def engine_of(model: ClipModel) -> Engine:
+def engine_of(model: Model) -> Engine:
     """The product's training step around a model."""
     trainee = Trainee(model, InfoNCE())
     optimizer = partial(build_optimizer, weight_decay=0.2, betas=(0.9, 0.98), eps=1e-6)
@@ -78,7 +79,7 @@ def engine_of(model: ClipModel) -> Engine:
 
 def time_steps(title: str, name: str | dict[str, Any], size: int, rounds: int) -> None:
     """Forward, backward and AdamW, with the last half and with all of the image blocks trained."""
-    half = load_clip(name, load_weights=False).num_blocks // 2
+    half = load_towers(name, load_weights=False).num_blocks // 2
     for blocks in (half, "all"):
         model = locked(name, blocks)
         engine = engine_of(model)
@@ -110,11 +111,11 @@ class Setting:
 
 def prepare(root: Path, setting: Setting) -> dict[str, Any]:
     """Index, stage 0 (a random encoder), float32 embeddings and pseudo labels; the options."""
-    base = load_clip(setting.model, seed=1)
+    base = load_towers(setting.model, seed=1)
     if setting.logit_scale is not None:
         with torch.no_grad():
             base.clip.logit_scale.fill_(math.log(setting.logit_scale))
-    save_export(base, root / "given")
+    base.save(root / "given")
     options = tiny.tree(root / "run", setting.data, locked_text=True)
     options |= {"num_stages": 1, "base": None, "model": {"name": f"local-dir:{root / 'given'}"}}
     options["train"] |= {"steps": STEPS, "log_every": 1, "checkpoint": {"every": STEPS}}
@@ -150,12 +151,12 @@ def losses(
 
 def _move_last_bit(directory: Path, number: int) -> None:
     """Moves matrix ``number`` of a few near the output, up and down in turn."""
-    model = load_clip(f"local-dir:{directory}")
+    model = load_towers(f"local-dir:{directory}")
     matrix = [p for p in model.clip.visual.parameters() if p.ndim > 1][-1 - 3 * number]
     towards = torch.full_like(matrix, math.inf if number % 2 == 0 else -math.inf)
     with torch.no_grad():
         matrix.copy_(torch.nextafter(matrix, towards))
-    save_export(model, directory)
+    model.save(directory)
 
 
 def deviations(setting: Setting, root: Path) -> list[list[object]]:

@@ -19,9 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mclclip.export import certificate, convert, libraries, stages_layout, to_onnx
 from mclclip.models import transformers_encoder
-from mclclip.models.clip import load_clip
-from mclclip.models.concat import ConcatEncoder, join_image_features, load_model, save_concat
-from mclclip.models.encoder import Encoder
+from mclclip.models.encoder import Encoder, join_image_features, load_model, save_concat
+from mclclip.models.loading import load_towers
 from tests.benchmarks import timing
 from tests.unit.models.stages import save_stages
 
@@ -70,7 +69,7 @@ def num_parameters(modules: Sequence[torch.nn.Module]) -> int:
     return sum(parameters.values())
 
 
-def image_towers(encoder: ConcatEncoder) -> list[torch.nn.Module]:
+def image_towers(encoder: Encoder) -> list[torch.nn.Module]:
     """The image towers of all stages."""
     return [stage.get_submodule("clip.visual") for stage in encoder.stages]
 
@@ -79,7 +78,7 @@ def measure(shape: str, stage_counts: Sequence[int], batch: int, rounds: int) ->
     """Prints the table of one model shape."""
     images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as folder:
-        model = load_clip(SHAPES[shape])
+        model = load_towers(SHAPES[shape])
         num_blocks = model.num_blocks
         exports = save_stages(model, Path(folder), max(stage_counts), image_blocks=UNLOCKED)
         del model
@@ -94,7 +93,7 @@ def measure(shape: str, stage_counts: Sequence[int], batch: int, rounds: int) ->
     }
     work, parameters = {"one encoder": 1.0}, {"one encoder": 1}
     for count, encoder in joined.items():
-        assert isinstance(encoder, ConcatEncoder)
+        assert isinstance(encoder, Encoder)
         assert encoder.num_trunk_blocks == num_blocks - UNLOCKED
         some = separate[:count]
         torch.testing.assert_close(
@@ -160,7 +159,7 @@ def in_runtimes(folder: Path, export: Path, images: Tensor) -> dict[str, Callabl
     onnx = convert.run("onnx", export, folder / f"{export.name}_onnx", images=pictures)
     hf = convert.run("hf", export, folder / f"{export.name}_hf", images=pictures)
     own, graph = load_model(export), to_onnx.OnnxEncoder(onnx, load_model(export))
-    joined = isinstance(own, ConcatEncoder)
+    joined = isinstance(own, Encoder)
     with transformers_encoder.silent(transformers):
         stock = None if joined else transformers.CLIPModel.from_pretrained(hf).eval()
     model: Any = stages_layout.load(hf) if stock is None else stock
@@ -184,7 +183,7 @@ def measure_runtimes(shape: str, stage_counts: Sequence[int], batch: int, rounds
     counted: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = load_clip(SHAPES[shape])
+        model = load_towers(SHAPES[shape])
         num_blocks = model.num_blocks
         exports = save_stages(model, folder, max(stage_counts), image_blocks=UNLOCKED)
         del model

@@ -25,7 +25,7 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 from mclclip import embed, export, index
 from mclclip.config import Config, from_tree
-from mclclip.models.loading import load_any
+from mclclip.models.loading import load_towers
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run.layout import Layout
@@ -84,7 +84,7 @@ def verb(config: Config, rank: int = 0, world_size: int = 1, store: str = "") ->
 def bare(config: Config) -> float:
     """Seconds of the forward alone, for as many images."""
     _settle()
-    model = load_any(Layout.of(config).export(0)).eval()
+    model = load_towers(Layout.of(config).export(0)).eval()
     samples = len(index.SampleIndex.open(Layout.of(config).index))
     images = torch.randn(BATCH, 3, model.image_size, model.image_size)
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def bare(config: Config) -> float:
 def loop(config: Config, shards: Sequence[Path], out: Path) -> float:
     """Seconds of the plain loop."""
     _settle()
-    model = load_any(Layout.of(config).export(0)).eval()
+    model = load_towers(Layout.of(config).export(0)).eval()
     data = webdataset.WebDataset([str(path) for path in shards], shardshuffle=False)
     data = data.decode("pil").to_tuple("jpg;png").map_tuple(model.preprocess_val)
     loader = torch.utils.data.DataLoader(data.batched(BATCH), batch_size=None, num_workers=1)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import SINGLE
@@ -41,7 +41,7 @@ class Measured:
 def measure(name: str, size: int, micro_batch: int | None, num_threads: int) -> Measured:
     """In this process, which should be a fresh one."""
     torch.set_num_threads(num_threads)
-    model = load_clip(name, seed=0).train()
+    model = load_towers(name, seed=0).train()
     engine = Engine(
         Trainee(model, InfoNCE()),
         partial(build_optimizer, weight_decay=0.2),

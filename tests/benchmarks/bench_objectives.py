@@ -34,8 +34,9 @@ from torch.nn import functional
 from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
-from mclclip.models.loading import AnyModel, load_any
+from mclclip.models.loading import load_towers
 from mclclip.models.memory import peak_bytes
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.base import Objective, ObjectiveOptions, Setting, parse
 from mclclip.objectives.moco import QueuedKeys
@@ -277,10 +278,10 @@ def training(variant: Variant, size: int, recipe: str) -> Case:
     return Case(trainee, batch, Engine(trainee, optimizer, SINGLE, outside=outside))
 
 
-def encoder(recipe: str) -> AnyModel:
+def encoder(recipe: str) -> Model:
     """The model of a recipe, from random weights."""
     named = config.load(timing.ROOT / "launch" / "recipes" / f"{recipe}.yaml").model
-    return load_any(named.name, projector=named.projector, seed=0)
+    return load_towers(named.name, projector=named.projector, seed=0)
 
 
 # --- the tables ----------------------------------------------------------------------------------

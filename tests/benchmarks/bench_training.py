@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import Context, pick_device
@@ -72,7 +72,7 @@ def ours(setting: Setting) -> Measured:
     """In this process, which should be a fresh one."""
     torch.set_num_threads(setting.threads)
     device = pick_device("auto")
-    model = load_clip(setting.model, seed=0)
+    model = load_towers(setting.model, seed=0)
     model.lock(setting.image_blocks, True, True, text=False, logit_scale=True)
     model.to(device).train()
     if setting.compiled:

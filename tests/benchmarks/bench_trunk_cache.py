@@ -63,7 +63,7 @@ def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
     rows = TrunkRows.open(layout, None, index) if config.trunk_cache.enabled else None
-    model = embed.load_any(layout.export(0)).eval()
+    model = embed.load_towers(layout.export(0)).eval()
     if rows is not None:
         rows.start(model)
     source = embed.images.dataset(config, index, model, rows)

@@ -26,8 +26,8 @@ import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 
-from mclclip.models.fast_pixels import fast_transform
-from mclclip.models.tokenizer import with_words_kept
+from mclclip.models.tokenizer import WordEncoder
+from mclclip.models.transforms import fast_transform
 
 MAX_PIXELS = 100_000_000
 
@@ -86,7 +86,7 @@ def main(whose: str, text: str) -> None:
     if whose == "open_clip":
         loader = open_clips(given, transform, tokenizer)
     else:
-        tokenizer = with_words_kept(tokenizer, "lower")  # as training's own models have it
+        WordEncoder(tokenizer, "lower")  # as training's own models have it
         loader = ours(given, fast_transform(transform) if whose == "fast" else transform, tokenizer)
     for _ in range(2):
         before = time.perf_counter()

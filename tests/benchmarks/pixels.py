@@ -25,7 +25,7 @@ import mclclip.torchvision_fix  # noqa: F401
 from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from mclclip.data.decode import decode_image, decode_pixels
-from mclclip.models.fast_pixels import fast_transform
+from mclclip.models.transforms import fast_transform
 from tests.benchmarks import timing
 
 LIMIT = 100_000_000

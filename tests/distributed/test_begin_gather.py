@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mclclip.data.batches import Batch
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.objectives.base import parse
 from mclclip.objectives.contrast import Contrast
 from mclclip.objectives.info_nce import InfoNCE
@@ -136,7 +136,7 @@ class Log:
 
 def events_of_a_step(cached_text: bool) -> list[str]:
     """The events of a step's two passes without an engine."""
-    model = load_clip(tiny.MODEL, seed=1).train()
+    model = load_towers(tiny.MODEL, seed=1).train()
     batch, log = batch_of(0), Log()
     if cached_text:
         batch.text, batch.text_features = None, torch.ones(len(batch), model.feature_dim)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from mclclip.engines import build_engine
 from mclclip.engines import zero as deepspeed_engine
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
@@ -276,7 +276,7 @@ def resnet(name: str, options: dict[str, Any]) -> tuple[list[float], dict[str, A
     """Five steps of a ResNet beside a frozen text tower."""
     torch.set_num_threads(1)
     context = Context(collectives.rank(), collectives.world_size())
-    trainee = Trainee(load_clip(RESNET, seed=1).train(), InfoNCE())
+    trainee = Trainee(load_towers(RESNET, seed=1).train(), InfoNCE())
     for part, parameter in trainee.named_parameters():
         parameter.requires_grad_("visual" in part or "logit_scale" in part)
     make = partial(build_optimizer, weight_decay=0.1, name="lion")

@@ -21,7 +21,7 @@ import torch
 from mclclip.checkpoint import Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
-from mclclip.models.loading import load_any, prepare_model
+from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives import base
 from mclclip.ranks import collectives
@@ -110,7 +110,7 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
     context = Context(collectives.rank(), collectives.world_size(), device=DEVICE)
     parsed, how = base.parse(options), dict(how)
     precision, optimizer = how.get("precision", "fp32"), how.pop("optimizer", "adamw")
-    model = load_any(tiny.MODEL, seed=1)
+    model = load_towers(tiny.MODEL, seed=1)
     lock = {
         "image_blocks": "all",
         "image_norm": True,

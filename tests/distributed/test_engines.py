@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from mclclip.data.batches import Batch
 from mclclip.engines import build_engine, gradient_cache
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
@@ -30,7 +30,7 @@ def make_engine(name: str, precision: str = "fp32", **options: Any) -> Engine:
     """A small ViT under an engine, the same on every number of ranks."""
     torch.set_num_threads(1)
     context = Context(collectives.rank(), collectives.world_size())
-    model = load_clip(tiny.MODEL, seed=1).train()
+    model = load_towers(tiny.MODEL, seed=1).train()
     trainee = Trainee(model, InfoNCE(), precision)
     if precision == "float64":
         trainee.double()
@@ -137,7 +137,7 @@ def test_gradient_caching_equals_the_whole_batch(ranks: Ranks, name: str, micro_
 
 def gradient_with_dropout(micro_batch: int | None, seed: int = 0) -> dict[str, np.ndarray]:
     """Gradient of one step of a model that drops patches at random."""
-    model = load_clip(tiny.MODEL, seed=1, patch_dropout=0.5).train()
+    model = load_towers(tiny.MODEL, seed=1, patch_dropout=0.5).train()
     context = Context(collectives.rank(), collectives.world_size())
     engine = build_engine(
         "ddp",

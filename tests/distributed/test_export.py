@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import config, export, files, index
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
@@ -40,7 +40,7 @@ def test_ranks_weigh_the_stages_as_one_process_does(ranks: Any, tmp_path: Path) 
         layout = Layout.of(options)
         index.run(options, SINGLE)
         export.stage(options, SINGLE, stage=0)
-        finish_training(layout.train(1), load_clip(layout.export(0)), seed=1)
+        finish_training(layout.train(1), load_towers(layout.export(0)), seed=1)
         export.stage(options, SINGLE, stage=1)
         joined = ranks(world_size, join, tree)
         assert all(list(paths) == ["concat_raw", "concat_weighted"] for paths in joined)

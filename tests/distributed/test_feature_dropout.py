@@ -14,8 +14,7 @@ import torch
 from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
-from mclclip.models.loading import prepare_model
+from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.base import Setting, parse
 from mclclip.ranks import collectives
@@ -38,7 +37,7 @@ def make_engine(name: str, method: str, precision: str, **options: Any) -> Engin
     """A small image tower and its adversary under an engine; ``frozen``: but for the last block."""
     torch.set_num_threads(1)
     context = Context(collectives.rank(), collectives.world_size())
-    model = load_clip(RESNET if method == "resnet" else tiny.MODEL, seed=1)
+    model = load_towers(RESNET if method == "resnet" else tiny.MODEL, seed=1)
     lock = LOCK | ({"image_blocks": 1} if method == "frozen" else {})
     prepare_model(
         model, lock=lock, lora=None, seed=0, precision=precision, grad_checkpointing=False

@@ -12,8 +12,7 @@ import torch
 from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
-from mclclip.models.loading import prepare_model
+from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
@@ -39,7 +38,7 @@ def make_engine(name: str, precision: str, **options: Any) -> Engine:
     """A small ViT's image tower and 30 class centers under an engine."""
     torch.set_num_threads(1)
     context = Context(collectives.rank(), collectives.world_size())
-    model = load_clip(tiny.MODEL, seed=1)
+    model = load_towers(tiny.MODEL, seed=1)
     prepare_model(
         model, lock=LOCK, lora=None, seed=0, precision=precision, grad_checkpointing=False
     )

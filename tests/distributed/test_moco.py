@@ -13,8 +13,7 @@ import torch
 from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
-from mclclip.models.loading import prepare_model
+from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.base import Setting, parse
 from mclclip.ranks import collectives
@@ -37,7 +36,7 @@ def make_engine(name: str, method: str, precision: str, **options: Any) -> Engin
     """A small image tower with its momentum copy under an engine."""
     torch.set_num_threads(1)
     context = Context(collectives.rank(), collectives.world_size())
-    model = load_clip(RESNET if method == "resnet" else tiny.MODEL, seed=1)
+    model = load_towers(RESNET if method == "resnet" else tiny.MODEL, seed=1)
     prepare_model(
         model, lock=LOCK, lora=None, seed=0, precision=precision, grad_checkpointing=False
     )

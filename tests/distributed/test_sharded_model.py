@@ -1,4 +1,4 @@
-"""ClipModel in pieces: adapters, recomputed blocks, bounds and every optimizer on DTensors."""
+"""Model in pieces: adapters, recomputed blocks, bounds and every optimizer on DTensors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.ranks import collectives
 from tests.matrix import kept
 from tests.tiny import MODEL
 
 
-def build(lora: bool) -> ClipModel:
-    model = load_clip(MODEL, seed=1).double()
+def build(lora: bool) -> Model:
+    model = load_towers(MODEL, seed=1).double()
     model.lock(2, image_norm=True, image_projection=True, text=not lora, logit_scale=True)
     if lora:
         add_lora(model, rank=2, alpha=4.0, seed=2)
@@ -30,7 +31,7 @@ def build(lora: bool) -> ClipModel:
     return model.train()
 
 
-def steps(model: ClipModel, name: str, rows: slice) -> list[float]:
+def steps(model: Model, name: str, rows: slice) -> list[float]:
     """Three steps on the given rows of a batch of four; the logit scales after each."""
     optimizer = build_optimizer(model, name=name, weight_decay=0.1, layer_decay=0.8, lr=0.01)
     for group in optimizer.param_groups:

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
-from mclclip.models.clip import load_clip
-from mclclip.models.loading import prepare_model
+from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.base import Setting, parse
 from mclclip.objectives.sigmoid import Sigmoid
@@ -97,7 +96,7 @@ def train(name: str, between: str, options: dict[str, Any]) -> tuple[list[float]
     """Losses and state of four steps of a small CLIP under an engine, in float64."""
     torch.set_num_threads(1)
     context = Context(collectives.rank(), collectives.world_size())
-    model = load_clip(tiny.MODEL, seed=1)
+    model = load_towers(tiny.MODEL, seed=1)
     captions = between == "captions"
     lock = LOCK | {"text": captions, "logit_scale": captions, "logit_bias": captions}
     prepare_model(

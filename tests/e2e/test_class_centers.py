@@ -14,7 +14,7 @@ import torch
 import mclclip
 from mclclip import checkpoint
 from mclclip.eval import results
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
 from tests.matrix import in_soak, kept
@@ -94,7 +94,7 @@ def test_what_a_run_leaves(done: tuple[Path, Path]) -> None:
 
 def test_the_text_tower_stays_what_it_was(done: tuple[Path, Path]) -> None:
     before, after = (
-        mclclip.load_model(str(done[1] / stage / "export")).model.clip.state_dict()
+        mclclip.load_model(str(done[1] / stage / "export")).models[0].clip.state_dict()
         for stage in ("stage_0", "stage_1")
     )
     same = {name for name in before if torch.equal(before[name], after[name])}
@@ -154,7 +154,7 @@ def test_from_scratch_and_then_the_text_tower(
     assert mclclip.load_model(str(export)).embed_dim == 12
     drawn, found = (
         model.clip.state_dict()
-        for model in (load_clip(small), mclclip.load_model(str(export)).model)
+        for model in (load_towers(small), mclclip.load_model(str(export)).model)
     )
     for name in drawn:  # MLCD trains no text tower: what lit.yaml starts from is as it was drawn
         assert torch.equal(found[name], drawn[name]) or name.startswith("visual."), name
@@ -170,7 +170,7 @@ def test_from_scratch_and_then_the_text_tower(
     assert {row.model for row in results.read(tmp_path / "lit/results.jsonl")} == {"stage_0"}
     assert not list((tmp_path / "lit").rglob("concat_*")), "one encoder is not joined with itself"
     before, after = (
-        mclclip.load_model(str(path)).model.clip.state_dict()
+        mclclip.load_model(str(path)).models[0].clip.state_dict()
         for path in (export, tmp_path / "lit/stage_0/export")
     )
     for name in before:

@@ -31,8 +31,8 @@ import torch
 
 import mclclip
 from mclclip.export import convert
-from mclclip.models.clip import load_clip
-from mclclip.models.concat import save_concat
+from mclclip.models.encoder import save_concat
+from mclclip.models.loading import load_towers
 from tests.matrix import in_soak
 from tests.unit.export import tiny_llava
 from tests.unit.export.test_convert import exported
@@ -147,7 +147,7 @@ def of_a_clip(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_a_clip(of_a_clip: tuple[Path, Any]) -> None:
     folder, found = of_a_clip
-    own, model = mclclip.load_model(folder / "own"), load_clip(folder / "own").eval()
+    own, model = mclclip.load_model(folder / "own"), load_towers(folder / "own").eval()
     assert found["missing"] == [] and found["processor"] == "OpenClipImageProcessor"
     with torch.no_grad():
         wanted = {
@@ -165,7 +165,9 @@ def test_a_clip(of_a_clip: tuple[Path, Any]) -> None:
 def test_llava_around_the_tower_of_a_clip(of_a_clip: tuple[Path, Any]) -> None:
     folder, found = of_a_clip
     with torch.no_grad():
-        check_llava(found["llava"], load_clip(folder / "own").eval().encode_trunk(PIXELS, 2)[:, 1:])
+        check_llava(
+            found["llava"], load_towers(folder / "own").eval().encode_trunk(PIXELS, 2)[:, 1:]
+        )
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import torch
 from mclclip import config, index
 from mclclip.eval import results
 from mclclip.models import weights
-from mclclip.models.clip import load_clip, load_image_encoder, save_export
-from mclclip.models.concat import ConcatEncoder, load_model
+from mclclip.models.encoder import Encoder, load_model
+from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 from tests.e2e.conftest import Shell
@@ -25,7 +25,7 @@ from tests.unit.models.stages import save_stages
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exports of three stages in ``stage_S/export``, and held-out shards with minimal pairs."""
     root = tmp_path_factory.mktemp("soups")
-    model = load_clip({"model_cfg": tiny.MODEL}, seed=1)
+    model = load_towers({"model_cfg": tiny.MODEL}, seed=1)
     save_stages(model, root, 3, image_blocks=2, text=True)
     tiny.make_data(root / "held_out", num_samples=48, seed=9)
     (root / "suite.yaml").write_text(
@@ -66,7 +66,7 @@ def test_learned_weights_go_through_the_run(shell: Shell, folder: Path, tmp_path
     config = tiny.write_config(tmp_path / "config.yaml", run_dir, data, *options)
     shell.ok("run", "--config", config)
     encoder = load_model(run_dir / "exports" / "concat_weighted")
-    assert isinstance(encoder, ConcatEncoder) and sum(encoder.stage_weights) == pytest.approx(1)
+    assert isinstance(encoder, Encoder) and sum(encoder.stage_weights) == pytest.approx(1)
     measured = {row.model for row in results.read(run_dir / "results.jsonl")}
     assert measured == {"stage_0", "stage_1", "concat_stage_norm", "concat_weighted"}
     before = tiny.digests(run_dir / "exports", "**/*")
@@ -75,9 +75,9 @@ def test_learned_weights_go_through_the_run(shell: Shell, folder: Path, tmp_path
 
 
 def test_what_soups_refuse(shell: Shell, folder: Path, tmp_path: Path) -> None:
-    other = load_clip({"model_cfg": tiny.MODEL | {"embed_dim": 16}})
-    save_export(other, tmp_path / "other")
-    save_export(load_image_encoder({"model_cfg": tiny.MODEL}), tmp_path / "images")
+    other = load_towers({"model_cfg": tiny.MODEL | {"embed_dim": 16}})
+    other.save(tmp_path / "other")
+    load_towers({"model_cfg": tiny.MODEL}, text=False).save(tmp_path / "images")
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     config = (folder / "stage_0" / "export" / weights.CONFIG).read_bytes()

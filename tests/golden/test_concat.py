@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.models.clip import load_clip
-from mclclip.models.concat import ConcatEncoder, Variant, load_model, save_concat
+from mclclip.models.encoder import Encoder, load_model, save_concat
+from mclclip.models.loading import load_towers
 from mclclip.models.soup import save_uniform_soup
+from mclclip.models.stage_weights import Variant
 from tests.matrix import kept
 from tests.unit.models.conftest import CONFIGS
 from tests.unit.models.stages import save_stages
@@ -53,12 +54,12 @@ def joined_by_hand(stages: list[Path], variant: Variant) -> tuple[Tensor, Tensor
 def test_concat_is_the_concatenation_of_the_exports(
     config: str, image_blocks: int, text: bool, trunk: int, variant: Variant, tmp_path: Path
 ) -> None:
-    model = load_clip(CONFIGS / f"{config}.json", seed=2)
+    model = load_towers(CONFIGS / f"{config}.json", seed=2)
     stages = save_stages(model, tmp_path, 3, image_blocks=image_blocks, text=text)
     record = save_concat(stages, variant, tmp_path / "concat")
     assert (record["num_trunk_blocks"], record["shared_text"]) == (trunk, not text)
     encoder = load_model(tmp_path / "concat")
-    assert isinstance(encoder, ConcatEncoder)
+    assert isinstance(encoder, Encoder)
     image, text_feature = joined_by_hand(stages, variant)
     found_image = encoder.encode_image(IMAGES)
     found_text = encoder.encode_text(encoder.tokenizer(TEXTS))
@@ -69,7 +70,7 @@ def test_concat_is_the_concatenation_of_the_exports(
 
 
 def test_one_stage_is_the_ordinary_model(tmp_path: Path) -> None:
-    stages = save_stages(load_clip(CONFIGS / "tiny_vit.json", seed=2), tmp_path, 1)
+    stages = save_stages(load_towers(CONFIGS / "tiny_vit.json", seed=2), tmp_path, 1)
     for variant in ("raw", "stage_norm"):
         save_concat(stages, variant, tmp_path / variant)
         encoder = load_model(tmp_path / variant)
@@ -79,7 +80,7 @@ def test_one_stage_is_the_ordinary_model(tmp_path: Path) -> None:
 
 
 def test_soup_is_the_model_with_averaged_weights(tmp_path: Path) -> None:
-    stages = save_stages(load_clip(CONFIGS / "tiny_vit.json", seed=2), tmp_path, 2)
+    stages = save_stages(load_towers(CONFIGS / "tiny_vit.json", seed=2), tmp_path, 2)
     save_uniform_soup(stages, tmp_path / "soup")
     models = [open_clip.create_model(f"local-dir:{stage}") for stage in stages]
     with torch.no_grad():

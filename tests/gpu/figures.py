@@ -25,7 +25,7 @@ from mclclip.clustering import kmeans
 from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
 from mclclip.data.arrays import cut_blocks
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
@@ -315,7 +315,7 @@ class Step:
 
     def engine(self, device: torch.device) -> tuple[Engine, Any]:
         """The engine and its batch."""
-        model = load_clip(self.model, seed=0)
+        model = load_towers(self.model, seed=0)
         if self.locked:
             blocks = min(6, model.num_blocks)
             model.lock(blocks, True, True, text=False, logit_scale=True)
@@ -419,7 +419,7 @@ def beside_open_clip(where: Where) -> Iterator[Row]:
 @figure("embedding: images per second", limit_s=90.0)
 def embedding(where: Where) -> Iterator[Row]:
     """The image tower alone, forward."""
-    model = load_clip("ViT-L-14" if where.on_gpu else tiny.MODEL, seed=0).to(where.device).eval()  # type: ignore[arg-type]
+    model = load_towers("ViT-L-14" if where.on_gpu else tiny.MODEL, seed=0).to(where.device).eval()  # type: ignore[arg-type]
     size, batch = model.image_size, where.size(512, 8)
     assert isinstance(size, int)
     images = torch.randn(batch, 3, size, size, device=where.device)

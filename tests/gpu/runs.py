@@ -20,7 +20,7 @@ from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import Context, start_loader_worker
 from mclclip.run.layout import Layout
 from tests import tiny
@@ -47,7 +47,7 @@ def _batches(where: Where) -> TrainingBatches:
     labels = np.arange(len(samples)) % 3
     labels[samples.bad_ids()] = -1
     grouped = GroupedIndex.build(labels, (3,))
-    model = load_clip(tiny.MODEL, seed=0)
+    model = load_towers(tiny.MODEL, seed=0)
     return TrainingBatches(
         index=samples,
         grouped=grouped,
@@ -100,7 +100,7 @@ def towers(where: Where) -> str:
     names = ["ViT-B-32", "RN50"] if where.on_gpu else [tiny.MODEL]
     worst = {"fp32": 0.0, "bf16": 0.0}
     for name in names:
-        model = load_clip(name, seed=0)  # type: ignore[arg-type]
+        model = load_towers(name, seed=0)  # type: ignore[arg-type]
         size = model.image_size
         assert isinstance(size, int)
         images = torch.randn(8, 3, size, size, generator=torch.Generator().manual_seed(0))

@@ -19,8 +19,9 @@ from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.engine import Engine
 from mclclip.engines.fsdp import FsdpEngine
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
@@ -65,8 +66,8 @@ def one_rank(where: Where) -> Iterator[None]:
         store.unlink(missing_ok=True)
 
 
-def tiny_clip(device: torch.device, **options: Any) -> ClipModel:
-    return load_clip(tiny.MODEL, seed=1, **options).to(device).train()
+def tiny_clip(device: torch.device, **options: Any) -> Model:
+    return load_towers(tiny.MODEL, seed=1, **options).to(device).train()
 
 
 def make_engine(
@@ -74,7 +75,7 @@ def make_engine(
     device: torch.device,
     precision: str = "fp32",
     *,
-    model: ClipModel | None = None,
+    model: Model | None = None,
     objective: Any = None,
     optimizer: str = "adamw",
     **options: Any,
@@ -235,7 +236,7 @@ def _same_masks(where: Where, lora: bool = False, **options: Any) -> None:
     """Micro-batches of one size draw the masks of the whole batch's first pass, twice."""
     gradients = []
     for attempt in (0, 1):
-        model = load_clip(tiny.MODEL, seed=1, **options)
+        model = load_towers(tiny.MODEL, seed=1, **options)
         if lora:
             model.lock(2, True, True, text=True, logit_scale=True)
             add_lora(model, rank=2, alpha=4.0, dropout=0.5)
@@ -257,7 +258,7 @@ def _same_masks(where: Where, lora: bool = False, **options: Any) -> None:
     assert not torch.equal(*gradients), "another seed drew the same masks"
 
 
-def _record(model: ClipModel, into: list[Tensor]) -> Callable[[], None]:
+def _record(model: Model, into: list[Tensor]) -> Callable[[], None]:
     """Keeps the image features of every forward of the model."""
 
     def keep(module: Any, inputs: Any, output: dict[str, Tensor]) -> None:
@@ -289,16 +290,16 @@ def options_of_a_step(where: Where) -> str:
     """Each against the same on the CPU."""
     worst = 0.0
 
-    def checkpointing(model: ClipModel) -> dict[str, Any]:
+    def checkpointing(model: Model) -> dict[str, Any]:
         model.set_grad_checkpointing(True)
         return {}
 
-    def lora(model: ClipModel) -> dict[str, Any]:
+    def lora(model: Model) -> dict[str, Any]:
         model.lock(2, True, True, text=False, logit_scale=True)
         add_lora(model, rank=4, alpha=8.0)
         return {"ema_decay": 0.9}
 
-    cases: dict[str, Callable[[ClipModel], dict[str, Any]]] = {
+    cases: dict[str, Callable[[Model], dict[str, Any]]] = {
         "checkpointing": checkpointing,
         "LoRA": lora,
         "clipping": lambda model: {"clip_grad_norm": 0.1, "ema_decay": 0.9},
@@ -310,7 +311,7 @@ def options_of_a_step(where: Where) -> str:
             architecture: Any = tiny.MODEL
             if name == "ResNet":
                 architecture = str(tiny.ROOT / "tests" / "configs" / "tiny_resnet.json")
-            model = load_clip(architecture, seed=1)
+            model = load_towers(architecture, seed=1)
             options = prepare(model)
             engine = make_engine("plain", device, model=model.to(device).train(), **options)
             before = whole(engine.state_dict())

@@ -10,7 +10,7 @@ import pytest
 
 from mclclip import config
 from mclclip.models.architecture import check_image_blocks
-from mclclip.models.memory import load_image_shapes
+from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig
 from tests import tiny
 
@@ -31,7 +31,7 @@ CONFIGS = tiny.ROOT / "tests" / "configs"
     ],
 )
 def test_it_counts_what_the_model_has(name: str | Path | dict[str, Any]) -> None:
-    blocks = load_image_shapes(name).num_blocks
+    blocks = load_shapes(name, text=False).num_blocks
     named = name if isinstance(name, dict) else str(name)
     check_image_blocks(ModelConfig(named), "lock", blocks)
     with pytest.raises(ValueError, match=f"has {blocks} blocks"):
@@ -95,7 +95,7 @@ def test_a_tower_of_timm_is_built_only_for_a_number(monkeypatch: pytest.MonkeyPa
     def build(_: Any) -> int:
         raise AssertionError("it was built")
 
-    monkeypatch.setattr("mclclip.models.memory.load_image_shapes", build)
+    monkeypatch.setattr("mclclip.models.memory.load_shapes", build)
     for number in ("all", 0):
         check_image_blocks(ModelConfig("MobileCLIP2-S0"), "lock", number)
 

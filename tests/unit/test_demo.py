@@ -11,7 +11,7 @@ import torch
 from mclclip import demo
 from mclclip.config import Config
 from mclclip.eval.results import Result
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from tests.matrix import in_soak
 
 
@@ -70,7 +70,7 @@ def test_a_knowing_text_tower_stays_what_its_teacher_learned(tmp_path: Path) -> 
     assert rows == ["teacher", "stage_0", "stage_1"]
     folder = tmp_path / "knowing"
     towers = {
-        name: load_clip(f"local-dir:{folder / path}").clip.state_dict()
+        name: load_towers(f"local-dir:{folder / path}").clip.state_dict()
         for name, path in {
             "teacher": "teacher_5/stage_0/export",
             "given": "given_5",
@@ -78,7 +78,7 @@ def test_a_knowing_text_tower_stays_what_its_teacher_learned(tmp_path: Path) -> 
             "stage_1": "seed_5/stage_1/export",
         }.items()
     }
-    drawn = load_clip(demo.settings(tmp_path, 5, []).model.name, seed=5).clip.state_dict()
+    drawn = load_towers(demo.settings(tmp_path, 5, []).model.name, seed=5).clip.state_dict()
     for name, tensor in towers["teacher"].items():
         given = towers["given"][name]
         if name.startswith(("visual.", "logit_")):

@@ -20,8 +20,9 @@ from mclclip.config import Config
 from mclclip.engines.engine import Engine
 from mclclip.eval.options import BenchmarkConfig
 from mclclip.models import weights
-from mclclip.models.clip import ClipModel, load_clip
-from mclclip.models.concat import ConcatEncoder, load_model
+from mclclip.models.encoder import Encoder, load_model
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.stage_weights import StageWeightsConfig
 from mclclip.ranks.process_group import SINGLE
@@ -37,7 +38,7 @@ TINY = Path(__file__).parents[1] / "configs" / "tiny_vit.json"
 class Trained(nn.Module):
     """What a training saves: the model somewhere inside."""
 
-    def __init__(self, model: ClipModel) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
 
@@ -47,7 +48,7 @@ def make_config(run_dir: Path, **fields: Any) -> Config:
     return config.from_tree(tree | fields)
 
 
-def finish_training(directory: Path, base: ClipModel, seed: int) -> ClipModel:
+def finish_training(directory: Path, base: Model, seed: int) -> Model:
     """A finished training that moved the last block and the scale."""
     model = base
     model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
@@ -68,7 +69,7 @@ def options(tmp_path: Path) -> Config:
     layout = Layout.of(options)
     export.stage(options, SINGLE, stage=0)
     for stage in (1, 2):
-        finish_training(layout.train(stage), load_clip(layout.export(0)), seed=stage)
+        finish_training(layout.train(stage), load_towers(layout.export(0)), seed=stage)
         export.stage(options, SINGLE, stage=stage)
     return options
 
@@ -77,8 +78,8 @@ def test_given_encoder_is_stage_zero(tmp_path: Path) -> None:
     options = make_config(tmp_path, seed=4)
     directory = export.stage(options, SINGLE, stage=0)
     assert directory == tmp_path / "stage_0" / "export"
-    expected = load_clip(TINY, seed=4).state_dict()
-    for name, tensor in load_clip(directory).state_dict().items():
+    expected = load_towers(TINY, seed=4).state_dict()
+    for name, tensor in load_towers(directory).state_dict().items():
         assert weights.same_bits(tensor, expected[name])
     assert artifacts.read_manifest(directory, "export").counts["parameters"] > 0
 
@@ -99,9 +100,9 @@ def test_stage_zero_trained_from_scratch_is_its_own_base(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError, match="no finished train"):
         export.stage(options, SINGLE, stage=0)
     assert not layout.export(0).exists()
-    model = finish_training(layout.train(0), load_clip(TINY), seed=1)
+    model = finish_training(layout.train(0), load_towers(TINY), seed=1)
     export.stage(options, SINGLE, stage=0)
-    found = load_clip(layout.export(0)).state_dict()
+    found = load_towers(layout.export(0)).state_dict()
     for name, tensor in model.state_dict().items():
         assert weights.same_bits(tensor, found[name])
 
@@ -136,7 +137,7 @@ def test_finished_exports_are_skipped(options: Config) -> None:
 def test_another_training_needs_force(options: Config) -> None:
     layout = Layout.of(options)
     files.move_aside(layout.train(1))
-    finish_training(layout.train(1), load_clip(layout.export(0)), seed=7)
+    finish_training(layout.train(1), load_towers(layout.export(0)), seed=7)
     with pytest.raises(ValueError, match="inputs.train was"):
         export.stage(options, SINGLE, stage=1)
     before = artifacts.read_manifest(layout.export(1), "export").digest
@@ -167,10 +168,10 @@ def test_join_writes_what_is_configured(options: Config) -> None:
     joined = export.join(options, SINGLE)
     assert list(joined) == ["concat_raw", "concat_stage_norm", "soup_uniform"]
     concat = load_model(joined["concat_raw"])
-    assert isinstance(concat, ConcatEncoder)
+    assert isinstance(concat, Encoder)
     assert (len(concat.stages), concat.num_trunk_blocks, concat.variant) == (3, 2, "raw")
     other = load_model(joined["concat_stage_norm"])
-    assert isinstance(other, ConcatEncoder)
+    assert isinstance(other, Encoder)
     assert other.variant == "stage_norm"
     assert load_model(joined["soup_uniform"]).embed_dim == 32
     fewer = make_config(Path(options.run_dir), export={"concat": ["raw"], "soup": False})
@@ -203,7 +204,7 @@ def test_weights_of_stages_are_fitted_on_held_out_pairs(indexed: Config, tmp_pat
     joined = export.join(indexed, SINGLE)
     assert list(joined) == ["concat_stage_norm", "concat_weighted"]
     encoder = load_model(joined["concat_weighted"])
-    assert isinstance(encoder, ConcatEncoder) and encoder.variant == "weighted"
+    assert isinstance(encoder, Encoder) and encoder.variant == "weighted"
     manifest = artifacts.read_manifest(joined["concat_weighted"], "concat")
     named, learned = manifest.counts["held_out"], manifest.counts["learned"]
     assert (named["samples"], list(named["shards"])) == (30, ["00000.tar"])

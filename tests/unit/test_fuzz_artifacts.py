@@ -27,7 +27,7 @@ from mclclip.data.labels import ClassLabels, read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
 from mclclip.data.shard_check import check_shards
-from mclclip.models.loading import load_any
+from mclclip.models.loading import load_towers
 from mclclip.models.weights import digest_tensors
 from mclclip.run.layout import Layout
 from tests import damage, fuzzing
@@ -92,7 +92,7 @@ def read_checkpoint(config: Config) -> Any:
 
 
 def read_export(config: Config) -> Any:
-    model = load_any(Layout.of(config).export(0))
+    model = load_towers(Layout.of(config).export(0))
     return digest_tensors(model.exported.state_dict()), json.dumps(model.config, default=str)
 
 

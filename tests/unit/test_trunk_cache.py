@@ -19,7 +19,7 @@ from mclclip.config import Config
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.models.loading import load_any
+from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.layout import Layout
@@ -113,7 +113,7 @@ def test_rows_are_the_output_of_the_frozen_blocks(
     rows = embedded(config)
     assert (rows.num_blocks, rows.shape, rows.dtype) == (blocks, shape, dtype)
     assert rows.folder.parent == tmp_path / "rows" / "run"
-    encoder = load_any(Layout.of(config).export(0)).eval()
+    encoder = load_towers(Layout.of(config).export(0)).eval()
     samples = SampleIndex.open(Layout.of(config).index)
     images = TarDataset(
         samples, encoder.preprocess_val, reads_captions=False, max_image_pixels=10**6
@@ -333,7 +333,7 @@ def test_other_blocks_or_other_weights_are_refused(
     cluster.run(more, SINGLE, stage=0)
     with pytest.raises(ValueError, match="has passed 2 blocks, and train.lock freezes 1: lower"):
         train.run(more, SINGLE, stage=1)
-    rows, other = rows_of(config), load_any(config.model.name, seed=5)
+    rows, other = rows_of(config), load_towers(config.model.name, seed=5)
     with pytest.raises(RuntimeError, match="was made by other weights than the first 1 blocks"):
         rows.start(other)
     assert other.first_block == 0
@@ -343,7 +343,7 @@ def test_other_blocks_or_other_weights_are_refused(
 def test_equal_weights_of_another_architecture_are_another_trunk(change: dict[str, Any]) -> None:
     other = json.loads(json.dumps(tiny.MODEL))
     (other if "quick_gelu" in change else other["vision_cfg"]).update(change)
-    models = [load_any(config, seed=0) for config in (tiny.MODEL, tiny.MODEL, other)]
+    models = [load_towers(config, seed=0) for config in (tiny.MODEL, tiny.MODEL, other)]
     same, again, changed = (model.trunk_digest(2) for model in models)
     assert same == again != changed
     assert models[0].trunk_digest(1) != same

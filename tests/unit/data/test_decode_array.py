@@ -17,7 +17,7 @@ from mclclip.data.sample_index import SampleIndex, Shard, join_rows, write_table
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.models.transforms import Look, PlainTransform
+from mclclip.models.transforms import PixelFormat, PlainTransform
 from mclclip.run.artifacts import Artifact
 
 LIMIT = 10_000
@@ -142,7 +142,7 @@ def test_arrays_and_pictures_of_one_shard(tmp_path: Path) -> None:
     assert pictures_only[0] == BadSample(0, "unfit")
     with pytest.raises(ValueError, match="sample s/a: it is an array of 4 channels"):
         pictures_only.check()
-    plain = PlainTransform(Look((8, 8), [0.5], [0.5], channels=4))
+    plain = PlainTransform(PixelFormat((8, 8), [0.5], [0.5], channels=4))
     four_only = TarDataset(index, plain, reads_captions=False, max_image_pixels=LIMIT)
     four_only.check()
     assert four_only[1] == BadSample(1, "unfit")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.engine import Engine
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import SINGLE
@@ -46,7 +46,7 @@ class WithParameters(InfoNCE):
 
 
 def make_engine(objective: nn.Module, micro_batch: int | None = None) -> Engine:
-    trainee = Trainee(load_clip(tiny.MODEL, seed=1).train(), objective)
+    trainee = Trainee(load_towers(tiny.MODEL, seed=1).train(), objective)
     make = partial(build_optimizer, weight_decay=0.1)
     return Engine(trainee, make, SINGLE, micro_batch=micro_batch)
 
@@ -111,7 +111,7 @@ def test_batch_norms_in_training_are_refused() -> None:
     resnet = tiny.MODEL | {
         "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
     }
-    model = load_clip(resnet, seed=1)
+    model = load_towers(resnet, seed=1)
     with pytest.raises(ValueError, match="engine.micro_batch with trained batch norms"):
         gradient_cache.check(model)
     model.lock(1, image_norm=False, image_projection=True, text=False, logit_scale=True)

@@ -19,8 +19,8 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.labelled_features import extract
 from mclclip.eval.labelled_images import read_parts
 from mclclip.eval.options import BenchmarkConfig
-from mclclip.models.clip import load_clip
-from mclclip.models.encoder import SingleEncoder
+from mclclip.models.encoder import Encoder
+from mclclip.models.loading import load_towers
 from mclclip.pack import pack
 from tests import tiny
 from tests.benchmarks import class_folders
@@ -149,7 +149,7 @@ def test_bad_options_get_one_clear_line(
 def test_a_real_tower_through_the_suite(tmp_path: Path) -> None:
     """Even random weights keep colours apart; pooled features are wider than projected ones."""
     root = class_folders.rendered(tmp_path / "data", 24, 12, attribute="background")
-    encoder = SingleEncoder(load_clip(CONFIGS / "tiny_vit.json", seed=1))
+    encoder = Encoder([load_towers(CONFIGS / "tiny_vit.json", seed=1)])
     suite = {
         "pooled": BenchmarkConfig("linear_probe", str(root), {"feature": "pooled"}),
         "fixed": BenchmarkConfig("linear_probe", str(root), {"strength": 1}),
@@ -164,14 +164,14 @@ def test_a_real_tower_through_the_suite(tmp_path: Path) -> None:
 
 def test_pooled_features_are_the_tower_s_and_a_resnet_has_none(tmp_path: Path) -> None:
     root = class_folders.rendered(tmp_path / "data", 2, 1, attribute="size")
-    encoder = SingleEncoder(load_clip(CONFIGS / "tiny_vit.json", seed=1))
+    encoder = Encoder([load_towers(CONFIGS / "tiny_vit.json", seed=1)])
     data = extract(Extractor(encoder, batch_size=3), root, "pooled", read_parts(root))
     images = sorted((root / "train").glob("*/*.png"))
     inputs = torch.stack([encoder.preprocess_val(Image.open(image)) for image in images])
     assert data.train.shape == (4, 64) and encoder.embed_dim != 64
     np.testing.assert_allclose(data.train, encoder.encode_pooled(inputs).numpy(), atol=1e-5)
     assert data.protocol["feature"] == "pooled" and data.train_labels.tolist() == [0, 0, 1, 1]
-    resnet = SingleEncoder(load_clip(CONFIGS / "tiny_resnet.json", seed=1))
+    resnet = Encoder([load_towers(CONFIGS / "tiny_resnet.json", seed=1)])
     with pytest.raises(ValueError, match="pool is its projection, so it has no features before"):
         linear_probe.evaluate(Extractor(resnet), root, feature="pooled")
 

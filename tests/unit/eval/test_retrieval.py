@@ -26,8 +26,8 @@ from mclclip.eval.datasets import CaptionRule, read_captions
 from mclclip.eval.features import Extractor
 from mclclip.eval.labelled_images import read_labelled
 from mclclip.eval.ranking import rank_queries
-from mclclip.models.clip import load_clip
-from mclclip.models.encoder import SingleEncoder
+from mclclip.models.encoder import Encoder
+from mclclip.models.loading import load_towers
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny_vit.json"
 
@@ -517,7 +517,7 @@ def test_layouts_with_mistakes_get_one_line(
 
 
 def test_captions_that_the_tokenizer_cuts_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    extractor = Extractor(SingleEncoder(load_clip(TINY)))
+    extractor = Extractor(Encoder([load_towers(TINY)]))
     length = int(extractor.encoder.tokenizer.context_length)  # type: ignore[attr-defined]
     texts = [" ".join(["dog"] * count) for count in (1, length - 3, length - 2, length - 1, 500)]
     with caplog.at_level("WARNING", logger="mclclip"):

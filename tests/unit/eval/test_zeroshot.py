@@ -18,8 +18,8 @@ import torch
 from mclclip.eval import zeroshot
 from mclclip.eval.features import Extractor
 from mclclip.eval.prompts import find_templates
-from mclclip.models.clip import load_clip
-from mclclip.models.encoder import SingleEncoder
+from mclclip.models.encoder import Encoder
+from mclclip.models.loading import load_towers
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny_vit.json"
 
@@ -203,9 +203,9 @@ def test_many_numbers_are_not_all_named(
 
 
 def test_classifier_equals_open_clips() -> None:
-    model = load_clip(TINY)
+    model = load_towers(TINY)
     names, templates = ["tench", "giant panda", "pizza"], find_templates("clip_80", Path())
-    ours = zeroshot.classifier(Extractor(SingleEncoder(model)), names, templates)
+    ours = zeroshot.classifier(Extractor(Encoder([model])), names, templates)
     theirs = open_clip.build_zero_shot_classifier(
         model.clip, model.tokenizer, names, open_clip.OPENAI_IMAGENET_TEMPLATES
     )

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from mclclip.export import certificate
-from mclclip.models.clip import load_clip
-from mclclip.models.encoder import SingleEncoder
+from mclclip.models.encoder import Encoder
+from mclclip.models.loading import load_towers
 from tests import tiny
 
 IMAGES = {"a": Image.new("RGB", (40, 32), (128, 99, 3)), "b": Image.new("RGB", (32, 32), (9, 9, 9))}
@@ -24,7 +24,7 @@ def move(name: str) -> Callable[[Any], None]:
 
     def change(encoder: Any) -> None:
         with torch.no_grad():
-            parameter = encoder.model.clip.get_parameter(name)
+            parameter = encoder.models[0].clip.get_parameter(name)
             parameter += 0.1 * torch.randn_like(parameter)
 
     return change
@@ -57,7 +57,7 @@ def test_what_differs_is_found_where_it_is_and_nowhere_else(
     change: Callable[[Any], None], differing: set[str]
 ) -> None:
     torch.manual_seed(0)
-    own = SingleEncoder(load_clip(tiny.ROOT / "tests" / "configs" / "tiny_vit.json"))
+    own = Encoder([load_towers(tiny.ROOT / "tests" / "configs" / "tiny_vit.json")])
     other = copy.deepcopy(own)
     change(other)
     found = certificate.compare(own, other, "x", IMAGES, TEXTS)

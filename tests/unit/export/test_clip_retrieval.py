@@ -22,9 +22,9 @@ from mclclip.data.samples import TarDataset
 from mclclip.eval.results import Result
 from mclclip.export import convert, model_card, to_clip_retrieval
 from mclclip.export.target import Source
-from mclclip.models.clip import ClipModel, save_export
-from mclclip.models.concat import ConcatEncoder, load_model, save_concat
-from mclclip.models.loading import load_any
+from mclclip.models.encoder import Encoder, load_model, save_concat
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
@@ -251,13 +251,13 @@ def joined(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = config.load(root / "config.yaml", [f"run_dir={root}", "train.lock.text=false"])
     (root / "config.yaml").write_text(config.dump(options))
     layout = Layout(root)
-    model = load_any(layout.export(0))
-    assert isinstance(model, ClipModel)
+    model = load_towers(layout.export(0))
+    assert isinstance(model, Model)
     model.lock(2, image_norm=True, image_projection=True, text=False, logit_scale=False)
     vary(model, 1)
 
     def write(folder: Path) -> dict[str, Any]:
-        save_export(model, folder)
+        model.save(folder)
         return {}
 
     export.written(layout.export(1), "export", {"stage": 1}, {}, False, write)
@@ -281,7 +281,7 @@ def test_an_index_of_a_joined_encoder_serves_all_weights(joined: Path, tmp_path:
     assert images.shape == texts.shape == (95, 16)
     weighted = load_model(layout.joined("concat_weighted"))
     queried = load_model(layout.joined("concat_stage_norm"))
-    assert isinstance(weighted, ConcatEncoder) and isinstance(queried, ConcatEncoder)
+    assert isinstance(weighted, Encoder) and isinstance(queried, Encoder)
     samples = SampleIndex.open(layout.index)
     data = TarDataset(
         samples, transform=weighted.preprocess_val, reads_captions=False, max_image_pixels=10_000
@@ -309,7 +309,7 @@ def test_embeddings_that_a_joined_encoder_cannot_use_are_refused(
     layout, out = Layout(tmp_path / "run"), tmp_path / "out"
     with pytest.raises(ValueError, match="any length .raw.*give concat_stage_norm"):
         convert.run("clip_retrieval", layout.joined("concat_raw"), out)
-    other, source = load_any(layout.export(1)), layout.joined("concat_weighted")
+    other, source = load_towers(layout.export(1)), layout.joined("concat_weighted")
     run_once = convert.run("clip_retrieval", source, tmp_path / "kept")
     assert convert.run("clip_retrieval", source, run_once) == run_once
     path = layout.embeddings(1) / "manifest.json"
@@ -324,7 +324,7 @@ def test_embeddings_that_a_joined_encoder_cannot_use_are_refused(
         convert.run("clip_retrieval", source, out)
     path.write_text(kept)
     vary(other, 2)
-    save_export(other, layout.export(1))
+    other.save(layout.export(1))
     with pytest.raises(RuntimeError, match="are not of the stage_1 that .* embed --stage 1"):
         convert.run("clip_retrieval", source, out)
     shutil.rmtree(layout.embeddings(1))

@@ -22,8 +22,8 @@ from mclclip import cli
 from mclclip.export import certificate, convert, transformers_layout
 from mclclip.export.target import Source
 from mclclip.models import weights
-from mclclip.models.clip import load_clip, save_export
-from mclclip.models.encoder import SingleEncoder
+from mclclip.models.encoder import Encoder
+from mclclip.models.loading import load_towers
 from tests import tiny
 
 transformers = pytest.importorskip("transformers")
@@ -38,13 +38,13 @@ def exported(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     for part in ("vision_cfg", "text_cfg"):
         described[part] |= changes.pop(part, {})
     described |= changes
-    model = load_clip({"model_cfg": described, "preprocess_cfg": look} if look else described)
+    model = load_towers({"model_cfg": described, "preprocess_cfg": look} if look else described)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.exported.named_parameters():
             if name != "logit_scale":
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    save_export(model, folder)
+    model.save(folder)
     return folder
 
 
@@ -118,7 +118,7 @@ def test_pixels_of_a_wrong_processor_are_told(
 ) -> None:
     """Another mean than the model's moves every pixel: the certificate says by how much."""
     source = exported(tmp_path / "own")
-    own, out = load_clip(source), tmp_path / "hf"
+    own, out = load_towers(source), tmp_path / "hf"
     convert.run("hf", source, out)
     path = out / "preprocessor_config.json"
     record = json.loads(path.read_text())
@@ -126,7 +126,7 @@ def test_pixels_of_a_wrong_processor_are_told(
     path.write_text(json.dumps(record))
     other = mclclip.load_model(f"hf:{out}")
     found = certificate.compare(
-        SingleEncoder(own), other, "x", {"a": Image.new("RGB", (32, 32), (128, 99, 3))}, ["a"]
+        Encoder([own]), other, "x", {"a": Image.new("RGB", (32, 32), (128, 99, 3))}, ["a"]
     )
     assert found.pixels == pytest.approx(10, abs=0.6) and found.pixels_of == ["a"]
     assert found.holds and found.image_features_own_pixels > 1e-4
@@ -135,8 +135,8 @@ def test_pixels_of_a_wrong_processor_are_told(
 def test_another_logit_scale_is_not_certified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = SingleEncoder(load_clip(exported(tmp_path / "own")))
-    other = SingleEncoder(load_clip(tmp_path / "own"))
+    own = Encoder([load_towers(exported(tmp_path / "own"))])
+    other = Encoder([load_towers(tmp_path / "own")])
     images = {"a": Image.new("RGB", (32, 32), (128, 99, 3))}
     assert certificate.compare(own, other, "x", images, ["a"]).holds
     for scale in (own.logit_scale * 1.001, float("nan")):
@@ -181,7 +181,7 @@ def test_a_part_that_the_other_library_lacks_is_found_by_the_certificate(tmp_pat
 def test_what_cannot_be_converted_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "hf"
     vit = exported(tmp_path / "vit")
-    save_export(load_clip(CONFIGS / "tiny_resnet.json"), tmp_path / "resnet")
+    load_towers(CONFIGS / "tiny_resnet.json").save(tmp_path / "resnet")
     with pytest.raises(ValueError, match="has no place in transformers' CLIPModel"):
         convert.run("hf", tmp_path / "resnet", out)
     with pytest.raises(FileNotFoundError, match="no exported model at .*nothing"):

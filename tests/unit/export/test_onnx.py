@@ -14,8 +14,8 @@ import mclclip
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.export import convert, libraries, to_onnx
 from mclclip.export.target import Source
-from mclclip.models.clip import load_clip, load_image_encoder, save_export
-from mclclip.models.concat import save_concat
+from mclclip.models.encoder import save_concat
+from mclclip.models.loading import load_towers
 from mclclip.models.stage_weights import StageWeights
 from tests.matrix import kept
 from tests.unit.export.test_convert import CONFIGS, exported, the_certificate
@@ -30,14 +30,14 @@ def stages(folder: Path, *, trunk: int = 2) -> list[Path]:
     """Three stages of a tiny ViT whose first `trunk` blocks of three are equal."""
     paths = [exported(folder / "stage_0")]
     for number in (1, 2):
-        model = load_clip(paths[0])
+        model = load_towers(paths[0])
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
             for name, parameter in model.exported.visual.named_parameters():
                 own = name.startswith(tuple(f"transformer.resblocks.{i}." for i in range(trunk, 3)))
                 if own or name.startswith(("ln_post", "proj")):
                     parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-        save_export(model, folder / f"stage_{number}")
+        model.save(folder / f"stage_{number}")
         paths.append(folder / f"stage_{number}")
     return paths
 
@@ -46,7 +46,7 @@ def timm_tower(folder: Path, name: str, **vision: Any) -> Path:
     """A tiny tower of timm beside a tiny text tower."""
     described = json.loads((CONFIGS / "tiny_vit.json").read_text())
     described["vision_cfg"] = {"timm_model_name": name, "timm_model_pretrained": False} | vision
-    save_export(load_clip(described), folder)
+    load_towers(described).save(folder)
     return folder
 
 
@@ -63,10 +63,10 @@ def source_of(kind: str, folder: Path) -> Path:
     if kind == "vit":
         return exported(folder / "vit")
     if kind == "resnet":
-        save_export(load_clip(CONFIGS / "tiny_resnet.json"), folder / "resnet")
+        load_towers(CONFIGS / "tiny_resnet.json").save(folder / "resnet")
         return folder / "resnet"
     if kind == "image_encoder":
-        save_export(load_image_encoder(CONFIGS / "tiny_vit.json"), folder / "images")
+        load_towers(CONFIGS / "tiny_vit.json", text=False).save(folder / "images")
         return folder / "images"
     if kind.startswith("concat"):
         return concat_of(stages(folder), kind.removeprefix("concat_"), folder / "concat")
@@ -175,7 +175,7 @@ def test_a_graph_that_one_file_cannot_hold_is_refused(
 
 def test_only_the_tower_of_a_graph_is_counted(tmp_path: Path) -> None:
     """Both towers are in the model, and the trunk of a concat is in memory once."""
-    model = load_clip(exported(tmp_path / "own"))
+    model = load_towers(exported(tmp_path / "own"))
     clip = model.exported
     images = 4 * sum(p.numel() for p in clip.visual.parameters())
     texts = 4 * sum(p.numel() for p in clip.parameters()) - images

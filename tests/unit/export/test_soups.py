@@ -19,9 +19,8 @@ from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.results import Result
 from mclclip.export import soups
 from mclclip.models import weights
-from mclclip.models.clip import load_clip, load_image_encoder, save_export
-from mclclip.models.concat import load_model, save_concat
-from mclclip.models.encoder import Encoder, SingleEncoder
+from mclclip.models.encoder import Encoder, load_model, save_concat
+from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
 from tests.matrix import kept
@@ -53,9 +52,8 @@ class Planted:
         return ["held_out"] if self.texts else []
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
-        assert isinstance(encoder, SingleEncoder)
         self.seen.append(model_name)
-        own = encoder.model.exported.state_dict()[AT]
+        own = encoder.models[0].exported.state_dict()[AT]
         near = 100 - float((own - self.goal).norm())
         near = 100 - near if self.unit == "nats" else near
         values = {"held_out": near, "imagenet": 90 - float((own - self.base).norm())}
@@ -83,7 +81,7 @@ class Nothing:
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Exports of a base and of three variations; tests only read them."""
-    return save_stages(load_clip(TINY, seed=1), tmp_path_factory.mktemp("stages"), 4)
+    return save_stages(load_towers(TINY, seed=1), tmp_path_factory.mktemp("stages"), 4)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -310,11 +308,11 @@ def test_an_unknown_benchmark_is_refused_before_anything_is_made(
 
 def test_models_that_have_no_average(stages: list[Path], tmp_path: Path) -> None:
     save_concat(stages[:2], "raw", tmp_path / "concat")
-    other = load_clip(TINY, quick_gelu=True)
-    save_export(other, tmp_path / "other")
-    unrelated = load_clip(TINY, seed=2)
+    other = load_towers(TINY, quick_gelu=True)
+    other.save(tmp_path / "other")
+    unrelated = load_towers(TINY, seed=2)
     vary(unrelated, 1)
-    save_export(unrelated, tmp_path / "unrelated")
+    unrelated.save(tmp_path / "unrelated")
     cases = {
         "concat": (ValueError, "is a concat, which a soup cannot average: give its stages"),
         "other": (ValueError, "model_cfg.quick_gelu is .* only models of one architecture"),
@@ -339,8 +337,8 @@ def test_models_that_have_no_average(stages: list[Path], tmp_path: Path) -> None
 def test_texts_are_asked_for_where_there_is_no_text_tower(tmp_path: Path) -> None:
     paths = []
     for seed in (1, 2):
-        encoder = load_image_encoder(TINY, seed=seed)
-        save_export(encoder, tmp_path / str(seed), "0" * 64)
+        encoder = load_towers(TINY, seed=seed, text=False)
+        encoder.save(tmp_path / str(seed), "0" * 64)
         paths.append(str(tmp_path / str(seed)))
     judge = Planted(torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="is an image encoder without a text tower, and held_out"):
@@ -370,13 +368,13 @@ def test_weights_that_are_not_finite_are_not_written(stages: list[Path], tmp_pat
 
 
 def test_batch_norms_are_estimated_on_the_given_images(tmp_path: Path) -> None:
-    model = load_clip(ROOT / "tests" / "configs" / "tiny_resnet.json", seed=1)
+    model = load_towers(ROOT / "tests" / "configs" / "tiny_resnet.json", seed=1)
     paths = save_stages(model, tmp_path / "stages", 3, image_blocks=5)
     model.train()
     draw = torch.Generator().manual_seed(0)
     for path in paths[1:]:
         model.encode_image(torch.randn(8, 3, 32, 32, generator=draw))
-        save_export(model, path, weights.base_digest(paths[0]))
+        model.save(path, weights.base_digest(paths[0]))
     models = [str(path) for path in paths]
     with pytest.raises(ValueError, match="give --images FOLDER with training images") as error:
         soups.run("uniform", models, tmp_path / "soup", judge=Nothing())

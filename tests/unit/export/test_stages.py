@@ -19,8 +19,8 @@ from mclclip.export import certificate, convert, stages_layout, to_llava
 from mclclip.export.image_pixels import own_processor
 from mclclip.export.target import Source
 from mclclip.models import weights
-from mclclip.models.clip import load_clip, save_export
-from mclclip.models.concat import save_concat
+from mclclip.models.encoder import save_concat
+from mclclip.models.loading import load_towers
 from tests.matrix import kept
 from tests.unit.export import tiny_llava
 from tests.unit.export.test_convert import CONFIGS, exported, the_certificate
@@ -33,10 +33,10 @@ def joined(folder: Path, variant: Any = "raw", *, trunk: int = 2, text: bool = F
     """A concat of three tiny stages; with `text` each has a text tower of its own."""
     paths = stages(folder, trunk=trunk)
     if text:
-        model = load_clip(paths[2])
+        model = load_towers(paths[2])
         with torch.no_grad():
             model.exported.ln_final.bias += 0.3
-        save_export(model, paths[2])
+        model.save(paths[2])
     return concat_of(paths, variant, folder / "concat")
 
 
@@ -144,7 +144,7 @@ def test_llava_reads_a_plain_tower(tmp_path: Path, capfd: pytest.CaptureFixture[
     tensors = weights.read_tensors(out / "model.safetensors")
     assert all(name.startswith("vision_model.") for name in tensors)  # as version 4 wants them
     tower = transformers.CLIPVisionModel.from_pretrained(out).eval()
-    model: Any = load_clip(source).eval()
+    model: Any = load_towers(source).eval()
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found = tower(pixels, output_hidden_states=True).hidden_states[-2]
@@ -161,7 +161,7 @@ def test_a_tower_without_a_trained_block_that_llava_sees_is_told(tmp_path: Path)
 
 
 def test_what_cannot_be_joined_there_is_one_line(tmp_path: Path) -> None:
-    save_export(load_clip(CONFIGS / "tiny_resnet.json"), tmp_path / "resnet")
+    load_towers(CONFIGS / "tiny_resnet.json").save(tmp_path / "resnet")
     save_concat([tmp_path / "resnet"] * 2, "raw", tmp_path / "concat")
     for to in ("hf", "llava"):
         with pytest.raises(ValueError, match="has no place in transformers' CLIPModel"):

@@ -18,8 +18,8 @@ import timm
 
 from mclclip.export import convert
 from mclclip.models import weights
-from mclclip.models.clip import load_clip, save_export
-from mclclip.models.concat import save_concat
+from mclclip.models.encoder import save_concat
+from mclclip.models.loading import load_towers
 from tests.matrix import kept
 from tests.unit.export.test_convert import CONFIGS, exported, the_certificate
 from tests.unit.export.test_onnx import timm_tower
@@ -60,13 +60,13 @@ def siglip(
         | (text or {}),
     }  # fmt: skip
     described = {k: v for k, v in (described | changes).items() if v is not None}
-    model = load_clip(described)
+    model = load_towers(described)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.exported.named_parameters():
             if not name.startswith("logit"):
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    save_export(model, folder)
+    model.save(folder)
     return folder
 
 
@@ -234,7 +234,7 @@ def check_timm(source: Path, out: Path, size: int) -> None:
 
 def test_what_timm_cannot_hold_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "timm"
-    save_export(load_clip(CONFIGS / "tiny_resnet.json"), tmp_path / "resnet")
+    load_towers(CONFIGS / "tiny_resnet.json").save(tmp_path / "resnet")
     with pytest.raises(ValueError, match="is a ModifiedResNet, which timm has not"):
         convert.run("timm", tmp_path / "resnet", out)
     save_concat([tmp_path / "resnet"] * 2, "raw", tmp_path / "concat")

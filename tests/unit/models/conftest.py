@@ -6,19 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
-def vit() -> ClipModel:
-    return load_clip(CONFIGS / "tiny_vit.json", seed=1)
+def vit() -> Model:
+    return load_towers(CONFIGS / "tiny_vit.json", seed=1)
 
 
 @pytest.fixture
-def resnet() -> ClipModel:
-    model = load_clip(CONFIGS / "tiny_resnet.json", seed=1)
+def resnet() -> Model:
+    model = load_towers(CONFIGS / "tiny_resnet.json", seed=1)
     # open_clip starts the last norm of every block at zero: the blocks would do nothing.
     for name, parameter in model.named_parameters():
         if name.endswith("bn3.weight"):
@@ -32,6 +33,6 @@ def images() -> Tensor:
 
 
 @pytest.fixture
-def tokens(vit: ClipModel) -> Tensor:
+def tokens(vit: Model) -> Tensor:
     result: Tensor = vit.tokenizer(["a red square", "two blue dots", "nothing"])
     return result

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mclclip.models import weights
-from mclclip.models.clip import ClipModel, save_export
+from mclclip.models.model import Model
 
 
 def vary(model: nn.Module, seed: int) -> None:
@@ -20,14 +20,14 @@ def vary(model: nn.Module, seed: int) -> None:
 
 
 def save_stages(
-    model: ClipModel, directory: Path, count: int, image_blocks: int = 1, text: bool = False
+    model: Model, directory: Path, count: int, image_blocks: int = 1, text: bool = False
 ) -> list[Path]:
     """Exports the model as stage 0 and `count - 1` variations; returns the directories."""
     paths = [directory / f"stage_{number}" / "export" for number in range(count)]
-    save_export(model, paths[0])
+    model.save(paths[0])
     base = weights.base_digest(paths[0])
     model.lock(image_blocks, image_norm=True, image_projection=True, text=text, logit_scale=True)
     for seed, path in enumerate(paths[1:], start=1):
         vary(model, seed)
-        save_export(model, path, base)
+        model.save(path, base)
     return paths

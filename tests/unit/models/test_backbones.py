@@ -16,8 +16,7 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 import timm
 
-from mclclip.models.clip import load_image_encoder, save_export
-from mclclip.models.loading import load_any
+from mclclip.models.loading import load_towers
 from tests.unit.models.stages import vary
 
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -40,7 +39,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_lock_and_export(kind: str, tmp_path: Path) -> None:
-    model = load_any(KINDS[kind], projector=[24, 12], seed=3)
+    model = load_towers(KINDS[kind], projector=[24, 12], seed=3)
     vary(model, 1)
     height, width = model.image_size, model.image_size
     images = torch.randn(3, 4, height, width, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
@@ -54,7 +53,7 @@ def test_split_lock_and_export(kind: str, tmp_path: Path) -> None:
     assert any(n.startswith("projector.") for n in trained)
     assert model.num_frozen_blocks == model.num_blocks - 1
     assert model.train()(image=images)["image_features"].shape == (3, 12)
-    save_export(model.eval(), tmp_path)
+    model.eval().save(tmp_path)
     found = mclclip.load_model(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(found.encode_image(images), model.encode_image(images, True))
@@ -62,7 +61,7 @@ def test_split_lock_and_export(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_small_stem_keeps_small_pictures() -> None:
-    tower = load_image_encoder(KINDS["timm resnet"]).visual
+    tower = load_towers(KINDS["timm resnet"], text=False).visual
     assert tower.trunk.conv1.kernel_size == (3, 3) and tower.trunk.conv1.in_channels == 4
     hidden = tower.trunk.layer1(tower.trunk.maxpool(tower.trunk.conv1(torch.zeros(1, 4, 16, 16))))
     assert hidden.shape[2:] == (16, 16)
@@ -79,18 +78,20 @@ def test_weights_of_timm_s_own_model_load(tmp_path: Path) -> None:
     state, file = own.state_dict(), tmp_path / "model.safetensors"
     for prefix in ("", "trunk.", "visual.trunk."):
         save_file({prefix + name: tensor for name, tensor in state.items()}, file)
-        model = load_any(given, str(file))
+        model = load_towers(given, str(file))
         with torch.no_grad():
             torch.testing.assert_close(model.encode_image(images), own(images))
     save_file({"other": torch.zeros(1)}, file)
     with pytest.raises(ValueError, match="the weights .* do not load .*Missing key"):
-        load_any(given, str(file))
+        load_towers(given, str(file))
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
     def first(seed: int) -> torch.Tensor:
         torch.rand(seed)  # the caller's generator does not matter
-        return load_image_encoder(KINDS["torchvision resnet"], seed=seed).visual.trunk.conv1.weight
+        return load_towers(
+            KINDS["torchvision resnet"], seed=seed, text=False
+        ).visual.trunk.conv1.weight
 
     before = torch.random.get_rng_state()
     torch.random.set_rng_state(before)
@@ -98,7 +99,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_arrays_of_four_channels_become_views() -> None:
-    model = load_image_encoder(KINDS["timm resnet"])
+    model = load_towers(KINDS["timm resnet"], text=False)
     image = np.random.default_rng(0).integers(0, 256, (16, 16, 4), np.uint8)
     view, plain = model.preprocess_train(image), model.preprocess_val(image)
     assert view.shape == plain.shape == (4, 16, 16)
@@ -131,10 +132,10 @@ def test_arrays_of_four_channels_become_views() -> None:
 )
 def test_mistakes_are_one_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        load_any(given)
+        load_towers(given)
     assert "\n" not in str(raised.value)
 
 
 def test_a_projector_is_for_a_tower_alone() -> None:
     with pytest.raises(ValueError, match="set text=false"):
-        load_any("ViT-B-32", projector=[8], load_weights=False)
+        load_towers("ViT-B-32", projector=[8], load_weights=False)

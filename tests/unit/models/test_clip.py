@@ -18,17 +18,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mclclip.models import weights
-from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 from tests.unit.models.conftest import CONFIGS
 
 TINY = CONFIGS / "tiny_vit.json"
 
 
-def tensors_of(model: ClipModel) -> dict[str, Tensor]:
+def tensors_of(model: Model) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def equal(a: ClipModel, b: ClipModel) -> bool:
+def equal(a: Model, b: Model) -> bool:
     return all(weights.same_bits(t, tensors_of(b)[n]) for n, t in tensors_of(a).items())
 
 
@@ -36,20 +37,20 @@ def test_random_weights_follow_the_seed_and_leave_the_caller_alone() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    first = load_clip(TINY, seed=3)
+    first = load_towers(TINY, seed=3)
     assert torch.equal(torch.rand(3), expected)
-    assert equal(first, load_clip(TINY, seed=3))
-    assert not equal(first, load_clip(TINY, seed=4))
+    assert equal(first, load_towers(TINY, seed=3))
+    assert not equal(first, load_towers(TINY, seed=4))
 
 
 def test_mapping_and_file_are_the_same_config() -> None:
     config = json.loads(TINY.read_text())
-    assert equal(load_clip(TINY, seed=3), load_clip(config, seed=3))
-    assert equal(load_clip(TINY, seed=3), load_clip({"model_cfg": config}, seed=3))
+    assert equal(load_towers(TINY, seed=3), load_towers(config, seed=3))
+    assert equal(load_towers(TINY, seed=3), load_towers({"model_cfg": config}, seed=3))
 
 
 def test_overrides_are_built_and_recorded() -> None:
-    model = load_clip(TINY, image_size=16, context_length=8, quick_gelu=True, patch_dropout=0.5)
+    model = load_towers(TINY, image_size=16, context_length=8, quick_gelu=True, patch_dropout=0.5)
     assert model.image_size == 16
     assert model.tokenizer(["a"]).shape == (1, 8)
     config = model.config["model_cfg"]
@@ -60,11 +61,11 @@ def test_overrides_are_built_and_recorded() -> None:
 def test_loading_leaves_the_root_logger_alone() -> None:
     root = logging.getLogger()
     before = (list(root.handlers), list(root.filters))
-    load_clip(TINY)
+    load_towers(TINY)
     assert (root.handlers, root.filters) == before
 
 
-def test_model_is_in_eval_mode_with_a_one_dimensional_scale(vit: ClipModel) -> None:
+def test_model_is_in_eval_mode_with_a_one_dimensional_scale(vit: Model) -> None:
     assert not vit.training
     assert not vit.clip.training
     assert vit.clip.logit_scale.shape == (1,)
@@ -76,8 +77,8 @@ def test_model_is_in_eval_mode_with_a_one_dimensional_scale(vit: ClipModel) -> N
 def test_export_loads_in_plain_open_clip(
     kind: str, request: pytest.FixtureRequest, images: Tensor, tokens: Tensor, tmp_path: Path
 ) -> None:
-    model: ClipModel = request.getfixturevalue(kind)
-    save_export(model, tmp_path)
+    model: Model = request.getfixturevalue(kind)
+    model.save(tmp_path)
     plain, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
     plain.eval()
     assert plain.logit_scale.shape == ()
@@ -87,39 +88,39 @@ def test_export_loads_in_plain_open_clip(
         assert torch.equal(plain.encode_text(tokens), model.encode_text(tokens))
     picture = Image.fromarray(np.arange(40 * 50 * 3, dtype=np.uint8).reshape(40, 50, 3))
     assert torch.equal(preprocess(picture), model.preprocess_val(picture))
-    assert equal(model, load_clip(f"local-dir:{tmp_path}"))
-    assert equal(model, load_clip(tmp_path))
+    assert equal(model, load_towers(f"local-dir:{tmp_path}"))
+    assert equal(model, load_towers(tmp_path))
 
 
-def test_equal_models_give_equal_files(vit: ClipModel, tmp_path: Path) -> None:
-    save_export(vit, tmp_path / "a")
-    save_export(load_clip(tmp_path / "a"), tmp_path / "b")
+def test_equal_models_give_equal_files(vit: Model, tmp_path: Path) -> None:
+    vit.save(tmp_path / "a")
+    load_towers(tmp_path / "a").save(tmp_path / "b")
     for name in (weights.CONFIG, weights.WEIGHTS):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_export_records_its_base(vit: ClipModel, tmp_path: Path) -> None:
-    save_export(vit, tmp_path / "base")
+def test_export_records_its_base(vit: Model, tmp_path: Path) -> None:
+    vit.save(tmp_path / "base")
     base = weights.base_digest(tmp_path / "base")
     with torch.no_grad():
         vit.clip.visual.proj += 1
-    save_export(vit, tmp_path / "tuned", base)
+    vit.save(tmp_path / "tuned", base)
     assert weights.base_digest(tmp_path / "tuned") == base
-    save_export(vit, tmp_path / "other")
+    vit.save(tmp_path / "other")
     assert weights.base_digest(tmp_path / "other") != base
 
 
 def test_train_transform_takes_open_clips_augmentation() -> None:
-    crop = load_clip(TINY).preprocess_train.transforms[0]  # type: ignore[attr-defined]
+    crop = load_towers(TINY).preprocess_train.transforms[0]  # type: ignore[attr-defined]
     assert crop.scale == (0.9, 1.0)
-    model = load_clip(TINY, augmentation={"scale": [0.4, 0.6]})
+    model = load_towers(TINY, augmentation={"scale": [0.4, 0.6]})
     crop = model.preprocess_train.transforms[0]  # type: ignore[attr-defined]
     assert tuple(crop.scale) == (0.4, 0.6)
     with pytest.raises(ValueError, match="augmentation"):
-        load_clip(TINY, augmentation={"zoom": 2})
+        load_towers(TINY, augmentation={"zoom": 2})
 
 
-def test_tokenizer_and_transforms_reach_spawned_workers(vit: ClipModel) -> None:
+def test_tokenizer_and_transforms_reach_spawned_workers(vit: Model) -> None:
     image = Image.fromarray(np.arange(48 * 40 * 3, dtype=np.uint8).reshape(48, 40, 3))
     parts = (vit.tokenizer, "a dog"), (vit.preprocess_train, image), (vit.preprocess_val, image)
     for part, value in parts:
@@ -132,12 +133,12 @@ def test_tokenizer_and_transforms_reach_spawned_workers(vit: ClipModel) -> None:
 
 def test_open_clip_name_with_a_weights_file(tmp_path: Path) -> None:
     """A name's own architecture is too large here; a JSON config takes the same path."""
-    source = load_clip(TINY, seed=5)
+    source = load_towers(TINY, seed=5)
     state = {n: t.contiguous() for n, t in source.clip.state_dict().items()}
     save_file(state, tmp_path / "w.safetensors")
     torch.save(state, tmp_path / "w.pt")
     for name in ("w.safetensors", "w.pt"):
-        assert equal(source, load_clip(TINY, str(tmp_path / name)))
+        assert equal(source, load_towers(TINY, str(tmp_path / name)))
 
 
 class _Code:
@@ -148,20 +149,20 @@ class _Code:
 def test_pickled_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"state_dict": _Code(), "size": torch.zeros(2_000_000)}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match="neither safetensors nor a plain state dict"):
-        load_clip(TINY, str(tmp_path / "w.pt"))
+        load_towers(TINY, str(tmp_path / "w.pt"))
     assert "executed" not in capsys.readouterr().out
 
 
-def test_weights_of_another_model_are_refused(resnet: ClipModel, tmp_path: Path) -> None:
-    save_export(resnet, tmp_path)
+def test_weights_of_another_model_are_refused(resnet: Model, tmp_path: Path) -> None:
+    resnet.save(tmp_path)
     with pytest.raises(ValueError, match="do not load"):
-        load_clip(TINY, str(tmp_path / weights.WEIGHTS))
+        load_towers(TINY, str(tmp_path / weights.WEIGHTS))
 
 
 def test_unavailable_tag_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="neither cached nor reachable") as raised:
-        load_clip("ViT-B-32", "laion2b_s34b_b79k")
+        load_towers("ViT-B-32", "laion2b_s34b_b79k")
     assert "\n" not in str(raised.value)
 
 
@@ -177,32 +178,32 @@ def test_unavailable_tag_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_user_mistakes(name: Any, pretrained: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_clip(name, pretrained)
+        load_towers(name, pretrained)
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "./model", "runs/mcl/export"])
 def test_a_path_without_a_model_is_not_taken_for_a_name(name: str) -> None:
     with pytest.raises(FileNotFoundError, match=f"no model at {name}: give an exported directory"):
-        load_clip(name)
+        load_towers(name)
 
 
 def test_unknown_field_of_a_config() -> None:
     config = json.loads(TINY.read_text())
     config["vision_cfg"]["colour"] = 1
     with pytest.raises(ValueError, match="has 'colour', which open_clip does not know"):
-        load_clip(config)
+        load_towers(config)
 
 
-def test_missing_files(vit: ClipModel, tmp_path: Path) -> None:
+def test_missing_files(vit: Model, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no model directory"):
-        load_clip(f"local-dir:{tmp_path}/absent")
+        load_towers(f"local-dir:{tmp_path}/absent")
     with pytest.raises(FileNotFoundError, match="no open_clip_config.json"):
-        load_clip(f"local-dir:{tmp_path}")
+        load_towers(f"local-dir:{tmp_path}")
     with pytest.raises(FileNotFoundError, match="no model config"):
-        load_clip(f"{tmp_path}/absent.json")
-    save_export(vit, tmp_path)
+        load_towers(f"{tmp_path}/absent.json")
+    vit.save(tmp_path)
     with pytest.raises(ValueError, match="brings its own weights"):
-        load_clip(tmp_path, "openai")
+        load_towers(tmp_path, "openai")
     (tmp_path / weights.WEIGHTS).unlink()
     with pytest.raises(FileNotFoundError, match="no weights"):
-        load_clip(tmp_path)
+        load_towers(tmp_path)

@@ -15,9 +15,10 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 from open_clip.hf_model import HFTextEncoder
 
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
 from mclclip.models.memory import load_shapes
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from tests.matrix import in_soak
 from tests.unit.models.conftest import CONFIGS
@@ -26,12 +27,12 @@ BLOCK = "clip.visual.transformer.resblocks."
 EMBEDDING = ("conv1", "class_embedding", "positional_embedding", "ln_pre")
 
 
-def lock(model: ClipModel, image_blocks: Any = 0, **parts: Any) -> list[str]:
+def lock(model: Model, image_blocks: Any = 0, **parts: Any) -> list[str]:
     flags = dict.fromkeys(("image_norm", "image_projection", "text", "logit_scale"), False)
     return model.lock(image_blocks, **(flags | parts))
 
 
-def expected(model: ClipModel, *prefixes: str) -> list[str]:
+def expected(model: Model, *prefixes: str) -> list[str]:
     return sorted(n for n, _ in model.named_parameters() if n.startswith(prefixes))
 
 
@@ -62,14 +63,14 @@ def expected(model: ClipModel, *prefixes: str) -> list[str]:
     ],
 )
 def test_lock_names_exactly_what_it_unlocks(
-    vit: ClipModel, arguments: dict[str, Any], prefixes: tuple[str, ...]
+    vit: Model, arguments: dict[str, Any], prefixes: tuple[str, ...]
 ) -> None:
     names = lock(vit, **arguments)
     assert names == expected(vit, *prefixes)
     assert names == sorted(n for n, p in vit.named_parameters() if p.requires_grad)
 
 
-def test_lock_replaces_the_lock_before(vit: ClipModel) -> None:
+def test_lock_replaces_the_lock_before(vit: Model) -> None:
     lock(vit, 1)
     everything = {"image_norm", "image_projection", "text", "logit_scale"}
     names = lock(vit, "all", **dict.fromkeys(everything, True))
@@ -77,12 +78,12 @@ def test_lock_replaces_the_lock_before(vit: ClipModel) -> None:
 
 
 @pytest.mark.parametrize("number", [4, -1])
-def test_more_blocks_than_there_are(vit: ClipModel, number: int) -> None:
+def test_more_blocks_than_there_are(vit: Model, number: int) -> None:
     with pytest.raises(ValueError, match="has 3 blocks"):
         lock(vit, number)
 
 
-def test_frozen_modules_stay_in_eval_mode(vit: ClipModel) -> None:
+def test_frozen_modules_stay_in_eval_mode(vit: Model) -> None:
     lock(vit, 1)
     vit.train()
     assert not vit.clip.transformer.training
@@ -93,7 +94,7 @@ def test_frozen_modules_stay_in_eval_mode(vit: ClipModel) -> None:
 
 
 @pytest.mark.parametrize(("number", "frozen"), [(0, 3), (1, 2), (3, 0), ("all", 0)])
-def test_frozen_trunk_is_found(vit: ClipModel, number: Any, frozen: int) -> None:
+def test_frozen_trunk_is_found(vit: Model, number: Any, frozen: int) -> None:
     lock(vit, number)
     assert vit.num_frozen_blocks == frozen
 
@@ -101,11 +102,11 @@ def test_frozen_trunk_is_found(vit: ClipModel, number: Any, frozen: int) -> None
 def test_fixed_positions_stay_fixed() -> None:
     config = json.loads((CONFIGS / "tiny_vit.json").read_text())
     config["vision_cfg"]["pos_embed_type"] = "sin_cos_2d"
-    assert "clip.visual.positional_embedding" not in lock(load_clip(config), "all")
+    assert "clip.visual.positional_embedding" not in lock(load_towers(config), "all")
 
 
 def test_patch_dropout_rests_in_a_frozen_trunk(images: Tensor) -> None:
-    model = load_clip(CONFIGS / "tiny_vit.json", patch_dropout=0.5)
+    model = load_towers(CONFIGS / "tiny_vit.json", patch_dropout=0.5)
     lock(model, 1)
     model.train()
     hidden = model.encode_trunk(images, 2)
@@ -114,8 +115,8 @@ def test_patch_dropout_rests_in_a_frozen_trunk(images: Tensor) -> None:
 
 def test_a_logit_bias_is_an_output_and_trained_where_it_is_named(images: Tensor) -> None:
     config = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    assert "logit_bias" not in load_clip(config)(image=images)
-    model = load_clip(config | {"init_logit_bias": -10.0})
+    assert "logit_bias" not in load_towers(config)(image=images)
+    model = load_towers(config | {"init_logit_bias": -10.0})
     assert model(image=images)["logit_bias"].item() == -10.0
     assert lock(model, logit_scale=True) == ["clip.logit_scale"]
     assert lock(model, logit_bias=True) == ["clip.logit_bias"]
@@ -124,12 +125,12 @@ def test_a_logit_bias_is_an_output_and_trained_where_it_is_named(images: Tensor)
 # --- locking a text tower --------------------------------------------------------------------
 
 
-def hugging_face_text() -> ClipModel:
+def hugging_face_text() -> Model:
     """A text tower as open_clip makes it of a Hugging Face model, which it would fetch."""
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
     config = transformers.RobertaConfig(num_hidden_layers=3, vocab_size=64, **small)
-    model = load_clip(json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"custom_text": True})
+    model = load_towers(json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"custom_text": True})
     model.clip.text = HFTextEncoder("roberta", 32, config=config, proj_type="linear")
     model.clip.text.transformer.pooler = None  # open_clip leaves it out where nothing uses it
     return model.eval()
@@ -142,11 +143,11 @@ TEXT_TOWERS = {
 }
 
 
-def with_text(kind: str) -> ClipModel:
+def with_text(kind: str) -> Model:
     if kind == "hugging":
         return hugging_face_text()
     config = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    return load_clip(config | {"custom_text": kind == "custom"})
+    return load_towers(config | {"custom_text": kind == "custom"})
 
 
 @pytest.mark.parametrize("kind", TEXT_TOWERS)
@@ -188,7 +189,7 @@ def test_a_step_moves_the_unlocked_blocks_of_a_text_tower_alone(kind: str) -> No
 # --- locking a ResNet ------------------------------------------------------------------------
 
 
-def test_resnet_blocks_count_from_the_stem(resnet: ClipModel) -> None:
+def test_resnet_blocks_count_from_the_stem(resnet: Model) -> None:
     assert resnet.num_blocks == 5
     names = lock(resnet, 1, image_norm=True)
     assert names == expected(resnet, "clip.visual.layer4.")
@@ -216,7 +217,7 @@ def test_the_last_six_blocks_of_an_rn50() -> None:
     assert model.num_frozen_blocks == 11
 
 
-def running_means(model: ClipModel) -> dict[str, Tensor]:
+def running_means(model: Model) -> dict[str, Tensor]:
     state = model.clip.visual.state_dict()
     return {n: t.clone() for n, t in state.items() if n.endswith("running_mean")}
 
@@ -233,7 +234,7 @@ def test_batch_norms_of_frozen_blocks_of_a_trained_layer_rest(images: Tensor) ->
 
 @pytest.mark.parametrize("image_norm", [True, False])
 def test_frozen_batch_norms_keep_their_statistics(
-    resnet: ClipModel, images: Tensor, image_norm: bool
+    resnet: Model, images: Tensor, image_norm: bool
 ) -> None:
     names = lock(resnet, 1, image_norm=image_norm)
     norms = [name for name in names if "bn" in name or "downsample.1" in name]
@@ -263,7 +264,7 @@ def test_frozen_batch_norms_keep_their_statistics(
 def test_trunk_and_tail_are_the_tower(name: str, changes: dict[str, Any], images: Tensor) -> None:
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     config["vision_cfg"] |= changes
-    model = load_clip(config)
+    model = load_towers(config)
     with torch.no_grad():
         whole = model.clip.encode_image(images)
         for number in range(model.num_blocks + 1):
@@ -276,7 +277,7 @@ def test_trunk_and_tail_are_the_tower(name: str, changes: dict[str, Any], images
 
 
 def test_pooled_features_lie_before_the_projection(
-    vit: ClipModel, resnet: ClipModel, images: Tensor
+    vit: Model, resnet: Model, images: Tensor
 ) -> None:
     with torch.no_grad():
         pooled = vit.encode_tail(images, 0, project=False)
@@ -286,17 +287,17 @@ def test_pooled_features_lie_before_the_projection(
             resnet.encode_tail(images, 0, project=False)
 
 
-def gradients(model: ClipModel, images: Tensor) -> dict[str, Tensor]:
+def gradients(model: Model, images: Tensor) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     model(image=images)["image_features"][:, 0].sum().backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def deeper_resnet() -> ClipModel:
+def deeper_resnet() -> Model:
     """Layers of several residual blocks, which a lock cuts apart."""
     config = json.loads((CONFIGS / "tiny_resnet.json").read_text())
     config["vision_cfg"]["layers"] = [2, 1, 1, 3]
-    return load_clip(config, seed=1)
+    return load_towers(config, seed=1)
 
 
 @pytest.mark.parametrize("kind", ["vit", "resnet", "deeper_resnet"])
@@ -304,7 +305,7 @@ def test_frozen_trunk_gives_the_whole_towers_gradients(
     kind: str, request: pytest.FixtureRequest, images: Tensor
 ) -> None:
     found = deeper_resnet() if kind == "deeper_resnet" else request.getfixturevalue(kind)
-    model: ClipModel = found.double()
+    model: Model = found.double()
     images = images.double()
     whole = gradients(model, images)
     names = lock(model, 2, image_norm=True, image_projection=True)
@@ -315,7 +316,7 @@ def test_frozen_trunk_gives_the_whole_towers_gradients(
         torch.testing.assert_close(gradient, whole[name], rtol=1e-9, atol=1e-12)
 
 
-def test_gradient_reaches_images_through_a_frozen_trunk(vit: ClipModel, images: Tensor) -> None:
+def test_gradient_reaches_images_through_a_frozen_trunk(vit: Model, images: Tensor) -> None:
     lock(vit, 1)
     images.requires_grad_()
     vit.encode_image(images).sum().backward()
@@ -324,7 +325,7 @@ def test_gradient_reaches_images_through_a_frozen_trunk(vit: ClipModel, images: 
 
 
 def text_and_image_gradients(
-    model: ClipModel, images: Tensor, tokens: Tensor, precision: torch.dtype
+    model: Model, images: Tensor, tokens: Tensor, precision: torch.dtype
 ) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
@@ -343,7 +344,7 @@ def test_gradient_checkpointing_changes_nothing(
     images: Tensor, precision: torch.dtype, custom: bool, lora: bool, image_blocks: Any
 ) -> None:
     config = json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"custom_text": custom}
-    model = load_clip(config, patch_dropout=0.5).train()
+    model = load_towers(config, patch_dropout=0.5).train()
     names = lock(model, image_blocks, text=True, image_norm=True, image_projection=True)
     if lora:
         names = add_lora(model, rank=2, alpha=4.0, dropout=0.5)
@@ -377,7 +378,7 @@ def count_calls(modules: list[nn.Module]) -> list[int]:
     return calls
 
 
-def test_a_resnet_is_not_recomputed(resnet: ClipModel) -> None:
+def test_a_resnet_is_not_recomputed(resnet: Model) -> None:
     with pytest.raises(ValueError, match="count every batch twice"):
         resnet.set_grad_checkpointing()
     resnet.set_grad_checkpointing(False)
@@ -386,7 +387,7 @@ def test_a_resnet_is_not_recomputed(resnet: ClipModel) -> None:
 def test_an_attention_pool_of_open_clips_own_transformer(images: Tensor) -> None:
     config = json.loads((CONFIGS / "tiny_vit.json").read_text())
     config["vision_cfg"] |= {"attentional_pool": True, "attn_pooler_heads": 4}
-    model = load_clip(config)
+    model = load_towers(config)
     with torch.no_grad():
         whole = model.encode_image(images)
         assert torch.equal(model.encode_tail(model.encode_trunk(images, 2), 2), whole)
@@ -395,9 +396,7 @@ def test_an_attention_pool_of_open_clips_own_transformer(images: Tensor) -> None
     )
 
 
-def test_towers_that_are_not_understood_encode_but_do_not_split(
-    vit: ClipModel, images: Tensor
-) -> None:
+def test_towers_that_are_not_understood_encode_but_do_not_split(vit: Model, images: Tensor) -> None:
     vit._layout = "the image tower is a Strange"
     assert vit.encode_image(images).shape == (3, 32)
     for use in (lambda: lock(vit, 1), lambda: vit.encode_trunk(images, 1)):
@@ -409,7 +408,7 @@ def test_towers_that_are_not_understood_encode_but_do_not_split(
 # --- what an objective is given --------------------------------------------------------------
 
 
-def test_forward_gives_unit_features(vit: ClipModel, images: Tensor, tokens: Tensor) -> None:
+def test_forward_gives_unit_features(vit: Model, images: Tensor, tokens: Tensor) -> None:
     output = vit(image=images, text=tokens)
     assert output.keys() == {"image_features", "text_features", "logit_scale"}
     for name in ("image_features", "text_features"):
@@ -420,7 +419,7 @@ def test_forward_gives_unit_features(vit: ClipModel, images: Tensor, tokens: Ten
     assert vit(text=tokens).keys() == {"text_features", "logit_scale"}
 
 
-def test_features_are_fp32_under_autocast(vit: ClipModel, images: Tensor, tokens: Tensor) -> None:
+def test_features_are_fp32_under_autocast(vit: Model, images: Tensor, tokens: Tensor) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = vit(image=images, text=tokens)
     for name in ("image_features", "text_features"):
@@ -428,12 +427,12 @@ def test_features_are_fp32_under_autocast(vit: ClipModel, images: Tensor, tokens
         torch.testing.assert_close(output[name].norm(dim=-1), torch.ones(3))
 
 
-def test_features_stay_float64(vit: ClipModel, images: Tensor, tokens: Tensor) -> None:
+def test_features_stay_float64(vit: Model, images: Tensor, tokens: Tensor) -> None:
     output = vit.double()(image=images.double(), text=tokens)
     assert {value.dtype for value in output.values()} == {torch.float64}
 
 
-def test_logit_scale_is_capped_but_can_fall(vit: ClipModel) -> None:
+def test_logit_scale_is_capped_but_can_fall(vit: Model) -> None:
     parameter: nn.Parameter = vit.clip.logit_scale
     nn.init.constant_(parameter, math.log(100.0))  # in fp32 it exponentiates to above 100
     scale = vit.logit_scale()
@@ -447,7 +446,7 @@ def test_logit_scale_is_capped_but_can_fall(vit: ClipModel) -> None:
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_learned_scale_is_held_by_the_optimizer(
-    vit: ClipModel, images: Tensor, tokens: Tensor, trained: bool
+    vit: Model, images: Tensor, tokens: Tensor, trained: bool
 ) -> None:
     lock(vit, 1, logit_scale=trained)
     nn.init.constant_(vit.clip.logit_scale, 5.0)
@@ -465,20 +464,20 @@ def test_learned_scale_is_held_by_the_optimizer(
 # --- what engines ask for --------------------------------------------------------------------
 
 
-def blocks_of(model: ClipModel) -> list[str]:
+def blocks_of(model: Model) -> list[str]:
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(block)] for block in model.blocks()]
 
 
-def test_blocks_of_both_towers(vit: ClipModel, resnet: ClipModel) -> None:
+def test_blocks_of_both_towers(vit: Model, resnet: Model) -> None:
     text = ["clip.transformer.resblocks.0", "clip.transformer.resblocks.1"]
     assert blocks_of(vit) == [f"{BLOCK}{i}" for i in range(3)] + text
     assert blocks_of(resnet) == [f"clip.visual.layer{i}" for i in range(1, 5)] + text
 
 
-def custom_text() -> ClipModel:
+def custom_text() -> Model:
     config = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    return load_clip(config | {"custom_text": True})
+    return load_towers(config | {"custom_text": True})
 
 
 def test_blocks_of_a_separate_text_tower() -> None:
@@ -504,18 +503,18 @@ def test_blocks_of_a_separate_text_tower() -> None:
         ("positional_embedding", 3),
     ],
 )
-def test_layers_count_from_the_top_of_their_tower(vit: ClipModel, name: str, above: int) -> None:
+def test_layers_count_from_the_top_of_their_tower(vit: Model, name: str, above: int) -> None:
     assert vit.layers_above(f"clip.{name}") == above
     text = not name.startswith(("visual.", "logit_"))
     assert custom_text().layers_above(f"clip.{'text.' if text else ''}{name}") == above
 
 
-def test_layers_of_a_resnet(resnet: ClipModel) -> None:
+def test_layers_of_a_resnet(resnet: Model) -> None:
     names = ("attnpool.c_proj.weight", "layer4.0.conv1.weight", "layer1.0.bn1.bias", "bn1.weight")
     assert [resnet.layers_above(f"clip.visual.{name}") for name in names] == [0, 1, 4, 5]
 
 
-def test_layers_of_an_unknown_text_tower(vit: ClipModel) -> None:
+def test_layers_of_an_unknown_text_tower(vit: Model) -> None:
     vit.clip.transformer = nn.Identity()
     with pytest.raises(ValueError, match="CLIP whose blocks are not known"):
         vit.layers_above("clip.ln_final.weight")
@@ -525,7 +524,7 @@ def test_layers_of_an_unknown_text_tower(vit: ClipModel) -> None:
 @pytest.mark.parametrize("adapted", [False, True])
 @in_soak
 def test_compiled_blocks_keep_names_and_results(
-    vit: ClipModel, images: Tensor, tokens: Tensor, adapted: bool
+    vit: Model, images: Tensor, tokens: Tensor, adapted: bool
 ) -> None:
     lock(vit, 2, text=True)
     if adapted:
@@ -550,7 +549,7 @@ def test_compiled_blocks_keep_names_and_results(
 @dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
 def test_blocks_stay_compiled_for_every_kind_of_pass(images: Tensor) -> None:
     dynamo.reset()
-    model = load_clip(CONFIGS / "tiny_vit.json")
+    model = load_towers(CONFIGS / "tiny_vit.json")
     lock(model, 2, text=True)
     model.compile_blocks(backend="eager")
     tokens = model.tokenizer(["a red square", "two blue dots", "nothing"])

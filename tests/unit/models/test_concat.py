@@ -17,18 +17,18 @@ from torch.nn import functional
 
 import mclclip
 from mclclip.models import weights
-from mclclip.models.clip import ClipModel, load_clip, save_export
-from mclclip.models.concat import (
-    CONCAT_WEIGHTS,
-    ConcatEncoder,
-    Variant,
+from mclclip.models.encoder import (
+    Encoder,
     join_image_features,
     join_query_features,
     join_text_features,
     load_model,
     save_concat,
 )
-from mclclip.models.encoder import Encoder, SingleEncoder
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
+from mclclip.models.stage_weights import Variant
+from mclclip.models.weights import CONCAT_WEIGHTS
 from tests.unit.models.conftest import CONFIGS
 from tests.unit.models.stages import save_stages
 
@@ -131,7 +131,7 @@ def test_variants_agree_where_the_stages_are_equally_long() -> None:
 
 
 @pytest.fixture
-def stages(vit: ClipModel, tmp_path: Path) -> list[Path]:
+def stages(vit: Model, tmp_path: Path) -> list[Path]:
     return save_stages(vit, tmp_path, 3)
 
 
@@ -146,7 +146,7 @@ def test_record_and_files(stages: list[Path], tmp_path: Path) -> None:
     assert config == weights.read_config(stages[0])
     # Two more tails, and nothing else twice.
     sizes = record["num_parameters"]
-    model = load_clip(stages[0])
+    model = load_towers(stages[0])
     names = model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
     tail = sum(p.numel() for n, p in model.named_parameters() if n in names)
     assert sizes["concat"] - sizes["one_stage"] == 2 * tail
@@ -165,13 +165,13 @@ def test_plain_open_clip_refuses_a_concat(stages: list[Path], tmp_path: Path) ->
     with pytest.raises(RuntimeError):
         open_clip.create_model(f"local-dir:{tmp_path / 'c'}")
     with pytest.raises(ValueError, match="mclclip.load_model"):
-        load_clip(tmp_path / "c")
+        load_towers(tmp_path / "c")
 
 
 def test_equal_tensors_share_memory(stages: list[Path], tmp_path: Path) -> None:
     save_concat(stages, "raw", tmp_path / "c")
     encoder = load_model(tmp_path / "c")
-    assert isinstance(encoder, ConcatEncoder)
+    assert isinstance(encoder, Encoder)
     record = json.loads((tmp_path / "c" / "concat.json").read_text())
     held = sum(p.numel() for p in encoder.parameters())
     assert held == record["num_parameters"]["concat"]
@@ -179,7 +179,7 @@ def test_equal_tensors_share_memory(stages: list[Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("image_blocks", "trunk"), [(0, 3), (1, 2), (2, 1), (3, 0)])
 def test_trunk_is_the_equal_prefix(
-    vit: ClipModel, tmp_path: Path, image_blocks: int, trunk: int
+    vit: Model, tmp_path: Path, image_blocks: int, trunk: int
 ) -> None:
     paths = save_stages(vit, tmp_path, 2, image_blocks=image_blocks)
     assert save_concat(paths, "raw", tmp_path / "c")["num_trunk_blocks"] == trunk
@@ -188,7 +188,7 @@ def test_trunk_is_the_equal_prefix(
 def test_trunk_runs_once(stages: list[Path], tmp_path: Path, images: Tensor) -> None:
     save_concat(stages, "raw", tmp_path / "c")
     encoder = load_model(tmp_path / "c")
-    assert isinstance(encoder, ConcatEncoder)
+    assert isinstance(encoder, Encoder)
     runs: list[str] = []
     for name, module in encoder.named_modules():
         if name.endswith(("resblocks.0", "resblocks.1", "resblocks.2")):
@@ -197,9 +197,9 @@ def test_trunk_runs_once(stages: list[Path], tmp_path: Path, images: Tensor) -> 
     assert (runs.count("0"), runs.count("1"), runs.count("2")) == (1, 1, 3)
 
 
-def test_stages_that_do_not_fit(vit: ClipModel, tmp_path: Path) -> None:
-    save_export(vit, tmp_path / "a")
-    save_export(load_clip(CONFIGS / "tiny_vit.json", quick_gelu=True), tmp_path / "b")
+def test_stages_that_do_not_fit(vit: Model, tmp_path: Path) -> None:
+    vit.save(tmp_path / "a")
+    load_towers(CONFIGS / "tiny_vit.json", quick_gelu=True).save(tmp_path / "b")
     with pytest.raises(ValueError, match="has another open_clip_config.json"):
         save_concat([tmp_path / "a", tmp_path / "b"], "raw", tmp_path / "c")
     with pytest.raises(ValueError, match="at least one"):
@@ -233,10 +233,10 @@ def test_a_name_without_weights_is_refused_and_random_ones_are_asked_for() -> No
     config = CONFIGS / "tiny_vit.json"
     with pytest.raises(ValueError, match=r"tiny_vit.json names no weights: .*tags: none"):
         load_model(config)
-    wanted = load_clip(config, seed=0).state_dict()
+    wanted = load_towers(config, seed=0).state_dict()
     for encoder in (load_model(f"{config}@random"), load_model(config, "random")):
-        assert isinstance(encoder, SingleEncoder)
-        found = encoder.model.state_dict()
+        assert encoder.variant is None
+        found = encoder.models[0].state_dict()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -245,8 +245,8 @@ def test_a_model_that_brings_its_weights_has_no_random_ones(stages: list[Path]) 
         load_model(f"{stages[0]}@random")
 
 
-def test_single_encoder_is_the_model(vit: ClipModel, images: Tensor, tokens: Tensor) -> None:
-    encoder = SingleEncoder(vit)
+def test_single_encoder_is_the_model(vit: Model, images: Tensor, tokens: Tensor) -> None:
+    encoder = Encoder([vit])
     with torch.no_grad():
         assert torch.equal(encoder.encode_image(images), vit.encode_image(images, normalize=True))
         assert torch.equal(encoder.encode_text(tokens), vit.encode_text(tokens, normalize=True))

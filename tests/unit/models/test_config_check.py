@@ -20,8 +20,9 @@ import torch
 from mclclip import config as configuration
 from mclclip.eval import run as evaluation
 from mclclip.models import weights
-from mclclip.models.clip import ClipModel, architecture, load_clip, save_export
-from mclclip.models.concat import load_model, save_concat
+from mclclip.models.encoder import load_model, save_concat
+from mclclip.models.loading import architecture, load_towers
+from mclclip.models.model import Model
 from mclclip.ranks.process_group import SINGLE
 from tests.unit.models.conftest import CONFIGS
 
@@ -57,10 +58,10 @@ class Stranger:
             (directory / f"{name}.json").write_text(json.dumps(record))
         return directory
 
-    def model(self, model: ClipModel, text_cfg: dict[str, Any], **records: object) -> Path:
+    def model(self, model: Model, text_cfg: dict[str, Any], **records: object) -> Path:
         """A whole model directory, whose text_cfg is changed."""
         directory = self.folder / "model"
-        save_export(model, directory)
+        model.save(directory)
         change(directory, text_cfg)
         return self.files(directory, **records)
 
@@ -115,25 +116,25 @@ def refused(found: Any, message: str) -> None:
     ids=["told", "told_by_config", "asked", "asked_by_class"],
 )
 def test_python_beside_a_tokenizer_never_runs(
-    stranger: Stranger, vit: ClipModel, text_cfg: Any, records: Any, message: str
+    stranger: Stranger, vit: Model, text_cfg: Any, records: Any, message: str
 ) -> None:
     directory = stranger.model(vit, text_cfg, **records)
-    refused(lambda: load_clip(directory), message)
+    refused(lambda: load_towers(directory), message)
 
 
 def test_python_beside_a_model_without_a_tokenizer_never_runs(
-    stranger: Stranger, vit: ClipModel
+    stranger: Stranger, vit: Model
 ) -> None:
     """Its tokenizer comes from the hub by its name, and nothing in the directory is asked."""
-    model = load_clip(stranger.model(vit, {"hf_tokenizer_name": NAME}, config=CONFIG))
+    model = load_towers(stranger.model(vit, {"hf_tokenizer_name": NAME}, config=CONFIG))
     refused(lambda: model.tokenizer(["a"]), f"tokenizer files of {NAME!r} are neither cached nor")
 
 
-def test_every_way_to_a_directory(stranger: Stranger, vit: ClipModel, tmp_path: Path) -> None:
+def test_every_way_to_a_directory(stranger: Stranger, vit: Model, tmp_path: Path) -> None:
     directory = stranger.model(vit, TOLD, tokenizer_config=TOKENIZER)
     run = configuration.from_tree({"run_dir": str(tmp_path / "run")})
     suite = {"mmvp": configuration.BenchmarkConfig("mmvp", str(tmp_path))}
-    save_export(vit, tmp_path / "own")
+    vit.save(tmp_path / "own")
     save_concat([tmp_path / "own"], "raw", tmp_path / "concat")
     change(tmp_path / "concat", TOLD)
     stranger.files(tmp_path / "concat", tokenizer_config=TOKENIZER)
@@ -149,7 +150,7 @@ def test_every_way_to_a_directory(stranger: Stranger, vit: ClipModel, tmp_path: 
 
 
 def test_a_model_of_the_hub(
-    stranger: Stranger, vit: ClipModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stranger: Stranger, vit: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its tokenizer comes from the hub too, by a name: here from a folder that stands for it."""
     folder = stranger.files(tmp_path / "tokenizer", tokenizer_config=TOKENIZER)
@@ -161,9 +162,9 @@ def test_a_model_of_the_hub(
 
     monkeypatch.setattr("mclclip.models.clip.download_pretrained_from_hf", fetch)
     monkeypatch.setattr("open_clip.factory.download_pretrained_from_hf", fetch)
-    refused(lambda: load_clip("hf-hub:strange/model"), "which no model of open_clip's own has")
+    refused(lambda: load_towers("hf-hub:strange/model"), "which no model of open_clip's own has")
     change(directory, {"hf_tokenizer_name": NAME})
-    refused(lambda: load_clip("hf-hub:strange/model"), "has trust_remote_code")
+    refused(lambda: load_towers("hf-hub:strange/model"), "has trust_remote_code")
 
 
 def test_a_folder_of_a_public_name_is_not_taken_for_it(
@@ -172,13 +173,13 @@ def test_a_folder_of_a_public_name_is_not_taken_for_it(
     stranger.files(tmp_path / NAME, tokenizer_config=TOKENIZER, config=CONFIG)
     monkeypatch.chdir(tmp_path)
     for name in ("roberta-ViT-B-32", tiny(hf_tokenizer_name=NAME), tiny(hf_model_name=NAME)):
-        refused(lambda name=name: load_clip(name), f"{tmp_path / NAME} would be read instead")
+        refused(lambda name=name: load_towers(name), f"{tmp_path / NAME} would be read instead")
 
 
 def test_a_text_tower_with_code(stranger: Stranger, tmp_path: Path) -> None:
     folder = stranger.files(tmp_path / "tower", config=CONFIG)
     refused(
-        lambda: load_clip(tiny(hf_model_name=str(folder))), "text_cfg.hf_model_name of the model"
+        lambda: load_towers(tiny(hf_model_name=str(folder))), "text_cfg.hf_model_name of the model"
     )
 
 
@@ -199,7 +200,7 @@ class _Runs:
 
 @pytest.mark.parametrize("name", ["weights.bin", "weights.pt"])
 def test_code_in_pickled_weights_never_runs(
-    stranger: Stranger, vit: ClipModel, monkeypatch: pytest.MonkeyPatch, name: str
+    stranger: Stranger, vit: Model, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Not even where the user allows code in other programs' files, and the first try fails."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -207,11 +208,11 @@ def test_code_in_pickled_weights_never_runs(
     (directory / weights.WEIGHTS).unlink()
     for state in ([_Runs(stranger.marker)], [_SetBadly(), _Runs(stranger.marker)]):
         torch.save({"state_dict": state}, directory / name)
-        refused(lambda: load_clip(directory), f"{name} do not load")
+        refused(lambda: load_towers(directory), f"{name} do not load")
 
 
 def test_code_is_not_copied_beside_joined_models(
-    stranger: Stranger, vit: ClipModel, tmp_path: Path
+    stranger: Stranger, vit: Model, tmp_path: Path
 ) -> None:
     directory = stranger.model(vit, {}, tokenizer={"version": "1.0"})
     (directory / "tokenizer.py").write_text("raise SystemExit")
@@ -258,7 +259,7 @@ def test_code_is_not_copied_beside_joined_models(
     ],
 )
 def test_what_open_clip_does_not_name_is_refused(config: Any, message: str) -> None:
-    refused(lambda: load_clip(config), message)
+    refused(lambda: load_towers(config), message)
 
 
 def test_open_clips_own_configurations_are_not_refused() -> None:
@@ -273,11 +274,11 @@ def test_open_clips_own_configurations_are_not_refused() -> None:
 
 def test_a_tokenizer_that_cannot_be_fetched_is_one_line_once_it_is_needed(tmp_path: Path) -> None:
     name = "timm/ViT-gopt-16-SigLIP2-384"
-    model = load_clip(tiny(hf_tokenizer_name=name))
+    model = load_towers(tiny(hf_tokenizer_name=name))
     images = torch.zeros(1, 3, 32, 32)
     features = model.encode_image(images)
     assert model.tokenizer.context_length == 16
-    save_export(model, tmp_path)
+    model.save(tmp_path)
     encoder = load_model(tmp_path)
     found = encoder.encode_image(images)
     torch.testing.assert_close(found, model.encode_image(images, normalize=True).detach())
@@ -298,7 +299,7 @@ def test_a_tokenizer_is_made_once_and_travels(monkeypatch: pytest.MonkeyPatch) -
         return open_clip.SimpleTokenizer(context_length=options["context_length"])
 
     monkeypatch.setattr("mclclip.models.clip.HFTokenizer", make)
-    model = load_clip(tiny(hf_tokenizer_name=NAME))
+    model = load_towers(tiny(hf_tokenizer_name=NAME))
     assert not made
     sent = pickle.loads(pickle.dumps(model.tokenizer))
     tokens = model.tokenizer(["a dog"])
@@ -309,7 +310,7 @@ def test_a_tokenizer_is_made_once_and_travels(monkeypatch: pytest.MonkeyPatch) -
 # --- harmless tokenizers ------------------------------------------------------------------------
 
 
-def test_a_tokenizer_of_data_alone_still_loads(vit: ClipModel, tmp_path: Path) -> None:
+def test_a_tokenizer_of_data_alone_still_loads(vit: Model, tmp_path: Path) -> None:
     """As in plain open_clip, and again from an export of what was loaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -318,7 +319,7 @@ def test_a_tokenizer_of_data_alone_still_loads(vit: ClipModel, tmp_path: Path) -
     plain.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     options = {"pad_token": "[PAD]", "unk_token": "?", "sep_token": "dog"}
     own = PreTrainedTokenizerFast(tokenizer_object=plain, **options)
-    save_export(vit, tmp_path / "a")
+    vit.save(tmp_path / "a")
     own.save_pretrained(tmp_path / "a")
     change(
         tmp_path / "a",
@@ -327,9 +328,9 @@ def test_a_tokenizer_of_data_alone_still_loads(vit: ClipModel, tmp_path: Path) -
     texts = ["a red  dog", "dog red", ""]
     expected = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'a'}")(texts)
     assert expected[0, :3].tolist() == [1, 2, 0] and expected.shape[1] == 16
-    loaded = load_clip(tmp_path / "a")
+    loaded = load_towers(tmp_path / "a")
     assert torch.equal(loaded.tokenizer(texts), expected)
-    save_export(loaded, tmp_path / "b")
+    loaded.save(tmp_path / "b")
     save_concat([tmp_path / "b"], "raw", tmp_path / "c")
     for folder in "bc":
         again = load_model(tmp_path / folder)
@@ -338,8 +339,8 @@ def test_a_tokenizer_of_data_alone_still_loads(vit: ClipModel, tmp_path: Path) -
 
 def test_clips_own_tokenizer_is_open_clips() -> None:
     texts = ["A  dog &amp; a CAT.", "été"]
-    found = load_clip(tiny(tokenizer_kwargs={"clean": "canonicalize"})).tokenizer
+    found = load_towers(tiny(tokenizer_kwargs={"clean": "canonicalize"})).tokenizer
     expected = open_clip.SimpleTokenizer(context_length=16, clean="canonicalize")
     assert torch.equal(found(texts), expected(texts))
-    longer = load_clip(TINY, context_length=20).tokenizer
+    longer = load_towers(TINY, context_length=20).tokenizer
     assert torch.equal(longer(texts), open_clip.get_tokenizer("ViT-B-32", context_length=20)(texts))

@@ -14,8 +14,9 @@ from torchvision.transforms import RandomResizedCrop
 
 from mclclip.config import from_tree
 from mclclip.data.decode import decode_image, decode_pixels
-from mclclip.models import backbones, clip
-from mclclip.models.fast_pixels import (
+from mclclip.models.config_check import BACKBONE
+from mclclip.models.loading import load_towers
+from mclclip.models.transforms import (
     _nothing_fits,
     choose_rows_first,
     crop_box,
@@ -170,7 +171,7 @@ def settle(pixels: str, augmentation: dict[str, Any], name: Any) -> str:
     ],
 )
 def test_what_does_more_than_crop_is_refused(augmentation: dict[str, Any], named: str) -> None:
-    model = clip.load_clip(tiny.MODEL, augmentation=augmentation)
+    model = load_towers(tiny.MODEL, augmentation=augmentation)
     message = f"only crops and resizes, and .*({named}).*set data.pixels=exact"
     with pytest.raises(ValueError, match=message):
         fast_transform(model.preprocess_train)
@@ -180,7 +181,7 @@ def test_what_does_more_than_crop_is_refused(augmentation: dict[str, Any], named
 
 
 def test_backbones_are_exact_for_their_default() -> None:
-    config = {"vision_cfg": {backbones.KEY: "mclclip:small_conv"}}
+    config = {"vision_cfg": {BACKBONE: "mclclip:small_conv"}}
     with pytest.raises(ValueError, match="asks for kind .simclr, the default of backbones"):
         settle("fast", {}, config)
     assert settle("auto", {}, config) == "exact"
@@ -194,5 +195,5 @@ def test_by_default_crops_alone_are_fast() -> None:
 
 def test_a_scale_is_taken_over() -> None:
     augmentation = {"scale": (0.4, 0.5)}
-    found = fast_transform(clip.load_clip(tiny.MODEL, augmentation=augmentation).preprocess_train)
+    found = fast_transform(load_towers(tiny.MODEL, augmentation=augmentation).preprocess_train)
     assert found.scale == (0.4, 0.5) and found.size == (32, 32) and found.ratio == RATIO

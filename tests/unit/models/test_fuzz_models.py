@@ -19,10 +19,9 @@ from torch import nn
 
 from mclclip import files
 from mclclip.models import weights
-from mclclip.models.clip import load_clip, load_image_encoder, save_export
-from mclclip.models.concat import CONCAT_WEIGHTS, load_model, save_concat
-from mclclip.models.loading import load_any
-from mclclip.models.weights import digest_tensors
+from mclclip.models.encoder import load_model, save_concat
+from mclclip.models.loading import load_towers
+from mclclip.models.weights import CONCAT_WEIGHTS, digest_tensors
 from mclclip.run.artifacts import Artifact
 from tests import fuzzing, tiny
 from tests.matrix import fuller_in_soak, kept
@@ -70,7 +69,7 @@ def test_a_configuration_is_built_or_refused_in_one_line(
 def _built(config: Any) -> nn.Module:
     if not isinstance(config, dict):
         raise ValueError("read_json gives no mapping")
-    return load_any(config)
+    return load_towers(config)
 
 
 # --- directories -------------------------------------------------------------------------------
@@ -80,9 +79,9 @@ def _built(config: Any) -> nn.Module:
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export, an image encoder and a concat, each without a manifest, as strangers send them."""
     root = tmp_path_factory.mktemp("exports")
-    save_export(load_clip(TINY, seed=1), root / "export")
-    save_export(load_image_encoder(BACKBONE, seed=1), root / "encoder")
-    save_concat(save_stages(load_clip(TINY, seed=1), root / "stages", 2), "raw", root / "concat")
+    load_towers(TINY, seed=1).save(root / "export")
+    load_towers(BACKBONE, seed=1, text=False).save(root / "encoder")
+    save_concat(save_stages(load_towers(TINY, seed=1), root / "stages", 2), "raw", root / "concat")
     shutil.rmtree(root / "stages")
     return root
 
@@ -162,7 +161,7 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
 )
 def test_a_wrong_field_is_one_line(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        load_any(config)
+        load_towers(config)
     assert "\n" not in str(caught.value)
 
 
@@ -176,7 +175,7 @@ def test_a_wrong_field_is_one_line(config: dict[str, Any], message: str) -> None
 def test_a_backbone_loads_no_files(options: dict[str, Any]) -> None:
     config = {"vision_cfg": {"backbone": "timm:test_vit", "image_size": 160, "options": options}}
     with pytest.raises(ValueError, match=r"vision_cfg.options of the model config"):
-        load_image_encoder(config)
+        load_towers(config, text=False)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.loading import load_towers
 from mclclip.models.lora import LowRank, add_lora, merge_lora
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import Targets
 from tests.unit.models.conftest import CONFIGS
@@ -20,16 +21,16 @@ from tests.unit.models.conftest import CONFIGS
 WIDTH = 64  # of tiny_vit, whose MLP is 4 times as wide
 
 
-def lock(model: ClipModel, image_blocks: Any = 2, **parts: Any) -> list[str]:
+def lock(model: Model, image_blocks: Any = 2, **parts: Any) -> list[str]:
     flags = dict.fromkeys(("image_norm", "image_projection", "text", "logit_scale"), False)
     return model.lock(image_blocks, **(flags | parts))
 
 
-def adapt(model: ClipModel, **options: Any) -> list[str]:
+def adapt(model: Model, **options: Any) -> list[str]:
     return add_lora(model, **({"rank": 4, "alpha": 8.0, "seed": 5} | options))
 
 
-def disturb(model: ClipModel) -> None:
+def disturb(model: Model) -> None:
     """Gives every B a value, as training does."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -37,7 +38,7 @@ def disturb(model: ClipModel) -> None:
             nn.init.normal_(parameter, std=0.1, generator=generator)
 
 
-def adapters(model: ClipModel) -> dict[str, LowRank]:
+def adapters(model: Model) -> dict[str, LowRank]:
     """By the name of the weight they adapt, such as `0.attn.in_proj_weight`."""
     start = "clip.visual.transformer.resblocks."
     return {
@@ -59,7 +60,7 @@ def adapters(model: ClipModel) -> dict[str, LowRank]:
     ],
 )
 def test_only_adapters_of_unlocked_blocks_are_trained(
-    vit: ClipModel, images: Tensor, targets: Targets, per_rank: int
+    vit: Model, images: Tensor, targets: Targets, per_rank: int
 ) -> None:
     lock(vit, 2)
     names = adapt(vit, targets=targets, rank=3)
@@ -73,7 +74,7 @@ def test_only_adapters_of_unlocked_blocks_are_trained(
     assert sorted(moved) == names
 
 
-def test_what_the_lock_leaves_free_is_trained_too(vit: ClipModel) -> None:
+def test_what_the_lock_leaves_free_is_trained_too(vit: Model) -> None:
     lock(vit, "all", image_norm=True, image_projection=True, text=True, logit_scale=True)
     names = adapt(vit)
     others = [name for name in names if "lora_" not in name]
@@ -84,7 +85,7 @@ def test_what_the_lock_leaves_free_is_trained_too(vit: ClipModel) -> None:
     assert vit.num_frozen_blocks == 0
 
 
-def test_training_moves_adapters_and_leaves_the_base(vit: ClipModel, images: Tensor) -> None:
+def test_training_moves_adapters_and_leaves_the_base(vit: Model, images: Tensor) -> None:
     lock(vit, 2)
     names = adapt(vit)
     before = {name: p.detach().clone() for name, p in vit.named_parameters()}
@@ -101,7 +102,7 @@ def test_training_moves_adapters_and_leaves_the_base(vit: ClipModel, images: Ten
 
 
 @pytest.mark.parametrize("targets", ["attention", "mlp", "all"])
-def test_adapters_start_as_the_identity(vit: ClipModel, images: Tensor, targets: Targets) -> None:
+def test_adapters_start_as_the_identity(vit: Model, images: Tensor, targets: Targets) -> None:
     lock(vit, "all")
     with torch.no_grad():
         before = vit.encode_image(images)
@@ -110,7 +111,7 @@ def test_adapters_start_as_the_identity(vit: ClipModel, images: Tensor, targets:
     torch.testing.assert_close(vit.train().encode_image(images), before)
 
 
-def test_a_is_drawn_by_the_seed_alone(vit: ClipModel) -> None:
+def test_a_is_drawn_by_the_seed_alone(vit: Model) -> None:
     models = [copy.deepcopy(vit) for _ in range(3)]
     state = torch.get_rng_state()
     for model, seed in zip(models, (7, 7, 8), strict=True):
@@ -131,7 +132,7 @@ def test_a_is_drawn_by_the_seed_alone(vit: ClipModel) -> None:
 def test_the_weights_are_base_plus_product(kind: str, images: Tensor) -> None:
     config = json.loads((CONFIGS / "tiny_vit.json").read_text())
     config["vision_cfg"]["qk_norm"] = kind == "qk_norm"  # open_clip's own attention
-    model = load_clip(config)
+    model = load_towers(config)
     expected = copy.deepcopy(model)
     lock(model)
     adapt(model, rank=4, alpha=6.0)
@@ -142,10 +143,10 @@ def test_the_weights_are_base_plus_product(kind: str, images: Tensor) -> None:
             weight += 6.0 / 4 * adapter.lora_b @ adapter.lora_a
     found, wanted = model.encode_image(images), expected.encode_image(images)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-    assert not torch.allclose(found, load_clip(config).encode_image(images), atol=1e-2)
+    assert not torch.allclose(found, load_towers(config).encode_image(images), atol=1e-2)
 
 
-def test_a_block_equals_pefts(vit: ClipModel) -> None:
+def test_a_block_equals_pefts(vit: Model) -> None:
     """All but `out_proj`, whose adapter peft 0.21's forward adds twice."""
     peft = pytest.importorskip("peft")
     block = copy.deepcopy(vit.clip.visual.transformer.resblocks[2])
@@ -175,7 +176,7 @@ def test_a_block_equals_pefts(vit: ClipModel) -> None:
     assert number == sum(p.numel() for p in ours.parameters() if p.requires_grad)
 
 
-def test_autocast_keeps_the_weights_precision(vit: ClipModel) -> None:
+def test_autocast_keeps_the_weights_precision(vit: Model) -> None:
     lock(vit)
     adapt(vit)
     disturb(vit)
@@ -203,7 +204,7 @@ def test_dropout_masks_input_features() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_merging_keeps_the_output_and_restores_the_modules(
-    vit: ClipModel, images: Tensor, training: bool
+    vit: Model, images: Tensor, training: bool
 ) -> None:
     names = {name: p.shape for name, p in vit.state_dict().items()}
     kinds = {name: type(module) for name, module in vit.named_modules()}
@@ -222,7 +223,7 @@ def test_merging_keeps_the_output_and_restores_the_modules(
 
 
 def test_adapters_pass_through_a_state_dict(images: Tensor) -> None:
-    trained, loaded = (load_clip(CONFIGS / "tiny_vit.json", seed=1) for _ in range(2))
+    trained, loaded = (load_towers(CONFIGS / "tiny_vit.json", seed=1) for _ in range(2))
     for model, seed in ((trained, 1), (loaded, 2)):
         lock(model, 2)
         adapt(model, seed=seed)
@@ -236,7 +237,7 @@ def test_adapters_pass_through_a_state_dict(images: Tensor) -> None:
 
 
 def test_export_is_a_plain_model_with_an_untouched_trunk(
-    vit: ClipModel, images: Tensor, tmp_path: Path
+    vit: Model, images: Tensor, tmp_path: Path
 ) -> None:
     base = copy.deepcopy(vit.clip.state_dict())
     lock(vit, 2)
@@ -244,7 +245,7 @@ def test_export_is_a_plain_model_with_an_untouched_trunk(
     disturb(vit)
     wanted = vit.encode_image(images)
     merge_lora(vit)
-    save_export(vit, tmp_path / "export")
+    vit.save(tmp_path / "export")
     plain = open_clip.create_model(f"local-dir:{tmp_path / 'export'}").eval()
     torch.testing.assert_close(plain.encode_image(images), wanted, rtol=0, atol=1e-6)
     changed = {name for name, t in plain.state_dict().items() if not torch.equal(t, base[name])}
@@ -259,7 +260,7 @@ def test_export_is_a_plain_model_with_an_untouched_trunk(
 
 
 def test_a_resnet_is_adapted_in_its_convolutions(
-    resnet: ClipModel, images: Tensor, tmp_path: Path
+    resnet: Model, images: Tensor, tmp_path: Path
 ) -> None:
     lock(resnet, 1, image_norm=True)
     names = adapt(resnet, rank=2)
@@ -269,7 +270,7 @@ def test_a_resnet_is_adapted_in_its_convolutions(
     disturb(resnet)
     wanted = resnet.encode_image(images)
     merge_lora(resnet)
-    save_export(resnet, tmp_path / "export")
+    resnet.save(tmp_path / "export")
     plain = open_clip.create_model(f"local-dir:{tmp_path / 'export'}").eval()
     torch.testing.assert_close(plain.encode_image(images), wanted, rtol=0, atol=1e-6)
 
@@ -277,7 +278,7 @@ def test_a_resnet_is_adapted_in_its_convolutions(
 @pytest.mark.parametrize("custom", [False, True])
 def test_unlocked_blocks_of_a_text_tower_are_adapted_on_request(custom: bool) -> None:
     config = json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"custom_text": custom}
-    model = load_clip(config)
+    model = load_towers(config)
     tokens = model.tokenizer(["a red square", "nothing"])
     plain = model.encode_text(tokens)
     lock(model, 0, text=True, text_blocks=1)
@@ -304,13 +305,13 @@ def test_unlocked_blocks_of_a_text_tower_are_adapted_on_request(custom: bool) ->
         ({"targets": "text"}, "targets is 'text': give attention, mlp, all"),
     ],
 )
-def test_numbers_out_of_range(vit: ClipModel, options: dict[str, Any], message: str) -> None:
+def test_numbers_out_of_range(vit: Model, options: dict[str, Any], message: str) -> None:
     lock(vit)
     with pytest.raises(ValueError, match=message):
         adapt(vit, **options)
 
 
-def test_a_model_without_unlocked_blocks_or_with_adapters(vit: ClipModel) -> None:
+def test_a_model_without_unlocked_blocks_or_with_adapters(vit: Model) -> None:
     lock(vit, 0, image_norm=True)
     with pytest.raises(ValueError, match="all are locked"):
         adapt(vit)

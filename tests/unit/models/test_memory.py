@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from mclclip.models import memory
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 from mclclip.pair_products import pair_products
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def trained(model: ClipModel, rows: int, precision: str) -> int:
+def trained(model: Model, rows: int, precision: str) -> int:
     """Peak of a forward and backward, gradients being there already."""
     size = model.image_size
     images = torch.ones(rows, 3, size, size)  # type: ignore[arg-type]
@@ -39,7 +40,7 @@ def test_fakes_take_what_real_tensors_take(name: str, change: str, precision: st
     if (name, change) == ("tiny_resnet", "recomputed"):
         pytest.skip("batch norms would count every batch twice")
 
-    def prepared(model: ClipModel) -> ClipModel:
+    def prepared(model: Model) -> Model:
         if change == "locked":
             model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
         model.set_grad_checkpointing(change == "recomputed")
@@ -48,7 +49,7 @@ def test_fakes_take_what_real_tensors_take(name: str, change: str, precision: st
     model = prepared(memory.load_shapes(CONFIGS / f"{name}.json"))
     with memory.faked(model):
         estimate = trained(model, 8, precision)
-    real = trained(prepared(load_clip(CONFIGS / f"{name}.json")), 8, precision)
+    real = trained(prepared(load_towers(CONFIGS / f"{name}.json")), 8, precision)
     # Fakes keep the statistics of the CPU's bf16 layer norms in bf16, real tensors in fp32.
     assert estimate == pytest.approx(real, rel=0.005 if precision == "bf16" else 0)
 
@@ -80,7 +81,7 @@ def test_the_meter_counts_what_is_alive_at_once() -> None:
 
 def test_shapes_are_the_models_own() -> None:
     path = CONFIGS / "tiny_vit.json"
-    shapes, real = memory.load_shapes(path), load_clip(path)
+    shapes, real = memory.load_shapes(path), load_towers(path)
     assert all(parameter.is_meta for parameter in shapes.parameters())
     assert {n: p.shape for n, p in shapes.named_parameters()} == {
         n: p.shape for n, p in real.named_parameters()

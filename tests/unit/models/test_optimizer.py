@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mclclip.models.clip import ClipModel
+from mclclip.models.model import Model
 from mclclip.models.optimizer import (
     build_optimizer,
     is_elementwise,
@@ -19,7 +19,7 @@ from mclclip.models.optimizer import (
 import timm.optim
 
 
-def test_norms_biases_and_the_scale_do_not_decay(vit: ClipModel) -> None:
+def test_norms_biases_and_the_scale_do_not_decay(vit: Model) -> None:
     vit.clip.transformer.requires_grad_(False)
     decayed, plain = parameter_groups(vit.named_parameters(), 0.2)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.2, 0.0)
@@ -32,7 +32,7 @@ def test_norms_biases_and_the_scale_do_not_decay(vit: ClipModel) -> None:
     assert listed == {n for n, p in vit.named_parameters() if p.requires_grad}
 
 
-def test_nothing_trainable(vit: ClipModel) -> None:
+def test_nothing_trainable(vit: Model) -> None:
     with pytest.raises(ValueError, match="no parameter is trainable"):
         build_optimizer(vit.requires_grad_(False), weight_decay=0.2)
 
@@ -42,7 +42,7 @@ def test_an_empty_group_is_left_out() -> None:
     assert [group["weight_decay"] for group in groups] == [0.1]
 
 
-def test_optimizer_takes_its_settings(vit: ClipModel) -> None:
+def test_optimizer_takes_its_settings(vit: Model) -> None:
     optimizer = build_optimizer(vit, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-4, lr=0.5)
     for group in optimizer.param_groups:
         assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.9), 1e-4, 0.5)
@@ -90,7 +90,7 @@ def test_an_unknown_optimizer_class_is_not_elementwise() -> None:
     assert not is_elementwise(torch.optim.Rprop([torch.ones(1)]))
 
 
-def test_names_give_their_optimizers(vit: ClipModel) -> None:
+def test_names_give_their_optimizers(vit: Model) -> None:
     assert isinstance(build_optimizer(vit, weight_decay=0.1), torch.optim.AdamW)
     lars = build_optimizer(vit, name="lars", weight_decay=0.1, momentum=0.7)
     assert isinstance(lars, timm.optim.Lars)
@@ -114,7 +114,7 @@ def test_names_give_their_optimizers(vit: ClipModel) -> None:
         ("timm:lookahead_adamw", "optimizer is 'timm:lookahead_adamw'"),
     ],
 )
-def test_names_that_cannot_be(vit: ClipModel, name: str, message: str) -> None:
+def test_names_that_cannot_be(vit: Model, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_optimizer(vit, name=name, weight_decay=0.1)
 
@@ -140,7 +140,7 @@ def settings(optimizer: torch.optim.Optimizer, module: nn.Module, key: str) -> d
     return {names[id(p)]: group.get(key) for group in groups for p in group["params"]}
 
 
-def test_layers_decay_from_the_top(vit: ClipModel) -> None:
+def test_layers_decay_from_the_top(vit: Model) -> None:
     module = Trainee(vit)
     optimizer = build_optimizer(module, weight_decay=0.2, layer_decay=0.5, lr=8.0)
     scales = settings(optimizer, module, "lr_scale")
@@ -161,7 +161,7 @@ def test_layers_decay_from_the_top(vit: ClipModel) -> None:
     assert len(set(pairs)) == len(pairs) == 2 * 5
 
 
-def test_without_decay_every_group_has_the_same_rate(vit: ClipModel) -> None:
+def test_without_decay_every_group_has_the_same_rate(vit: Model) -> None:
     optimizer = build_optimizer(vit, weight_decay=0.2, lr=8.0)
     assert {group["lr"] for group in optimizer.param_groups} == {8.0}
     assert not any("lr_scale" in group for group in optimizer.param_groups)
@@ -170,7 +170,7 @@ def test_without_decay_every_group_has_the_same_rate(vit: ClipModel) -> None:
 # --- upper bounds ----------------------------------------------------------------------------
 
 
-def test_bounded_parameters_have_a_group_of_their_own(vit: ClipModel) -> None:
+def test_bounded_parameters_have_a_group_of_their_own(vit: Model) -> None:
     module = Trainee(vit)
     optimizer = build_optimizer(module, weight_decay=0.2)
     bounds = settings(optimizer, module, "max_value")
@@ -183,7 +183,7 @@ def test_bounded_parameters_have_a_group_of_their_own(vit: ClipModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lars", "lion", "timm:lamb"])
-def test_bounds_hold_after_every_step(vit: ClipModel, name: str) -> None:
+def test_bounds_hold_after_every_step(vit: Model, name: str) -> None:
     vit.lock(0, image_norm=True, image_projection=False, text=False, logit_scale=True)
     scale, other = vit.clip.logit_scale, vit.clip.visual.ln_post.weight
     nn.init.constant_(scale, 7.0)
@@ -202,7 +202,7 @@ def test_bounds_hold_after_every_step(vit: ClipModel, name: str) -> None:
     assert scale.item() < 4.6  # it can fall
 
 
-def test_bounds_hold_for_what_an_engine_puts_in_the_group(vit: ClipModel) -> None:
+def test_bounds_hold_for_what_an_engine_puts_in_the_group(vit: Model) -> None:
     """As ZeRO, which steps on flat shards, in groups that it swaps in one at a time."""
     optimizer = build_optimizer(vit, weight_decay=0.0, lr=1.0)
     shard = nn.Parameter(torch.tensor([0.0, 4.6, 9.0]))
@@ -246,7 +246,7 @@ def test_unknown_schedule() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "lars", "timm:sgd", "timm:nadamw", "timm:adam"])
-def test_no_optimizer_is_told_to_go_parameter_by_parameter(vit: ClipModel, name: str) -> None:
+def test_no_optimizer_is_told_to_go_parameter_by_parameter(vit: Model, name: str) -> None:
     """torch and timm take whole lists of parameters on a GPU where nobody forbids it."""
     optimizer = build_optimizer(vit, name=name, weight_decay=0.1, lr=1e-3)
     for group in optimizer.param_groups:

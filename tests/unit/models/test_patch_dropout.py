@@ -11,9 +11,8 @@ import torch
 from open_clip.transformer import PatchDropout as Reference
 from torch import Tensor
 
-from mclclip.models.clip import load_clip, load_image_encoder
-from mclclip.models.clip_model import ClipModel
-from mclclip.models.loading import prepare_model
+from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.model import Model
 from mclclip.models.patch_dropout import PatchDropout, drop_patches
 from mclclip.objectives.momentum import MomentumCopy
 from tests import tiny
@@ -29,8 +28,8 @@ LOCK = {
 RESNET = json.loads((tiny.ROOT / "tests/configs/tiny_resnet.json").read_text())
 
 
-def prepared(share: float, config: Any = tiny.MODEL, lora: Any = None, **lock: Any) -> ClipModel:
-    model = load_clip(config, seed=1)
+def prepared(share: float, config: Any = tiny.MODEL, lora: Any = None, **lock: Any) -> Model:
+    model = load_towers(config, seed=1)
     prepare_model(
         model,
         lock=LOCK | lock,
@@ -43,7 +42,7 @@ def prepared(share: float, config: Any = tiny.MODEL, lora: Any = None, **lock: A
     return model
 
 
-def gradients(model: ClipModel, images: Tensor, seed: int = 3) -> dict[str, Tensor]:
+def gradients(model: Model, images: Tensor, seed: int = 3) -> dict[str, Tensor]:
     """Features and all gradients of a pass whose draws are seeded."""
     model.zero_grad()
     torch.manual_seed(seed)
@@ -61,7 +60,7 @@ def images() -> Tensor:
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.9, 0.99])
 def test_values_and_gradients_are_open_clips(images: Tensor, share: float) -> None:
     found = gradients(prepared(share), images)
-    theirs = load_clip(tiny.MODEL, seed=1, patch_dropout=share).train()
+    theirs = load_towers(tiny.MODEL, seed=1, patch_dropout=share).train()
     assert isinstance(theirs.visual.patch_dropout, Reference)
     wanted = gradients(theirs, images)
     assert found.keys() == wanted.keys() and "clip.visual.positional_embedding" in found
@@ -80,7 +79,7 @@ def test_the_class_token_and_different_patches_stay(num: int, share: float, kept
 
 
 def test_nothing_is_dropped_outside_of_training(images: Tensor) -> None:
-    model, plain = prepared(0.5), load_clip(tiny.MODEL, seed=1)
+    model, plain = prepared(0.5), load_towers(tiny.MODEL, seed=1)
     assert not torch.equal(model.encode_image(images), plain.train().encode_image(images))
     assert torch.equal(model.eval().encode_image(images), plain.eval().encode_image(images))
 
@@ -142,6 +141,6 @@ def test_an_embedding_may_be_locked(images: Tensor) -> None:
 def test_towers_without_it_are_refused() -> None:
     timm = {"vision_cfg": {"backbone": "timm:resnet18", "image_size": 32}}
     with pytest.raises(ValueError, match="is a ModifiedResNet: patches are dropped in"):
-        drop_patches(load_clip(RESNET), 0.5)
+        drop_patches(load_towers(RESNET), 0.5)
     with pytest.raises(ValueError, match="patches are dropped in open_clip's own vision"):
-        drop_patches(load_image_encoder(timm), 0.5)
+        drop_patches(load_towers(timm, text=False), 0.5)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mclclip.models import weights
-from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 from mclclip.models.soup import (
     check_ingredients,
     combine,
@@ -26,7 +27,7 @@ from tests.unit.models.stages import save_stages, vary
 
 
 @pytest.fixture
-def stages(vit: ClipModel, tmp_path: Path) -> list[Path]:
+def stages(vit: Model, tmp_path: Path) -> list[Path]:
     return save_stages(vit, tmp_path, 3)
 
 
@@ -71,16 +72,16 @@ def test_soup_loads_in_plain_open_clip(stages: list[Path], tmp_path: Path) -> No
     plain, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'soup'}")
     images = torch.zeros(1, 3, 32, 32)
     with torch.no_grad():
-        expected = load_clip(tmp_path / "soup").encode_image(images)
+        expected = load_towers(tmp_path / "soup").encode_image(images)
         assert torch.equal(plain.eval().encode_image(images), expected)
     assert weights.base_digest(tmp_path / "soup") == weights.base_digest(stages[0])
 
 
 def test_models_of_different_bases_are_refused(
-    stages: list[Path], vit: ClipModel, tmp_path: Path
+    stages: list[Path], vit: Model, tmp_path: Path
 ) -> None:
     vary(vit, 9)
-    save_export(vit, tmp_path / "other")
+    vit.save(tmp_path / "other")
     with pytest.raises(ValueError, match="descends from another base"):
         save_uniform_soup([*stages, tmp_path / "other"], tmp_path / "soup")
     assert not (tmp_path / "soup").exists()
@@ -88,10 +89,8 @@ def test_models_of_different_bases_are_refused(
     assert (tmp_path / "soup" / weights.WEIGHTS).exists()
 
 
-def test_other_configs_and_empty_soups(
-    stages: list[Path], resnet: ClipModel, tmp_path: Path
-) -> None:
-    save_export(resnet, tmp_path / "other")
+def test_other_configs_and_empty_soups(stages: list[Path], resnet: Model, tmp_path: Path) -> None:
+    resnet.save(tmp_path / "other")
     with pytest.raises(ValueError, match="has another open_clip_config.json"):
         save_uniform_soup([stages[0], tmp_path / "other"], tmp_path / "soup")
     with pytest.raises(ValueError, match="at least one"):
@@ -125,18 +124,16 @@ def test_fp64_sum() -> None:
     assert mean_tensor("x", tensors).item() == pytest.approx(1 / 3)
 
 
-def test_statistics_of_batch_norms_are_estimated_on_images(
-    resnet: ClipModel, tmp_path: Path
-) -> None:
+def test_statistics_of_batch_norms_are_estimated_on_images(resnet: Model, tmp_path: Path) -> None:
     images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
     paths = save_stages(resnet, tmp_path, 2, image_blocks=5)
     assert not needs_statistics(paths)  # nobody ran them
     resnet.train()
     resnet.encode_image(images[0])
-    save_export(resnet, paths[1], weights.base_digest(paths[0]))
+    resnet.save(paths[1], weights.base_digest(paths[0]))
     assert needs_statistics(paths)
     save_uniform_soup(paths, tmp_path / "soup")
-    soup = load_clip(tmp_path / "soup")
+    soup = load_towers(tmp_path / "soup")
     assert estimate_statistics(soup, images) == 16
     norm = soup.clip.visual.bn1
     with torch.no_grad():
@@ -236,9 +233,7 @@ def test_pickles_are_not_opened(stages: list[Path], tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_batch_norms_of_equally_long_trainings_differ_too(
-    resnet: ClipModel, tmp_path: Path
-) -> None:
+def test_batch_norms_of_equally_long_trainings_differ_too(resnet: Model, tmp_path: Path) -> None:
     """Their batch counts are equal, and no average of their statistics fits all the same."""
     paths = save_stages(resnet, tmp_path, 3, image_blocks=5)
     images = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
@@ -250,7 +245,7 @@ def test_batch_norms_of_equally_long_trainings_differ_too(
         for module in resnet.modules():
             if hasattr(module, "num_batches_tracked"):
                 module.num_batches_tracked.fill_(1)
-        save_export(resnet, path, base)
+        resnet.save(path, base)
     assert needs_statistics(paths[1:]) and not needs_statistics(paths[1:2] * 2)
     with pytest.raises(ValueError, match="give training images"):
         load_soup(paths[1:], [1.0, 1.0])

@@ -15,16 +15,16 @@ import torch
 from torch.nn import functional
 
 from mclclip.models import stage_weights
-from mclclip.models.clip import ClipModel, architecture, load_clip
-from mclclip.models.concat import (
-    ConcatEncoder,
+from mclclip.models.encoder import (
+    Encoder,
     join_image_features,
     join_text_features,
     load_model,
     save_concat,
 )
-from mclclip.models.loading import load_any
-from mclclip.models.memory import load_image_shapes, load_shapes
+from mclclip.models.loading import architecture, load_towers
+from mclclip.models.memory import load_shapes
+from mclclip.models.model import Model
 from mclclip.models.stage_weights import StageWeights, fit
 from tests.unit.models.stages import save_stages
 
@@ -149,12 +149,12 @@ def test_the_similarity_is_the_weighted_sum_of_cosines() -> None:
 
 @pytest.mark.parametrize("text", [False, True])
 def test_a_weighted_concat_is_written_and_loaded(
-    vit: ClipModel, tmp_path: Path, images: torch.Tensor, tokens: torch.Tensor, text: bool
+    vit: Model, tmp_path: Path, images: torch.Tensor, tokens: torch.Tensor, text: bool
 ) -> None:
     stages = save_stages(vit, tmp_path, 3, text=text)
     save_concat(stages, "weighted", tmp_path / "c", learned=learned(0.6, 0.4, 0.0))
     encoder = load_model(tmp_path / "c")
-    assert isinstance(encoder, ConcatEncoder) and encoder.shared_text is not text
+    assert isinstance(encoder, Encoder) and encoder.shared_text is not text
     assert (encoder.variant, encoder.logit_scale) == ("weighted", 33.0)
     found = encoder.encode_image(images) @ encoder.encode_text(tokens).T
     expected = sum(
@@ -166,7 +166,7 @@ def test_a_weighted_concat_is_written_and_loaded(
     torch.testing.assert_close(ones, torch.ones_like(ones))
 
 
-def test_other_variants_keep_the_first_schema(vit: ClipModel, tmp_path: Path) -> None:
+def test_other_variants_keep_the_first_schema(vit: Model, tmp_path: Path) -> None:
     """So that what earlier versions wrote and read stays the same."""
     stages = save_stages(vit, tmp_path, 2)
     assert save_concat(stages, "stage_norm", tmp_path / "a")["schema_version"] == 1
@@ -180,7 +180,7 @@ def test_other_variants_keep_the_first_schema(vit: ClipModel, tmp_path: Path) ->
     assert not (tmp_path / "c").exists()
 
 
-def test_weights_of_strangers_are_checked(vit: ClipModel, tmp_path: Path) -> None:
+def test_weights_of_strangers_are_checked(vit: Model, tmp_path: Path) -> None:
     stages = save_stages(vit, tmp_path, 2)
     written = save_concat(stages, "weighted", tmp_path / "c", learned=learned(0.5, 0.5))
     path = tmp_path / "c" / "concat.json"
@@ -198,18 +198,18 @@ def test_weights_of_strangers_are_checked(vit: ClipModel, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("text", [False, True])
 def test_one_index_serves_all_weights(
-    vit: ClipModel, tmp_path: Path, images: torch.Tensor, tokens: torch.Tensor, text: bool
+    vit: Model, tmp_path: Path, images: torch.Tensor, tokens: torch.Tensor, text: bool
 ) -> None:
     """Rows [z_s] / sqrt(S), which are those of `stage_norm`, and queries [w_s t_s] sqrt(S)."""
     stages = save_stages(vit, tmp_path, 3, text=text)
     save_concat(stages, "stage_norm", tmp_path / "index")
     encoder = load_model(tmp_path / "index")
-    assert isinstance(encoder, ConcatEncoder)
+    assert isinstance(encoder, Encoder)
     index = encoder.encode_image(images)
     for weights in ((0.6, 0.4, 0.0), (0.2, 0.3, 0.5), (1.0, 0.0, 0.0)):
         save_concat(stages, "weighted", tmp_path / str(weights), learned=learned(*weights))
         other = load_model(tmp_path / str(weights))
-        assert isinstance(other, ConcatEncoder)
+        assert isinstance(other, Encoder)
         wanted = other.encode_image(images) @ other.encode_text(tokens).T
         query = encoder.query_text(tokens, weights)
         torch.testing.assert_close(index @ query.T, wanted, atol=1e-6, rtol=0)
@@ -226,12 +226,10 @@ def test_one_index_serves_all_weights(
     assert apart > 1e-3  # the weights do something
 
 
-def test_weights_of_a_query_are_checked(
-    vit: ClipModel, tmp_path: Path, tokens: torch.Tensor
-) -> None:
+def test_weights_of_a_query_are_checked(vit: Model, tmp_path: Path, tokens: torch.Tensor) -> None:
     save_concat(save_stages(vit, tmp_path, 2), "raw", tmp_path / "c")
     encoder = load_model(tmp_path / "c")
-    assert isinstance(encoder, ConcatEncoder)
+    assert isinstance(encoder, Encoder)
     with pytest.raises(ValueError, match="raw weighs stages by the lengths .* give stage_weights"):
         encoder.query_text(tokens)
     for wrong in ((0.5, 0.4), (1.5, -0.5), (1.0,), (), (float("nan"), 1.0)):
@@ -240,11 +238,11 @@ def test_weights_of_a_query_are_checked(
     assert encoder.query_text(tokens, (0.5, 0.5)).shape == (len(tokens), encoder.embed_dim)
 
 
-def test_what_wants_one_model_refuses_a_joined_encoder(vit: ClipModel, tmp_path: Path) -> None:
+def test_what_wants_one_model_refuses_a_joined_encoder(vit: Model, tmp_path: Path) -> None:
     """Its configuration is that of one stage: nothing may go on with that, and without weights."""
     save_concat(save_stages(vit, tmp_path, 2), "weighted", tmp_path / "c", None, learned(0.3, 0.7))
-    whole = [load_any, load_clip, architecture, load_shapes, load_image_shapes]
-    readers: list[Callable[[str], object]] = [*whole, partial(load_any, text=False)]
+    readers: list[Callable[[str], object]] = [load_towers, architecture, load_shapes]
+    readers += [partial(load_towers, text=False), partial(load_shapes, text=False)]
     for read in readers:
         for name in (str(tmp_path / "c"), f"local-dir:{tmp_path / 'c'}"):
             with pytest.raises(ValueError, match="is a joined encoder, which can be eval.*soup"):

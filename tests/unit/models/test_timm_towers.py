@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.models import timm_towers
-from mclclip.models.clip import ClipModel, load_clip
-from mclclip.models.concat import ConcatEncoder, load_model, save_concat
+from mclclip.models.encoder import Encoder, load_model, save_concat
+from mclclip.models.loading import load_towers
 from mclclip.models.lora import LowRank, add_lora, merge_lora
-from mclclip.models.memory import load_image_shapes, load_shapes
+from mclclip.models.memory import load_shapes
+from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.soup import save_uniform_soup
 from tests.matrix import SOAK, in_soak, kept
@@ -55,12 +56,12 @@ def images() -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def lock(model: ClipModel, image_blocks: Any = 0, **parts: Any) -> list[str]:
+def lock(model: Model, image_blocks: Any = 0, **parts: Any) -> list[str]:
     flags = dict.fromkeys(("image_norm", "image_projection", "text", "logit_scale"), False)
     return model.lock(image_blocks, **(flags | parts))
 
 
-def named(model: ClipModel, prefixes: tuple[str, ...], norms: bool = True) -> list[str]:
+def named(model: Model, prefixes: tuple[str, ...], norms: bool = True) -> list[str]:
     """Parameters of the image tower below these; without batch norms where not `norms`."""
     normed = {
         f"{name}."
@@ -152,7 +153,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str, images: Tensor) -> No
 def test_patch_dropout_of_a_frozen_eva_rests(images: Tensor) -> None:
     config = config_of("eva")
     config["vision_cfg"]["patch_dropout"] = 0.5
-    model = load_clip(config).train()
+    model = load_towers(config).train()
     model.set_grad_checkpointing()
     model.encode_image(images).sum().backward()  # the thinned rotary embedding goes along
     lock(model, 1)
@@ -266,7 +267,7 @@ def test_adapters_train_alone_and_merge(kind: str, images: Tensor) -> None:
 def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
     paths = save_stages(fresh(kind), tmp_path, 2, image_blocks=2)
     # torch multiplies by a weight in another way where it requires a gradient.
-    models = [load_clip(path).requires_grad_(False) for path in paths]
+    models = [load_towers(path).requires_grad_(False) for path in paths]
     expected = [model.encode_image(images) for model in models]
     plain = open_clip.create_model(f"local-dir:{paths[1]}").eval().requires_grad_(False)
     assert torch.equal(plain.encode_image(images), expected[1])
@@ -274,7 +275,7 @@ def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
     record = save_concat(paths, "raw", tmp_path / "concat")
     assert record["num_trunk_blocks"] == BLOCKS[kind] - 2
     encoder = load_model(tmp_path / "concat")
-    assert isinstance(encoder, ConcatEncoder)
+    assert isinstance(encoder, Encoder)
     for found, own in zip(encoder.stage_features(images), expected, strict=True):
         assert torch.equal(found, own)
     save_uniform_soup(paths, tmp_path / "soup")
@@ -282,7 +283,7 @@ def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
     for name, tensor in models[0].clip.state_dict().items():
         if tensor.is_floating_point():
             tensor.copy_((tensor.double() + other[name].double()) / 2)
-    soup = load_clip(tmp_path / "soup").requires_grad_(False).encode_image(images)
+    soup = load_towers(tmp_path / "soup").requires_grad_(False).encode_image(images)
     assert torch.equal(soup, models[0].encode_image(images))
     assert not torch.allclose(soup, expected[0], rtol=1e-3, atol=1e-3)
 
@@ -292,8 +293,8 @@ def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
 
 def test_a_size_that_the_tower_was_not_built_for() -> None:
     with pytest.raises(ValueError, match="image_size is 48, but timm's tower .* takes 32 pixels"):
-        load_clip(config_of("attention"), image_size=48)
-    assert load_clip(config_of("token"), image_size=48).image_size == 48  # takes any
+        load_towers(config_of("attention"), image_size=48)
+    assert load_towers(config_of("token"), image_size=48).image_size == 48  # takes any
 
 
 class _Branches(nn.Module):
@@ -343,7 +344,7 @@ def test_a_tower_that_is_no_chain_is_refused_by_name(kind: type[nn.Module]) -> N
 @in_soak
 def test_every_image_tower_of_open_clip_is_understood(name: str) -> None:
     """Without its text tower, which a few take from the hub."""
-    model = load_image_shapes(name)
+    model = load_shapes(name, text=False)
     blocks = model.num_blocks
     assert blocks >= 4
     last = model.lock(1, image_norm=True, image_projection=True)

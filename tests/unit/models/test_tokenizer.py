@@ -17,7 +17,7 @@ import mclclip.torchvision_fix  # noqa: F401
 import open_clip
 
 from mclclip.models import tokenizer as tokenizers
-from mclclip.models.tokenizer import with_words_kept
+from mclclip.models.tokenizer import WordEncoder
 
 TEXTS = [
     "a photo of two dogs",
@@ -37,6 +37,12 @@ TEXTS = [
 ]
 
 
+def with_words_kept(clean: str = "lower", **options: Any) -> Any:
+    tokenizer = open_clip.SimpleTokenizer(clean=clean, **options)
+    WordEncoder(tokenizer, clean)
+    return tokenizer
+
+
 def texts_of_ascii(count: int) -> list[str]:
     """Random ones of all printable characters, spaces and words that occur often."""
     drawn = random.Random(0)
@@ -47,7 +53,7 @@ def texts_of_ascii(count: int) -> list[str]:
 @pytest.mark.parametrize("clean", ["lower", "whitespace", "canonicalize"])
 def test_ids_are_open_clips(clean: str) -> None:
     own = open_clip.SimpleTokenizer(clean=clean)
-    kept = with_words_kept(open_clip.SimpleTokenizer(clean=clean), clean)
+    kept = with_words_kept(clean)
     for texts in (TEXTS, texts_of_ascii(400)):
         wanted = own(texts)
         assert torch.equal(kept(texts), wanted)
@@ -62,7 +68,7 @@ def test_ids_are_open_clips_where_it_leaves_some_out() -> None:
     found = []
     for tokenizer in (
         open_clip.SimpleTokenizer(**options),
-        with_words_kept(open_clip.SimpleTokenizer(**options), "lower"),
+        with_words_kept(**options),
     ):
         torch.manual_seed(0)
         found.append(tokenizer(TEXTS))
@@ -71,13 +77,13 @@ def test_ids_are_open_clips_where_it_leaves_some_out() -> None:
 
 def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "_MOST_WORDS", 5)
-    kept = with_words_kept(open_clip.SimpleTokenizer(), "lower")
+    kept = with_words_kept()
     assert torch.equal(kept(TEXTS), open_clip.SimpleTokenizer()(TEXTS))
     assert 0 < len(kept.encode._words) <= 5
 
 
 def test_it_travels_with_its_words() -> None:
-    kept = with_words_kept(open_clip.SimpleTokenizer(), "lower")
+    kept = with_words_kept()
     wanted = kept(TEXTS)
     for other in (pickle.loads(pickle.dumps(kept)), copy.deepcopy(kept)):
         assert other.encode._tokenizer is other and other.encode._words == kept.encode._words

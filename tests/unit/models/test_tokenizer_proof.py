@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from mclclip.models import tokenizer_proof, weights
-from mclclip.models.clip import ClipModel, load_clip, save_export
+from mclclip.models import tokenizer, weights
+from mclclip.models.loading import load_towers
 from mclclip.models.memory import load_shapes
+from mclclip.models.model import Model
 
 pytest.importorskip("transformers")
 
@@ -22,7 +23,7 @@ Tree = dict[str, Any]
 VOCABULARY = {"[PAD]": 0, "?": 1, "a": 2, "dog": 3}
 
 
-def export(vit: ClipModel, folder: Path, change: Callable[[Tree], None]) -> Path:
+def export(vit: Model, folder: Path, change: Callable[[Tree], None]) -> Path:
     """An export with a tokenizer of words, whose tokenizer.json is changed."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -30,7 +31,7 @@ def export(vit: ClipModel, folder: Path, change: Callable[[Tree], None]) -> Path
     plain = Tokenizer(models.WordLevel(VOCABULARY, unk_token="?"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     own = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]", unk_token="?")
-    save_export(vit, folder)
+    vit.save(folder)
     own.save_pretrained(folder)
     config = json.loads((folder / weights.CONFIG).read_text())
     config["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "roberta-base"
@@ -44,7 +45,7 @@ def export(vit: ClipModel, folder: Path, change: Callable[[Tree], None]) -> Path
 
 def refused(folder: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        load_clip(folder)
+        load_towers(folder)
     assert "\n" not in str(caught.value) and f"the tokenizer in {folder}" in str(caught.value)
 
 
@@ -86,60 +87,60 @@ def before_all(tree: Tree) -> None:
     ],
 )
 def test_what_its_files_say_ends_in_one_line(
-    vit: ClipModel, tmp_path: Path, change: Callable[[Tree], None], message: str
+    vit: Model, tmp_path: Path, change: Callable[[Tree], None], message: str
 ) -> None:
     refused(export(vit, tmp_path / "model", change), message)
 
 
 def test_an_id_outside_of_the_text_tower_is_told_when_a_text_has_it(
-    vit: ClipModel, tmp_path: Path
+    vit: Model, tmp_path: Path
 ) -> None:
     def change(tree: Tree) -> None:
         tree["model"]["vocab"]["zebra"] = 10**6
 
-    loaded = load_clip(export(vit, tmp_path / "model", change))
+    loaded = load_towers(export(vit, tmp_path / "model", change))
     assert loaded.tokenizer(["a dog"])[0, :3].tolist() == [2, 3, 0]
     with pytest.raises(ValueError, match="makes ids from 0 to 1,000,000, the text tower knows"):
         loaded.tokenizer(["a dog", "a zebra"])
 
 
-def test_a_plan_reads_it_too(vit: ClipModel, tmp_path: Path) -> None:
+def test_a_plan_reads_it_too(vit: Model, tmp_path: Path) -> None:
     """Its models are made where tensors have no values."""
     folder = export(vit, tmp_path / "model", lambda tree: None)
     shapes = load_shapes(str(folder))
-    assert isinstance(shapes, ClipModel) and shapes.tokenizer.context_length == 16
+    assert isinstance(shapes, Model) and shapes.tokenizer.context_length == 16
 
 
 def test_equal_files_are_tried_once(
-    vit: ClipModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vit: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = export(vit, tmp_path / "first", lambda tree: None)
-    load_clip(first)
+    load_towers(first)
     monkeypatch.setattr(sys, "executable", "/none")
-    load_clip(export(vit, tmp_path / "second", lambda tree: None))
+    load_towers(export(vit, tmp_path / "second", lambda tree: None))
     (first / "vocab.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="/none"):
-        load_clip(first)
+        load_towers(first)
 
 
 def test_a_process_that_crashes_or_never_ends_is_one_line(
-    vit: ClipModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vit: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = export(vit, tmp_path / "model", lambda tree: None)
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nkill -ABRT $$\n")
     script.chmod(0o755)
-    monkeypatch.setattr(tokenizer_proof, "_proven", set())
+    monkeypatch.setattr(tokenizer, "_proven", set())
     monkeypatch.setattr(sys, "executable", str(script))
     refused(folder, "was ended by SIGABRT; it may take 4 GiB and 60 s")
     script.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(tokenizer_proof, "_WALL_S", 0.1)
+    monkeypatch.setattr(tokenizer, "_WALL_S", 0.1)
     refused(folder, "it took more than 0.1 s")
 
 
 BOUNDED = """
 import sys
-from mclclip.models import tokenizer_proof as proof
+from mclclip.models import tokenizer as proof
 proof._MEMORY_BYTES, proof._MOST_GROWTH = 320 << 20, float("inf")
 sys.exit(proof.main(sys.argv[1:]))
 """
@@ -147,7 +148,7 @@ sys.exit(proof.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("change", [lambda tree: None, doubling])
 def test_memory_is_bounded_in_the_process_that_tries(
-    vit: ClipModel, tmp_path: Path, change: Callable[[Tree], None]
+    vit: Model, tmp_path: Path, change: Callable[[Tree], None]
 ) -> None:
     folder = export(vit, tmp_path / "model", change)
     words = [sys.executable, "-c", BOUNDED, str(folder), "16", "AutoTokenizer"]
@@ -170,11 +171,11 @@ def test_how_much_longer_a_text_may_become(
     parts = [{"type": "Replace", "pattern": {k: p}, "content": c} for k, p, c in steps]
     inner = {"type": "Sequence", "normalizers": parts}
     whole = {"type": "Sequence", "normalizers": [{"type": "NFC"}, inner]}
-    assert tokenizer_proof.growth(whole) == wanted and tokenizer_proof.growth(None) == 1.0
-    assert tokenizer_proof.growth({"type": "Prepend", "prepend": "x" * 9}) == 10.0
+    assert tokenizer.growth(whole) == wanted and tokenizer.growth(None) == 1.0
+    assert tokenizer.growth({"type": "Prepend", "prepend": "x" * 9}) == 10.0
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=r"cannot be used \(merges.txt is no file\)"):
-        tokenizer_proof.prove(tmp_path, 16)
+        tokenizer.prove(tmp_path, 16)

@@ -17,8 +17,8 @@ from mclclip.eval import retrieval
 from mclclip.eval.features import Extractor
 from mclclip.eval.labelled_features import with_feature
 from mclclip.eval.run import identity_of
-from mclclip.models.concat import split_name
-from mclclip.models.loading import load_any
+from mclclip.models.encoder import split_name
+from mclclip.models.loading import load_towers
 
 transformers = pytest.importorskip("transformers")
 
@@ -275,4 +275,4 @@ def test_names_are_checked(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="brings its own weights"):
         mclclip.load_model(f"hf:{saved}", "openai")
     with pytest.raises(ValueError, match="can be evaluated but not trained"):
-        load_any(f"hf:{saved}")
+        load_towers(f"hf:{saved}")

@@ -9,7 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from mclclip.models.transforms import Look, PlainTransform, SimCLROptions, SimCLRTransform, training
+from mclclip.models.transforms import (
+    PixelFormat,
+    PlainTransform,
+    SimCLROptions,
+    SimCLRTransform,
+    training,
+)
 
 
 def picture(channels: int, side: int = 24) -> np.ndarray:
@@ -17,7 +23,7 @@ def picture(channels: int, side: int = 24) -> np.ndarray:
 
 
 def transform(channels: int, **options: Any) -> SimCLRTransform:
-    look = Look((16, 16), [0.0], [1.0], channels)
+    look = PixelFormat((16, 16), [0.0], [1.0], channels)
     return SimCLRTransform(look, SimCLROptions(**options))
 
 
@@ -55,7 +61,7 @@ def test_geometry_acts_on_all_channels_alike() -> None:
 
 def test_without_any_change_a_view_is_the_picture() -> None:
     options = {"scale": (1.0, 1.0), "flip": 0.0, "jitter": 0.0, "grayscale": 0.0}
-    look = Look((16, 16), [0.2], [0.5], 3)
+    look = PixelFormat((16, 16), [0.2], [0.5], 3)
     image = picture(3, 16)
     views = [SimCLRTransform(look, SimCLROptions(**options))(image), PlainTransform(look)(image)]  # type: ignore[arg-type]
     for found in [*views, training(look, {"kind": "none"})(Image.fromarray(image))]:
@@ -68,7 +74,7 @@ def test_without_any_change_a_view_is_the_picture() -> None:
 def test_the_middle_is_kept(height: int, width: int) -> None:
     image = np.zeros((height, width, 3), np.uint8)
     image[:, width // 2 - 1 : width // 2 + 1] = 255
-    found = PlainTransform(Look((16, 16), [0.0], [1.0], 3))(image)
+    found = PlainTransform(PixelFormat((16, 16), [0.0], [1.0], 3))(image)
     assert found.shape == (3, 16, 16)
     columns = found[0].mean(dim=0)
     assert columns[7:9].mean() > columns[[0, 15]].mean() + 0.3
@@ -86,7 +92,7 @@ def test_the_middle_is_kept(height: int, width: int) -> None:
 )
 def test_mistakes_are_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        training(Look((8, 8), [0.5], [0.5]), options)
+        training(PixelFormat((8, 8), [0.5], [0.5]), options)
     assert "\n" not in str(raised.value)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.loading import load_towers
+from mclclip.models.model import Model
 
 # isort: split
 from timm.models import build_model_with_cfg, register_model
@@ -128,9 +129,9 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def make(kind: str, **changes: Any) -> ClipModel:
+def make(kind: str, **changes: Any) -> Model:
     """A model of this kind whose every parameter matters: features differ from image to image."""
-    model = load_clip(config_of(kind, **changes), seed=1)
+    model = load_towers(config_of(kind, **changes), seed=1)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.visual.parameters():
         if parameter.ndim > 1:
@@ -143,7 +144,7 @@ def make(kind: str, **changes: Any) -> ClipModel:
 _made = functools.cache(make)
 
 
-def fresh(kind: str) -> ClipModel:
+def fresh(kind: str) -> Model:
     """A copy of `make(kind)`; much is built once."""
     model = _made(kind)
     kept = (model.tokenizer, model.preprocess_train, model.preprocess_val)

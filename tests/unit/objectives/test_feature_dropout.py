@@ -15,7 +15,7 @@ from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.models.transforms import Look
+from mclclip.models.transforms import PixelFormat
 from mclclip.objectives.base import Facts, Objective, Setting, parse
 from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options
 from mclclip.objectives.viewmaker import Viewmaker
@@ -32,7 +32,7 @@ class Encoder(nn.Module):
     """A linear encoder of pictures of four channels, 6 x 7 pixels."""
 
     # Binary fractions, so that black and white are the same numbers in fp32 and float64.
-    look = Look((6, 7), (0.5, 0.25, 0.5, 0.125), (0.25, 0.5, 0.125, 0.5), channels=4)
+    look = PixelFormat((6, 7), (0.5, 0.25, 0.5, 0.125), (0.25, 0.5, 0.125, 0.5), channels=4)
     image_size, num_channels, feature_dim, has_logit_bias = (6, 7), 4, 5, False
 
     def __init__(self) -> None:
@@ -159,7 +159,9 @@ def test_views_stay_within_the_budget_and_between_black_and_white() -> None:
 
 
 def test_unchanged_pixels_keep_their_bits_whatever_the_normalization() -> None:
-    look = Look((6, 7), (0.48145466, 0.4578275, 0.40821073, 0.3), (0.268, 0.261, 0.276, 0.7), 4)
+    look = PixelFormat(
+        (6, 7), (0.48145466, 0.4578275, 0.40821073, 0.3), (0.268, 0.261, 0.276, 0.7), 4
+    )
     mean, deviation = (torch.tensor(x)[:, None, None] for x in (look.mean, look.std))
     objective = dropout(trainee_of(epsilon=0.0))
     objective.mean, objective.deviation = mean, deviation

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mclclip.models.clip import ClipModel, load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
+from mclclip.models.model import Model
 from mclclip.objectives.momentum import MomentumCopy, momentum_at
 from tests import tiny
 
@@ -45,7 +46,7 @@ def test_schedules(base: float) -> None:
 
 
 def test_the_copy_is_the_moving_average_of_the_trained_weights() -> None:
-    model = load_clip(tiny.MODEL, seed=1).double()
+    model = load_towers(tiny.MODEL, seed=1).double()
     model.lock(1, **LOCK)
     follower = MomentumCopy(model, 0.75, "cosine")
     expected = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -65,7 +66,7 @@ def test_the_copy_is_the_moving_average_of_the_trained_weights() -> None:
 
 
 def test_a_copy_of_a_frozen_model_stays() -> None:
-    model = load_clip(tiny.MODEL, seed=1).requires_grad_(False)
+    model = load_towers(tiny.MODEL, seed=1).requires_grad_(False)
     follower = MomentumCopy(model, 0.5)
     before = [parameter.clone() for parameter in follower.model.parameters()]
     moved(model.requires_grad_(True))
@@ -75,7 +76,7 @@ def test_a_copy_of_a_frozen_model_stays() -> None:
 
 
 def test_no_gradient_reaches_the_copy() -> None:
-    model = load_clip(tiny.MODEL, seed=1)
+    model = load_towers(tiny.MODEL, seed=1)
     model.lock("all", **LOCK)
     follower = MomentumCopy(model, 0.9)
     keys = follower(pictures())
@@ -86,7 +87,7 @@ def test_no_gradient_reaches_the_copy() -> None:
 
 
 def test_batch_norms_of_the_copy_keep_statistics_of_their_own() -> None:
-    model = load_clip(RESNET, seed=1)
+    model = load_towers(RESNET, seed=1)
     model.lock("all", **LOCK)
     model.train()
     follower = MomentumCopy(model, 0.5).train()
@@ -102,15 +103,15 @@ def test_batch_norms_of_the_copy_keep_statistics_of_their_own() -> None:
 
 
 def test_frozen_batch_norms_stay_in_eval_mode() -> None:
-    model = load_clip(RESNET, seed=1)
+    model = load_towers(RESNET, seed=1)
     model.lock(2, **(LOCK | {"image_norm": False}))
     model.train()
     follower = MomentumCopy(model, 0.5).train()
     assert not any(m.training for m in follower.modules() if isinstance(m, nn.BatchNorm2d))
 
 
-def adapted() -> ClipModel:
-    model = load_clip(tiny.MODEL, seed=1)
+def adapted() -> Model:
+    model = load_towers(tiny.MODEL, seed=1)
     model.lock(2, **LOCK)
     add_lora(model, rank=2, alpha=4.0, seed=2)
     return model.train()
@@ -130,7 +131,7 @@ def test_a_model_with_adapters_is_followed() -> None:
 
 
 def test_a_model_with_compiled_blocks_is_copied_uncompiled() -> None:
-    model = load_clip(tiny.MODEL, seed=1)
+    model = load_towers(tiny.MODEL, seed=1)
     model.lock("all", **LOCK)
     model.compile_blocks(backend="eager")
     follower = MomentumCopy(model, 0.5)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from mclclip import config
-from mclclip.models.clip import load_clip
+from mclclip.models.loading import load_towers
 from mclclip.models.memory import peak_bytes
 from mclclip.objectives.base import Setting, Sizes, parse
 from mclclip.objectives.sigmoid import Sigmoid
@@ -206,7 +206,7 @@ def built(tree: dict[str, Any], model_config: dict[str, Any]) -> tuple[Any, Any,
     options = {"run_dir": "x", "base": {"objective": {"kind": "sigmoid", **tree}}}
     training = config.from_tree(options).base
     assert training is not None
-    model = load_clip(model_config, seed=1)
+    model = load_towers(model_config, seed=1)
     model.lock(**training.model_arguments()["lock"])
     objective = training.objective.build(Setting(model=model, context=SINGLE, seed=0))
     given = batch(training.objective.num_views)

@@ -18,7 +18,7 @@ from mclclip.data import decode
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.models import clip
+from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.train import parts
@@ -85,7 +85,7 @@ def test_batches_are_open_clips_within_two_of_255(data: Path, tmp_path: Path) ->
     """The same samples, captions and crops, in every view."""
     config = tiny.make_config(tmp_path, data)
     index.run(config, SINGLE)
-    model = clip.load_clip(tiny.MODEL, augmentation={"scale": (0.3, 1.0)})
+    model = load_towers(tiny.MODEL, augmentation={"scale": (0.3, 1.0)})
     exact, fast = (batches_of(config, pixels, model) for pixels in ("exact", "fast"))
     step = 2 * torch.tensor(1 / 255) / model.normalization[1]
     for number in (0, 5):
@@ -101,7 +101,7 @@ def test_batches_are_open_clips_within_two_of_255(data: Path, tmp_path: Path) ->
 def test_neither_workers_nor_ranks_change_a_batch(data: Path, tmp_path: Path) -> None:
     config = tiny.make_config(tmp_path, data)
     index.run(config, SINGLE)
-    model = clip.load_clip(tiny.MODEL)
+    model = load_towers(tiny.MODEL)
     here = batches_of(config, "fast", model)
     loader = DataLoader(here, batch_size=None, sampler=range(1, 4), num_workers=2)
     for batch in loader:
@@ -121,7 +121,7 @@ def test_batches_that_are_normalised_are_left_alone(
     tmp_path: Path, precision: str, dtype: torch.dtype
 ) -> None:
     config = tiny.make_config(tmp_path, tmp_path, f"base.precision={precision}")
-    model = clip.load_clip(tiny.MODEL)
+    model = load_towers(tiny.MODEL)
     pixels = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
     views = [pixels.float(), pixels]
     ids = torch.arange(2)
