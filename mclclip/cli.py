@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
+_MODULES = {"analyse": "figures", "filter": "curate.filter", "blindspots": "curate.blindspots"}
 _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 # Parsed names that are not arguments of the function that a verb calls.
 _COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone", "trunk_cache"}
@@ -39,9 +40,9 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _verb(config: Config, context: Context, args: argparse.Namespace) -> object:
-    """Calls ``run`` of the module that has the verb's name."""
-    room = "mclclip.curate" if args.verb in ("filter", "blindspots") else "mclclip"
-    return import_module(f"{room}.{args.verb}").run(config, context, **_flags(args))
+    """Calls ``run`` of the module that has the verb's name, or that ``_MODULES`` has for it."""
+    module = _MODULES.get(args.verb, args.verb)
+    return import_module(f"mclclip.{module}").run(config, context, **_flags(args))
 
 
 def _train(config: Config, context: Context, args: argparse.Namespace) -> object:
@@ -386,8 +387,7 @@ def _add_configured(verbs: Any) -> None:
     details = "show further directions and optimistic figures too"
     evaluate.add_argument("--details", action="store_true", help=details)
     analyse = add("analyse", "what a run left -> figures, as data and as pictures")
-    figures = "some figures; default: all for which no encoder runs. With an encoder, only where "
-    figures += "they are named: clam, adversarial_sets, subspaces"
+    figures = "some figures, such as clam; default: all for which no encoder runs"
     analyse.add_argument("--figures", metavar="NAME,...", help=figures)
     pairs = "image pairs that one encoder confuses and another tells apart"
     _add_blindspots(add("blindspots", pairs))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from mclclip import files
 from mclclip.data.arrays import NpyBlocks, open_npy
-from mclclip.data.embeddings import Embedded, StoredRows, num_files, rows_path
+from mclclip.data.embeddings import Embedded, StoredRows, left_out, num_files, rows_path
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
@@ -191,7 +191,8 @@ class Run:
         usable = np.setdiff1d(np.arange(len(self.index)), self.index.bad_ids())
         for stage in self.stages:
             if stage.has("embeddings"):
-                usable = np.setdiff1d(usable, stage.embeddings.left_out())
+                folder = stage.directory("embeddings")
+                usable = np.setdiff1d(usable, left_out(folder, len(self.index.shards)))
         return np.sort(np.random.default_rng([self.seed, purpose]).permutation(usable)[:count])
 
     @cached_property
@@ -409,17 +410,17 @@ class Clusters:
     directory: Path
     manifest: Manifest
 
-    @property
+    @cached_property
     def labels(self) -> NDArray[np.integer]:
         """[N, L]: the clusters of every sample, nearest first; -1 for none."""
         return self._array("cluster_labels.npy")
 
-    @property
+    @cached_property
     def similarities(self) -> NDArray[np.floating]:
         """[N, L]: the similarity of every sample to these clusters' centroids."""
         return self._array("similarities.npy")
 
-    @property
+    @cached_property
     def centroids(self) -> NDArray[np.float32]:
         """[K, D]: the centroids."""
         return self._array("centroids.npy")

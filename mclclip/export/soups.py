@@ -27,7 +27,6 @@ from tabulate import tabulate
 from torch import Tensor
 
 from mclclip import files
-from mclclip.analysis import pictures
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.datasets import SUFFIXES
 from mclclip.eval.options import BenchmarkConfig
@@ -35,6 +34,7 @@ from mclclip.eval.results import Result
 from mclclip.eval.stored import StoredImage, read_shards
 from mclclip.eval.units import Unit
 from mclclip.export import written
+from mclclip.figures import drawing
 from mclclip.models import soup, weights
 from mclclip.models.encoder import Encoder
 from mclclip.models.loading import has_texts, load_towers
@@ -405,14 +405,14 @@ def _main(figures: Mapping[str, Result]) -> list[str]:
 
 def _draw(path: Path, curve: Mapping[str, Any], main: Sequence[str], unit: str) -> None:
     try:
-        pictures.library()
+        drawing.library()
     except ValueError as error:  # the soup does not depend on it
         log.warning("the curve is not drawn: %s", error)
         return
     first, second = (name for name in curve["models"])
     series = {name: curve["values"][name] for name in main}
     title = f"from {first} (0) to {second} (1)"
-    pictures.curves(path, title, curve["alphas"], series, "alpha", unit, curve["alpha"])
+    drawing.curves(path, title, curve["alphas"], series, "alpha", unit, curve["alpha"])
 
 
 def _table(first: str, every: Mapping[str, Mapping[str, Result]]) -> str:

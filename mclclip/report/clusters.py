@@ -12,9 +12,9 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from mclclip import files
-from mclclip.analysis.caption_words import Word, dominant_words
 from mclclip.clustering.agreement import ami
 from mclclip.report import charts
+from mclclip.report.caption_words import Word, dominant_words
 from mclclip.report.material import Material, numbers_in, spread
 from mclclip.report.thumbnails import Picture, Samples, Thumbnails
 from mclclip.run.artifacts import Manifest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mclclip.analysis.neighbours import nearest_samples
+from mclclip.figures.nearest import nearest_samples
 from mclclip.report.material import Material
 from mclclip.report.thumbnails import Picture, Samples, Thumbnails
 

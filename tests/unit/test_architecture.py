@@ -27,17 +27,19 @@ ROOMS: dict[str, set[str]] = {
     "clustering": {"ranks", "data"},
     "checkpoint": {"ranks", "run"},
     "eval": {"ranks", "run", "data", "models"},
-    "analysis": {"ranks", "eval"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
     "train/judging": {"checkpoint"},
     "train/options": {"data", "models", "objectives", "engines", "checkpoint"},
     "config": {"data", "models", "objectives", "clustering", "eval", "train/options"},
     # A run directory, opened for whoever reads one: above the rooms whose files lie there.
     "opened_run": {"ranks", "run", "data", "models", "eval", "config"},
+    "figures": {"ranks", "run", "data", "models", "eval", "config", "opened_run"},
 }
+# Figures of clusters, and of gates, which lie in the checkpoints of an objective.
+ROOMS["figures"] |= {"clustering", "checkpoint", "objectives", "train/options"}
 ROOMS["train/loop"] |= {"train/judging"}
 # A verb reads options and does its work with any room, and imports no other verb.
-VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "analyse", "doctor"}
+VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "doctor"}
 VERBS |= {"plan", "compare", "report", "curate", "reshard"}
 VERBS |= {"train/verb", "train/parts", "eval/run"}
 ROOMS |= {verb: {*ROOMS} for verb in VERBS}
@@ -64,7 +66,6 @@ NO_CONFIG |= {
     "train/judging",
     "train/options",
     "eval",
-    "analysis",
 }
 MODULES = sorted(
     path.relative_to(PACKAGE)
@@ -235,8 +236,7 @@ PARSES = {
     "config/plain_yaml.py",  # all YAML, bounded
     "data/tar_members.py",  # every shard; it names tarfile in its prose alone
     "data/datasets/readers.py",  # compressed archives of published data sets
-    "analyse/scores.py",  # rows of our own runs, here and below
-    "run/runlog.py",
+    "run/runlog.py",  # rows of our own runs, here and below
     "run/run_state.py",
     "ranks/peer_watch.py",  # words of the other ranks
 }

@@ -108,7 +108,7 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
         ("train --stage 1", "train.verb.run"),
         ("export --stage 1", "export.stage"),
         ("eval", "eval.run.run"),
-        ("analyse --figures tsne,clam", "analyse.run"),
+        ("analyse --figures tsne,clam", "figures.run"),
         ("make-dataset patterns --out x", "make_dataset.run"),
         ("pack --table a --images b --out c", "pack.pack"),
         ("doctor", "doctor.run"),

@@ -1,0 +1,73 @@
+"""Verb ``analyse``: what a run left on disk -> figures, as data and as pictures, in ``analysis/``.
+
+A figure is a module of this folder that has a ``FIGURE``, and is called as the module is. It
+becomes a JSON file and a PNG of that name. Figures are made of embeddings, clusters, pseudo labels,
+results.jsonl, metrics.jsonl, and the last checkpoint of a training that has learned gates. A stage
+that lacks what a figure needs is named in the log and left out of it. Figures for which an encoder
+runs are drawn only where they are named.
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+from mclclip import files
+from mclclip.config import Config
+from mclclip.figures import drawing
+from mclclip.figures.inputs import Figure, Inputs, Lacking
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+
+log = logging.getLogger("mclclip")
+
+
+def figures() -> dict[str, Figure]:
+    """Every figure by its name, in alphabetical order."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    modules = {name: import_module(f"{__name__}.{name}") for name in names}
+    return {name: module.FIGURE for name, module in modules.items() if hasattr(module, "FIGURE")}
+
+
+def run(
+    config: Config, context: Context, *, figures: str | None = None, force: bool = False
+) -> Path:
+    """Writes the figures of a run; returns ``run_dir/analysis``.
+
+    ``figures`` are names with commas between them; None: all for which no encoder runs, as far as
+    the run has what they need. A figure that is there is drawn anew: what it is made of may have
+    changed. Raises FileNotFoundError where the run has no index yet, and ValueError for an unknown
+    name and where the run lacks what a named figure needs. ``force`` changes nothing.
+    """
+    return collectives.on_main(partial(_run, config, context, figures))
+
+
+def _run(config: Config, context: Context, wanted: str | None) -> Path:
+    known = figures()
+    names = [name for name, figure in known.items() if not figure.encoder]
+    if wanted is not None:
+        names = [name.strip() for name in wanted.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no figure {unknown[0]!r}: take {', '.join(known)}")
+    drawing.library()
+    inputs = Inputs(config, context.device)
+    directory = inputs.run.directory / "analysis"
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        figure = known[name]
+        needs = figure.needs
+        try:
+            data = figure.draw(inputs, directory / f"{name}.png")
+        except Lacking as lacking:
+            data, needs = None, str(lacking)
+        if data is not None:
+            files.write_json(directory / f"{name}.json", data)
+            log.info("wrote %s", directory / f"{name}.png")
+        elif wanted is not None:
+            raise ValueError(f"{config.run_dir} has nothing for {name}: {name} needs {needs}")
+        else:
+            log.info("analyse: the run has nothing for %s, which needs %s", name, needs)
+    return directory

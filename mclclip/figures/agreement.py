@@ -1,0 +1,35 @@
+"""Figure: AMI of the stages' clusters with each other (MCL, Table 11) and with the attributes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip.clustering.agreement import ami
+from mclclip.figures import drawing
+from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
+
+
+def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+    """Adjusted mutual information of every stage's nearest clusters with all others, as shades
+    between 0 and 1 with the numbers in them."""
+    stages = {name: np.asarray(found.labels[:, 0]) for name, found in inputs.clusters.items()}
+    if not stages:
+        return None
+    others = stages | {name: inputs.index.attribute(name)[0] for name in inputs.attributes}
+    values = [[ami(own, other) for other in others.values()] for own in stages.values()]
+    with drawing.canvas(path, 1.8 + 0.8 * len(others), 1.4 + 0.5 * len(stages)) as figure:
+        axes = figure.subplots()
+        axes.imshow(np.asarray(values), vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        axes.set_xticks(range(len(others)), [*others], rotation=30, ha="right")
+        axes.set_yticks(range(len(stages)), [*stages])
+        for (row, column), value in np.ndenumerate(np.asarray(values)):
+            colour = "white" if value > 0.6 else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        axes.set_title("adjusted mutual information")
+    return {"rows": [*stages], "columns": [*others], "ami": values}
+
+
+FIGURE = Figure(draw, CLUSTERS)

@@ -1,0 +1,61 @@
+"""Figure: the nearest samples of the same anchors in every stage's space (MCL, Fig. 3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mclclip.figures import drawing
+from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
+from mclclip.search import nearest_to_few
+
+ANCHORS, NEIGHBOURS = 8, 8
+
+
+def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+    """A sheet of anchors, drawn by the seed, with their neighbours, a row per anchor and stage."""
+    if not inputs.features:
+        return None
+    inputs.require_samples(NEIGHBOURS + 1)
+    ids, keys = inputs.ids, inputs.index.keys
+    anchors = np.random.default_rng([inputs.config.seed, 5]).permutation(len(ids))[:ANCHORS]
+    data: dict[str, list[dict[str, Any]]] = {}
+    near_ids = {}
+    for name, rows in inputs.features.items():
+        cosines, near = nearest_samples(rows, anchors, NEIGHBOURS)
+        near_ids[name] = ids[near]
+        data[name] = [
+            {"anchor": key, "nearest": keys(others), "cosines": values.tolist()}
+            for key, others, values in zip(keys(ids[anchors]), ids[near], cosines, strict=True)
+        ]
+    pictures, labels = [], []
+    for number, anchor in enumerate(anchors):
+        for name, near in near_ids.items():
+            pictures.append(inputs.run.pictures([ids[anchor], *near[number]]))
+            labels.append(name)
+    drawing.sheet(path, "an anchor, and its nearest samples", pictures, labels)
+    return data
+
+
+def nearest_samples(
+    features: ArrayLike, anchors: ArrayLike, k: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The k samples nearest to each of the ``anchors``, by cosine: similarities and rows [A, k].
+
+    ``features`` are [N, D], ``anchors`` [A] rows of them; an anchor is not its own neighbour.
+    ValueError unless 1 <= k < N.
+    """
+    bank, chosen = unit_rows(features).astype(np.float32), np.asarray(anchors, dtype=np.int64)
+    if not 1 <= k < len(bank):
+        raise ValueError(f"k is {k}, with {len(bank)} samples: wanted 1 to {len(bank) - 1}")
+    similarity, rows = nearest_to_few(bank[chosen], bank, k + 1)
+    # Among more than k copies of an anchor it may be absent itself: then the last one goes.
+    drop = np.where((rows == chosen[:, None]).any(axis=1), (rows == chosen[:, None]).argmax(1), k)
+    keep = np.arange(k + 1) != drop[:, None]
+    return similarity[keep].reshape(-1, k), rows[keep].reshape(-1, k)
+
+
+FIGURE = Figure(draw, EMBEDDINGS)

@@ -1,0 +1,75 @@
+"""Figure: the nearest clusters of some samples, each with the samples most similar to its centroid
+(MLCD, Fig. 2 and 5)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mclclip.figures import drawing
+from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
+
+SAMPLES, LABELS, EXAMPLES = 4, 3, 6
+_BLOCK = 1 << 20
+
+
+def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+    """A sheet of samples, drawn by the seed, with a row for each of their nearest clusters.
+
+    An example of a cluster is a sample whose nearest one it is, other than the sample shown.
+    """
+    ids = inputs.ids[inputs.draw_places(SAMPLES, 6)]
+    data: dict[str, list[dict[str, Any]]] = {}
+    pictures, names = [], []
+    for name, clusters in inputs.clusters.items():
+        nearest, similar = clusters.labels, clusters.similarities
+        # One more, for the sample shown is none.
+        examples = examples_of(nearest, similar, nearest[ids, :LABELS], EXAMPLES + 1)
+        data[name] = []
+        for sample in ids.tolist():
+            labels = []
+            for cluster, near in zip(
+                nearest[sample, :LABELS], similar[sample, :LABELS], strict=True
+            ):
+                others = examples[int(cluster)]
+                others = others[others != sample][:EXAMPLES]
+                keys = inputs.index.keys(others)
+                labels.append(
+                    {"cluster": int(cluster), "similarity": float(near), "examples": keys}
+                )
+                pictures.append(inputs.run.pictures([sample, *others]))
+                names.append(f"{name}: cluster {cluster}, similarity {near:.2f}")
+            data[name].append({"sample": inputs.index.keys([sample])[0], "labels": labels})
+    if not data:
+        return None
+    drawing.sheet(path, "a sample, and examples of its nearest labels", pictures, names)
+    return data
+
+
+def examples_of(
+    nearest_clusters: NDArray[np.integer],
+    similarities: NDArray[np.floating],
+    wanted: ArrayLike,
+    count: int,
+) -> dict[int, NDArray[np.int64]]:
+    """Cluster -> at most ``count`` rows whose nearest cluster it is, most similar ones first.
+
+    ``nearest_clusters`` and ``similarities`` are [N, L], nearest first, perhaps memory-mapped: they
+    are read once, in blocks. A cluster of ``wanted`` [C] that is nobody's nearest has no rows.
+    """
+    clusters = np.unique(np.asarray(wanted, dtype=np.int64))
+    found = {int(cluster): np.zeros(0, np.int64) for cluster in clusters}
+    for start in range(0, len(nearest_clusters), _BLOCK):
+        own = np.asarray(nearest_clusters[start : start + _BLOCK, 0])
+        rows = np.flatnonzero(np.isin(own, clusters))
+        for cluster in np.unique(own[rows]).tolist():
+            here = np.concatenate([found[cluster], start + rows[own[rows] == cluster]])
+            order = np.argsort(-similarities[here, 0], kind="stable")
+            found[cluster] = here[order[:count]]
+    return found
+
+
+FIGURE = Figure(draw, CLUSTERS)

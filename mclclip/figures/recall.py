@@ -1,0 +1,69 @@
+"""Figure: label recall at l, the share of samples whose attribute one of their l nearest clusters
+stands for (MLCD, A.8)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mclclip.figures import drawing
+from mclclip.figures.inputs import CLUSTERS, Figure, Inputs, Lacking
+
+
+def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+    """Recall by attribute and stage, a line for each over l."""
+    inputs.require_attributes()
+    if not inputs.clusters:
+        return None
+    data: dict[str, list[float]] = {}
+    for attribute in inputs.attributes:
+        codes = inputs.index.attribute(attribute)[0]
+        known = np.flatnonzero(codes >= 0)
+        if not len(known):
+            continue
+        for name, clusters in inputs.clusters.items():
+            near = np.asarray(clusters.labels[known])
+            data[f"{name}, {attribute}"] = label_recall(near, codes[known]).tolist()
+    if not data:
+        raise Lacking("samples with a value of an attribute: there are none")
+    drawing.lines(path, "label recall", data, "nearest clusters", "share")
+    return data
+
+
+def dominant_classes(labels: ArrayLike, classes: ArrayLike) -> dict[int, int]:
+    """label -> the class that most samples with this label have; of equally many the smaller."""
+    found: dict[int, int] = {}
+    pairs, counts = np.unique(
+        np.stack([np.asarray(labels), np.asarray(classes)]), axis=1, return_counts=True
+    )
+    for (label, cls), _ in sorted(
+        zip(pairs.T.tolist(), counts.tolist(), strict=True), key=lambda item: item[1], reverse=True
+    ):
+        if label >= 0:
+            found.setdefault(label, cls)
+    return found
+
+
+def label_recall(nearest: ArrayLike, classes: ArrayLike) -> NDArray[np.float64]:
+    """[L]: the share of samples whose class is that of one of their l nearest clusters, l = 1 to L.
+
+    ``nearest`` [N, L] are clusters, nearest first (-1: none), ``classes`` [N]. A cluster stands for
+    the class that most of the samples that are nearest to it have.
+    """
+    clusters, wanted = np.asarray(nearest), np.asarray(classes)
+    if clusters.ndim != 2 or wanted.shape != clusters.shape[:1]:
+        raise ValueError(
+            f"nearest {list(clusters.shape)} and classes {list(wanted.shape)}: wanted [N, L], [N]"
+        )
+    dominant = dominant_classes(clusters[:, 0], wanted)
+    table = np.full(int(clusters.max(initial=0)) + 2, -2, dtype=np.int64)  # the last is for -1
+    table[list(dominant)] = list(dominant.values())
+    recalled = np.logical_or.accumulate(table[clusters] == wanted[:, None], axis=1)
+    recall: NDArray[np.float64] = recalled.mean(axis=0)
+    return recall
+
+
+FIGURE = Figure(draw, CLUSTERS)

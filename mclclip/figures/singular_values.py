@@ -1,0 +1,87 @@
+"""Figure: in how many dimensions features vary, and how evenly they fill the sphere.
+
+Sources: Jing et al., "Understanding Dimensional Collapse in Contrastive Self-supervised Learning"
+(ICLR 2022), whose singular values SimLAP's Fig. 3 shows; effective rank after Roy and Vetterli
+(2007), the exponential of the entropy of the values' shares; uniformity of Wang and Isola,
+"Understanding Contrastive Representation Learning through Alignment and Uniformity on the
+Hypersphere" (ICML 2020), Eq. 2.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mclclip.figures import drawing
+from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
+
+_TILE = 1024
+
+
+def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+    """Singular values of the features' covariance, effective rank and uniformity by stage."""
+    data: dict[str, dict[str, Any]] = {}
+    for name, rows in inputs.features.items():
+        values = singular_values(rows)
+        data[name] = {
+            "singular_values": values.tolist(),
+            "effective_rank": effective_rank(values),
+            "uniformity": uniformity(rows),
+        }
+    if not data:
+        return None
+    series = {
+        f"{name}: effective rank {entry['effective_rank']:.1f}": entry["singular_values"]
+        for name, entry in data.items()
+    }
+    drawing.lines(path, "singular values", series, "number", "value", log=True)
+    return data
+
+
+def singular_values(features: ArrayLike) -> NDArray[np.float64]:
+    """[D], largest first: singular values of the covariance [D, D] of rows [n, D], which is about
+    their mean and divided by their number; float64. ValueError where there is no row."""
+    rows = np.asarray(features, dtype=np.float64)
+    if not len(rows):
+        raise ValueError("there are no features: their covariance is that of nothing")
+    centred = rows - rows.sum(axis=0) / len(rows)
+    values = np.linalg.svd(centred.T @ centred / len(rows), compute_uv=False)
+    return np.asarray(values, dtype=np.float64)
+
+
+def effective_rank(values: ArrayLike) -> float:
+    """exp(H(p)) with the shares p of ``values`` [D]: from 1, one dimension, to D, all alike.
+
+    0 where all values are 0, as those of features that do not vary.
+    """
+    shares = np.asarray(values, dtype=np.float64)
+    if shares.sum() == 0.0:
+        return 0.0
+    shares = shares[shares > 0.0] / shares.sum()
+    return float(np.exp(-(shares * np.log(shares)).sum()))
+
+
+def uniformity(features: ArrayLike, t: float = 2.0) -> float:
+    """Log of the mean of exp(-t |x - y|^2) over all pairs of different rows of [N, D].
+
+    It lies in [-4 t, 0]; 0 is a collapse to one point, and lower is more uniform. The rows are
+    brought to unit length. ValueError for fewer than two rows.
+    """
+    rows = unit_rows(features)
+    count = len(rows)
+    if count < 2:
+        raise ValueError(f"features have {count} rows: uniformity is about pairs")
+    total = 0.0
+    for first in range(0, count, _TILE):
+        block = rows[first : first + _TILE]
+        kernel = np.exp(2.0 * t * (block @ rows.T - 1.0))  # |x - y|^2 = 2 - 2 x.y
+        kernel[np.arange(len(block)), first + np.arange(len(block))] = 0.0
+        total += float(kernel.sum())
+    return math.log(total / (count * (count - 1)))
+
+
+FIGURE = Figure(draw, EMBEDDINGS)

@@ -1,0 +1,73 @@
+"""Figure: t-SNE, features laid out on a plane so that near ones stay near (SimLAP, Fig. 5).
+
+Source: van der Maaten and Hinton, "Visualizing Data using t-SNE" (2008), as scikit-learn has it.
+SimLAP names no settings; perplexity 30 and the start from principal components are scikit-learn's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mclclip.figures import drawing
+from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
+
+MAX_LAID_OUT = 2_000
+FEWEST = 5
+"""Samples below which there is nothing to lay out."""
+
+_PERPLEXITY = 30.0
+
+
+def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
+    """The features of every stage on a plane, coloured by each attribute."""
+    if not inputs.features:
+        return None
+    inputs.require_samples(FEWEST)
+    rows = inputs.draw_places(MAX_LAID_OUT, 8)
+    ids = inputs.ids[rows]
+    places = {
+        name: layout(features[rows], inputs.config.seed)
+        for name, features in inputs.features.items()
+    }
+    colours = {name: inputs.index.attribute(name) for name in inputs.attributes}
+    lines: list[dict[str, drawing.Plane]] = [
+        {f"{stage}, by {name}": (found, codes[ids], values) for stage, found in places.items()}
+        for name, (codes, values) in colours.items()
+    ]
+    plain: dict[str, drawing.Plane] = {n: (found, None, ()) for n, found in places.items()}
+    drawing.planes(path, "t-SNE of the features", lines or [plain])
+    return {
+        "samples": inputs.index.keys(ids),
+        "places": {name: found.tolist() for name, found in places.items()},
+        "attributes": {
+            name: {"values": values, "codes": codes[ids].tolist()}
+            for name, (codes, values) in colours.items()
+        },
+    }
+
+
+def layout(features: ArrayLike, seed: int) -> NDArray[np.float32]:
+    """[N, 2]: places of the rows of [N, D], which are brought to unit length first.
+
+    The places depend on the seed. Perplexity is a third of the number of neighbours where that is
+    below 30. ValueError for fewer than five rows.
+    """
+    # Only here: seconds that no other command should pay.
+    from sklearn.manifold import TSNE
+
+    rows = unit_rows(features).astype(np.float32)
+    if len(rows) < FEWEST:
+        raise ValueError(f"features have {len(rows)} rows: t-SNE wants at least {FEWEST}")
+    perplexity = min(_PERPLEXITY, (len(rows) - 1) / 3)
+    start = "pca" if rows.shape[1] > 1 else "random"
+    places: NDArray[np.float32] = TSNE(
+        2, perplexity=perplexity, init=start, random_state=seed
+    ).fit_transform(rows)
+    return places
+
+
+FIGURE = Figure(draw, EMBEDDINGS)
