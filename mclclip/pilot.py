@@ -26,11 +26,10 @@ from mclclip.config import Config, to_tree
 from mclclip.data.coverage import coverage_report
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import outside_of_share
-from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import paired, results
 from mclclip.eval.outcomes import Outcomes
-from mclclip.eval.results import Result
-from mclclip.files import digest_json, parse_json, read_json, shown, write_json
+from mclclip.files import digest_json, read_json, shown, write_json
+from mclclip.opened_run import Run
 from mclclip.plan import steps
 from mclclip.run.layout import PILOTS, Layout
 
@@ -39,7 +38,7 @@ log = logging.getLogger("mclclip")
 VERDICT = "verdict.json"
 # The first of these that the run makes.
 _JOINED = ("concat_stage_norm", "concat_raw", "concat_weighted", "soup_uniform")
-_MIXED = 0.05  # share of steps below the full label that is told, beyond that of the full run
+_MIXED = 0.05  # share of steps below the full label, beyond the full run's, that a sentence names
 _PREFIX = 12  # characters of a log line before its text
 _NAMED = 5  # strata that are named in a sentence
 
@@ -63,16 +62,16 @@ def check(config: Config) -> None:
 def check_begun(config: Config) -> None:
     """Raises ValueError, before a pilot is trained, where its share fills no batch, stage 0 has no
     figure that a verdict could be based on, or the run may end by figures on training images."""
-    layout, batch, share = Layout.of(config), config.train.global_batch, config.pilot.share
+    run, batch, share = Run.of(config), config.train.global_batch, config.pilot.share
     assert share is not None
-    samples = len(SampleIndex.open(layout.index))
+    samples = len(run.index)
     drawn = samples - len(outside_of_share(samples, share, config.seed))
     if drawn < batch:
         raise ValueError(
             f"pilot.share={share} draws {drawn:,} of the index's {samples:,} samples, fewer than "
             f"train.global_batch={batch:,}: raise it to {2 * batch / samples:.2g} or more"
         )
-    rows = [row for row in results.read(layout.results) if row.benchmark in config.eval.suite]
+    rows = [row for row in run.result_rows if row.benchmark in config.eval.suite]
     if config.pilot.stop_without_gain:
         choice = "whether the run goes on (pilot.stop_without_gain)"
         results.check_unseen(rows, [*config.eval.suite], choice)
@@ -97,13 +96,15 @@ def judge(config: Config) -> dict[str, Any]:
     A verdict on the same figures and options is read, not made again. Raises FileNotFoundError
     where the pilot's trainings or figures are not there.
     """
-    layout = Layout.of(config, "pilot")
-    whole = Layout.of(config)
-    base = [row for row in results.read(whole.results) if row.model == "stage_0"]
-    results.copy([row for row in base if row.benchmark in config.eval.suite],
-                 whole.results, layout.results)  # fmt: skip
+    whole, layout = Run.of(config), Layout.of(config, "pilot")
+    wanted = config.eval.suite
+    base = [r for r in whole.result_rows if r.model == "stage_0" and r.benchmark in wanted]
+    results.copy(base, whole.layout.results, layout.results)
     rows = compare.read_runs([layout.pilot])
-    basis = _basis(config, [row for row, _ in rows])
+    tree = to_tree(config)
+    used = {name: tree[name] for name in ("train", "cluster", "num_stages", "controls")}
+    shares = [config.pilot.share, *filter(None, [config.pilot.steps_share])]
+    basis = digest_json([asdict(row) for row, _ in rows] + [used, *shares])
     path = layout.pilot / VERDICT
     verdict: dict[str, Any] = read_json(path) if path.exists() else {}
     if verdict.get("basis") != basis:
@@ -145,97 +146,84 @@ def encoder_of(config: Config) -> str:
     return next((name for name in _JOINED if name in made), "stage_1")
 
 
-def _basis(config: Config, rows: Sequence[Result]) -> str:
-    """Digest of what a verdict depends on."""
-    tree = to_tree(config)
-    used = {name: tree[name] for name in ("train", "cluster", "num_stages", "controls")}
-    shares = [config.pilot.share, *filter(None, [config.pilot.steps_share])]
-    return digest_json([asdict(row) for row in rows] + [used, *shares])
-
-
 def _verdict(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
     joined = encoder_of(config)
     gained, control, base = gain(rows, joined)
     forgotten = _forgotten(rows)
-    trained, cost = _trained(config), _price(config)
+    planned = steps.count(config, None)["trainings"]
+    trained, cost = _trained(config, planned), _price(config, planned)
+    table = compare.frame([*control, *base]).to_dict("records")
     verdict = {
         "gain": gained,
         "encoder": joined,
         "against": control[0].against.model,
         **trained,
-        "comparisons": [_plain(c) for c in (*control, *base)],
+        "comparisons": [
+            {k: None if v is None or v != v else v for k, v in row.items()}  # noqa: PLR0124  nan
+            for row in table
+        ],
         "forgotten": forgotten,
         "price": cost,
     }
+    against = verdict["against"]
+    conclusion = (
+        f"Verdict: a gain. {joined} is better than {against} beyond chance, and than stage_0."
+        if gained
+        else f"Verdict: no gain. {joined} is in no main metric both better than {against} beyond "
+        "chance and better than stage_0."
+    )
     sentences = [_of_training(trained), *(c.sentence() for c in control)]
-    sentences += [_conclusion(verdict), *(c.sentence() for c in base)]
+    sentences += [conclusion, *(c.sentence() for c in base)]
     sentences += list(dict.fromkeys(t for found in forgotten for t in _of_forgotten(found)))
     return verdict | {"sentences": [*sentences, *_of_price(cost)]}
-
-
-def _plain(c: Comparison) -> dict[str, Any]:
-    row: dict[str, Any] = compare.frame([c]).to_dict("records")[0]
-    return {k: None if v is None or v != v else v for k, v in row.items()}  # noqa: PLR0124  nan
 
 
 # --- what was trained, and what the rest will cost ------------------------------------------------
 
 
-def _trained(config: Config) -> dict[str, Any]:
-    """Samples and steps of the pilot, and the share of its steps at the full label."""
-    layout, options = Layout.of(config, "pilot"), config.train
-    grouped, _ = StageGroups(layout.train(1) / "grouped_index").read()
+def _trained(config: Config, planned: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Samples and steps of the pilot, and the share of its steps at the full label, and of those of
+    stage 1 of the full run."""
+    pilot, options = Run.of(config, "pilot"), config.train
+    grouped, _ = StageGroups(pilot.stage(1).directory("train") / "grouped_index").read()
     report = coverage_report(grouped, options.global_batch, options.plan.policy)
+    whole = next(t["coverage"] for t in planned if t["stage"] == 1 and t["variant"] == "mcl")
     return {
         "share": config.pilot.share,
         "steps_share": config.pilot.steps_share or config.pilot.share,
         "samples": grouped.num_samples,
-        "samples_of_index": len(SampleIndex.open(layout.index)),
+        "samples_of_index": len(pilot.index),
         "full_label_share": report.full_label_share,
-        "full_label_share_of_run": _full_label_share(config),
+        "full_label_share_of_run": whole[0]["full_label_share"] if whole else None,
     }
 
 
-def _full_label_share(config: Config) -> float | None:
-    """The share of the steps at the full label that stage 1 of the full run will have."""
-    planned = steps.count(config, None)["trainings"]
-    stage = next(t for t in planned if t["stage"] == 1 and t["variant"] == "mcl")
-    return stage["coverage"][0]["full_label_share"] if stage["coverage"] else None
+def _price(config: Config, planned: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Steps and samples that are left to train, and their GPU-hours at the speed of the pilot.
 
-
-def _price(config: Config) -> dict[str, Any]:
-    """Steps and samples that are left to train, and their GPU-hours at the speed of the pilot."""
-    planned = [t for t in steps.count(config, None)["trainings"] if t["stage"] > 0]
+    Epochs without a speed do not count, and there may be none at all: a training that was killed
+    after its last checkpoint does not repeat a step.
+    """
+    trainings = [t for t in planned if t["stage"] > 0]
     samples, rank_s, ranks = 0.0, 0.0, 1
     for variant in PILOTS:
-        for row in _epochs(Layout.of(config, variant).train(1)):
-            seen = row["steps"] * config.train.global_batch
-            samples += seen
-            rank_s += seen / row["samples_per_s_per_rank"]
-            ranks = max(1, round(row["samples_per_s"] / row["samples_per_s_per_rank"]))
-    seen = [sum(t["samples_seen"][end] for t in planned) for end in (0, 1)]
+        for row in Run.of(config, variant).stage(1).records("epochs")[0]:
+            if row["samples_per_s_per_rank"] > 0:
+                seen = row["steps"] * config.train.global_batch
+                samples += seen
+                rank_s += seen / row["samples_per_s_per_rank"]
+                ranks = max(1, round(row["samples_per_s"] / row["samples_per_s_per_rank"]))
+    left = [sum(t["samples_seen"][end] for t in trainings) for end in (0, 1)]
     speed = samples / rank_s if rank_s else None
+    names = [Layout(Path(), t["variant"]).model_name(f"stage_{t['stage']}") for t in trainings]
     return {
-        "steps": {_name(t): list(t["steps"]) for t in planned},
-        "samples_seen": seen,
+        "steps": {name: list(t["steps"]) for name, t in zip(names, trainings, strict=True)},
+        "samples_seen": left,
         "samples_per_s_per_rank": speed,
-        "gpu_hours": None if speed is None else [number / speed / 3600 for number in seen],
+        "gpu_hours": None if speed is None else [number / speed / 3600 for number in left],
         "gpu_hours_of_pilot": rank_s / 3600,
         "ranks_of_pilot": ranks,
     }
-
-
-def _name(training: dict[str, Any]) -> str:
-    return Layout(Path(), training["variant"]).model_name(f"stage_{training['stage']}")
-
-
-def _epochs(directory: Path) -> list[dict[str, Any]]:
-    """The rows of epochs.jsonl that have a speed. There may be none: a training that was killed
-    after its last checkpoint does not repeat a step."""
-    path = directory / "epochs.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    parsed = [parse_json(line, str(path)) for line in lines]
-    return [row for row in parsed if row["samples_per_s_per_rank"] > 0]
 
 
 # --- what stage 1 has forgotten -------------------------------------------------------------------
@@ -244,11 +232,8 @@ def _epochs(directory: Path) -> list[dict[str, Any]]:
 def _forgotten(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Items that stage 0 finds and stage 1 alone does not, in each headline metric of shares: over
     all items, and in each stratum, where p-values are corrected for the number of strata."""
-    items, read = (
-        {(row.model, row.benchmark, row.metric): (row, path) for row, path in rows},
-        Reader(),
-    )
-    found = []
+    items = {(row.model, row.benchmark, row.metric): (row, path) for row, path in rows}
+    read, found = Reader(), []
     for c in compare.compare(rows, ["stage_1"], "stage_0"):
         before, after = (
             read(*items[row.model, row.benchmark, row.metric]) for row in (c.against, c.row)
@@ -297,16 +282,6 @@ def _of_training(trained: dict[str, Any]) -> str:
             f"label, of the run's {100 * of_run:.0f} %. A larger share is closer to the run."
         )
     return text
-
-
-def _conclusion(verdict: dict[str, Any]) -> str:
-    model, against = verdict["encoder"], verdict["against"]
-    if verdict["gain"]:
-        return f"Verdict: a gain. {model} is better than {against} beyond chance, and than stage_0."
-    return (
-        f"Verdict: no gain. {model} is in no main metric both better than {against} beyond chance "
-        "and better than stage_0."
-    )
 
 
 def _of_forgotten(found: dict[str, Any]) -> list[str]:
