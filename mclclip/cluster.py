@@ -20,14 +20,14 @@ from mclclip.clustering import kmeans, two_level
 from mclclip.clustering.agreement import ami
 from mclclip.clustering.assignment import Block, Tally, assign_blocks
 from mclclip.config import Config, to_tree
-from mclclip.data.arrays import MeanBlocks, NpyBlocks, open_npy, save_npy, write_npy_parts
-from mclclip.data.embeddings import left_out, rows_path
+from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import combine_stages, group_statistics, size_statistics
+from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore, left_out
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import Record, digest_array, records_of
+from mclclip.files import digest_array, records_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Force, Manifest, verb_of
+from mclclip.run.artifacts import Artifact, Force, Manifest
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
@@ -99,36 +99,25 @@ def _open(
     )
 
 
-def _shard_files(
-    directory: Path, index: SampleIndex, kind: str
-) -> tuple[list[Path], list[Record | None]]:
-    """The file of each shard and its record; FileNotFoundError for the first that is missing."""
-    manifest = index.manifest_of(directory, kind)
-    paths = [rows_path(directory, number) for number in range(len(index.shards))]
-    for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(f"no {path}: run 'mclclip {verb_of(kind)} --force'")
-    return paths, [manifest.record(path.name) for path in paths]
-
-
-def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -> NpyBlocks:
+def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -> RowBlocks:
     """The rows to cluster, of all shards in index order, after a check of their number."""
-    directory = layout.embeddings(stage)
-    paths, records = _shard_files(directory, index, "embeddings")
-    blocks = NpyBlocks(paths, records=records)
-    wanted = [shard.stop - shard.start for shard in index.shards]
-    if blocks.num_rows != wanted:
+
+    def rows_of(directory: Path, kind: str) -> RowStore:
+        return RowStore.open(directory, index.manifest_of(directory, kind), len(index.shards))
+
+    images = rows_of(layout.embeddings(stage), "embeddings")
+    if images.num_rows != [shard.stop - shard.start for shard in index.shards]:
         raise RuntimeError(
-            f"embeddings at {directory} has {sum(blocks.num_rows):,} rows, the index has "
+            f"embeddings at {images.directory} has {len(images):,} rows, the index has "
             f"{len(index):,} (compared per shard): run 'mclclip embed --force' after "
             "'mclclip index'"
         )
     if config.cluster.feature == "image":
-        return blocks
+        return RowBlocks(images)
     without = int((index.num_captions == 0).sum())
     log.info("%d of %d samples have no caption: clustered by image alone", without, len(index))
-    texts, of_texts = _shard_files(layout.text_embeddings, index, "text_embeddings")
-    return MeanBlocks(paths, texts, index.num_captions, records=records, text_records=of_texts)
+    texts = rows_of(layout.text_embeddings, "text_embeddings")
+    return MeanBlocks(images, texts, index.num_captions)
 
 
 def _common(
@@ -142,7 +131,7 @@ def _common(
     return {"algorithm": config.cluster.algorithm, "valid": valid, "context": context}
 
 
-def _fit(config: Config, stage: int, blocks: NpyBlocks, common: dict[str, Any]) -> kmeans.Found:
+def _fit(config: Config, stage: int, blocks: RowBlocks, common: dict[str, Any]) -> kmeans.Found:
     options = config.cluster
     settings: dict[str, Any] = common | {
         "seed": (config.seed, stage),
@@ -174,7 +163,7 @@ def _save_centroids(path: Path, found: kmeans.Found, context: Context) -> None:
 
 
 def _save_nearest(
-    directory: Path, config: Config, blocks: NpyBlocks, found: kmeans.Found, common: dict[str, Any]
+    directory: Path, config: Config, blocks: RowBlocks, found: kmeans.Found, common: dict[str, Any]
 ) -> Tally:
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
     Returns the counts of the clusters and the sum of the distances.

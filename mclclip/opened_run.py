@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mclclip import files
-from mclclip.data.arrays import NpyBlocks, open_npy
-from mclclip.data.embeddings import Embedded, StoredRows, left_out, num_files, rows_path
+from mclclip.data.arrays import open_npy
 from mclclip.data.labels import read_pseudo_labels
+from mclclip.data.row_store import RowStore, left_out
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval.results import Result
@@ -62,7 +62,6 @@ POINTS = 400
 """Rows at most of a training's records."""
 
 _LONGEST_LINE = 1 << 16
-_GAP = 1024  # rows of a file that lie nearer to each other are read together
 
 
 class Run:
@@ -296,16 +295,16 @@ class Stage:
         return self.run.index.manifest_of(directory, kind)
 
     @property
-    def embeddings(self) -> Embedded:
-        """Image embeddings: ``rows()`` [N, D] in index order, and the samples without any.
+    def embeddings(self) -> RowStore:
+        """Image embeddings [N, D] in index order, and the samples without any.
 
         Raises RuntimeError where they do not fit the index.
         """
         manifest, index = self.manifest("embeddings"), self.run.index
-        return Embedded.checked(self.name, self.directory("embeddings"), manifest, index)
+        return RowStore.of_samples(self.name, self.directory("embeddings"), manifest, index)
 
     @property
-    def text_embeddings(self) -> StoredRows:
+    def text_embeddings(self) -> RowStore:
         """Embeddings of all captions by stage 0's text tower, [captions, D], in index order: those
         of sample i begin at ``index.caption_start[i]``.
 
@@ -318,7 +317,7 @@ class Stage:
                 "first"
             )
         manifest = index.manifest_of(directory, "text_embeddings")
-        rows = StoredRows(directory, manifest, num_files(manifest, len(index.shards)))
+        rows = RowStore.open(directory, manifest, len(index.shards))
         if len(rows) != (wanted := int(index.num_captions.sum())):
             raise RuntimeError(
                 f"text embeddings at {directory} has {len(rows):,} rows, the index has {wanted:,} "
@@ -342,17 +341,8 @@ class Stage:
 
         Only what holds them is read and compared with its record.
         """
-        manifest = self.manifest("embeddings")
         wanted, places = np.unique(self._checked(ids), return_inverse=True)
-        parts = [np.zeros((0, 0), np.float32)] if not len(wanted) else []
-        for number, shard in enumerate(self.run.index.shards):
-            first, stop = np.searchsorted(wanted, [shard.start, shard.stop])
-            if first < stop:
-                path = rows_path(self.directory("embeddings"), number)
-                blocks = NpyBlocks([path], records=[manifest.record(path.name)])
-                own = _rows_at(blocks, wanted[first:stop] - shard.start)
-                parts.append(np.asarray(own, np.float32))
-        return np.concatenate(parts)[places]
+        return np.asarray(self.embeddings[wanted], np.float32)[places]
 
     def clusters_of(self, ids: Ids) -> NDArray[np.integer]:
         """[n, L]: the clusters of samples, nearest first; -1 for none.
@@ -361,9 +351,9 @@ class Stage:
         """
         name = "cluster_labels.npy"
         record = self.manifest("clusters").record(name)
-        blocks = NpyBlocks([self.directory("clusters") / name], records=[record], verb="cluster")
+        labels = RowStore([self.directory("clusters") / name], [record], "cluster")
         wanted, places = np.unique(self._checked(ids), return_inverse=True)
-        return _rows_at(blocks, wanted)[places]
+        return labels[wanted][places]
 
     def _checked(self, ids: Ids) -> Integers:
         numbers, count = np.asarray(ids, np.int64), len(self.run.index)
@@ -441,16 +431,6 @@ def spread(count: int, wanted: int, pieces: int = PIECES) -> list[slice]:
 def numbers_in(cuts: Sequence[slice]) -> Integers:
     """The numbers of pieces."""
     return np.concatenate([np.arange(cut.start, cut.stop, dtype=np.int64) for cut in cuts])
-
-
-def _rows_at(blocks: NpyBlocks, rows: Integers) -> NDArray[Any]:
-    """Sorted rows of a single file, of which only the blocks around these are read."""
-    if not len(rows):
-        return np.asarray(blocks.read(0, slice(0, 0)))
-    cuts = np.split(rows, np.flatnonzero(np.diff(rows) > _GAP) + 1)
-    return np.concatenate(
-        [blocks.read(0, slice(int(cut[0]), int(cut[-1]) + 1))[cut - cut[0]] for cut in cuts]
-    )
 
 
 def thinned(rows: Sequence[dict[str, Any]], count: int = POINTS) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from mclclip import cluster, config, index
 from mclclip.config import Config
 from mclclip.curate import blindspots
 from mclclip.curate import filter as filtering
-from mclclip.data.embeddings import rows_path, write_shard
+from mclclip.data.row_store import rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
@@ -146,7 +146,10 @@ def write_embeddings(
         ids = range(shard.start, shard.stop)
         stop = first + (len(ids) if sizes is None else sizes[number])
         own = {i: "truncated" for i in bad if i in ids}
-        write_shard(directory, number, rows[first:stop], own, samples)
+        write_shard(
+            directory, number, [(rows[first:stop], own)], samples,
+            num_rows=stop - first, dtype=rows.dtype,
+        )  # fmt: skip
         path, first = rows_path(directory, number), stop
         records[path.name] = record_of(path)
     counts = {"samples": len(samples), "shards": len(samples.shards)}

@@ -29,7 +29,8 @@ from mclclip.clustering.arithmetic import (
     sums_in_float32,
 )
 from mclclip.clustering.options import Algorithm
-from mclclip.data.arrays import BlockLayout, Floats, NpyBlocks
+from mclclip.data.arrays import BlockLayout, Floats
+from mclclip.data.row_store import RowBlocks
 from mclclip.ranks.collectives import all_reduce_max, all_reduce_sum, gather
 from mclclip.ranks.process_group import Context, num_threads
 
@@ -76,7 +77,7 @@ class Rows:
         self.context, self.arithmetic = context, arithmetic
         layouts: list[BlockLayout] = (
             blocks.layouts()
-            if isinstance(blocks, NpyBlocks)
+            if isinstance(blocks, RowBlocks)
             else [(block.shape, block.dtype) for block in blocks]
         )
         self.dim = _width(layouts)

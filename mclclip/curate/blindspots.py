@@ -33,7 +33,7 @@ from mclclip.curate import confusions, near
 from mclclip.curate.confusions import BlindSpots, KeptPairs
 from mclclip.data.arrays import save_npy
 from mclclip.data.decode import DecodeError, as_picture, decode
-from mclclip.data.embeddings import Embedded
+from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.eval.datasets import MMVP_COLUMNS, MMVP_FOLDERS
@@ -104,7 +104,7 @@ def _run(
     _check(wanted)
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
-    first = Embedded.of_stage(layout, stage, index)
+    first = RowStore.of_stage(layout, stage, index)
     second = _other_encoder(config, layout, stage, other, index)
     if first.manifest.digest == second.manifest.digest:
         raise ValueError(
@@ -131,8 +131,8 @@ def _run(
     usable[index.bad_ids()] = False
     for encoder in (first, second):
         usable[encoder.left_out()] = False
-    pairs = near.near_pairs(first.rows(), usable, wanted["above"], what="blindspots")
-    found = confusions.find(pairs, second.rows(), **wanted)
+    pairs = near.near_pairs(first, usable, wanted["above"], what="blindspots")
+    found = confusions.find(pairs, second, **wanted)
     if not found.spots.found:
         raise ValueError(f"no blind spot: {_why_none(first.name, second.name, found, wanted)}")
     # Opened for writing only now: where there is nothing to write, nothing is left behind.
@@ -156,7 +156,7 @@ def _check(wanted: dict[str, Any]) -> None:
 
 def _other_encoder(
     config: Config, layout: Layout, stage: int, other: str | None, index: SampleIndex
-) -> Embedded:
+) -> RowStore:
     if other is None or other.isdecimal():
         number = config.num_stages if other is None else int(other)
         if number == stage:
@@ -164,7 +164,7 @@ def _other_encoder(
                 f"--other is stage {number}, and so is --stage: name another stage, or "
                 "[NAME=]FOLDER of another encoder's embeddings"
             )
-        return Embedded.of_stage(layout, number, index)
+        return RowStore.of_stage(layout, number, index)
     name, folder = named_path(other, "--other", "its encoder")
     manifest = read_manifest(folder, "embeddings")
     if manifest.inputs.get("index") != index.digest:
@@ -173,7 +173,7 @@ def _other_encoder(
             f"({manifest.counts.get('samples')} rows, and {len(index)} here): index the same "
             "data.sources by the same names in both runs, then embed again"
         )
-    return Embedded.checked(name or "other", folder, manifest, index)
+    return RowStore.of_samples(name or "other", folder, manifest, index)
 
 
 def _why_none(first: str, second: str, found: BlindSpots, wanted: dict[str, Any]) -> str:

@@ -193,10 +193,10 @@ def _scores(inputs: Inputs) -> NDArray[np.float32] | None:
     """The CLIP scores [N], NaN for none; None where there are none at all. Reads every embedding
     once, also where there are no scores, and stops at one that is not finite."""
     if inputs.texts is None:
-        for cut in clip_scores.progress(len(inputs.rows)):
-            clip_scores.finite(inputs.rows, cut, f"embeddings at {inputs.images.directory}")
+        for cut in clip_scores.progress(len(inputs.images)):
+            clip_scores.finite(inputs.images, cut, f"embeddings at {inputs.images.directory}")
         return None
-    scores = clip_scores.clip_scores(inputs.rows, inputs.texts, inputs.index.num_captions)
+    scores = clip_scores.clip_scores(inputs.images, inputs.texts, inputs.index.num_captions)
     scores[~inputs.usable] = np.nan
     return scores
 
@@ -271,7 +271,7 @@ def _leave_out_evaluation_images(inputs: Inputs, above: float, decisions: Decisi
     ids = np.flatnonzero(inputs.usable)
     for number, other in enumerate(inputs.others):
         rows, cosines, matched = near.nearest_other(
-            near.Subset(inputs.rows, ids), other.rows, above, what="filter"
+            near.Subset(inputs.images, ids), other.rows, above, what="filter"
         )
         copies = rows >= 0
         # Not ">": a sample that has no cosine yet has NaN.
@@ -311,12 +311,12 @@ def _leave_out_near_duplicates(inputs: Inputs, above: float, decisions: Decision
     """Leaves out near-duplicates of samples that are kept."""
     left = decisions.reasons == 0
     of, decisions.counts["near_duplicates"] = near.copies_among(
-        inputs.rows, left, decisions.scores, above, inputs.labels, what="filter"
+        inputs.images, left, decisions.scores, above, inputs.labels, what="filter"
     )
     ids = np.flatnonzero(left & (of != np.arange(len(left))))
     decisions.reasons[ids] = CODES.index("near_duplicate")
     decisions.of[ids] = of[ids]
-    decisions.cosines[ids] = near.cosines_of(inputs.rows, ids, of[ids])
+    decisions.cosines[ids] = near.cosines_of(inputs.images, ids, of[ids])
 
 
 def _log_near_pairs(inputs: Inputs, seed: int) -> None:
@@ -325,7 +325,7 @@ def _log_near_pairs(inputs: Inputs, seed: int) -> None:
     Of many samples some are compared, drawn by the seed, and the numbers of all are estimated.
     """
     left, equal = inputs.usable.copy(), 0
-    for piece in near.equal_pairs(inputs.rows, inputs.usable, max(SURVEYED), what="filter"):
+    for piece in near.equal_pairs(inputs.images, inputs.usable, max(SURVEYED), what="filter"):
         left[piece.rows[:, 1]] = False
         equal += len(piece.rows)
     # Whole clusters are drawn where there are some; of all samples the pairs are a square.
@@ -342,7 +342,7 @@ def _log_near_pairs(inputs: Inputs, seed: int) -> None:
     whole_groups = inputs.labels is not None or share == 1
     pairs = dict.fromkeys(SURVEYED, 0)
     components = {above: near.Components(len(left)) for above in SURVEYED}
-    for piece in near.near_pairs(inputs.rows, drawn, min(SURVEYED), inputs.labels, what="filter"):
+    for piece in near.near_pairs(inputs.images, drawn, min(SURVEYED), inputs.labels, what="filter"):
         for above in SURVEYED:
             close = piece.rows[piece.cosines > above]
             pairs[above] += len(close)

@@ -16,7 +16,7 @@ from mclclip.config import Config
 from mclclip.curate.clip_scores import finite
 from mclclip.curate.near import cuts
 from mclclip.data.arrays import open_given_npy, open_npy
-from mclclip.data.embeddings import Embedded, StoredRows, num_files
+from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.options import named_path
 from mclclip.run.artifacts import Manifest, is_finished, read_manifest
@@ -40,7 +40,7 @@ class Inputs:
     """The embeddings of a stage and what they are compared with, opened and checked.
 
     index      of N samples
-    images     the samples' embeddings, whose ``rows`` are [N, D]
+    images     the samples' embeddings [N, D]
     texts      [T, D], all captions of a sample after each other; None where there are no scores
     no_scores  why there are none
     labels     [N], the nearest cluster, -1 for none, within which samples are compared; None where
@@ -50,9 +50,8 @@ class Inputs:
     """
 
     index: SampleIndex
-    images: Embedded
-    rows: StoredRows
-    texts: StoredRows | None
+    images: RowStore
+    texts: RowStore | None
     no_scores: str
     labels: NDArray[np.integer] | None
     others: Sequence[EvaluationImages]
@@ -77,14 +76,14 @@ def open_inputs(
     """
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
-    images = Embedded.of_stage(layout, stage, index)
+    images = RowStore.of_stage(layout, stage, index)
     digests = {"index": index.digest, "embeddings": images.manifest.digest}
     texts, no_scores = None, _why_no_scores(config, layout, stage, index, images)
     if no_scores and scores:
         raise ValueError(f"CLIP scores are asked for, and {no_scores}")
     if not no_scores:
         manifest = read_manifest(layout.text_embeddings, "text_embeddings")
-        texts = StoredRows(layout.text_embeddings, manifest, num_files(manifest, len(index.shards)))
+        texts = RowStore.open(layout.text_embeddings, manifest, len(index.shards))
         digests["text_embeddings"] = manifest.digest
         if len(texts) != (wanted := int(index.num_captions.sum())):
             raise RuntimeError(
@@ -102,11 +101,11 @@ def open_inputs(
     if len({other.name for other in others}) < len(others):
         raise ValueError("--against names two sets alike: give each a NAME=FOLDER of its own")
     digests |= {f"against_{other.name}": other.digest for other in others}
-    return Inputs(index, images, images.rows(), texts, no_scores, labels, others, digests)
+    return Inputs(index, images, texts, no_scores, labels, others, digests)
 
 
 def _why_no_scores(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, images: Embedded
+    config: Config, layout: Layout, stage: int, index: SampleIndex, images: RowStore
 ) -> str:
     """Why images cannot be compared with their captions; empty where they can be."""
     if not index.num_captions.any():
@@ -133,7 +132,7 @@ def _why_no_scores(
     return ""
 
 
-def _clusters(layout: Layout, stage: int, index: SampleIndex, images: Embedded) -> Manifest:
+def _clusters(layout: Layout, stage: int, index: SampleIndex, images: RowStore) -> Manifest:
     """The manifest of the clusters of a stage, after a check that they are of these embeddings."""
     directory = layout.clusters(stage)
     manifest = index.manifest_of(directory, "clusters")
@@ -148,7 +147,7 @@ def _clusters(layout: Layout, stage: int, index: SampleIndex, images: Embedded) 
 # --- evaluation images ---------------------------------------------------------------------------
 
 
-def _evaluation_images(text: str, images: Embedded) -> EvaluationImages:
+def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
     """Evaluation images that ``--against`` names, after a comparison of width and encoder."""
     name, path = named_path(text, "--against", "evaluation images")
     name = name or str(path.resolve())
@@ -173,9 +172,9 @@ def _evaluation_images(text: str, images: Embedded) -> EvaluationImages:
         if index is not None and index.digest != manifest.inputs.get("index"):
             index = None
         shards = 0 if index is None else len(index.shards)
-        rows = StoredRows(path, manifest, num_files(manifest, shards))
+        rows = RowStore.open(path, manifest, shards)
         found = EvaluationImages(name, rows, manifest.digest, index)
-    dim, wanted = rows[:1].shape[1], images.rows()[:1].shape[1]
+    dim, wanted = rows[:1].shape[1], images[:1].shape[1]
     if dim != wanted:
         raise ValueError(
             f"--against: {path} has rows of {dim} numbers, the embeddings at {images.directory} of "
@@ -186,7 +185,7 @@ def _evaluation_images(text: str, images: Embedded) -> EvaluationImages:
     return found
 
 
-def _check_encoder(path: Path, manifest: Manifest, images: Embedded) -> None:
+def _check_encoder(path: Path, manifest: Manifest, images: RowStore) -> None:
     """Raises ValueError where a manifest tells that another model, or another feature of it, made
     these embeddings. Equal weights make one model, in whichever run they were exported."""
     own = images.manifest

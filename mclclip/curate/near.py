@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mclclip import search
-from mclclip.data.embeddings import StoredRows
+from mclclip.data.row_store import RowStore
 from mclclip.run import runlog
 from mclclip.search import Floats, Integers, Pairs
 
-Embeddings = StoredRows | Floats
+Embeddings = RowStore | Floats
 """Rows [N, D], on disk or in memory, which are read by slices and by sorted numbers."""
 
 HELD_BYTES = 256 * 2**20

@@ -31,9 +31,9 @@ from mclclip.data import slow_samples
 from mclclip.data.arrays import open_npy
 from mclclip.data.captions import tokenized
 from mclclip.data.decode import DecodeError, decode
-from mclclip.data.embeddings import rows_path
 from mclclip.data.locations import Located, Locations, Resharded
 from mclclip.data.remote import Remote, RemoteOptions
+from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions

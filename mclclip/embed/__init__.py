@@ -8,8 +8,7 @@ listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,19 @@ from torch import Tensor
 
 from mclclip.config import Config
 from mclclip.data import trunk_rows
-from mclclip.data.bad_samples import BadSamples
 from mclclip.data.captions import tokenized
-from mclclip.data.embeddings import (
-    Note,
-    num_restored,
-    read_note,
-    rows_path,
-    shards_done,
-    write_shard,
-)
+from mclclip.data.row_store import Batch, all_notes, num_restored
 from mclclip.data.sample_index import SampleIndex, Shard
-from mclclip.data.samples import TarDataset
 from mclclip.data.shard_check import check_shards
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.embed import images, trunk
+from mclclip.embed import trunk
+from mclclip.embed.images import ImagePass, Passes, forward, write_missing
 from mclclip.files import digest_json
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run import artifacts, runlog
+from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
 
@@ -79,18 +70,16 @@ def run(
         trunk.write(config, context, layout, index, force)
     if text is None:
         text = stage == 0 and config.needs_text_embeddings
-    jobs = [(layout.embeddings(stage), "embeddings")]
+    kinds = ["embeddings"]
     if text:
         without = len(index.without_caption("embed with text"))
         if without:
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
-        jobs.append((layout.text_embeddings, "text_embeddings"))
-    for directory, kind in jobs:
-        artifact = collectives.on_main(
-            partial(_open, config, layout, stage, index, directory, kind, force)
-        )
+        kinds.append("text_embeddings")
+    for kind in kinds:
+        artifact = collectives.on_main(partial(_open, config, layout, stage, index, kind, force))
         if artifact.finished:
-            log.info("%s is finished: skipped", directory)
+            log.info("%s is finished: skipped", artifact.directory)
             continue
         model = load_towers(layout.export(stage)).eval()
         rows = None
@@ -100,33 +89,26 @@ def run(
         model.to(context.device)
         workers, remote = config.data.index_workers, config.data.remote
         collectives.on_main(partial(check_shards, index.directory, index.shards, workers, remote))
-        source = images.dataset(config, index, model, rows)
-        collectives.together(source.check, "embed")
-        embed_shards = _embed_images if kind == "embeddings" else _embed_texts
-        of_shards = partial(embed_shards, config, context, source, model)
-        _embed(config, context, index, artifact, of_shards)
+        images = ImagePass(config, context, index, model, rows)
+        collectives.together(images.source.check, "embed")
+        _embed(images, model, artifact)
     return layout.embeddings(stage)
 
 
 def _open(
-    config: Config,
-    layout: Layout,
-    stage: int,
-    index: SampleIndex,
-    directory: Path,
-    kind: str,
-    force: Force,
+    config: Config, layout: Layout, stage: int, index: SampleIndex, kind: str, force: Force
 ) -> Artifact:
-    options = config.embed
+    of_images = kind == "embeddings"
+    directory = layout.embeddings(stage) if of_images else layout.text_embeddings
     # The batch size is left out, since it changes results by rounding only.
-    fields: dict[str, Any] = {"dtype": options.dtype, "precision": options.precision}
-    if kind == "embeddings":
-        fields["feature"] = options.feature
+    fields: dict[str, Any] = {"dtype": config.embed.dtype, "precision": config.embed.precision}
     inputs = {
         "index": index.digest,
         "encoder": artifacts.read_manifest(layout.export(stage), "export").digest,
     }
-    if kind == "embeddings" and config.trunk_cache.enabled:
+    if of_images:
+        fields["feature"] = config.embed.feature
+    if of_images and config.trunk_cache.enabled:
         inputs["trunk_cache"] = artifacts.read_manifest(layout.trunk_cache, trunk_rows.KIND).digest
     restored = num_restored(directory, index) if artifacts.is_finished(directory) else 0
     if restored and not force:
@@ -138,39 +120,24 @@ def _open(
     return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=again)
 
 
-def _embed(
-    config: Config,
-    context: Context,
-    index: SampleIndex,
-    artifact: Artifact,
-    embed_shards: Callable[[Sequence[Shard]], Generator[images.Rows, None, None]],
-) -> None:
-    """Embeds this rank's missing shards, then finishes the artifact together."""
-    directory = artifact.directory
-
-    def work() -> dict[int, str]:
-        mine = range(context.rank, len(index.shards), context.world_size)
-        bad, missing = shards_done(directory, index, mine)
-        shown = runlog.progress(missing, total=len(missing), description=artifact.kind)
-        shards = [index.shards[number] for number in missing]
-        with closing(embed_shards(shards)) as found:
-            for number, (values, reasons) in zip(shown, found, strict=True):
-                values = values.astype(config.embed.dtype)
-                bad |= write_shard(directory, number, values, reasons, index).reasons
-                index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
-        return bad
-
-    found = collectives.together(work, "embed")
-    num_bad = BadSamples(index, config.data.max_bad_fraction).share(found)
+def _embed(images: ImagePass, model: Model, artifact: Artifact) -> None:
+    """Embeds the missing shards of images, or of captions, then finishes the artifact together."""
+    config, index, directory, kind = images.config, images.index, artifact.directory, artifact.kind
+    of_images = partial(images.by_shard, encode=partial(_features, images, model))
+    num_bad = write_missing(
+        config, images.context, index, directory,
+        of_images if kind == "embeddings" else partial(_caption_batches, images, model),
+        kind=kind, dtype=config.embed.dtype, empty=(model.embed_dim,),
+    )  # fmt: skip
     counts = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
-    if artifact.kind == "text_embeddings":
+    if kind == "text_embeddings":
         counts |= {
             "captions": int(index.num_captions.sum()),
             "without_caption": int((index.num_captions == 0).sum()),
         }
 
     def finish() -> None:
-        notes = _notes(directory, len(index.shards))
+        notes = all_notes(directory, len(index.shards))
         without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
         artifact.finish(
             counts,
@@ -183,73 +150,33 @@ def _embed(
     collectives.on_main(finish)
 
 
-def _notes(directory: Path, num_shards: int) -> dict[str, Note]:
-    """The notes on all shards, which were made when the rows were written, by file of rows."""
-    notes = {}
-    for number in range(num_shards):
-        note, path = read_note(directory, number), rows_path(directory, number)
-        if note is None:
-            raise RuntimeError(
-                f"{path} is not what was written: run 'mclclip embed' again, which makes it again"
-            )
-        notes[path.name] = note
-    return notes
+def _features(images: ImagePass, model: Model, pixels: Tensor) -> np.ndarray:
+    """Unit features [n, D] of a batch of images."""
+
+    def encode() -> Tensor:
+        if images.config.embed.feature == "pooled":
+            return model.encode_tail(pixels, model.first_block, project=False)
+        return model.encode_image(pixels)
+
+    return _unit(forward(images.config, images.context, encode))
+
+
+def _caption_batches(images: ImagePass, model: Model, shards: Sequence[Shard]) -> Passes:
+    """Yields for each shard batches of unit features [n, D] of its captions, in the order of
+    (sample, caption number)."""
+    size = images.config.embed.batch_size
+    for shard in shards:
+        of_samples = images.source.captions_of(range(shard.start, shard.stop))
+        captions = [caption for of_sample in of_samples for caption in of_sample]
+
+        def encoded(start: int, captions: list[str] = captions) -> Batch:
+            tokens = tokenized(model.tokenizer, captions[start : start + size])
+            encode = partial(model.encode_text, tokens.to(images.context.device))
+            return _unit(forward(images.config, images.context, encode)), {}
+
+        yield map(encoded, range(0, len(captions), size))
 
 
 def _unit(features: Tensor) -> np.ndarray:
     array: np.ndarray = torch.nn.functional.normalize(features, dim=-1).cpu().numpy()
     return array
-
-
-def _embed_images(
-    config: Config,
-    context: Context,
-    source: TarDataset,
-    model: Model,
-    shards: Sequence[Shard],
-) -> Generator[images.Rows, None, None]:
-    """Yields unit features [n, D] of each shard's images."""
-
-    def encode(pixels: Tensor) -> np.ndarray:
-        return _unit(images.forward(config, context, partial(features, pixels)))
-
-    def features(pixels: Tensor) -> Tensor:
-        if config.embed.feature == "pooled":
-            return model.encode_tail(pixels, model.first_block, project=False)
-        return model.encode_image(pixels)
-
-    shape = images.row_shape(model, source.trunk)
-    with closing(images.by_shard(config, context, source, shape, shards, encode)) as passes:
-        for batches in passes:
-            parts: list[np.ndarray] = []
-            bad: dict[int, str] = {}
-            for rows, reasons in batches:
-                parts.append(rows)
-                bad |= reasons
-            yield _joined(parts, model), bad
-
-
-def _joined(parts: list[np.ndarray], model: Model) -> np.ndarray:
-    """The concatenated parts [n, D]; n is 0 if there are none."""
-    return np.concatenate(parts) if parts else np.zeros((0, model.embed_dim), np.float32)
-
-
-def _embed_texts(
-    config: Config,
-    context: Context,
-    source: TarDataset,
-    model: Model,
-    shards: Sequence[Shard],
-) -> Generator[images.Rows, None, None]:
-    """Yields unit features [captions of the shard, D] of each shard, in the order of (sample,
-    caption number)."""
-    size = config.embed.batch_size
-    for shard in shards:
-        captions = [c for of in source.captions_of(range(shard.start, shard.stop)) for c in of]
-        parts = []
-        for start in range(0, len(captions), size):
-            tokens = tokenized(model.tokenizer, captions[start : start + size])
-            tokens = tokens.to(context.device)
-            encode = partial(model.encode_text, tokens)
-            parts.append(_unit(images.forward(config, context, encode)))
-        yield _joined(parts, model), {}

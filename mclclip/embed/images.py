@@ -1,4 +1,4 @@
-"""One pass of an encoder over images: batches of the index in, features or the trunk's output out.
+"""One pass of an encoder over an index: batches of images in, features or the trunk's output out.
 
 Batches are cut within a shard, so that what is written of it does not depend on the number of
 ranks. Samples that cannot be used keep their row, which is zeros.
@@ -8,82 +8,138 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mclclip.config import Config
+from mclclip.data.bad_samples import BadSamples
 from mclclip.data.loader import Loader
+from mclclip.data.row_store import Batch, shards_done, write_shard
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import shown
 from mclclip.models.model import Model
 from mclclip.models.towers import pair
+from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.run import runlog
 
-Rows = tuple[np.ndarray, dict[int, str]]
-"""Rows of a batch or of a shard, and why samples among them have none, by sample id."""
-
-
-def dataset(
-    config: Config, index: SampleIndex, model: Model, trunk: TrunkRows | None = None
-) -> TarDataset:
-    """The images of the index as ``model`` takes them, or the rows of a cache of its trunk."""
-    return TarDataset(
-        index,
-        transform=model.preprocess_val,
-        reads_captions=False,
-        max_image_pixels=config.data.max_image_pixels,
-        max_open_files=config.data.max_open_files,
-        check_pixels=config.data.verify == "full" and trunk is None,
-        remote=config.data.remote,
-        trunk=trunk,
-    )
+Passes = Generator[Iterator[Batch], None, None]
+"""For each of some shards its batches, which must be taken before the next shard is asked for."""
 
 
-def row_shape(model: Model, trunk: TrunkRows | None = None) -> tuple[int, ...]:
-    """The shape of one image, or of a row of the cache."""
-    if trunk is not None:
-        return trunk.shape
-    return (model.num_channels, *pair(model.image_size))
-
-
-def by_shard(
+def write_missing(
     config: Config,
     context: Context,
-    images: TarDataset,
-    shape: tuple[int, ...],
-    shards: Sequence[Shard],
-    encode: Callable[[Tensor], np.ndarray],
-) -> Generator[Iterator[Rows], None, None]:
-    """Yields for each shard its batches, which must be taken before the next shard is asked for.
+    index: SampleIndex,
+    directory: Path,
+    passes: Callable[[Sequence[Shard]], Passes],
+    *,
+    kind: str,
+    full_disk: AbstractContextManager[object] | None = None,
+    **how: Any,
+) -> int:
+    """Writes the shards that ``directory`` lacks, of which each rank takes its part; returns the
+    number of the index's samples that cannot be used. All ranks call it.
 
-    ``shape`` is that of an item of ``images``, and ``encode`` takes [n, *shape] on the device to
-    rows. One loader reads all shards, so that it does not stand still between them.
+    ``passes`` makes the batches of these shards, ``how`` are further arguments of ``write_shard``.
+    Errors of a full disk are raised through ``full_disk``.
     """
-    batches = _batches(config, images, shards)
-    for shard in shards:
-        ours = itertools.islice(batches, len(_cuts(config, shard)))
-        yield (_encoded(context, shape, samples, encode) for samples in ours)
-    next(batches, None)  # the loader's own end
+
+    def work() -> dict[int, str]:
+        mine = range(context.rank, len(index.shards), context.world_size)
+        bad, missing = shards_done(directory, index, mine)
+        shards = [index.shards[number] for number in missing]
+        numbers = runlog.progress(missing, total=len(missing), description=kind)
+        with full_disk or nullcontext(), closing(passes(shards)) as made:
+            for number, shard, batches in zip(numbers, shards, made, strict=True):
+                num_rows = shard.stop - shard.start
+                if kind == "text_embeddings":
+                    num_rows = int(index.num_captions[shard.start : shard.stop].sum())
+                bad |= write_shard(directory, number, batches, index, num_rows=num_rows, **how)
+                index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
+        return bad
+
+    found = collectives.together(work, "embed")
+    return BadSamples(index, config.data.max_bad_fraction).share(found)
 
 
-def _encoded(
-    context: Context,
-    shape: tuple[int, ...],
-    samples: Sequence[Sample | BadSample],
-    encode: Callable[[Tensor], np.ndarray],
-) -> Rows:
-    good = torch.tensor([isinstance(sample, Sample) for sample in samples])
-    # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
-    images = torch.zeros(len(samples), *shape)
-    if good.any():
-        images[good] = torch.stack([s.views[0] for s in samples if isinstance(s, Sample)]).float()
-    rows = encode(images.to(context.device))
-    rows[~good.numpy()] = 0.0
-    return rows, {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
+class ImagePass:
+    """The images of the index as ``model`` takes them, or (``trunk``) the rows of a cache of its
+    trunk.
+
+    source  the samples
+    shape   of one image, or of a row of the cache
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        context: Context,
+        index: SampleIndex,
+        model: Model,
+        trunk: TrunkRows | None = None,
+    ) -> None:
+        self.config, self.context, self.index = config, context, index
+        self.source = TarDataset(
+            index,
+            transform=model.preprocess_val,
+            reads_captions=False,
+            max_image_pixels=config.data.max_image_pixels,
+            max_open_files=config.data.max_open_files,
+            check_pixels=config.data.verify == "full" and trunk is None,
+            remote=config.data.remote,
+            trunk=trunk,
+        )
+        self.shape = (model.num_channels, *pair(model.image_size)) if trunk is None else trunk.shape
+
+    def by_shard(self, shards: Sequence[Shard], encode: Callable[[Tensor], np.ndarray]) -> Passes:
+        """Yields the batches of each shard; ``encode`` takes [n, *shape] on the device to rows.
+
+        One loader reads all shards, so that it does not stand still between them.
+        """
+        size = self.config.embed.batch_size
+        cuts = [
+            [range(at, min(at + size, s.stop)) for at in range(s.start, s.stop, size)]
+            for s in shards
+        ]
+        batches = iter(self._loader([cut for of_shard in cuts for cut in of_shard]))
+        for of_shard in cuts:
+            own = itertools.islice(batches, len(of_shard))
+            yield (self._encoded(samples, encode) for samples in own)
+        next(batches, None)  # the loader's own end
+
+    def _loader(self, cuts: list[range]) -> Loader[list[Sample | BadSample]]:
+        def describe(ids: range, place: int) -> str:
+            path = self.index.shards[int(self.index.shard_of[ids[0]])].path
+            return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shown(path)}"
+
+        # No workers for a single batch.
+        workers = min(self.config.data.num_workers, max(len(cuts) - 1, 0))
+        note_slow = self.source.note_slow
+        return Loader(
+            self.source, cuts, num_workers=workers, describe=describe, note_slow=note_slow,
+            batched=True,
+        )  # fmt: skip
+
+    def _encoded(
+        self, samples: Sequence[Sample | BadSample], encode: Callable[[Tensor], np.ndarray]
+    ) -> Batch:
+        good = torch.tensor([isinstance(sample, Sample) for sample in samples])
+        # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
+        images = torch.zeros(len(samples), *self.shape)
+        if good.any():
+            views = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
+            images[good] = torch.stack(views).float()
+        rows = encode(images.to(self.context.device))
+        rows[~good.numpy()] = 0.0
+        return rows, {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
 
 
 def forward(config: Config, context: Context, encode: Callable[[], Tensor]) -> Tensor:
@@ -94,28 +150,3 @@ def forward(config: Config, context: Context, encode: Callable[[], Tensor]) -> T
         torch.autocast(context.device.type, dtype=torch.bfloat16, enabled=bf16),
     ):
         return encode().float()
-
-
-def _cuts(config: Config, shard: Shard) -> list[range]:
-    """The batches of a shard, as ranges of sample ids."""
-    size = config.embed.batch_size
-    starts = range(shard.start, shard.stop, size)
-    return [range(start, min(start + size, shard.stop)) for start in starts]
-
-
-def _batches(
-    config: Config, images: TarDataset, shards: Sequence[Shard]
-) -> Iterator[list[Sample | BadSample]]:
-    index = images.index
-    cuts = [cut for shard in shards for cut in _cuts(config, shard)]
-    workers = min(config.data.num_workers, max(len(cuts) - 1, 0))  # none for a single batch
-
-    def describe(ids: range, place: int) -> str:
-        path = index.shards[int(index.shard_of[ids[0]])].path
-        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {shown(path)}"
-
-    note = images.note_slow
-    loader: Loader[list[Sample | BadSample]] = Loader(
-        images, cuts, num_workers=workers, describe=describe, note_slow=note, batched=True
-    )
-    return iter(loader)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,18 +24,15 @@ from mclclip import files
 from mclclip.config import Config
 from mclclip.data import trunk_rows
 from mclclip.data.arrays import open_npy
-from mclclip.data.bad_samples import BadSamples
-from mclclip.data.embeddings import rows_path, shards_done
-from mclclip.data.sample_index import SampleIndex
+from mclclip.data.row_store import is_damaged, join_checksums, left_out, rows_path
+from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.shard_check import check_shards
-from mclclip.data.trunk_rows import CHECKSUMS
-from mclclip.embed import images
+from mclclip.data.trunk_rows import CHECKSUMS, recorded_folder
+from mclclip.embed import images as image_pass
 from mclclip.models import memory
 from mclclip.models.loading import load_towers, prepare_model
-from mclclip.models.model import Model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact, Force, is_finished, made_of, read_manifest
 from mclclip.run.layout import Layout
 
@@ -63,35 +62,61 @@ def write(
         return
     workers, remote = config.data.index_workers, config.data.remote
     collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
-    collectives.together(images.dataset(config, index, model).check, "embed")
-    shape = _shape(model, blocks)
+    images = image_pass.ImagePass(config, context, index, model)
+    collectives.together(images.source.check, "embed")
+    with torch.inference_mode():
+        of_one = model.encode_trunk(torch.zeros(1, *images.shape), blocks)
+    shape, dtype = tuple(of_one.shape[1:]), config.trunk_cache.dtype
     folder = layout.trunk_rows(config.trunk_cache.folder, artifact.identity)
-    collectives.on_main(lambda: _check_room(folder, index, shape, config.trunk_cache.dtype))
+    size = len(index) * int(np.prod(shape)) * np.dtype(dtype).itemsize
+    collectives.on_main(lambda: _check_room(folder, size))
     model.to(context.device)
-    named = files.full_disk_names(folder, "trunk_cache.folder")
-    work = named(partial(_work, config, context, index, model, folder, blocks, shape))
-    found = collectives.together(work, "embed")
-    num_bad = BadSamples(index, config.data.max_bad_fraction).share(found)
-    without = collectives.gather_objects(sorted(found))
+
+    def encode(pixels: Tensor) -> np.ndarray:
+        run = partial(model.encode_trunk, pixels, blocks)
+        rows: np.ndarray = image_pass.forward(config, context, run).cpu().numpy()
+        return rows
+
+    def passes(shards: Sequence[Shard]) -> image_pass.Passes:
+        with closing(images.by_shard(shards, encode)) as made:
+            for batches in made:
+                yield ((_stored(rows, dtype), bad) for rows, bad in batches)
+
+    full_disk = files.full_disk_names(folder, "trunk_cache.folder")
+    num_bad = image_pass.write_missing(
+        config, context, index, folder, passes, kind=trunk_rows.KIND, full_disk=full_disk,
+        dtype=dtype, empty=shape, checksums=True,
+    )  # fmt: skip
 
     def finish() -> None:
-        trunk_rows.join_checksums(artifact.directory, folder, index)
-        lost = sorted(sample_id for part in without for sample_id in part)
+        join_checksums(artifact.directory / CHECKSUMS, folder, index)
+        without = left_out(folder, len(index.shards)).tolist()
         artifact.finish(
             {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
-            | {"shape": list(shape), "rows": trunk_rows.where(artifact.directory, folder)},
-            dtype=config.trunk_cache.dtype,
-            content_digest=files.digest_json([artifact.identity, lost]) if lost else None,
+            | {"shape": list(shape), "rows": recorded_folder(artifact.directory, folder)},
+            dtype=dtype,
+            content_digest=files.digest_json([artifact.identity, without]) if without else None,
             records=files.records_of(artifact.directory, CHECKSUMS),
         )
-
-        size = len(index) * int(np.prod(shape)) * np.dtype(config.trunk_cache.dtype).itemsize
         log.info(
             "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
-            blocks, len(index), folder, size / 2**30, len(lost),
+            blocks, len(index), folder, size / 2**30, len(without),
         )  # fmt: skip
 
     collectives.on_main(finish)
+
+
+def _stored(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """The rows in ``dtype``; ValueError where it does not hold one of their values."""
+    with np.errstate(over="ignore"):  # it is refused below
+        stored = rows.astype(dtype)
+    if not np.isfinite(stored).all():
+        largest = float(np.abs(rows).max())
+        raise ValueError(
+            f"the trunk's output has values (up to {largest:.3g}) that {dtype} does not hold: set "
+            "trunk_cache.dtype=float32, or look at the encoder if they are not numbers"
+        )
+    return stored
 
 
 def _frozen_blocks(config: Config, layout: Layout) -> int:
@@ -107,12 +132,6 @@ def _frozen_blocks(config: Config, layout: Layout) -> int:
             "trunk_cache out"
         )
     return model.num_frozen_blocks
-
-
-def _shape(model: Model, blocks: int) -> tuple[int, ...]:
-    with torch.inference_mode():
-        hidden = model.encode_trunk(torch.zeros(1, *images.row_shape(model)), blocks)
-    return tuple(hidden.shape[1:])
 
 
 def _open(
@@ -140,8 +159,7 @@ def _open(
     if artifact.manifest is not None and force:
         _mend(artifact, folder, index, config.data.index_workers)
     elif artifact.manifest is not None:
-        _warn_of_restored(directory, index)
-        _warn_of_folder(artifact, folder)
+        _warn_of_what_differs(artifact, folder, index)
     elif was_finished and folder.exists():  # it is made again
         files.move_aside(folder)
     elif was_begun:  # another run of this name may be writing the same rows otherwise
@@ -177,7 +195,14 @@ def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) ->
     if not folder.exists():
         return
     checksums = open_npy(artifact.directory / CHECKSUMS, trunk_rows.VERB)
-    damaged = [*trunk_rows.damaged_shards(folder, index, checksums, threads)]
+
+    def damaged_in(number: int) -> bool:
+        shard = index.shards[number]
+        return is_damaged(folder, number, checksums[shard.start : shard.stop].tolist())
+
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(damaged_in, range(len(index.shards)))
+        damaged = [number for number, is_so in enumerate(found) if is_so]
     if damaged:
         log.warning("%s: %d shards of rows are damaged and made again", folder, len(damaged))
         for number in damaged:
@@ -185,29 +210,26 @@ def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) ->
         artifact.reopen()
 
 
-def _warn_of_folder(artifact: Artifact, folder: Path) -> None:
-    """Says where rows lie that are not where the options say."""
+def _warn_of_what_differs(artifact: Artifact, folder: Path, index: SampleIndex) -> None:
+    """Warns of samples that have no row and could have one now, and where the rows lie if that is
+    not where the options say."""
     assert artifact.manifest is not None, "it is finished"
-    if written := trunk_rows.written_elsewhere(artifact.manifest, artifact.directory, folder):
-        log.warning(
-            "the rows of the trunk's cache were written to %s, and are looked for in %s: move "
-            "them, or name trunk_cache.folder as it was", written, folder,
-        )  # fmt: skip
-
-
-def _warn_of_restored(directory: Path, index: SampleIndex) -> None:
-    """Says how many samples have no row and could have one now."""
+    directory = artifact.directory
     without = np.flatnonzero(open_npy(directory / CHECKSUMS, trunk_rows.VERB) == -1)
     if restored := len(np.setdiff1d(without, index.bad_ids())):
         log.warning(
             "%s has no rows of %d samples that could not be read and have changed since: they are "
             "replaced in trainings; --force makes all rows again", directory, restored,
         )  # fmt: skip
+    if written := trunk_rows.written_elsewhere(artifact.manifest, directory, folder):
+        log.warning(
+            "the rows of the trunk's cache were written to %s, and are looked for in %s: move "
+            "them, or name trunk_cache.folder as it was", written, folder,
+        )  # fmt: skip
 
 
-def _check_room(folder: Path, index: SampleIndex, shape: tuple[int, ...], dtype: str) -> None:
+def _check_room(folder: Path, needed: int) -> None:
     """Raises ValueError where the disk has no room for the shards that are not there yet."""
-    needed = len(index) * int(np.prod(shape)) * np.dtype(dtype).itemsize
     there = sum(path.stat().st_size for path in folder.glob("*.npy"))
     free = shutil.disk_usage(files.existing(folder)).free
     if needed - there > free:
@@ -216,34 +238,3 @@ def _check_room(folder: Path, index: SampleIndex, shape: tuple[int, ...], dtype:
             f"{folder} has {free / 2**30:.3g} GiB free: name another disk in trunk_cache.folder, "
             "or remove older rows (.old-1 and so on)"
         )
-
-
-def _work(
-    config: Config,
-    context: Context,
-    index: SampleIndex,
-    model: Model,
-    folder: Path,
-    blocks: int,
-    shape: tuple[int, ...],
-) -> dict[int, str]:
-    """Writes this rank's missing shards; returns its samples without a row, by reason."""
-    mine = range(context.rank, len(index.shards), context.world_size)
-    bad, missing = shards_done(folder, index, mine)
-    shards = [index.shards[number] for number in missing]
-
-    def encode(pixels: Tensor) -> np.ndarray:
-        run = partial(model.encode_trunk, pixels, blocks)
-        rows: np.ndarray = images.forward(config, context, run).cpu().numpy()
-        return rows
-
-    source = images.dataset(config, index, model)
-    of_images = images.row_shape(model)
-    shown = runlog.progress(missing, total=len(missing), description=trunk_rows.KIND)
-    passes = images.by_shard(config, context, source, of_images, shards, encode)
-    with closing(passes):
-        for number, batches in zip(shown, passes, strict=True):
-            dtype = config.trunk_cache.dtype
-            bad |= trunk_rows.write_rows(folder, number, shape, dtype, batches, index)
-            index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
-    return bad

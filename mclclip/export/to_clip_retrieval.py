@@ -26,10 +26,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from mclclip import config, files
-from mclclip.data import embeddings
 from mclclip.data.arrays import Floats
-from mclclip.data.embeddings import StoredRows
 from mclclip.data.options import DataConfig
+from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.samples import TarDataset
 from mclclip.export.certificate import Certificate
@@ -59,12 +58,12 @@ class _Embedded:
         return config.load(path) if path.is_file() else None
 
     @cached_property
-    def images(self) -> StoredRows:
+    def images(self) -> RowStore:
         """The rows of the samples; RuntimeError where they are of another index, or damaged."""
         return self._rows(self.directory, "embeddings")
 
     @cached_property
-    def texts(self) -> StoredRows | None:
+    def texts(self) -> RowStore | None:
         """The captions' embeddings; None where there are none that belong to this stage's images:
         they are stage 0's, and other stages share them if the configuration says that they
         started from it and that their text tower was not trained."""
@@ -76,18 +75,13 @@ class _Embedded:
                 return None
         return self._rows(found, "text_embeddings")
 
-    def _rows(self, directory: Path, kind: str) -> StoredRows:
+    def _rows(self, directory: Path, kind: str) -> RowStore:
         manifest = self.index.manifest_of(directory, kind)
-        return StoredRows(
-            directory, manifest, embeddings.num_files(manifest, len(self.index.shards))
-        )
+        return RowStore.open(directory, manifest, len(self.index.shards))
 
     @cached_property
     def _left_out(self) -> npt.NDArray[np.int64]:
-        manifest = self.index.manifest_of(self.directory, "embeddings")
-        return embeddings.left_out(
-            self.directory, embeddings.num_files(manifest, len(self.index.shards))
-        )
+        return self.images.left_out()
 
     def kept(self, shard: Shard) -> npt.NDArray[np.int64]:
         """Ids of a shard's samples that have an embedding."""

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from mclclip import files
 from mclclip.config import Config
-from mclclip.data.arrays import NpyBlocks
-from mclclip.data.embeddings import rows_path
+from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.results import Result
 from mclclip.run import artifacts
@@ -139,11 +138,9 @@ class Material:
             if artifacts.is_finished(directory):
                 manifest = self.index.manifest_of(directory, "clusters")
                 name = "cluster_labels.npy"
-                blocks = NpyBlocks(
-                    [directory / name], records=[manifest.record(name)], verb="cluster"
-                )
+                labels = RowStore([directory / name], [manifest.record(name)], "cluster")
                 cuts = spread(len(self.index), LABEL_ROWS)
-                parts = [np.asarray(blocks.read(0, cut))[:, 0] for cut in cuts]
+                parts = [np.asarray(labels[cut])[:, 0] for cut in cuts]
                 found[stage] = np.concatenate(parts).astype(np.int64)
         return found
 
@@ -160,22 +157,9 @@ class Material:
 
     def _rows(self, directory: Path) -> NDArray[np.float32]:
         manifest = self.index.manifest_of(directory, "embeddings")
-        starts = np.array([shard.start for shard in self.index.shards])
-        parts = []
-        for cut in spread(len(self.index), FEATURE_ROWS):
-            first = int(np.searchsorted(starts, cut.start, side="right")) - 1
-            for number in range(first, len(starts)):
-                shard = self.index.shards[number]
-                if shard.start >= cut.stop:
-                    break
-                inside = slice(
-                    max(cut.start, shard.start) - shard.start,
-                    min(cut.stop, shard.stop) - shard.start,
-                )
-                path = rows_path(directory, number)
-                blocks = NpyBlocks([path], records=[manifest.record(path.name)])
-                parts.append(np.asarray(blocks.read(0, inside), np.float32))
-        return np.concatenate(parts)
+        rows = RowStore.open(directory, manifest, len(self.index.shards))
+        cuts = spread(len(self.index), FEATURE_ROWS)
+        return np.concatenate([np.asarray(rows[cut], np.float32) for cut in cuts])
 
     # --- records of trainings ---
 

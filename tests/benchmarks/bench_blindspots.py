@@ -20,7 +20,7 @@ import numpy as np
 from mclclip import search
 from mclclip.curate.blindspots import ABOVE, BELOW
 from mclclip.curate.confusions import BlindSpots, find
-from mclclip.data.embeddings import StoredRows, rows_path
+from mclclip.data.row_store import RowStore, rows_path
 from mclclip.run.artifacts import Manifest
 from tests.benchmarks import memory, timing
 
@@ -42,13 +42,13 @@ def write(folder: Path, num_rows: int, dim: int, planted: bool) -> None:
         np.save(rows_path(folder, number), rows.astype(np.float16))
 
 
-def stored(folder: Path, num_rows: int) -> StoredRows:
+def stored(folder: Path, num_rows: int) -> RowStore:
     """The rows of a folder that ``write`` has written."""
     manifest = Manifest("embeddings", {}, {}, {}, "")
-    return StoredRows(folder, manifest, -(-num_rows // ROWS_PER_FILE))
+    return RowStore.open(folder, manifest, -(-num_rows // ROWS_PER_FILE))
 
 
-def bare(rows: StoredRows, num_pieces: int) -> None:
+def bare(rows: RowStore, num_pieces: int) -> None:
     """Products of the same blocks."""
     for bank, queries in islice(search.blocks(len(rows)), num_pieces):
         if queries.start == 0:

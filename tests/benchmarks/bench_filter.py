@@ -17,7 +17,7 @@ import numpy as np
 
 from mclclip import search
 from mclclip.curate import clip_scores, near
-from mclclip.data.embeddings import StoredRows, rows_path
+from mclclip.data.row_store import RowStore, rows_path
 from mclclip.run.artifacts import Manifest
 from tests.benchmarks import memory, timing
 
@@ -54,10 +54,10 @@ def write(root: Path, num_rows: int, dim: int, num_clusters: int) -> None:
     np.save(root / "pairs.npy", np.column_stack([lower, higher]))
 
 
-def stored(folder: Path, num_rows: int) -> StoredRows:
+def stored(folder: Path, num_rows: int) -> RowStore:
     """The rows of a folder that ``write`` has written."""
     manifest = Manifest("embeddings", {}, {}, {}, "")
-    return StoredRows(folder, manifest, -(-num_rows // ROWS_PER_FILE))
+    return RowStore.open(folder, manifest, -(-num_rows // ROWS_PER_FILE))
 
 
 def reading(root: Path, num_rows: int) -> None:

@@ -26,7 +26,8 @@ import torch
 from mclclip.clustering import kmeans, two_level
 from mclclip.clustering.centroids import hold
 from mclclip.clustering.rows import Rows
-from mclclip.data.arrays import NpyBlocks, cut_blocks
+from mclclip.data.arrays import cut_blocks
+from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing
@@ -69,7 +70,7 @@ def inertia(paths: Sequence[Path], centroids: Floats) -> float:
 def ours(paths: Sequence[Path], start: Floats, updates: int, context: Context) -> Floats:
     """Our centroids after so many updates."""
     found = kmeans.fit(
-        NpyBlocks(paths),
+        RowBlocks(RowStore(paths)),
         len(start),
         initial=torch.from_numpy(start),
         max_iterations=updates,
@@ -202,7 +203,7 @@ def report_memory(pool: RankPool) -> None:
 def two_levels_on_rank(paths: Sequence[Path]) -> tuple[float, float, float, int]:
     """In a process of the pool: peak MiB, seconds, CPU seconds, and centroids that it holds."""
     context = Context(collectives.rank(), collectives.world_size())
-    blocks = NpyBlocks(paths)
+    blocks = RowBlocks(RowStore(paths))
     options = {"init": "random", "max_iterations": MILLION_UPDATES, "tolerance": NEVER}
     found = []
     collectives.barrier()

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,10 +67,10 @@ def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
     model = embed.load_towers(layout.export(0)).eval()
     if rows is not None:
         rows.start(model)
-    source = embed.images.dataset(config, index, model, rows)
+    images = embed.images.ImagePass(config, SINGLE, index, model, rows)
     start = time.perf_counter()
-    found = [*embed._embed_images(config, SINGLE, source, model, index.shards)]
-    assert sum(len(features) for features, _ in found) == len(index)
+    passes = images.by_shard(index.shards, partial(embed._features, images, model))
+    assert sum(len(features) for batches in passes for features, _ in batches) == len(index)
     return len(index) / (time.perf_counter() - start)
 
 

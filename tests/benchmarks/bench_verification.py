@@ -22,9 +22,10 @@ import pyarrow.parquet as pq
 
 from mclclip import files, index, make_dataset
 from mclclip.config import from_tree
-from mclclip.data.arrays import NpyBlocks, open_npy, save_npy
+from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.remote import Place
+from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.data.sample_index import KIND, SAMPLES, SHARDS, SampleIndex, Shard, write_tables
 from mclclip.data.samples import TarDataset
 from mclclip.data.shard_check import check_shards, note_times, times_of
@@ -140,12 +141,12 @@ def embeddings(root: Path, num_files: int) -> dict[str, Callable[[], object]]:
         save_npy(path, rows)
     records = [files.record_of(path) for path in paths]
 
-    def read(blocks: NpyBlocks) -> float:
+    def read(blocks: RowBlocks) -> float:
         return sum(float(np.square(np.asarray(block, np.float32)).sum()) for block in blocks)
 
     return {
-        "without digests": lambda: read(NpyBlocks(paths)),
-        "the first pass": lambda: read(NpyBlocks(paths, records=records)),
+        "without digests": lambda: read(RowBlocks(RowStore(paths))),
+        "the first pass": lambda: read(RowBlocks(RowStore(paths, records))),
     }
 
 

@@ -18,7 +18,7 @@ from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.assignment import Tally, assign, assign_blocks
 from mclclip.config import from_tree
 from mclclip.data import arrays
-from mclclip.data.arrays import NpyBlocks
+from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.distributed.conftest import RankPool
@@ -58,7 +58,7 @@ def here() -> Context:
 
 def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     """Everything that k-means and the assignment return, as this rank sees it."""
-    blocks = NpyBlocks(shards, BLOCK)
+    blocks = RowBlocks(RowStore(shards), BLOCK)
     algorithm = options["algorithm"]
     common: dict[str, Any] = {"valid": mask(), "context": here()}
     common["arithmetic"] = options.get("arithmetic", CHOSEN)
@@ -66,7 +66,7 @@ def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     return everything(found, blocks, {"algorithm": algorithm, "labels_per_sample": 3, **common})
 
 
-def everything(found: kmeans.Found, blocks: NpyBlocks, options: dict[str, Any]) -> dict[str, Any]:
+def everything(found: kmeans.Found, blocks: RowBlocks, options: dict[str, Any]) -> dict[str, Any]:
     near = assign(blocks, found.centroids, held=found.held, **options)
     tally = Tally(found.num_clusters)
     seen = tally.of(assign_blocks(blocks, found.centroids, held=found.held, **options))
@@ -154,7 +154,7 @@ def test_sharded_centroids_give_the_same_bits(ranks: Ranks, shards: list[Path], 
 def held_and_largest(shards: list[Path], num_clusters: int) -> tuple[range, int]:
     """Ids that this rank holds, and the rows of the largest tensor of k-means' state."""
     found = kmeans.fit(
-        NpyBlocks(shards, BLOCK),
+        RowBlocks(RowStore(shards), BLOCK),
         num_clusters,
         init="random",
         max_iterations=2,
@@ -174,7 +174,7 @@ def test_each_rank_holds_its_part_and_no_more(ranks: Ranks, shards: list[Path]) 
 
 
 def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
-    blocks = NpyBlocks(shards, BLOCK)
+    blocks = RowBlocks(RowStore(shards), BLOCK)
     common: dict[str, Any] = {"valid": mask(), "context": here()}
     found = two_level.fit(blocks, seed=5, **common, **options)
     common["arithmetic"] = options["arithmetic"]
@@ -204,7 +204,7 @@ def test_more_ranks_than_blocks(ranks: Ranks, shards: list[Path]) -> None:
 
 
 def tiny_cluster(shard: Path, options: dict[str, Any]) -> torch.Tensor:
-    return kmeans.fit(NpyBlocks([shard], BLOCK), context=here(), **options).centroids
+    return kmeans.fit(RowBlocks(RowStore([shard]), BLOCK), context=here(), **options).centroids
 
 
 def run_the_verb(options: dict[str, Any]) -> str:
@@ -246,7 +246,7 @@ def run_the_verb_sharded(options: dict[str, Any]) -> None:
 def labels_and_similarities(options: dict[str, Any]) -> Path:
     """With small blocks, of which the last round has none for some ranks."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(verb, "NpyBlocks", functools.partial(NpyBlocks, rows_per_block=8))
+        patched.setattr(verb, "RowBlocks", functools.partial(RowBlocks, rows_per_block=8))
         return verb.run(from_tree(options), here(), stage=0)
 
 
@@ -265,7 +265,7 @@ def test_the_files_are_those_of_the_whole_assignment(
     assert written[1] == written[0] and written[2] == written[0]
     embeddings = sorted((tmp_path / "1/stage_0/embeddings").glob("*.npy"))
     near = assign(
-        NpyBlocks(embeddings),
+        RowBlocks(RowStore(embeddings)),
         torch.from_numpy(np.load(directory / "centroids.npy")),
         algorithm=algorithm,
         labels_per_sample=3,
@@ -362,7 +362,7 @@ def test_an_interrupted_assignment_is_not_finished_and_done_again(
 
 
 def line_of(shards: list[Path], options: dict[str, Any], bad_row: int | None) -> str:
-    blocks: list[Any] = [np.array(block) for block in NpyBlocks(shards, BLOCK)]
+    blocks: list[Any] = [np.array(block) for block in RowBlocks(RowStore(shards), BLOCK)]
     if bad_row is not None:  # only one rank reads this block
         blocks[0][bad_row, 3] = np.nan
     try:

@@ -28,9 +28,9 @@ class KillAtWrite:
     count: int
 
     def __call__(self) -> None:
-        from mclclip.data import trunk_rows
+        from mclclip.embed import trunk
 
-        original, calls = trunk_rows._stored, []
+        original, calls = trunk._stored, []
 
         def stored(*given: Any) -> Any:
             calls.append(given)
@@ -38,7 +38,7 @@ class KillAtWrite:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*given)
 
-        trunk_rows._stored = stored
+        trunk._stored = stored
 
 
 def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:

@@ -62,7 +62,7 @@ def test_parts_are_those_on_disk_and_nothing_is_written(made: Path) -> None:
 
     stage = run.stage(1)
     rows = np.concatenate([np.load(made / f"stage_1/embeddings/0000{n}.npy") for n in (0, 1)])
-    np.testing.assert_array_equal(stage.embeddings.rows()[:], rows)
+    np.testing.assert_array_equal(stage.embeddings[:], rows)
     assert stage.embeddings.left_out().tolist() == [*made_run.BROKEN]
     for name in ("labels", "similarities", "centroids"):
         path = made / f"stage_1/clusters/{'cluster_' * (name == 'labels')}{name}.npy"
@@ -157,7 +157,7 @@ def test_rows_by_id_are_those_of_the_files_in_the_order_asked(
         found = stage.embeddings_of(ids)
         assert found.dtype == np.float32 and len(found) == len(ids)
         if len(ids):
-            np.testing.assert_array_equal(found, stage.embeddings.rows()[:][wanted])
+            np.testing.assert_array_equal(found, stage.embeddings[:][wanted])
     with pytest.raises(IndexError, match=r"sample_id 48, the index has 0\.\.47"):
         stage.embeddings_of([3, 48])
 

@@ -421,11 +421,11 @@ def test_a_full_disk_is_told_with_the_option(
     index.run(config, SINGLE)
     export.stage(config, SINGLE, stage=0)
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     path = Layout.of(config).trunk_rows(str(tmp_path / "rows"), "") / "00000.npy"
-    monkeypatch.setattr(embed.trunk.trunk_rows, "write_rows", full)
+    monkeypatch.setattr(embed.images, "write_shard", full)
     monkeypatch.setattr(Layout, "trunk_rows", lambda *_: path.parent)
     with pytest.raises(ValueError, match="name another disk in trunk_cache.folder"):
         embed.run(config, SINGLE, stage=0)

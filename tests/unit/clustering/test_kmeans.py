@@ -13,7 +13,8 @@ from mclclip.clustering import kmeans
 from mclclip.clustering.assignment import assign
 from mclclip.clustering.centroids import hold
 from mclclip.clustering.rows import Rows
-from mclclip.data.arrays import NpyBlocks, cut_blocks
+from mclclip.data.arrays import cut_blocks
+from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks.process_group import Context, num_threads
 
 ALGORITHMS = ("spherical", "euclidean")
@@ -339,8 +340,8 @@ def test_npy_blocks_equal_arrays_and_hold_no_files(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.npy" for number in range(len(arrays))]
     for path, array in zip(paths, arrays, strict=True):
         np.save(path, array)
-    blocks = NpyBlocks(paths, 2)
-    assert blocks.num_rows == [5, 0, 4]
+    blocks = RowBlocks(RowStore(paths), 2)
+    assert blocks.rows.num_rows == [5, 0, 4]
     for found, wanted in zip(blocks, cut_blocks(arrays, 2), strict=True):
         assert np.array_equal(found, wanted)
     assert [len(block) for block in blocks[1:3]] == [2, 1]

@@ -18,7 +18,7 @@ from PIL import Image
 from mclclip import cli, index
 from mclclip.config import Config
 from mclclip.curate import blindspots
-from mclclip.data.embeddings import rows_path
+from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.datasets import read_pairs
 from mclclip.ranks.process_group import SINGLE

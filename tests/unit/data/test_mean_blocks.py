@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mclclip.clustering import kmeans
-from mclclip.data.arrays import MeanBlocks, NpyBlocks
+from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore
 
 SIZES = (7, 0, 5)
 CAPTIONS = np.array([1, 2, 0, 1, 3, 0, 1, 0, 0, 1, 2, 1])
@@ -49,8 +49,8 @@ def test_the_mean_with_the_first_caption_or_the_image_alone(
 ) -> None:
     images = write(tmp_path, "image", SIZES)
     texts = write(tmp_path, "text", (8, 0, 4), dtype=np.float32)
-    blocks = MeanBlocks(images, texts, CAPTIONS, rows_per_block)
-    plain = NpyBlocks(images, rows_per_block)
+    blocks = MeanBlocks(RowStore(images), RowStore(texts), CAPTIONS, rows_per_block)
+    plain = RowBlocks(RowStore(images), rows_per_block)
     assert [block.shape for block in blocks] == [block.shape for block in plain]
     assert blocks.layouts() == [(block.shape, np.dtype(np.float32)) for block in plain]
     assert plain.layouts() == [(block.shape, block.dtype) for block in plain]
@@ -63,13 +63,15 @@ def test_zeros_stay_zeros(tmp_path: Path) -> None:
     """An undecodable sample, which takes no part anyway, makes no NaN."""
     np.save(tmp_path / "image.npy", np.zeros((2, 3), np.float16))
     np.save(tmp_path / "text.npy", np.zeros((1, 3), np.float16))
-    blocks = MeanBlocks([tmp_path / "image.npy"], [tmp_path / "text.npy"], np.array([0, 1]))
+    blocks = MeanBlocks(
+        RowStore([tmp_path / "image.npy"]), RowStore([tmp_path / "text.npy"]), np.array([0, 1])
+    )
     assert (blocks[0] == 0.0).all()
 
 
 def test_k_means_reads_them_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, texts = write(tmp_path, "image", SIZES), write(tmp_path, "text", (8, 0, 4))
-    blocks = MeanBlocks(images, texts, CAPTIONS, 3)
+    blocks = MeanBlocks(RowStore(images), RowStore(texts), CAPTIONS, 3)
     wanted = kmeans.fit([np.array(block) for block in blocks], 4)
     read: list[int] = []
     whole = MeanBlocks.read
@@ -84,12 +86,12 @@ def test_k_means_reads_them_block_by_block(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:
-    images = write(tmp_path, "image", SIZES)
+    images = RowStore(write(tmp_path, "image", SIZES))
     with pytest.raises(
         RuntimeError, match="have 11 rows, the index has 12 captions .*embed --text"
     ):
-        MeanBlocks(images, write(tmp_path, "few", (8, 0, 3)), CAPTIONS)
+        MeanBlocks(images, RowStore(write(tmp_path, "few", (8, 0, 3))), CAPTIONS)
     with pytest.raises(RuntimeError, match="compared per shard"):
-        MeanBlocks(images, write(tmp_path, "moved", (7, 1, 4)), CAPTIONS)
+        MeanBlocks(images, RowStore(write(tmp_path, "moved", (7, 1, 4))), CAPTIONS)
     with pytest.raises(ValueError, match=r"cluster.feature=mean: .*\[\(5,\), \(6,\)\]: wanted one"):
-        MeanBlocks(images, write(tmp_path, "narrow", (8, 0, 4), dim=5), CAPTIONS)
+        MeanBlocks(images, RowStore(write(tmp_path, "narrow", (8, 0, 4), dim=5)), CAPTIONS)

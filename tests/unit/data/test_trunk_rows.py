@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mclclip.data import trunk_rows
+from mclclip.data import row_store
 from tests.unit.data.test_samples import PER_SHARD, make_index
 
 
@@ -25,10 +25,13 @@ def test_checksums_are_those_of_the_rows_wherever_batches_are_cut(
             (rows[start:stop], {i: reason for i, reason in bad.items() if start <= i < stop})
             for start, stop in ((start, min(start + size, shard.stop)) for start in starts)
         ]
-        found = trunk_rows.write_rows(tmp_path, number, (3, 2), "float32", batches, index)
+        found = row_store.write_shard(
+            tmp_path, number, batches, index,
+            num_rows=shard.stop - shard.start, dtype="float32", checksums=True,
+        )  # fmt: skip
         assert found == {i: bad[i] for i in bad if shard.start <= i < shard.stop}
-    trunk_rows.join_checksums(tmp_path, tmp_path, index)
-    checksums = np.load(tmp_path / trunk_rows.CHECKSUMS).tolist()
+    row_store.join_checksums(tmp_path / "checksums.npy", tmp_path, index)
+    checksums = np.load(tmp_path / "checksums.npy").tolist()
     assert checksums == [
         -1 if i in bad else zlib.crc32(row.tobytes()) for i, row in enumerate(rows)
     ]

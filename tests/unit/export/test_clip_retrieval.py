@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from mclclip import config, embed, export, files, index
-from mclclip.data import embeddings
+from mclclip.data import row_store
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.eval.results import Result
@@ -157,8 +157,8 @@ def test_a_run_without_a_configuration(run: Path, tmp_path: Path) -> None:
 def test_notes_of_shards_are_read_once(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, read = [], embeddings.left_out
-    monkeypatch.setattr(embeddings, "left_out", lambda *a: calls.append(a) or read(*a))
+    calls, read = [], row_store.left_out
+    monkeypatch.setattr(row_store, "left_out", lambda *a: calls.append(a) or read(*a))
     convert.run("clip_retrieval", run / "stage_0" / "embeddings", tmp_path / "out")
     assert len(calls) == 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mclclip.data.embeddings import StoredRows, rows_path
+from mclclip.data.row_store import RowStore, rows_path
 from mclclip.files import records_of
 from mclclip.run.artifacts import Manifest
 
@@ -31,7 +31,7 @@ def rows() -> np.ndarray:
 
 
 def test_they_are_cut_and_chosen_like_the_array(tmp_path: Path, rows: np.ndarray) -> None:
-    stored = StoredRows(tmp_path, write(tmp_path, rows), len(SIZES))
+    stored = RowStore.open(tmp_path, write(tmp_path, rows), len(SIZES))
     assert len(stored) == 15
     for start in range(16):
         for stop in range(start, 18):
@@ -43,17 +43,22 @@ def test_they_are_cut_and_chosen_like_the_array(tmp_path: Path, rows: np.ndarray
     assert stored[np.zeros(0, np.int64)].shape == (0, 3)
 
 
-def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path, rows: np.ndarray) -> None:
+def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    """Block by block: rows of an intact block of the same file are given out."""
+    rows = np.random.default_rng(0).normal(size=(sum(SIZES), 120_000)).astype(np.float32)
     manifest = write(tmp_path, rows)
     path = rows_path(tmp_path, 3)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(RuntimeError, match="00003.npy is damaged.*mclclip embed --force"):
-        StoredRows(tmp_path, manifest, len(SIZES))[:]
+    stored = RowStore.open(tmp_path, manifest, len(SIZES))
+    assert np.array_equal(stored[5:8], rows[5:8])
+    for wanted in (slice(9, 12), np.array([0, 11])):
+        with pytest.raises(RuntimeError, match="00003.npy is damaged.*mclclip embed --force"):
+            stored[wanted]
     path.unlink()
     with pytest.raises(FileNotFoundError, match="no .*00003.npy: run 'mclclip embed --force'"):
-        StoredRows(tmp_path, manifest, len(SIZES))
+        RowStore.open(tmp_path, manifest, len(SIZES))
 
 
 def test_files_of_other_widths_are_refused(tmp_path: Path, rows: np.ndarray) -> None:
@@ -61,4 +66,4 @@ def test_files_of_other_widths_are_refused(tmp_path: Path, rows: np.ndarray) -> 
     np.save(rows_path(tmp_path, 2), np.zeros((1, 5), np.float16))
     bare = Manifest("embeddings", {}, {}, {}, "")
     with pytest.raises(RuntimeError, match=r"rows of the shapes \[\(3,\), \(5,\)\], wanted one"):
-        StoredRows(tmp_path, bare, len(SIZES))
+        RowStore.open(tmp_path, bare, len(SIZES))

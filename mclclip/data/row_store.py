@@ -1,0 +1,446 @@
+"""Rows of numbers on disk, in one file per shard of the index: embeddings and the trunk's output.
+
+    00007.npy        rows [n, ...] in index order; those of samples that could not be used are zeros
+    00007.crc32.npy  int64 [n], where rows are read one by one: the CRC-32 of each, -1 for none
+    00007.json       the note: the record of the rows, and the samples that could not be used
+
+The note is written last and marks the shard as done, so that a killed pass goes on at the first
+shard without one. It names the bytes of every sample that could not be used, so that a shard which
+has been repaired since is read again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from mclclip import files
+from mclclip.data.arrays import (
+    ROWS_PER_BLOCK,
+    BlockLayout,
+    Floats,
+    open_npy,
+    save_npy,
+    write_npy_parts,
+)
+from mclclip.data.sample_index import SampleIndex
+from mclclip.files import Checked, Record
+from mclclip.run.artifacts import Manifest, is_finished, verb_of
+from mclclip.run.layout import Layout
+
+Integers = npt.NDArray[np.int64]
+_GAP = 1024  # rows that are not asked for, which are compared with those around them
+Batch = tuple[np.ndarray, Mapping[int, str]]
+"""Rows [b, ...] in index order, and why samples among them have none, by sample id."""
+
+
+def rows_path(directory: Path, number: int) -> Path:
+    """The file with the rows of shard ``number``."""
+    return Path(directory) / f"{number:05d}.npy"
+
+
+# --- writing, shard by shard -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Note:
+    """The record of a shard's rows; and by sample id, why a sample has none, and its bytes then
+    (`SampleIndex.bytes_of`)."""
+
+    record: Record
+    reasons: dict[int, str]
+    bytes_of: dict[int, str]
+
+
+def _note_path(directory: Path, number: int) -> Path:
+    return rows_path(directory, number).with_suffix(".json")
+
+
+def _checksums_path(directory: Path, number: int) -> Path:
+    return rows_path(directory, number).with_suffix(".crc32.npy")
+
+
+def write_shard(
+    directory: Path,
+    number: int,
+    batches: Iterable[Batch],
+    index: SampleIndex,
+    *,
+    num_rows: int,
+    dtype: npt.DTypeLike,
+    empty: tuple[int, ...] = (),
+    checksums: bool = False,
+) -> dict[int, str]:
+    """Writes ``num_rows`` rows of a shard batch by batch, then the note; returns all reasons.
+
+    ``empty`` is the shape of a row where there is none. With ``checksums``, which say what each
+    sample's row is, the file's own blocks are not digested: of terabytes of rows that are read one
+    by one such digests would be a gigabyte, and each would cost the reading of a block. Raises
+    ValueError for another number of rows.
+    """
+    first_id, path = index.shards[number].start, rows_path(directory, number)
+    reasons: dict[int, str] = {}
+    sums: list[int] = []
+    following = iter(batches)
+    first = next(following, None)
+    shape = empty if first is None else first[0].shape[1:]
+    with write_npy_parts(path, (num_rows, *shape), dtype) as append:
+        for rows, bad in chain([] if first is None else [first], following):
+            stored = np.ascontiguousarray(rows, dtype=dtype)
+            append(stored)
+            reasons |= bad
+            if checksums:
+                ids = range(first_id + len(sums), first_id + len(sums) + len(stored))
+                sums += [
+                    -1 if i in bad else zlib.crc32(row.data)
+                    for i, row in zip(ids, stored, strict=True)
+                ]
+    record = Record(path.stat().st_size, digests="") if checksums else files.record_of(path)
+    if checksums:
+        save_npy(_checksums_path(directory, number), np.asarray(sums, np.int64))
+    bytes_of = index.bytes_of(list(reasons))
+    bad_samples = {str(i): {"reason": r, "bytes": bytes_of[i]} for i, r in reasons.items()}
+    note = {"shard": number, "record": asdict(record), "bad": bad_samples}
+    files.write_json(_note_path(directory, number), files.sealed(note))
+    return reasons
+
+
+def read_note(directory: Path, number: int) -> Note | None:
+    """The note of a shard; None where it is not done, or rows or note are damaged."""
+    path = _note_path(directory, number)
+    try:
+        fields = files.unsealed(files.read_json(path), path)
+        if fields["shard"] != number:
+            return None
+        bad = {int(sample_id): entry for sample_id, entry in fields["bad"].items()}
+        record = Record(**fields["record"])
+        if rows_path(directory, number).stat().st_size != record.size_bytes:
+            return None
+        return Note(
+            record,
+            {sample_id: entry["reason"] for sample_id, entry in bad.items()},
+            {sample_id: entry["bytes"] for sample_id, entry in bad.items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # then the shard is written again
+
+
+def shards_done(
+    directory: Path, index: SampleIndex, mine: Sequence[int]
+) -> tuple[dict[int, str], list[int]]:
+    """Of the shards ``mine``: samples without a row, by reason, of those that are done and whose
+    samples without one are what they were; and the numbers of the other shards."""
+    reasons: dict[int, str] = {}
+    missing = []
+    for number in mine:
+        note = read_note(directory, number)
+        if note is None or index.bytes_of([*note.bytes_of]) != note.bytes_of:
+            missing.append(number)
+        else:
+            reasons |= note.reasons
+    return reasons, missing
+
+
+def all_notes(directory: Path, num_shards: int) -> dict[str, Note]:
+    """The notes on all shards by the name of their file of rows; RuntimeError where one is
+    missing."""
+    notes = {}
+    for number in range(num_shards):
+        note, path = read_note(directory, number), rows_path(directory, number)
+        if note is None:
+            raise RuntimeError(
+                f"{path} is not what was written: run 'mclclip embed' again, which makes it again"
+            )
+        notes[path.name] = note
+    return notes
+
+
+def num_restored(directory: Path, index: SampleIndex) -> int:
+    """Number of samples without a row whose bytes have changed since, so that they may have one."""
+    return sum(
+        index.bytes_of([sample_id])[sample_id] != was
+        for number in range(len(index.shards))
+        if (note := read_note(directory, number)) is not None
+        for sample_id, was in note.bytes_of.items()
+    )
+
+
+def left_out(directory: Path, num_shards: int) -> Integers:
+    """Sorted ids of the samples whose rows are zeros, because they could not be used.
+
+    A shard without a note has none of them. Raises RuntimeError where a note is damaged.
+    """
+    ids: list[int] = []
+    for number in range(num_shards):
+        # Older versions wrote another file.
+        older = Path(directory) / f"{number:05d}.bad.json"
+        if (note := read_note(directory, number)) is not None:
+            ids += note.reasons
+        elif older.exists():
+            ids += [int(sample_id) for sample_id in files.read_json(older)]
+        elif _note_path(directory, number).exists():
+            raise RuntimeError(
+                f"{_note_path(directory, number)} is damaged: run 'mclclip embed --force' to make "
+                "it again"
+            )
+    return np.sort(np.asarray(ids, np.int64))
+
+
+def join_checksums(path: Path, directory: Path, index: SampleIndex) -> None:
+    """Writes the checksums of all shards in ``directory`` as one file: int64 [N]."""
+    with write_npy_parts(path, (len(index),), np.int64) as append:
+        for number in range(len(index.shards)):
+            append(open_npy(_checksums_path(directory, number), "embed"))
+
+
+def is_damaged(directory: Path, number: int, checksums: Sequence[int]) -> bool:
+    """Whether the rows of a shard are missing, or have not these checksums (-1: any row)."""
+    try:
+        rows = np.load(rows_path(directory, number), mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return True
+    return len(rows) != len(checksums) or any(
+        crc32 != -1 and zlib.crc32(np.ascontiguousarray(row).data) != crc32
+        for row, crc32 in zip(rows, checksums, strict=True)
+    )
+
+
+# --- reading, across shards ------------------------------------------------------------------
+
+
+class RowStore:
+    """The rows [N, D] of several .npy files, one after another, cut or chosen like an array's.
+
+    Nothing is held: a file is memory-mapped only while it is read, because every mapping holds a
+    file handle, and there may be more files than handles. The size of every file is compared with
+    its header and its record at once; the blocks of a file that are read, and that of its header,
+    are compared with the record first, once by this object. ``verb`` wrote the files. Raises
+    RuntimeError where a file is not what was recorded.
+
+    num_rows   rows of each file
+    starts     int64 [files + 1], the number of each file's first row
+    """
+
+    directory: Path
+    manifest: Manifest
+    name = ""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        records: Sequence[Record | None] | None = None,
+        verb: str = "embed",
+    ) -> None:
+        known = [None] * len(paths) if records is None else records
+        again = f"run 'mclclip {verb} --force' to make it again"
+        self._paths, self._verb = list(paths), verb
+        self._checked = [Checked(p, r, again) for p, r in zip(paths, known, strict=True)]
+        arrays = [open_npy(path, verb) for path in paths]
+        for path, record, rows in zip(paths, known, arrays, strict=True):
+            if record is not None and int(rows.offset) + rows.nbytes != record.size_bytes:
+                raise RuntimeError(f"{path} is damaged (its header has changed): {again}")
+        self.num_rows = [len(rows) for rows in arrays]
+        self.starts: Integers = np.cumsum([0, *self.num_rows])
+        self.file_layouts: list[BlockLayout] = [(rows.shape[1:], rows.dtype) for rows in arrays]
+
+    @classmethod
+    def open(cls, directory: Path, manifest: Manifest, num_shards: int) -> RowStore:
+        """Those of a finished artifact, which has a file for each of its shards.
+
+        Older manifests leave the number of shards to the index: ``num_shards``. Raises
+        FileNotFoundError for a missing file, RuntimeError where files have different widths.
+        """
+        numbers = range(int(manifest.counts.get("shards", num_shards)))
+        paths, verb = [rows_path(directory, n) for n in numbers], verb_of(manifest.kind)
+        if missing := next((path for path in paths if not path.exists()), None):
+            raise FileNotFoundError(f"no {missing}: run 'mclclip {verb} --force' to make it again")
+        store = cls(paths, [manifest.record(path.name) for path in paths], verb)
+        store.directory, store.manifest = directory, manifest
+        if len(shapes := store.row_shapes()) != 1 or any(len(shape) != 1 for shape in shapes):
+            raise RuntimeError(
+                f"embeddings at {directory} have rows of the shapes {sorted(shapes)}, wanted one "
+                f"width: run 'mclclip {verb} --force' to make them again"
+            )
+        return store
+
+    @classmethod
+    def of_stage(cls, layout: Layout, stage: int, index: SampleIndex) -> RowStore:
+        """The image embeddings of a stage of a run, by the name ``stage_N``.
+
+        Raises FileNotFoundError where there are none, and RuntimeError where they are of another
+        index.
+        """
+        directory = layout.embeddings(stage)
+        if not is_finished(directory):
+            raise FileNotFoundError(
+                f"no finished embeddings at {directory}: run 'mclclip embed --stage {stage}' first"
+            )
+        manifest = index.manifest_of(directory, "embeddings")
+        return cls.of_samples(f"stage_{stage}", directory, manifest, index)
+
+    @classmethod
+    def of_samples(
+        cls, name: str, directory: Path, manifest: Manifest, index: SampleIndex
+    ) -> RowStore:
+        """Finished embeddings with a row for each sample of an index; ``name`` stands for them in
+        messages and in what is written.
+
+        Keys are those of the index (an equal digest), but shards may be cut otherwise. Raises
+        RuntimeError for another number of rows.
+        """
+        store = cls.open(directory, manifest, len(index.shards))
+        store.name = name
+        if len(store) != len(index):
+            raise RuntimeError(
+                f"embeddings at {directory} has {len(store):,} rows, the index has {len(index):,}: "
+                "run 'mclclip embed --force' after 'mclclip index'"
+            )
+        return store
+
+    def left_out(self) -> Integers:
+        """Sorted ids of the samples whose rows are zeros, because they could not be used."""
+        return left_out(self.directory, len(self._paths))
+
+    def row_shapes(self) -> set[tuple[int, ...]]:
+        """The shapes that rows have, in those files that have rows."""
+        filled = zip(self.file_layouts, self.num_rows, strict=True)
+        return {shape for (shape, _), num_rows in filled if num_rows}
+
+    def read(self, file: int, cut: slice) -> Floats:
+        """Rows of the file with this number; memory-mapped."""
+        return self._checked_rows(file, [(cut.start, cut.stop)])[cut]
+
+    def _checked_rows(self, file: int, cuts: Iterable[tuple[int, int]]) -> np.memmap[Any, Any]:
+        """All rows of a file, of which these are compared with its record."""
+        rows, checked = open_npy(self._paths[file], self._verb), self._checked[file]
+        data, bytes_per_row = int(rows.offset), rows.dtype.itemsize * int(np.prod(rows.shape[1:]))
+        checked.check(0, 1)  # the header
+        for start, stop in cuts:
+            checked.check(data + start * bytes_per_row, data + stop * bytes_per_row)
+        return rows
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, rows: slice | Integers, /) -> Floats:
+        """The rows of a slice without a step, or of sorted numbers; in memory, or mapped."""
+        parts = [*(self._cut(rows) if isinstance(rows, slice) else self._chosen(rows))]
+        if len(parts) == 1:
+            return parts[0]
+        if parts:
+            return np.concatenate(parts)
+        shape, dtype = self.file_layouts[0] if self.file_layouts else ((), np.dtype(np.float32))
+        return np.zeros((0, *shape), dtype)
+
+    def _cut(self, cut: slice) -> Iterator[Floats]:
+        start, stop, _ = cut.indices(len(self))
+        file = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while start < stop:
+            first, end = int(self.starts[file]), int(min(stop, self.starts[file + 1]))
+            if start < end:
+                yield self.read(file, slice(start - first, end - first))
+            start, file = max(start, end), file + 1
+
+    def _chosen(self, ids: Integers) -> Iterator[Floats]:
+        for file in np.unique(numbers := np.searchsorted(self.starts, ids, side="right") - 1):
+            own = ids[numbers == file] - self.starts[file]
+            near = np.split(own, np.flatnonzero(np.diff(own) > _GAP) + 1)
+            cuts = ((int(rows[0]), int(rows[-1]) + 1) for rows in near)
+            yield self._checked_rows(int(file), cuts)[own]
+
+
+class RowBlocks(Sequence[Floats]):
+    """The rows of a store in blocks of at most ``rows_per_block``, never across two files."""
+
+    def __init__(self, rows: RowStore, rows_per_block: int = ROWS_PER_BLOCK) -> None:
+        self.rows = rows
+        self._cuts = [
+            (file, slice(first, min(first + rows_per_block, num_rows)))
+            for file, num_rows in enumerate(rows.num_rows)
+            for first in range(0, num_rows, rows_per_block)
+        ]
+
+    def layouts(self) -> list[BlockLayout]:
+        """Shape and type of each block, without reading it."""
+        layouts = [(cut, *self.rows.file_layouts[file]) for file, cut in self._cuts]
+        return [((cut.stop - cut.start, *shape), dtype) for cut, shape, dtype in layouts]
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    @overload
+    def __getitem__(self, number: int) -> Floats: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Floats]: ...
+    def __getitem__(self, number: int | slice) -> Floats | list[Floats]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        return self.read(*self._cuts[number])
+
+    def read(self, file: int, cut: slice) -> Floats:
+        """A block: rows of the file with this number."""
+        return self.rows.read(file, cut)
+
+
+class MeanBlocks(RowBlocks):
+    """Blocks of float32 rows [n, D]: unit means of a sample's image and text embedding.
+
+    ``images`` has one row per sample. ``texts`` has as many files, and one row per caption, all
+    captions of a sample after each other. The first caption is used; a sample without one keeps its
+    image embedding. ``num_captions`` [N] are those of all samples, in the order of the files. Rows
+    are computed when they are read. Raises ValueError where images and texts differ in width, and
+    RuntimeError where there are not as many texts as captions.
+    """
+
+    def __init__(
+        self,
+        images: RowStore,
+        texts: RowStore,
+        num_captions: npt.NDArray[np.integer],
+        rows_per_block: int = ROWS_PER_BLOCK,
+    ) -> None:
+        super().__init__(images, rows_per_block)
+        self._texts, self._num_captions = texts, np.split(num_captions, images.starts[1:-1])
+        wanted = [int(captions.sum()) for captions in self._num_captions]
+        if texts.num_rows != wanted:
+            raise RuntimeError(
+                f"text embeddings have {len(texts):,} rows, the index has {sum(wanted):,} captions "
+                "(compared per shard): run 'mclclip embed --text --force' after 'mclclip index'"
+            )
+        if len(shapes := images.row_shapes() | texts.row_shapes()) > 1:
+            raise ValueError(
+                f"cluster.feature=mean: image and text embeddings have the widths {sorted(shapes)}:"
+                " wanted one; embed with embed.feature=projected"
+            )
+
+    def layouts(self) -> list[BlockLayout]:
+        """Shape and type of each block, without reading it."""
+        return [(shape, np.dtype(np.float32)) for shape, _ in super().layouts()]
+
+    def read(self, file: int, cut: slice) -> Floats:
+        """A block: the mean rows of the samples ``cut`` of a file."""
+        rows = _unit(super().read(file, cut))
+        captions = self._num_captions[file]
+        first = int(captions[: cut.start].sum())
+        here = captions[cut]
+        with_caption = here > 0
+        if with_caption.any():
+            texts = self._texts.read(file, slice(first, first + int(here.sum())))
+            first_captions = np.cumsum(here) - here
+            rows[with_caption] += _unit(texts[first_captions[with_caption]])
+        return _unit(rows)
+
+
+def _unit(rows: Floats) -> npt.NDArray[np.float32]:
+    """float32 rows of length 1; zeros stay zeros."""
+    wide: npt.NDArray[np.float32] = np.asarray(rows, dtype=np.float32)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    scaled: npt.NDArray[np.float32] = wide / np.maximum(norms, 1e-12)
+    return scaled
