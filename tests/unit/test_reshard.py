@@ -18,7 +18,6 @@ from PIL import Image
 
 from mclclip import index, reshard
 from mclclip.config import Config, from_tree
-from mclclip.data import resharding
 from mclclip.data.locations import Locations, Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
@@ -221,11 +220,13 @@ def test_what_is_finished_is_skipped(config: Config) -> None:
 def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkeypatch) -> None:
     written: list[int] = []
 
-    def interrupted(of: resharding.Resharding, number: int) -> dict[int, int]:
+    write_shard = reshard.write_shard
+
+    def interrupted(of: reshard.Copies, number: int) -> dict[int, int]:
         if len(written) == 4:
             raise KeyboardInterrupt
         written.append(number)
-        return resharding.write_shard(of, number)
+        return write_shard(of, number)
 
     monkeypatch.setattr(reshard, "write_shard", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -279,14 +280,14 @@ def test_samples_that_changed_or_are_cut_short_are_counted_and_read_where_they_w
 def test_a_shard_that_does_not_hold_what_was_written_gets_no_name(
     config: Config, monkeypatch
 ) -> None:
-    write = resharding.TarWriter.write
+    write = reshard.TarWriter.write
 
     def wrong(writer: Any, sample: dict[str, Any]) -> Any:
         if sample["__key__"].endswith("5"):
             sample = {k: v if k == "__key__" else v[:-1] + b"?" for k, v in sample.items()}
         return write(writer, sample)
 
-    monkeypatch.setattr(resharding.TarWriter, "write", wrong)
+    monkeypatch.setattr(reshard.TarWriter, "write", wrong)
     with pytest.raises(RuntimeError, match=r"0000\d\.tar does not hold what was written"):
         reshard.run(config, SINGLE, stage=1)
     folder = Layout.of(config).resharded(1, None)
