@@ -41,8 +41,7 @@ from webdataset.writer import TarWriter
 from mclclip import files
 from mclclip.config import Config
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
-from mclclip.data.grouping import LabelBlocks
-from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.locations import GROUPS, KIND, MEMBERS, SIZES, Located, Locations, shard_name
 from mclclip.data.remote import Remote, RemoteOptions, protocol_of

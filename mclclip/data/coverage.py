@@ -7,14 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mclclip.data.grouping import GroupSizes, LabelBlocks
-from mclclip.data.groups import (
-    ALONE,
-    Level,
-    build_levels,
-    num_scheduled,
-    require_steps,
-)
+from mclclip.data.epoch_plan import ALONE, Level, build_levels, num_scheduled, require_steps
+from mclclip.data.groups import GroupSizes, LabelBlocks
 from mclclip.data.labels import label_space, size_statistics
 from mclclip.data.options import Policy
 

@@ -3,6 +3,19 @@
 `EpochPlan` turns (grouped index, global batch, policy, order, seed, stage, epoch) and a step into
 sample ids and their labels. It holds no sampler state, sees neither rank nor world size (a rank
 takes its columns of the batch), and its memory grows with groups and steps, never with samples.
+
+It schedules a tree. The leaves are the groups (full labels); above them are nodes for ever shorter
+prefixes of the label, and at the top the root, whose prefix is empty. A leaf of n samples makes
+floor(n / B) batches of its own, B being the global batch. The policy decides what happens to its
+leftovers:
+
+    drop      not used in this epoch (the authors' released sampler)
+    backoff   pooled by the parent, whose leftovers go to its parent, up to the root, which leaves
+              out fewer than B samples, other ones in every epoch
+    mask      pooled over all groups, unshuffled, so that batches hold long runs of one group
+    wrap      one more batch, filled up with earlier samples of the same group
+    carry     used first in the group's next epoch, so that over epochs all samples of a group come
+              equally often; groups with fewer than B samples are never used
 """
 
 from __future__ import annotations
@@ -14,23 +27,116 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.data.grouping import Integers
-from mclclip.data.groups import (
-    ALONE,
-    GroupedIndex,
-    Level,
-    build_levels,
-    num_scheduled,
-    require_steps,
-)
+from mclclip.data.groups import GroupedIndex, GroupSizes, Integers
 from mclclip.data.labels import truncate
 from mclclip.data.options import Order, Policy
 from mclclip.randomness import mix, permute
 
+ALONE = ("drop", "carry")  # policies that never put leftovers of two groups into one batch
 # Purposes of the randomness, part of its key.
 _SAMPLES, _GROUP_ORDER, _STEP_ORDER, _DRAW, _TURN = 1, 2, 3, 4, 5
 
 _FEWEST_BLOCKS = 8  # that a group is cut into, or smaller ones
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """All nodes of one level of the tree. The elements of a leaf are its samples, or its draws
+    where samples have weights; those of another node are the leftovers of its children."""
+
+    prefix_length: int  # the length at which its batches are masked
+    labels: Integers  # [n]
+    sizes: Integers  # [n] elements of each node
+    batches: Integers  # [n] global batches made from them
+    leftovers: Integers  # [n] elements for the level above
+    first_child: Integers  # [n] into the level below (leaves: into sample_ids)
+
+
+def build_levels(grouped: GroupSizes, global_batch: int, policy: Policy) -> list[Level]:
+    """The tree, leaves first; nothing in it depends on the epoch."""
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy is {policy!r}: wanted one of {', '.join(get_args(Policy))}")
+    if global_batch < 1:
+        raise ValueError(f"global_batch is {global_batch}: wanted at least 1")
+    length, labels = len(grouped.radices), np.asarray(grouped.group_labels)
+    sizes = grouped.sizes
+    level = _level(length, labels, sizes, global_batch, np.asarray(grouped.group_starts[:-1]))
+    if policy == "wrap":
+        batches = -(-sizes // global_batch)
+        return [Level(length, labels, sizes, batches, np.zeros_like(sizes), level.first_child)]
+    levels = [level]
+    if policy == "mask":
+        pool, zero = np.array([level.leftovers.sum()]), np.zeros(1, dtype=np.int64)
+        levels.append(_level(length, zero, pool, global_batch, zero))
+    while policy == "backoff" and length > 0:
+        length, children = length - 1, levels[-1]
+        labels, first_child = np.unique(
+            children.labels // grouped.radices[length], return_index=True
+        )
+        sizes = np.add.reduceat(children.leftovers, first_child) if len(labels) else labels
+        levels.append(_level(length, labels, sizes, global_batch, first_child))
+    if len(levels) > 1 and not levels[-1].batches.any() and _has_stuck(levels):
+        _lend_batch(levels, global_batch)
+    return levels
+
+
+def _level(
+    prefix_length: int, labels: Integers, sizes: Integers, global_batch: int, first_child: Integers
+) -> Level:
+    batches, leftovers = np.divmod(sizes, global_batch)
+    return Level(prefix_length, labels, sizes, batches, leftovers, first_child.astype(np.int64))
+
+
+def _has_stuck(levels: list[Level]) -> bool:
+    """Whether some group has neither a batch of its own nor a share in one of a node above it."""
+    stuck = (levels[0].batches == 0) & (levels[0].sizes > 0)
+    for level in levels[1:] if len(stuck) else []:
+        stuck = (level.batches == 0) & np.logical_or.reduceat(stuck, level.first_child)
+    return bool(stuck.any())
+
+
+def _lend_batch(levels: list[Level], global_batch: int) -> None:
+    """Moves one batch of samples from a lower node to a root that cannot fill a batch.
+
+    Otherwise the samples that reach the root would never be used, always those of the same small
+    groups. The batch comes from a node with the most batches, on the level nearest to the root that
+    has any. The root then makes one batch, and other samples are left out in every epoch.
+    """
+    lender = max((n for n, level in enumerate(levels) if level.batches.any()), default=None)
+    if lender is None:
+        return  # fewer samples than one global batch
+    node = int(levels[lender].batches.argmax())
+    levels[lender].batches[node] -= 1
+    levels[lender].leftovers[node] += global_batch
+    for level in levels[lender + 1 :]:
+        node = int(np.searchsorted(level.first_child, node, side="right")) - 1
+        level.sizes[node] += global_batch
+        level.leftovers[node] += global_batch
+    levels[-1].batches[0] += 1
+    levels[-1].leftovers[0] -= global_batch
+
+
+def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int:
+    """Number of distinct samples of an epoch (under "carry" an upper bound, see ``epoch_plan``), or
+    of draws where samples have weights."""
+    if policy == "wrap":
+        return int(levels[0].sizes.sum())
+    return global_batch * int(sum(level.batches.sum() for level in levels))
+
+
+def require_steps(levels: list[Level], global_batch: int, policy: Policy) -> int:
+    """The number of steps of an epoch; ValueError where there is none."""
+    steps, sizes = int(sum(level.batches.sum() for level in levels)), levels[0].sizes
+    if steps:
+        return steps
+    if not sizes.sum():
+        raise ValueError("no sample has a pseudo label: check the index, then 'mclclip cluster'")
+    most = sizes.max() if policy in ALONE else sizes.sum()
+    raise ValueError(
+        f"global_batch is {global_batch:,}, but {sizes.sum():,} samples in {len(sizes):,} groups "
+        f"(largest {sizes.max():,}) fill no batch under policy {policy!r}: wanted at "
+        f"most {most:,}; lower the global batch, or cluster into fewer groups"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +204,7 @@ class EpochPlan:
     """The global batches of one epoch (MCL, section 4.1 and Algorithm 1).
 
     global_batch  samples per step over all ranks
-    policy        what happens to samples that fill no batch of their own group (see ``groups``)
+    policy        what happens to samples that fill no batch of their own group (see above)
     order         round_robin (the paper: groups in turn, exhausted ones skipped) or proportional
                   (steps shuffled, so that a group comes up in proportion to its batches)
     seed, stage, epoch  the key of all randomness
@@ -292,7 +398,7 @@ def steps_per_epoch(
     """Fewest and most steps of an epoch over ``num_samples`` in 1 to ``max_groups`` groups.
 
     Under ``backoff`` and ``mask`` leftovers are pooled until fewer than a batch are left, so that
-    both are equal (see ``groups``).
+    both are equal.
     """
     whole = num_samples // global_batch
     groups = min(max_groups, num_samples)

@@ -1,16 +1,14 @@
-"""Groups of samples with one pseudo label: on disk, and as the tree that a plan schedules.
+"""Groups of samples with one pseudo label: sorted, however many samples there are, and on disk.
 
-The tree's leaves are the groups (full labels); above them are nodes for ever shorter prefixes of
-the label, and at the top the root, whose prefix is empty. A leaf of n samples makes floor(n / B)
-batches of its own, B being the global batch. The policy decides what happens to its leftovers:
+Labels are read in blocks. A first pass counts the samples of each group, which is all that a plan's
+coverage needs. A second pass sorts each block alone, and stores the order in a file without a name,
+which vanishes with the process. Then ranges of groups, small enough to be sorted in memory, are
+collected from all blocks; a group larger than that is collected block by block. So the sorted ids
+come in order, and are written as they come.
 
-    drop      not used in this epoch (the authors' released sampler)
-    backoff   pooled by the parent, whose leftovers go to its parent, up to the root, which leaves
-              out fewer than B samples, other ones in every epoch
-    mask      pooled over all groups, unshuffled, so that batches hold long runs of one group
-    wrap      one more batch, filled up with earlier samples of the same group
-    carry     used first in the group's next epoch, so that over epochs all samples of a group come
-              equally often; groups with fewer than B samples are never used
+Memory: about 100 bytes per row of a block (50 MiB for the default size), 80 bytes per group while
+groups are counted, and at most 1/8 byte per sample. Disk: 4 bytes per sample for the orders of the
+blocks, beside the 8 bytes per sample of what is written.
 """
 
 from __future__ import annotations
@@ -18,17 +16,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
-from mclclip.data.grouping import GroupSizes, Integers, LabelBlocks
-from mclclip.data.options import Policy
+from mclclip.data.labels import label_space, require_labels
 from mclclip.data.sample_weights import SampleWeights, drawn_rows
 from mclclip.files import (
     Record,
@@ -43,9 +41,227 @@ from mclclip.files import (
     write_json,
 )
 
+Integers = npt.NDArray[np.int64]
+ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower
+_DENSE = 2**21  # most possible labels that are counted in one array over all of them
+_RANGES = 4096  # how many ranges of groups, or up to twice as many, are merged one after another
+_JOINED = 2**18  # most ids of one group that are yielded at once
+_DIGIT_BITS = 16  # numpy sorts integers of 16 bits by radix, larger ones by comparison
+
+_HEADER, _KNOWN_BAD = "grouped_index.json", "known_bad.json"
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
 _WEIGHTED = ("draws", "weight_sums")  # further arrays where samples have weights
-ALONE = ("drop", "carry")  # policies that never put leftovers of two groups into one batch
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSizes:
+    """Groups of samples without the samples: what a plan's coverage is counted from.
+
+    group_starts  int64 [G + 1], group g has group_starts[g + 1] - group_starts[g] samples
+    group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
+    radices       clusters per stage of the label; () for one group (no labels)
+    draws         int64 [G], how often an epoch draws a sample of each group, where samples have
+                  weights (``sample_weights``); None: each sample once
+    """
+
+    group_starts: Integers
+    group_labels: Integers
+    radices: tuple[int, ...]
+    draws: Integers | None = field(default=None, kw_only=True)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_labels)
+
+    @property
+    def sizes(self) -> Integers:
+        """int64 [G]: draws of an epoch from each group."""
+        return np.diff(self.group_starts) if self.draws is None else self.draws
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of an epoch: without weights, the number of samples."""
+        return int(self.sizes.sum())
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.group_starts[-1])
+
+    def group_range(self, label: int, prefix_length: int) -> tuple[int, int]:
+        """Where the samples whose label has this prefix lie among the sorted ones: [start, stop)"""
+        width = label_space(self.radices[prefix_length:])
+        first, last = np.searchsorted(self.group_labels, [label * width, (label + 1) * width])
+        return int(self.group_starts[first]), int(self.group_starts[last])
+
+
+class LabelBlocks:
+    """Pseudo labels [N] of all samples of an index, read in blocks; they may be memory-mapped.
+
+    labels    integers, -1 for samples that no plan uses
+    radices   of the labels
+    left_out  sorted ids of further samples that are not used
+    weights   of the samples; those of weight 0 are not used either
+    Raises ValueError for labels beyond the radices.
+    """
+
+    def __init__(
+        self,
+        labels: npt.NDArray[np.integer],
+        radices: Iterable[int],
+        left_out: npt.NDArray[np.integer] | None = None,
+        rows_per_block: int = ROWS_PER_BLOCK,
+        weights: SampleWeights | None = None,
+    ) -> None:
+        self.labels = np.asarray(labels)
+        self.radices = tuple(int(radix) for radix in radices)
+        self.left_out = np.zeros(0, np.int64) if left_out is None else left_out
+        self.rows_per_block, self.weights = rows_per_block, weights
+        require_labels(self.labels, label_space(self.radices), "pseudo labels")
+
+    def __iter__(self) -> Iterator[tuple[int, Integers]]:
+        """The id of the first sample of each block, and the block's labels, int64, in a new array;
+        -1 for all samples that are not used."""
+        for first in range(0, len(self.labels), self.rows_per_block):
+            block = np.array(self.labels[first : first + self.rows_per_block], dtype=np.int64)
+            here = np.searchsorted(self.left_out, [first, first + len(block)])
+            block[self.left_out[slice(*here)] - first] = -1
+            if self.weights is not None:
+                block[self.weights.units(np.arange(first, first + len(block))) == 0] = -1
+            yield first, block
+
+    def _amounts(self) -> Iterator[tuple[Integers, Integers]]:
+        """The labels [n] of the used samples of each block, and int64 [k, n], what is added up by
+        label: 1 for the number of samples, and the weights where there are some."""
+        for first, block in self:
+            rows = np.flatnonzero(block >= 0)
+            ones = np.ones((1, len(rows)), np.int64)
+            if self.weights is None:
+                yield block[rows], ones
+            else:
+                yield block[rows], np.concatenate([ones, self.weights.units(first + rows)[None]])
+
+    def sizes(self) -> GroupSizes:
+        """The groups, how many samples each has, and how often they are drawn."""
+        space = label_space(self.radices)
+        if space <= min(_DENSE, len(self.labels)):
+            sums = np.zeros((1 if self.weights is None else 2, space), np.int64)
+            for labels, amounts in self._amounts():
+                sums[0] += np.bincount(labels, minlength=space)
+                for total, amount in zip(sums[1:], amounts[1:], strict=True):
+                    # Sums of a block stay far below 2^53, up to which float64 is exact.
+                    total += np.bincount(labels, amount, space).astype(np.int64)
+            found = np.flatnonzero(sums[0])
+            sums = sums[:, found]
+        else:
+            found, sums = _add_sparse(self._amounts(), 1 if self.weights is None else 2)
+        draws = None if self.weights is None else self.weights.draws(sums[1])
+        return GroupSizes(np.append(0, np.cumsum(sums[0])), found, self.radices, draws=draws)
+
+    def sorted_ids(self, sizes: GroupSizes, runs: BufferedRandom) -> Iterator[Integers]:
+        """Yields the ids of the samples by label, ties by id, in parts of any size.
+
+        ``sizes`` are those of these labels; ``runs`` is an empty file that takes 4 bytes per
+        sample.
+        """
+        most = max(1, len(self.labels) // _RANGES)
+        cuts = _cut(sizes.group_starts, most)
+        bounds = self._sort_blocks(sizes.group_labels[cuts[:-1]], runs)
+        for number, num_groups in enumerate(np.diff(cuts)):
+            ranges = bounds[:, number], bounds[:, number + 1]
+            for ids in self._collect(runs, *ranges, max(most, _JOINED)):
+                # Several groups have at most ``most`` rows, which come at once.
+                yield ids[stable_order(self.labels[ids])] if num_groups > 1 else ids
+
+    def _sort_blocks(self, edges: Integers, runs: BufferedRandom) -> Integers:
+        """Writes the rows of each block by label. Returns int64 [blocks, ranges + 1]: where the
+        rows of each range of labels begin in ``runs``; ``edges`` are the first labels of ranges."""
+        bounds, offset = [np.zeros((0, len(edges) + 1), np.int64)], 0
+        for _, block in self:
+            rows = np.flatnonzero(block >= 0).astype(np.int32)
+            inside = block[rows] if len(rows) < len(block) else block
+            order = stable_order(inside)
+            starts = np.searchsorted(inside, edges, sorter=order)
+            bounds.append(offset + np.append(starts, len(rows))[None])
+            runs.write(rows[order].data)
+            offset += len(rows)
+        return np.concatenate(bounds)
+
+    def _collect(
+        self, runs: BufferedRandom, starts: Integers, stops: Integers, most: int
+    ) -> Iterator[Integers]:
+        """The ids of one range of groups, from [starts, stops) of ``runs`` for each block; at once
+        as many blocks as have at most ``most``."""
+        ends, first = np.append(0, np.cumsum(stops - starts)), 0
+        while first < len(starts):
+            last = int(np.searchsorted(ends, ends[first] + most, side="right")) - 1
+            last = max(last, first + 1)
+            lengths = stops[first:last] - starts[first:last]
+            rows, at = np.empty(lengths.sum(), np.int32), 0
+            view = rows.view(np.uint8).data
+            for start, length in zip(starts[first:last].tolist(), lengths.tolist(), strict=True):
+                if length:
+                    runs.seek(4 * start)
+                    at += runs.readinto(view[at : at + 4 * length])
+            yield rows + np.repeat(np.arange(first, last) * self.rows_per_block, lengths)
+            first = last
+
+
+def stable_order(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
+    """The permutation that sorts integers, ties by position: ``argsort(kind="stable")``, digit by
+    digit, which is faster for labels of few digits."""
+    if not len(labels):
+        return np.zeros(0, np.intp)
+    least = int(labels.min())
+    bits, rest = (int(labels.max()) - least).bit_length(), labels - least
+    order: npt.NDArray[np.intp] | None = None
+    for shift in range(0, bits, _DIGIT_BITS):
+        digit = (rest >> shift if shift else rest).astype(np.uint16)  # keeps the lowest 16 bits
+        if order is None:
+            order = np.argsort(digit, kind="stable")
+        else:
+            order = order[np.argsort(digit[order], kind="stable")]
+    return np.arange(len(labels)) if order is None else order
+
+
+def _add_sparse(
+    blocks: Iterable[tuple[Integers, Integers]], num_amounts: int
+) -> tuple[Integers, Integers]:
+    """The different labels [G] of all blocks, ascending, and the sums [k, G] of their amounts.
+
+    Sums of blocks are added up as in a binary counter, so that each is copied a few times only.
+    """
+    nothing = np.zeros(0, np.int64), np.zeros((num_amounts, 0), np.int64)
+    parts: list[tuple[Integers, Integers]] = [nothing]
+    for block in blocks:
+        parts.append(_added([block]))
+        while len(parts) > 1 and len(parts[-2][0]) <= 2 * len(parts[-1][0]):
+            parts[-2:] = [_added(parts[-2:])]
+    return _added(parts)
+
+
+def _added(parts: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+    labels = np.concatenate([labels for labels, _ in parts])
+    amounts = np.concatenate([amounts for _, amounts in parts], axis=1)
+    if not len(labels):
+        return labels, amounts
+    order = np.argsort(labels, kind="stable")
+    labels, amounts = labels[order], amounts[:, order]
+    firsts = np.flatnonzero(np.append(True, labels[1:] != labels[:-1]))
+    return labels[firsts], np.add.reduceat(amounts, firsts, axis=1)
+
+
+def _cut(group_starts: Integers, most: int) -> list[int]:
+    """Numbers of groups at which ranges begin, and the number of groups. A range has one group, or
+    several with at most ``most`` samples."""
+    cuts, num_groups = [0], len(group_starts) - 1
+    while cuts[-1] < num_groups:
+        end = group_starts[cuts[-1]] + most
+        fits = int(np.searchsorted(group_starts, end, side="right")) - 1
+        cuts.append(min(max(fits, cuts[-1] + 1), num_groups))
+    return cuts
+
+
+# --- on disk ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +349,6 @@ class GroupedIndex(GroupSizes):
             found[rows[inside]] = at[inside]
         return found
 
-    def save(self, directory: str | Path) -> None:
-        """Writes the index as ``write_grouped`` does."""
-        write_grouped(Path(directory), self, [(self.sample_ids, self.weight_sums)])
-
     @classmethod
     def open(cls, directory: str | Path, verb: str = "train") -> GroupedIndex:
         """Memory-mapped, read only; ``verb`` wrote it. FileNotFoundError where there is no finished
@@ -153,10 +365,8 @@ class GroupedIndex(GroupSizes):
         header = _read_header(directory, verb)
         records = header.get("records", {}) if compare else {}
         known = {name: Record(**entry) for name, entry in records.items()}
-        names = _arrays(bool(header.get("weighted")))
-        arrays = [
-            open_npy(directory / f"{name}.npy", verb, known.get(f"{name}.npy")) for name in names
-        ]
+        names = [f"{n}.npy" for n in _ARRAYS + (_WEIGHTED if header.get("weighted") else ())]
+        arrays = [open_npy(directory / name, verb, known.get(name)) for name in names]
         num_samples, num_groups = header["num_samples"], header["num_groups"]
         wanted = [num_samples, num_groups + 1, num_groups, num_groups, num_samples][: len(names)]
         if (got := [len(array) for array in arrays]) != wanted:
@@ -176,77 +386,63 @@ class GroupedIndex(GroupSizes):
         return weighted, (self.group_starts, self.group_labels, self.radices, self.sample_ids)
 
 
-def _arrays(weighted: bool) -> tuple[str, ...]:
-    return (*_ARRAYS, *(_WEIGHTED if weighted else ()))
-
-
-Parts = Iterable[tuple[Integers, Integers | None]]
-"""Sample ids int64 [n] of a grouped index in order, and the running sums int64 [n] of their weights
-(None without weights)."""
-
-
-def _with_sums(parts: Iterable[Integers], weights: SampleWeights | None) -> Parts:
-    total = np.zeros(1, np.int64)
-    for ids in parts:
-        sums = None if weights is None else total[-1] + np.cumsum(weights.units(ids))
-        yield ids, sums
-        total = total if sums is None or not len(sums) else sums
-
-
-def write_grouped(directory: Path, sizes: GroupSizes, parts: Parts) -> None:
-    """Writes a grouped index: .npy files, then grouped_index.json, without which none counts.
-
-    Each of the ``parts`` is written, and added to the digest, as it comes.
-    """
-    (directory / "grouped_index.json").unlink(missing_ok=True)
-    shape, weighted = (sizes.num_samples,), sizes.draws is not None
-    with ExitStack() as stack:
+def _write_index(directory: Path, labels: LabelBlocks, sizes: GroupSizes) -> None:
+    """Writes the grouped index of these labels, whose groups have ``sizes``: .npy files, then
+    grouped_index.json, without which none counts. Ids are written, and added to the digest, as they
+    come."""
+    (directory / _HEADER).unlink(missing_ok=True)
+    shape, weights = (sizes.num_samples,), labels.weights
+    with tempfile.TemporaryFile(dir=directory) as runs, ExitStack() as stack:
         opened = partial(write_npy_parts, shape=shape, dtype=np.int64)
         append = stack.enter_context(opened(directory / "sample_ids.npy"))
         append_sums = None
-        if weighted:
+        if weights is not None:
             append_sums = stack.enter_context(opened(directory / "weight_sums.npy"))
 
         def written() -> Iterator[Integers]:
-            for ids, sums in parts:
+            total = 0
+            for ids in labels.sorted_ids(sizes, runs):
                 append(ids)
-                if append_sums is not None and sums is not None:
+                if weights is not None and append_sums is not None and len(ids):
+                    sums = total + np.cumsum(weights.units(ids))
                     append_sums(sums)
+                    total = int(sums[-1])
                 yield ids
 
         ids_digest = digest_parts(np.dtype(np.int64), shape, written())
-    others = [sizes.group_starts, sizes.group_labels]
-    others += [] if sizes.draws is None else [sizes.draws]
-    for name, array in zip(_arrays(weighted)[1:4], others, strict=True):
+    others = {"group_starts": sizes.group_starts, "group_labels": sizes.group_labels}
+    others |= {} if sizes.draws is None else {"draws": sizes.draws}
+    for name, array in others.items():
         save_npy(directory / f"{name}.npy", array)
-    if weighted:
-        others.append(open_npy(directory / "weight_sums.npy", "train"))
+    if weights is not None:
+        others["weight_sums"] = open_npy(directory / "weight_sums.npy", "train")
+    digests = [ids_digest, *map(digest_array, others.values())]
+    records = records_of(directory, "sample_ids.npy", *(f"{name}.npy" for name in others))
     header: dict[str, Any] = {
         "radices": list(sizes.radices),
-        "digest": digest_json([sizes.radices, ids_digest, *map(digest_array, others)]),
+        "digest": digest_json([sizes.radices, *digests]),
         "num_samples": sizes.num_samples,
         "num_groups": sizes.num_groups,
+        **({} if weights is None else {"weighted": True}),
+        "records": {name: asdict(record) for name, record in records.items()},
     }
-    header |= {"weighted": True} if weighted else {}
-    records = records_of(directory, *(f"{name}.npy" for name in _arrays(weighted)))
-    header["records"] = {name: asdict(records[name]) for name in records}
-    write_json(directory / "grouped_index.json", sealed(header))
+    write_json(directory / _HEADER, sealed(header))
 
 
 def _read_header(directory: Path, verb: str = "train") -> dict[str, Any]:
-    path = directory / "grouped_index.json"
+    path = directory / _HEADER
     if not path.exists():
         raise FileNotFoundError(f"{path} not found: no finished grouped index in that directory")
-    return _unsealed(path, "radices", verb, required=False)  # older versions did not seal it
+    return _read_sealed(path, "radices", verb)
 
 
-def _unsealed(
-    path: Path, wanted: str, verb: str = "train", *, required: bool = True
-) -> dict[str, Any]:
+def _read_sealed(path: Path, wanted: str, verb: str = "train") -> dict[str, Any]:
     """The fields of a sealed file, which has the field ``wanted``."""
     try:
-        found = read_json(path)
-        fields = unsealed(found, path, required=required or "records" in found)
+        fields = read_json(path)
+        # Older versions did not seal a header, which had no records then.
+        required = wanted != "radices" or "records" in fields
+        fields = unsealed(fields, path, required=required)
         if wanted not in fields:
             raise ValueError(f"it has no {wanted}")
         return fields
@@ -254,106 +450,6 @@ def _unsealed(
         raise RuntimeError(
             f"{path} is damaged ({error}): run 'mclclip {verb} --force' to make it again"
         ) from error
-
-
-@dataclass(frozen=True, eq=False)
-class Level:
-    """All nodes of one level of the tree. The elements of a leaf are its samples, or its draws
-    where samples have weights; those of another node are the leftovers of its children."""
-
-    prefix_length: int  # the length at which its batches are masked
-    labels: Integers  # [n]
-    sizes: Integers  # [n] elements of each node
-    batches: Integers  # [n] global batches made from them
-    leftovers: Integers  # [n] elements for the level above
-    first_child: Integers  # [n] into the level below (leaves: into sample_ids)
-
-
-def build_levels(grouped: GroupSizes, global_batch: int, policy: Policy) -> list[Level]:
-    """The tree, leaves first; nothing in it depends on the epoch."""
-    if policy not in get_args(Policy):
-        raise ValueError(f"policy is {policy!r}: wanted one of {', '.join(get_args(Policy))}")
-    if global_batch < 1:
-        raise ValueError(f"global_batch is {global_batch}: wanted at least 1")
-    length, labels = len(grouped.radices), np.asarray(grouped.group_labels)
-    sizes = grouped.sizes
-    level = _level(length, labels, sizes, global_batch, np.asarray(grouped.group_starts[:-1]))
-    if policy == "wrap":
-        batches = -(-sizes // global_batch)
-        return [Level(length, labels, sizes, batches, np.zeros_like(sizes), level.first_child)]
-    levels = [level]
-    if policy == "mask":
-        pool, zero = np.array([level.leftovers.sum()]), np.zeros(1, dtype=np.int64)
-        levels.append(_level(length, zero, pool, global_batch, zero))
-    while policy == "backoff" and length > 0:
-        length, children = length - 1, levels[-1]
-        labels, first_child = np.unique(
-            children.labels // grouped.radices[length], return_index=True
-        )
-        sizes = np.add.reduceat(children.leftovers, first_child) if len(labels) else labels
-        levels.append(_level(length, labels, sizes, global_batch, first_child))
-    if len(levels) > 1 and not levels[-1].batches.any() and _has_stuck(levels):
-        _lend_batch(levels, global_batch)
-    return levels
-
-
-def _level(
-    prefix_length: int, labels: Integers, sizes: Integers, global_batch: int, first_child: Integers
-) -> Level:
-    batches, leftovers = np.divmod(sizes, global_batch)
-    return Level(prefix_length, labels, sizes, batches, leftovers, first_child.astype(np.int64))
-
-
-def _has_stuck(levels: list[Level]) -> bool:
-    """Whether some group has neither a batch of its own nor a share in one of a node above it."""
-    stuck = (levels[0].batches == 0) & (levels[0].sizes > 0)
-    for level in levels[1:] if len(stuck) else []:
-        stuck = (level.batches == 0) & np.logical_or.reduceat(stuck, level.first_child)
-    return bool(stuck.any())
-
-
-def _lend_batch(levels: list[Level], global_batch: int) -> None:
-    """Moves one batch of samples from a lower node to a root that cannot fill a batch.
-
-    Otherwise the samples that reach the root would never be used, always those of the same small
-    groups. The batch comes from a node with the most batches, on the level nearest to the root that
-    has any. The root then makes one batch, and other samples are left out in every epoch.
-    """
-    lender = max((n for n, level in enumerate(levels) if level.batches.any()), default=None)
-    if lender is None:
-        return  # fewer samples than one global batch
-    node = int(levels[lender].batches.argmax())
-    levels[lender].batches[node] -= 1
-    levels[lender].leftovers[node] += global_batch
-    for level in levels[lender + 1 :]:
-        node = int(np.searchsorted(level.first_child, node, side="right")) - 1
-        level.sizes[node] += global_batch
-        level.leftovers[node] += global_batch
-    levels[-1].batches[0] += 1
-    levels[-1].leftovers[0] -= global_batch
-
-
-def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int:
-    """Number of distinct samples of an epoch (under "carry" an upper bound, see ``epoch_plan``), or
-    of draws where samples have weights."""
-    if policy == "wrap":
-        return int(levels[0].sizes.sum())
-    return global_batch * int(sum(level.batches.sum() for level in levels))
-
-
-def require_steps(levels: list[Level], global_batch: int, policy: Policy) -> int:
-    """The number of steps of an epoch; ValueError where there is none."""
-    steps, sizes = int(sum(level.batches.sum() for level in levels)), levels[0].sizes
-    if steps:
-        return steps
-    if not sizes.sum():
-        raise ValueError("no sample has a pseudo label: check the index, then 'mclclip cluster'")
-    most = sizes.max() if policy in ALONE else sizes.sum()
-    raise ValueError(
-        f"global_batch is {global_batch:,}, but {sizes.sum():,} samples in {len(sizes):,} groups "
-        f"(largest {sizes.max():,}) fill no batch under policy {policy!r}: wanted at "
-        f"most {most:,}; lower the global batch, or cluster into fewer groups"
-    )
 
 
 class StageGroups:
@@ -369,7 +465,7 @@ class StageGroups:
     @property
     def written(self) -> bool:
         """True where the grouped index is whole on disk."""
-        return (self.directory / "known_bad.json").exists()
+        return (self.directory / _KNOWN_BAD).exists()
 
     def damage(self) -> str | None:
         """Why the grouped index cannot be read; None where it can, or is not written yet."""
@@ -384,17 +480,18 @@ class StageGroups:
         """Groups the samples, whose groups have ``sizes``, on disk; and saves the undecodable
         ``bad_ids`` that were left out."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        with naming(self.directory), tempfile.TemporaryFile(dir=self.directory) as runs:
-            parts = _with_sums(labels.sorted_ids(sizes, runs), labels.weights)
-            write_grouped(self.directory, sizes, parts)
+        with naming(self.directory):
+            _write_index(self.directory, labels, sizes)
         # Last: marks the grouped index as whole.
         known_bad = sealed({"known_bad": [int(i) for i in bad_ids]})
-        write_json(self.directory / "known_bad.json", known_bad)
+        write_json(self.directory / _KNOWN_BAD, known_bad)
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """The grouped index (memory-mapped) and the ids that were left out of it."""
-        path = self.directory / "known_bad.json"
+        path = self.directory / _KNOWN_BAD
         found = read_json(path)
         # Older versions wrote the list alone.
-        known_bad = found if isinstance(found, list) else _unsealed(path, "known_bad")["known_bad"]
+        known_bad = (
+            found if isinstance(found, list) else _read_sealed(path, "known_bad")["known_bad"]
+        )
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

@@ -109,16 +109,6 @@ def combine_stages(
     return combined, used
 
 
-def split_stages(labels: npt.NDArray[np.integer], radices: Sequence[int]) -> list[Integers]:
-    """The inverse of combine_stages' "prefix": one int64 [N] per stage (-1 stays -1 in all)."""
-    rest = check_labels(labels, label_space(radices))
-    digits: list[Integers] = []
-    for radix in reversed(radices):
-        digits.append(np.where(rest < 0, -1, rest % radix))
-        rest = rest // radix
-    return digits[::-1]
-
-
 def truncate(
     labels: npt.NDArray[np.integer], radices: Sequence[int], prefix_length: int
 ) -> Integers:
@@ -130,15 +120,6 @@ def truncate(
         raise ValueError(f"prefix_length is {prefix_length}: wanted 0 to {len(radices)}")
     divisor = label_space(radices[prefix_length:])
     return np.asarray(labels, dtype=np.int64) // divisor  # floors, so that -1 stays -1
-
-
-def compact(labels: npt.NDArray[np.integer]) -> Integers:
-    """The labels renamed to 0 .. G-1 in ascending order (int64 [N]); -1 stays -1."""
-    labels = np.asarray(labels, dtype=np.int64)
-    inside = labels >= 0
-    renamed = np.full(labels.shape, -1, dtype=np.int64)
-    renamed[inside] = np.unique(labels[inside], return_inverse=True)[1]
-    return renamed
 
 
 def size_statistics(sizes: npt.NDArray[np.integer]) -> dict[str, float]:
@@ -175,32 +156,6 @@ def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) ->
         "label_space": label_space(radices),
         **size_statistics(np.unique(inside, return_counts=True)[1]),
     }
-
-
-def join_by_key(
-    keys_from: Sequence[str], values: npt.NDArray[_Value], keys_to: Sequence[str]
-) -> npt.NDArray[_Value]:
-    """values [N, ...], whose rows belong to keys_from, in the order of keys_to.
-
-    For arrays whose digest of ordered keys differs from the index's. Raises ValueError with counts
-    where the two do not hold the same keys, each once: a guess would train on wrong labels.
-    """
-    if len(keys_from) != len(values):
-        raise ValueError(
-            f"join by key: {len(values):,} rows for {len(keys_from):,} keys: wanted one row per key"
-        )
-    row = {key: number for number, key in enumerate(keys_from)}
-    wanted = set(keys_to)
-    missing, extra = len(wanted - row.keys()), len(row.keys() - wanted)
-    repeated = len(keys_from) - len(row) + len(keys_to) - len(wanted)
-    if missing or extra or repeated:
-        raise ValueError(
-            f"join by key: {missing:,} of the {len(keys_to):,} samples wanted have no row, "
-            f"{extra:,} of {len(keys_from):,} rows belong to no sample, {repeated:,} keys are "
-            "repeated: run 'mclclip embed --force' and 'mclclip cluster --force' on this index"
-        )
-    order = np.fromiter((row[key] for key in keys_to), dtype=np.int64, count=len(keys_to))
-    return values[order]
 
 
 def read_pseudo_labels(

@@ -15,7 +15,7 @@ from mclclip.data.remote import RemoteOptions, check_protocol, protocol_of
 from mclclip.options import STRICT, Share
 
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
-"""What happens to samples that fill no batch of their own group (see ``data.groups``)."""
+"""What happens to samples that fill no batch of their own group (see ``data.epoch_plan``)."""
 Order = Literal["round_robin", "proportional"]
 """In which order the batches of groups come (see ``data.epoch_plan``)."""
 LabelMode = Literal["prefix", "last"]
@@ -82,7 +82,7 @@ class PlanConfig:
     """Which samples form a batch, and how often each is drawn."""
 
     policy: Policy = "backoff"
-    """What happens to samples that do not fill a batch of their group (see ``data.groups``)."""
+    """What happens to samples that do not fill a batch of their group (see ``data.epoch_plan``)."""
     order: Order = "proportional"
     """``round_robin``: Algorithm 1 of MCL; ``proportional``: a seeded shuffle of all batches."""
     weights: str | None = None

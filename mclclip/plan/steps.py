@@ -8,9 +8,15 @@ import numpy as np
 
 from mclclip.config import Config
 from mclclip.data.coverage import Coverage, coverage_report
-from mclclip.data.epoch_plan import check_samples, steps_per_epoch, total_steps
-from mclclip.data.grouping import GroupSizes, LabelBlocks
-from mclclip.data.groups import ALONE, StageGroups, build_levels, require_steps
+from mclclip.data.epoch_plan import (
+    ALONE,
+    build_levels,
+    check_samples,
+    require_steps,
+    steps_per_epoch,
+    total_steps,
+)
+from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import label_space, read_pseudo_labels
 from mclclip.data.options import Policy
 from mclclip.data.sample_index import SampleIndex

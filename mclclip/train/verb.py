@@ -18,8 +18,7 @@ from mclclip.config import Config, to_tree
 from mclclip.data import trunk_rows
 from mclclip.data.coverage import coverage_report, plan_groups
 from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
-from mclclip.data.grouping import GroupSizes, LabelBlocks
-from mclclip.data.groups import StageGroups
+from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex

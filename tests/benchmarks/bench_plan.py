@@ -23,8 +23,7 @@ import torch
 from mclclip.data.arrays import write_npy_parts
 from mclclip.data.coverage import plan_groups
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.grouping import LabelBlocks
-from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.options import Policy
 from tests.benchmarks import memory, timing
 

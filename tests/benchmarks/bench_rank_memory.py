@@ -21,8 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from mclclip.data.batches import TrainingBatches
-from mclclip.data.grouping import LabelBlocks
-from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.sample_index import SAMPLES, SCHEMA, SHARDS, SampleIndex, Shard
 from mclclip.files import write_json
 from tests.benchmarks import timing

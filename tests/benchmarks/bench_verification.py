@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from mclclip import files, index, make_dataset
 from mclclip.config import from_tree
 from mclclip.data.arrays import open_npy, save_npy
-from mclclip.data.groups import GroupedIndex
+from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.remote import Place
 from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.data.sample_index import KIND, SAMPLES, SHARDS, SampleIndex, Shard, write_tables
@@ -102,7 +102,8 @@ def opening(
         centroids=rng.random((CLUSTERS, WIDTH)).astype(np.float32),
     )  # fmt: skip
     pseudo = write_arrays(root / "pseudo", "pseudo_labels", pseudo_labels=labels[:, None])
-    GroupedIndex.build(labels, (CLUSTERS,)).save(root / "grouped")
+    blocks = LabelBlocks(labels, (CLUSTERS,))
+    StageGroups(root / "grouped").write(blocks, blocks.sizes(), np.zeros(0, np.int64))
     header = files.read_json(root / "grouped" / "grouped_index.json")
     plain = root / "plain"
     plain.mkdir()

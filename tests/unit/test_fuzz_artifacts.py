@@ -20,8 +20,7 @@ import torch
 from mclclip import cluster, files
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config
-from mclclip.data.grouping import LabelBlocks
-from mclclip.data.groups import StageGroups
+from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.data.labels import ClassLabels, read_pseudo_labels
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex

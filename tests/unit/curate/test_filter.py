@@ -17,8 +17,7 @@ from mclclip.config import Config
 from mclclip.curate import filter as filtering
 from mclclip.curate import near
 from mclclip.curate.filter import CODES, Within
-from mclclip.data.grouping import LabelBlocks
-from mclclip.data.groups import GroupedIndex
+from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights

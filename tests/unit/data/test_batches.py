@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mclclip.data.batches import Batch, KeyedRng, TrainingBatches, kept_rng
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex
+from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import truncate
 from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard, write_tables
 from mclclip.data.samples import TextFeatures
@@ -32,6 +32,7 @@ from mclclip.data.shard_scan import Findings
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.benchmarks import memory
 from tests.matrix import kept
+from tests.unit.data.test_grouping import written
 
 NUM_SAMPLES, RADICES = 240, (3, 2)
 LABELS = np.sort(np.random.default_rng(5).integers(0, 6, NUM_SAMPLES))[
@@ -420,7 +421,7 @@ def test_the_ranks_together_have_the_single_process_batch(
 def test_loader_workers_and_a_later_start_change_nothing(
     bad_index: SampleIndex, num_workers: int, tmp_path: Path
 ) -> None:
-    GroupedIndex.build(LABELS, RADICES).save(tmp_path)
+    written(tmp_path, LabelBlocks(LABELS, RADICES))
     batches = make(bad_index, grouped=GroupedIndex.open(tmp_path))
     total = 2 * batches.steps_per_epoch
     reference = make(bad_index)
@@ -454,6 +455,7 @@ from torch.utils.data import DataLoader
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import start_loader_worker
 from tests.unit.data.test_batches import make
+from tests.unit.data.test_grouping import written
 
 if __name__ == "__main__":
     directory, digest, method, persistent, how = sys.argv[1:]

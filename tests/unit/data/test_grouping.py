@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mclclip import files
-from mclclip.data import grouping
-from mclclip.data.grouping import LabelBlocks, stable_order
-from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data import groups
+from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups, stable_order
 from mclclip.files import digest_array, digest_json
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -59,9 +58,9 @@ def arrays_of(grouped: GroupedIndex) -> list[np.ndarray]:
 
 
 def written(directory: Path, blocks: LabelBlocks) -> GroupedIndex:
-    groups = StageGroups(directory)
-    groups.write(blocks, blocks.sizes(), np.array([3]))
-    return groups.read()[0]
+    stage = StageGroups(directory)
+    stage.write(blocks, blocks.sizes(), np.array([3]))
+    return stage.read()[0]
 
 
 def grouped_by(blocks: LabelBlocks) -> GroupedIndex:
@@ -80,7 +79,7 @@ def test_blocks_of_every_size_give_what_one_sort_gives(case) -> None:
     digest = digest_json([radices, *map(digest_array, wanted)])
     for rows in {1, 2, 3, 8, 17, 64, max(len(labels), 1), len(labels) + 1}:
         for ranges, joined in ((1, 100), (5, 3), (4096, 1)):
-            with patch.multiple(grouping, _RANGES=ranges, _JOINED=joined):
+            with patch.multiple(groups, _RANGES=ranges, _JOINED=joined):
                 grouped = grouped_by(LabelBlocks(labels, radices, left_out, rows))
             for found, array in zip(arrays_of(grouped), wanted, strict=True):
                 assert found.dtype == np.int64 and np.array_equal(found, array)
@@ -96,7 +95,7 @@ def test_blocks_of_every_size_give_what_one_sort_gives(case) -> None:
 @pytest.mark.parametrize("rows", [1000, 4096, 100_000])
 def test_larger_labels_are_merged_from_many_blocks(tmp_path, kind, rows, monkeypatch) -> None:
     """Even groups, one group of half of the samples beside tiny ones, a group for each sample."""
-    monkeypatch.setattr(grouping, "_RANGES", 100)
+    monkeypatch.setattr(groups, "_RANGES", 100)
     random, samples = np.random.default_rng(0), 30_000
     labels = {
         "even": random.integers(0, 100, samples),
@@ -153,18 +152,18 @@ def test_digits_sort_as_one_stable_sort_does(values, modulus) -> None:
 
 def test_memory_grows_neither_with_samples_nor_with_groups(tmp_path, monkeypatch) -> None:
     """Peak of numpy and Python beyond the labels: that of a block, for many groups and few."""
-    monkeypatch.setattr(grouping, "_DENSE", 1000)
-    monkeypatch.setattr(grouping, "_RANGES", 256)
-    monkeypatch.setattr(grouping, "_JOINED", 1000)
+    monkeypatch.setattr(groups, "_DENSE", 1000)
+    monkeypatch.setattr(groups, "_RANGES", 256)
+    monkeypatch.setattr(groups, "_JOINED", 1000)
     peaks = {}
     for samples in (100_000, 800_000):
-        for groups in (1, 10_000):
-            labels = np.random.default_rng(0).integers(0, groups, samples)
-            blocks = LabelBlocks(labels, (groups,), None, 2**14)
-            groups_of = StageGroups(tmp_path / f"{samples}_{groups}")
+        for count in (1, 10_000):
+            labels = np.random.default_rng(0).integers(0, count, samples)
+            blocks = LabelBlocks(labels, (count,), None, 2**14)
+            groups_of = StageGroups(tmp_path / f"{samples}_{count}")
             tracemalloc.start()
             groups_of.write(blocks, blocks.sizes(), np.zeros(0, np.int64))
-            peaks[samples, groups] = tracemalloc.get_traced_memory()[1]
+            peaks[samples, count] = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
     assert max(peaks.values()) < 30 * 8 * 2**14 + 80 * 10_000 < 8 * 800_000
 
@@ -174,7 +173,7 @@ def test_a_full_disk_is_an_error_with_a_path(tmp_path) -> None:
     code = f"""
 import resource, signal, numpy as np
 from pathlib import Path
-from mclclip.data.grouping import LabelBlocks
+from mclclip.data.groups import LabelBlocks
 from mclclip.data.groups import StageGroups
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

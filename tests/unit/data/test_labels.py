@@ -11,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mclclip.clustering.agreement import ami
-from mclclip.data.groups import GroupedIndex
+from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import (
     combine_stages,
-    compact,
     group_statistics,
-    join_by_key,
     label_space,
     outside_of_share,
-    split_stages,
     truncate,
 )
+from tests.unit.data.test_grouping import written
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -56,10 +54,6 @@ def test_labels_and_tuples_are_in_bijection(case) -> None:
     stages, radices = case
     labels, _ = combine_stages(stages, radices)
     inside = labels >= 0
-    for stage, digits in zip(stages, split_stages(labels, radices), strict=True):
-        assert np.array_equal(digits[inside], stage[inside])
-        assert (digits[~inside] == -1).all()
-    assert np.array_equal(combine_stages(split_stages(labels, radices), radices)[0], labels)
     tuples = set(zip(*(stage[inside].tolist() for stage in stages), strict=True))
     assert len(tuples) == len(np.unique(labels[inside]))
     assert len(tuples) <= min(label_space(radices), max(len(labels), 1))
@@ -91,57 +85,6 @@ def test_last_labels_are_those_of_the_last_stage(case) -> None:
     assert used == (radices[-1],)
     assert np.array_equal(labels, np.where(outside, -1, stages[-1]))
     assert np.array_equal(labels < 0, combine_stages(stages, radices)[0] < 0)
-
-
-@stable
-@given(clusterings())
-def test_compacting_keeps_which_samples_share_a_label(case) -> None:
-    stages, radices = case
-    labels, _ = combine_stages(stages, radices)
-    small = compact(labels)
-    assert np.array_equal(small < 0, labels < 0)
-    inside = labels >= 0
-    pairs = set(zip(labels[inside].tolist(), small[inside].tolist(), strict=True))
-    groups = sorted(set(labels[inside].tolist()))
-    assert sorted(pairs) == list(zip(groups, range(len(groups)), strict=True))
-
-
-@stable
-@given(clusterings(), st.randoms(use_true_random=False))
-def test_labels_follow_the_key_not_the_row(case, random) -> None:
-    stages, radices = case
-    keys = [f"source/{row}" for row in range(len(stages[0]))]
-    order = list(range(len(keys)))
-    random.shuffle(order)
-    shuffled_keys = [keys[row] for row in order]
-    shuffled, _ = combine_stages([stage[order] for stage in stages], radices)
-    labels, _ = combine_stages(stages, radices)
-    assert np.array_equal(join_by_key(shuffled_keys, shuffled, keys), labels)
-
-
-def test_join_by_key_moves_whole_rows() -> None:
-    values = np.arange(6).reshape(3, 2)
-    joined = join_by_key(["a", "b", "c"], values, ["c", "a", "b"])
-    assert joined.tolist() == [[4, 5], [0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize(
-    "keys_from, keys_to, message",
-    [
-        (["a", "b"], ["a", "b", "c", "d"], "2 of the 4 samples wanted have no row"),
-        (["a", "b", "c"], ["a"], "2 of 3 rows belong to no sample"),
-        (["a", "a"], ["a"], "1 keys are repeated"),
-        (["a"], ["a", "a"], "1 keys are repeated"),
-    ],
-)
-def test_a_join_of_other_keys_stops_with_counts(keys_from, keys_to, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        join_by_key(keys_from, np.arange(len(keys_from)), keys_to)
-
-
-def test_a_join_needs_one_row_per_key() -> None:
-    with pytest.raises(ValueError, match="2 rows for 1 keys"):
-        join_by_key(["a"], np.arange(2), ["a"])
 
 
 @pytest.mark.parametrize(
@@ -249,17 +192,20 @@ def test_no_radices_make_one_group() -> None:
 
 
 def test_the_grouped_index_round_trips_through_the_disk(tmp_path: Path) -> None:
-    made = GroupedIndex.build(np.array([5, 0, -1, 3, 5, 0]), (2, 3))
-    made.save(tmp_path / "grouped")
-    opened = GroupedIndex.open(tmp_path / "grouped")
+    labels = np.array([5, 0, -1, 3, 5, 0])
+    made = GroupedIndex.build(labels, (2, 3))
+    opened = written(tmp_path / "grouped", LabelBlocks(labels, (2, 3)))
     assert isinstance(opened.sample_ids, np.memmap) and not opened.sample_ids.flags.writeable
     assert opened.radices == (2, 3)
     for name in ("sample_ids", "group_starts", "group_labels"):
         assert getattr(opened, name).dtype == np.int64
         assert np.array_equal(getattr(opened, name), getattr(made, name))
     assert opened.digest == made.digest
-    opened.save(tmp_path / "grouped")  # onto itself
-    assert GroupedIndex.open(tmp_path / "grouped").digest == made.digest
+    with pytest.raises(FileNotFoundError, match="no finished grouped index"):
+        GroupedIndex.open(tmp_path)
+    np.save(tmp_path / "grouped" / "sample_ids.npy", np.arange(2))
+    with pytest.raises(RuntimeError, match="sample_ids.npy is damaged.*train --force"):
+        GroupedIndex.open(tmp_path / "grouped")
 
 
 def test_the_digest_names_the_contents() -> None:
@@ -274,27 +220,13 @@ def test_the_digest_names_the_contents() -> None:
 
 
 def test_pickling_sends_the_path_where_there_is_one(tmp_path: Path) -> None:
-    made = GroupedIndex.build(np.zeros(50_000, dtype=np.int64), ())
-    made.save(tmp_path)
-    opened = GroupedIndex.open(tmp_path)
+    labels = np.zeros(50_000, dtype=np.int64)
+    made = GroupedIndex.build(labels, ())
+    opened = written(tmp_path, LabelBlocks(labels, ()))
     assert len(pickle.dumps(opened)) < 1000
     for original in (made, opened):
         copy = pickle.loads(pickle.dumps(original))
         assert np.array_equal(copy.sample_ids, made.sample_ids) and copy.digest == made.digest
-
-
-def test_an_unfinished_or_mixed_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no finished grouped index"):
-        GroupedIndex.open(tmp_path)
-    GroupedIndex.build(np.array([0, 1, 1]), (2,)).save(tmp_path)
-    np.save(tmp_path / "sample_ids.npy", np.arange(2))
-    with pytest.raises(RuntimeError, match="sample_ids.npy is damaged.*train --force"):
-        GroupedIndex.open(tmp_path)
-
-
-def test_an_empty_index_can_be_saved(tmp_path: Path) -> None:
-    GroupedIndex.build(np.array([-1, -1]), (2,)).save(tmp_path)
-    assert GroupedIndex.open(tmp_path).num_samples == 0
 
 
 def test_a_share_is_nested_and_does_not_depend_on_later_samples() -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.grouping import LabelBlocks
-from mclclip.data.groups import GroupedIndex, StageGroups
+from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.options import Policy
 from mclclip.data.sample_weights import UNIT, SampleWeights, drawn_rows
 from mclclip.files import write_json
