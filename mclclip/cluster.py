@@ -17,11 +17,11 @@ import numpy as np
 from torch import Tensor
 
 from mclclip.clustering import kmeans, two_level
-from mclclip.clustering.agreement import ami
-from mclclip.clustering.assignment import Block, Tally, assign_blocks
+from mclclip.clustering.centroids import Block, Tally, assign_blocks
+from mclclip.clustering.kmeans import Clustering
 from mclclip.config import Config, to_tree
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
-from mclclip.data.labels import combine_stages, group_statistics, size_statistics
+from mclclip.data.labels import ami, combine_stages, group_statistics, size_statistics
 from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore, left_out
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array, records_of
@@ -131,7 +131,7 @@ def _common(
     return {"algorithm": config.cluster.algorithm, "valid": valid, "context": context}
 
 
-def _fit(config: Config, stage: int, blocks: RowBlocks, common: dict[str, Any]) -> kmeans.Found:
+def _fit(config: Config, stage: int, blocks: RowBlocks, common: dict[str, Any]) -> Clustering:
     options = config.cluster
     settings: dict[str, Any] = common | {
         "seed": (config.seed, stage),
@@ -147,7 +147,7 @@ def _fit(config: Config, stage: int, blocks: RowBlocks, common: dict[str, Any]) 
     return kmeans.fit(blocks, num_clusters, **settings)
 
 
-def _save_centroids(path: Path, found: kmeans.Found, context: Context) -> None:
+def _save_centroids(path: Path, found: Clustering, context: Context) -> None:
     """Writes all centroids, a pass at a time, so that rank 0 never holds all of a sharded set.
 
     All ranks have to call it, as each may hold some.
@@ -163,7 +163,11 @@ def _save_centroids(path: Path, found: kmeans.Found, context: Context) -> None:
 
 
 def _save_nearest(
-    directory: Path, config: Config, blocks: RowBlocks, found: kmeans.Found, common: dict[str, Any]
+    directory: Path,
+    config: Config,
+    blocks: RowBlocks,
+    found: Clustering,
+    common: dict[str, Any],
 ) -> Tally:
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
     Returns the counts of the clusters and the sum of the distances.
@@ -228,7 +232,7 @@ def _finish(
     layout: Layout,
     stage: int,
     index: SampleIndex,
-    found: kmeans.Found,
+    found: Clustering,
     tally: Tally,
 ) -> None:
     """Writes the manifest: sizes of clusters, inertia, agreement with earlier stages."""

@@ -353,7 +353,8 @@ class Stage:
         record = self.manifest("clusters").record(name)
         labels = RowStore([self.directory("clusters") / name], [record], "cluster")
         wanted, places = np.unique(self._checked(ids), return_inverse=True)
-        return labels[wanted][places]
+        found: NDArray[Any] = labels[wanted]
+        return found[places]
 
     def _checked(self, ids: Ids) -> Integers:
         numbers, count = np.asarray(ids, np.int64), len(self.run.index)

@@ -1,4 +1,4 @@
-"""Which rank holds which centroids, and how all rows are compared with all centroids.
+"""Which rank holds which centroids, how all rows are compared with all centroids, and assigned.
 
 ``WholeCentroids``: every rank holds all centroids and compares them with its own rows, and sums
 [K, D] are added up over the ranks. ``ShardedCentroids``: each rank holds a contiguous range of the
@@ -7,17 +7,24 @@ its blocks to all, each rank finds the nearest of its own centroids, and the lar
 int64 per row decides (ties go to the lowest id). Both add up the same integers, so their results
 are equal bit for bit. With sharded centroids every rank still holds vectors [K], with 8 bytes per
 centroid.
+
+``assign_blocks`` finds the nearest centroids of all rows and passes them on block by block: the
+labels of all N rows are never in memory together. One rank finds those of a block and sends them to
+all ranks, so every rank sees all blocks in the order of the rows, and whatever is computed from
+them is the same for any number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.clustering.arithmetic import choose_tile
+from mclclip.clustering.arithmetic import CHOSEN, Arithmetic, choose_tile
 from mclclip.clustering.nearest import (
     NOTHING,
     ROWS_PER_PASS,
@@ -26,8 +33,18 @@ from mclclip.clustering.nearest import (
     squared_distance,
     unpack,
 )
-from mclclip.clustering.rows import Integers, Rows, add_rows, move_rows, tiles
-from mclclip.ranks.process_group import Context
+from mclclip.clustering.options import Algorithm
+from mclclip.clustering.rows import (
+    Integers,
+    Mask,
+    Rows,
+    add_rows,
+    move_rows,
+    num_not_finite,
+    tiles,
+)
+from mclclip.data.arrays import Floats
+from mclclip.ranks.process_group import SINGLE, Context
 
 SHARDED_FROM = 2**25  # numbers in all centroids: whole, they and their sums take about a GiB
 
@@ -66,21 +83,18 @@ class WholeCentroids:
 
     def __init__(self, rows: Rows, num_clusters: int) -> None:
         self.rows, self.num_clusters = rows, num_clusters
-        self.held = self._held(rows.context)
+        self.held = range(num_clusters)
         self._rows_per_tile = choose_tile(rows.context.device, rows.arithmetic)[0]
         self._labels: dict[int, Tensor] = {}  # of own blocks, from the last sums
         self._sums: tuple[Tensor, Tensor] | None = None  # of own blocks, by those labels
 
-    def _held(self, context: Context) -> range:
-        return range(self.num_clusters)
-
     # --- passes of all rows ---
 
-    def sums(self, centroids: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+    def sums(self, centroids: Tensor) -> tuple[Tensor, Tensor]:
         """(int64 [k, D], int64 [k]): sums in fixed point and counts of the rows nearest to each.
 
         Rows that are where they were at the last call are summed already: only the others move.
-        The next call, which has to have the same ``unit``, may change the sums of this one.
+        The next call may change the sums of this one.
         """
         search = self._search(centroids)
         kept = self._sums or _nothing(centroids)
@@ -88,7 +102,7 @@ class WholeCentroids:
         def move_run(run: tuple[tuple[Tensor, Tensor], list[int]]) -> None:
             (sums, counts), numbers = run
             for number in numbers:
-                self._labels[number] = self._move(number, search, sums, counts, unit)
+                self._labels[number] = self._move(number, search, sums, counts)
 
         runs = self.rows.runs()
         parts = [kept, *(_nothing(centroids) for _ in runs[1:])]
@@ -99,13 +113,11 @@ class WholeCentroids:
         self._sums = kept
         return self.rows.total(kept[0]), self.rows.total(kept[1].clone())
 
-    def _move(
-        self, number: int, search: Search, sums: Tensor, counts: Tensor, unit: float
-    ) -> Tensor:
+    def _move(self, number: int, search: Search, sums: Tensor, counts: Tensor) -> Tensor:
         """Moves the rows of a block whose nearest centroid is another one than before from sum to
         sum; returns the labels [n].
         """
-        block, before = self.rows.block(number), self._labels.get(number)
+        block, before, unit = self.rows.block(number), self._labels.get(number), self.rows.unit
         labels = [torch.zeros(0, dtype=torch.int64, device=block.device)]
         for first in range(0, len(block), self._rows_per_tile):
             some = slice(first, first + self._rows_per_tile)
@@ -122,13 +134,13 @@ class WholeCentroids:
         largest squared distance, and the lowest number of a row that has it.
         """
 
-        def look(number: int) -> Tensor:
+        def distances(number: int) -> Tensor:
             nearest = centroids[self._labels[number]]
             return self._distances(nearest, self.rows.block(number), self.rows.ids(number))
 
         largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
         own = self.rows.own
-        for number, packed in zip(own, self.rows.each(look, own), strict=True):
+        for number, packed in zip(own, self.rows.each(distances, own), strict=True):
             largest.scatter_reduce_(0, self._labels[number], packed, "amax")
         return self.rows.largest(largest)
 
@@ -138,14 +150,14 @@ class WholeCentroids:
         """
         search, step = self._search(centroids), self.rows.num_threads
 
-        def look(number: int) -> tuple[int, Tensor, Tensor]:
+        def searched(number: int) -> tuple[int, Tensor, Tensor]:
             block = self.rows.block(number)
             return number, block, search.best(block, count)
 
         for first in range(0, len(self.rows.own), step):
-            yield from self.rows.each(look, self.rows.own[first : first + step])
+            yield from self.rows.each(searched, self.rows.own[first : first + step])
 
-    def shown(self, own: Tensor) -> Tensor:
+    def sent_to_all(self, own: Tensor) -> Tensor:
         """Sends [n, ...], made of one of this rank's blocks, to all ranks: returns [W, m, ...] in
         rank order, padded to m, the most rows of any block. A rank without a block gives n = 0.
         """
@@ -202,10 +214,11 @@ class WholeCentroids:
 class ShardedCentroids(WholeCentroids):
     """Each rank holds the ids ``held_by`` and sees all rows, one block of every rank at a time."""
 
-    def _held(self, context: Context) -> range:
-        return held_by(context.rank, context.world_size, self.num_clusters)
+    def __init__(self, rows: Rows, num_clusters: int) -> None:
+        super().__init__(rows, num_clusters)
+        self.held = held_by(rows.context.rank, rows.context.world_size, num_clusters)
 
-    def sums(self, centroids: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+    def sums(self, centroids: Tensor) -> tuple[Tensor, Tensor]:
         """See WholeCentroids; of this rank's centroids."""
         search = self._search(centroids)
         sums, counts = _nothing(centroids)
@@ -218,7 +231,7 @@ class ShardedCentroids(WholeCentroids):
                     self._labels[number] = some
                 here = torch.nonzero(self._here(some)).flatten()
                 for ids in tiles(here, self._rows_per_tile):
-                    add_rows(sums, counts, some[ids] - self.held.start, block[ids], unit)
+                    add_rows(sums, counts, some[ids] - self.held.start, block[ids], self.rows.unit)
         return sums, counts
 
     def farthest(self, centroids: Tensor) -> Tensor:
@@ -226,7 +239,7 @@ class ShardedCentroids(WholeCentroids):
         largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
         none = torch.zeros(0, dtype=torch.int64, device=centroids.device)
         for numbers, blocks in self._rounds():
-            labels = self.shown(self._labels.get(numbers[0] + self.rows.context.rank, none))
+            labels = self.sent_to_all(self._labels.get(numbers[0] + self.rows.context.rank, none))
             for number, block, some in zip(numbers, blocks, labels, strict=False):
                 here = self._here(some[: len(block)])
                 own = some[: len(block)][here] - self.held.start
@@ -268,11 +281,139 @@ class ShardedCentroids(WholeCentroids):
         for first in every[::world_size]:
             numbers, own = every[first : first + world_size], first + self.rows.context.rank
             none = torch.zeros((0, self.rows.dim), device=self.rows.context.device)
-            shown = self.shown(self.rows.block(own) if own in numbers else none)
+            sent = self.sent_to_all(self.rows.block(own) if own in numbers else none)
             sizes = [len(self.rows.ids(number)) for number in numbers]
-            yield numbers, [rows[:size] for rows, size in zip(shown, sizes, strict=False)]
+            yield numbers, [rows[:size] for rows, size in zip(sent, sizes, strict=False)]
 
 
 def _nothing(centroids: Tensor) -> tuple[Tensor, Tensor]:
     sums = torch.zeros_like(centroids, dtype=torch.int64)
     return sums, torch.zeros(len(centroids), dtype=torch.int64, device=centroids.device)
+
+
+# --- the nearest centroids of all rows ---
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The L nearest centroids of n rows, nearest first, ties to the lowest id, on the CPU.
+
+    ``labels`` int32 [n, L], -1 where the row is not valid; ``distances`` float32 [n, L]: 1 - cosine
+    (spherical) or the squared distance, 0 where the row is not valid.
+    """
+
+    labels: Tensor
+    distances: Tensor
+
+
+Block = tuple[slice, Assignment]  # the row numbers of a block, and its assignment
+
+
+def assign_blocks(
+    blocks: Sequence[Floats],
+    centroids: Tensor,
+    *,
+    algorithm: Algorithm = "spherical",
+    labels_per_sample: int = 1,
+    held: range | None = None,
+    valid: Mask | None = None,
+    context: Context = SINGLE,
+    arithmetic: Arithmetic = CHOSEN,
+) -> Iterator[Block]:
+    """Yields the nearest ``labels_per_sample`` centroids of the rows of each block, in order, on
+    every rank. The ranks work together, so each of them has to go through all blocks.
+
+    ``centroids`` [K, D] are all of them, or those with the ids ``held`` (``Clustering``) where
+    they are sharded. What ``arithmetic`` leaves open is chosen for the device. A rank's memory
+    holds as many blocks as there are ranks, whatever their number. Raises ValueError for more
+    labels than centroids and for another width than the rows', and, after the last block, for NaN
+    or infinite rows: on all ranks alike.
+    """
+    rows = Rows(blocks, valid, algorithm, context, 0, arithmetic)
+    if centroids.ndim != 2 or centroids.shape[1] != rows.dim:
+        raise ValueError(f"centroids are {list(centroids.shape)}: wanted [K, {rows.dim}]")
+    stop = len(centroids) if held is None else held.stop
+    num_clusters = int(rows.largest(torch.tensor(stop)))
+    if not 1 <= labels_per_sample <= num_clusters:
+        raise ValueError(
+            f"labels_per_sample is {labels_per_sample}: wanted 1 to {num_clusters:,}, the number "
+            "of centroids"
+        )
+    # Summed over ranks, so that all agree even where one rank happens to hold all centroids.
+    shards = int(rows.total(torch.tensor(int(held is not None and len(held) < num_clusters))))
+    holder = hold(rows, num_clusters, sharded=shards > 0)
+    return _in_order(holder, centroids, labels_per_sample)
+
+
+def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assignment:
+    """The assignment of all N rows at once, on every rank; they have to fit into its memory.
+
+    Arguments are those of ``assign_blocks``.
+    """
+    every = [near for _, near in assign_blocks(blocks, centroids, **options)]
+    return Assignment(
+        torch.cat([near.labels for near in every]), torch.cat([near.distances for near in every])
+    )
+
+
+class Tally:
+    """Counts of clusters and the sum of distances, added up while blocks go by."""
+
+    def __init__(self, num_clusters: int) -> None:
+        self.counts = torch.zeros(num_clusters, dtype=torch.int64)
+        self._distances = 0.0
+
+    def of(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """Yields the same blocks, and counts each as it goes by."""
+        for some, near in blocks:
+            labels = near.labels[:, 0][near.labels[:, 0] >= 0].long()
+            self.counts.index_add_(0, labels, torch.ones_like(labels))
+            self._distances += float(near.distances[:, 0].double().sum())
+            yield some, near
+
+    @property
+    def inertia(self) -> float:
+        """The sum of the distances, which rounding may not take below zero."""
+        return max(self._distances, 0.0)
+
+
+def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator[Block]:
+    """Yields all blocks in order. In each round every rank finds the nearest centroids of one of
+    its blocks and sends them to all ranks.
+    """
+    rows, num_blocks, bad = holder.rows, len(holder.rows.blocks), 0
+    with rows.torch_settings():
+        found = holder.nearest(rows.to_device(centroids), count)
+        for first in range(0, num_blocks, rows.context.world_size):
+            packed = torch.zeros((0, count), dtype=torch.int64, device=rows.context.device)
+            # In the last round a rank may have no block, but other ranks may need its centroids.
+            if (own := next(found, None)) is not None:
+                _, block, by_score = own
+                scores, nearest = unpack(by_score)
+                packed = pack(_distances(block, scores, rows.algorithm), nearest)
+                bad += num_not_finite(block)
+            sent = holder.sent_to_all(packed).cpu()
+            for number, some in zip(range(first, num_blocks), sent, strict=False):
+                yield slice(*rows.starts[number : number + 2]), _of_block(rows, number, some)
+        rows.refuse_not_finite(bad)
+
+
+def _of_block(rows: Rows, number: int, packed: Tensor) -> Assignment:
+    """The assignment of all rows of a block. ``packed`` [m, L] begins with the distances and ids of
+    its valid rows.
+    """
+    first, stop = rows.starts[number : number + 2]
+    valid = torch.from_numpy(rows.ids(number) - first)
+    distances, nearest = unpack(packed[: len(valid)])
+    shape = stop - first, packed.shape[1]
+    near = Assignment(torch.full(shape, -1, dtype=torch.int32), torch.zeros(shape))
+    near.labels[valid] = nearest.int()
+    near.distances[valid] = distances
+    return near
+
+
+def _distances(block: Tensor, scores: Tensor, algorithm: Algorithm) -> Tensor:
+    """Distances [n, L] from scores: 1 - x.c, or |x|^2 - 2 (x.c - |c|^2 / 2)."""
+    if algorithm == "spherical":
+        return 1.0 - scores
+    return (block.square().sum(dim=1, keepdim=True) - 2.0 * scores).clamp_min(0.0)

@@ -1,8 +1,8 @@
 """Lloyd's k-means over ranks. The centroids are the same for any number of ranks.
 
 rows.py says how ranks share the rows and why sums do not depend on it, nearest.py how the
-nearest centroid is found, centroids.py which rank holds which centroids, and assignment.py how all
-rows get their labels in the end.
+nearest centroid is found, and centroids.py which rank holds which centroids, and how all rows get
+their labels in the end.
 
 Source: MCL, section 4.1. ``spherical`` assigns by cosine, ``euclidean`` by squared distance. The
 authors' released code is euclidean, with scikit-learn's mini-batches; here every update uses all
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,21 +22,21 @@ from torch import Tensor
 
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.centroids import WholeCentroids, hold, passes
-from mclclip.clustering.nearest import ROWS_PER_PASS, unpack
+from mclclip.clustering.nearest import ROWS_PER_PASS, squared_distance, unpack
 from mclclip.clustering.options import Algorithm, Init
-from mclclip.clustering.rows import Mask, Rows, Survey
-from mclclip.clustering.start import is_plus_plus, plus_plus
-from mclclip.data.arrays import Floats
+from mclclip.clustering.rows import Mask, Rows
+from mclclip.data.arrays import ROWS_PER_BLOCK, Floats
 from mclclip.ranks.collectives import all_reduce_sum
 from mclclip.ranks.process_group import SINGLE, Context
 
 log = logging.getLogger("mclclip")
 
+PLUS_PLUS_UP_TO = 1000  # clusters, for ``auto``: the cost grows with their square
 _SAMPLE, _START = 1, 2  # words of the seeds of the sample, and of each start
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Clustering:
     """Centroids float32 on the CPU (unit rows if spherical).
 
     ``centroids`` [k, D] are those with the ids ``held``: all ``num_clusters`` of them, or this
@@ -51,7 +52,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KMeans(Found):
+class KMeans(Clustering):
     """Centroids and how they were found.
 
     ``inertia`` is the sum over rows of 1 - cosine (spherical) or of the squared distance to the
@@ -63,15 +64,6 @@ class KMeans(Found):
     counts: Tensor
     inertia: float
     history: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """When to stop iterating, and whether clusters may stay empty for lack of distinct rows."""
-
-    max_iterations: int
-    tolerance: float
-    keep_empty: bool
 
 
 def fit(
@@ -118,15 +110,17 @@ def fit(
         raise ValueError(f"initial is {list(initial.shape)}: wanted {[num_clusters, rows.dim]}")
     holder = hold(rows, num_clusters, sharded)
     words = [seed] if isinstance(seed, int) else list(seed)
-    rule = _Rule(max_iterations, tolerance, keep_empty)
     samples = init_samples if is_plus_plus(init, num_clusters) else None
     with rows.torch_settings():
-        survey = rows.survey()
+        rows.survey()
         starts = _starts(holder, words, restarts, samples)
         if initial is not None:
             starts = iter([holder.prepare(initial)])
-        every = (_lloyd(holder, survey, start, rule, number) for number, start in enumerate(starts))
-        return min(every, key=lambda found: found.inertia)
+        every = (
+            _lloyd(holder, start, number, max_iterations, tolerance, keep_empty)
+            for number, start in enumerate(starts)
+        )
+        return min(every, key=lambda result: result.inertia)
 
 
 def _starts(
@@ -149,7 +143,55 @@ def _starts(
             yield holder.take(rows.draw(num_clusters, rng))
 
 
-def each_pass(found: Found, context: Context) -> Iterator[Tensor]:
+def is_plus_plus(init: Init, num_clusters: int) -> bool:
+    """Whether ``init`` means k-means++ for K clusters. Raises ValueError for an unknown word."""
+    if init not in ("auto", "plus_plus", "random"):
+        raise ValueError(f"init is {init!r}: wanted 'auto', 'plus_plus' or 'random'")
+    return init == "plus_plus" or (init == "auto" and num_clusters <= PLUS_PLUS_UP_TO)
+
+
+def plus_plus(rows: Rows, sample: Tensor, num_clusters: int, rng: np.random.Generator) -> Tensor:
+    """K rows of ``sample`` [S, D], drawn by greedy k-means++, as centroids [K, D].
+
+    Rows are drawn with a probability proportional to their squared distance to the nearest centroid
+    so far. Of 2 + ln K draws it takes the one that lowers the sum of these distances most, as
+    scikit-learn does. Where the sample has fewer distinct rows than clusters, rows repeat; then
+    ``kmeans.fit`` finds empty clusters, and restarts them or raises a ValueError.
+    """
+    cut = (sample[i : i + ROWS_PER_BLOCK] for i in range(0, len(sample), ROWS_PER_BLOCK))
+    parts = [(part, part.square().sum(dim=1, keepdim=True)) for part in cut]
+    chosen: list[int] = []
+    nearest = np.full(len(sample), np.inf)
+    drawn = rng.integers(len(sample), size=1)
+    while True:
+        distances = torch.cat(rows.each(partial(_squared_distances, sample[drawn]), parts)).numpy()
+        lowered = np.minimum(nearest[:, None], distances)
+        best = int(lowered.sum(axis=0).argmin())
+        chosen.append(int(drawn[best]))
+        if len(chosen) == num_clusters:
+            return rows.of_first_rank(sample[chosen])
+        nearest = lowered[:, best]
+        cumulative = np.cumsum(nearest)
+        at = rng.random(2 + int(np.log(num_clusters))) * cumulative[-1]
+        # Where all distances are zero, this draws the last row again.
+        drawn = np.searchsorted(cumulative, at, "right").clip(max=len(sample) - 1)
+
+
+def _squared_distances(centroids: Tensor, part: tuple[Tensor, Tensor]) -> Tensor:
+    """float64 [n, C] on the CPU: distances of rows [n, D] to all centroids [C, D], where ``part``
+    is the rows and their squared lengths [n, 1]. Equal vectors have distance zero.
+    """
+    rows, lengths = part
+    squares = lengths + centroids.square().sum(dim=1)
+    from_products = squares - 2.0 * (rows @ centroids.T)
+    distances = from_products.double().cpu()
+    near = torch.nonzero(from_products <= 1e-4 * squares)  # subtraction cancelled the digits
+    row, centroid = near[:, 0], near[:, 1]
+    distances[row.cpu(), centroid.cpu()] = squared_distance(centroids[centroid], rows[row])
+    return distances
+
+
+def each_pass(found: Clustering, context: Context) -> Iterator[Tensor]:
     """Yields all centroids in order, in parts [p, D], on every rank. All ranks have to call it."""
     for some in passes(found.num_clusters):
         part = torch.zeros((len(some), found.centroids.shape[1]))
@@ -164,26 +206,31 @@ def each_pass(found: Found, context: Context) -> Iterator[Tensor]:
 
 
 def _lloyd(
-    holder: WholeCentroids, survey: Survey, start: Tensor, rule: _Rule, restart: int
+    holder: WholeCentroids,
+    start: Tensor,
+    restart: int,
+    max_iterations: int,
+    tolerance: float,
+    keep_empty: bool,
 ) -> KMeans:
     """Assigns rows and updates centroids until inertia settles. The centroids it returns are those
-    of the last assignment.
+    of the last assignment. With ``keep_empty`` clusters may stay empty for lack of distinct rows.
     """
     centroids = start
     history: list[float] = []
     stuck = False  # whether no row is left to restart an empty cluster at
     while True:
-        sums, own_counts = holder.sums(centroids, survey.unit)
+        sums, own_counts = holder.sums(centroids)
         counts = holder.everywhere(own_counts)
-        history.append(_inertia(holder, survey, centroids, sums, own_counts))
+        history.append(_inertia(holder, centroids, sums, own_counts))
         log.debug("k-means: start %d, inertia %.8g", restart, history[-1])
-        settled = len(history) > 1 and history[-2] - history[-1] <= rule.tolerance * history[-2]
+        settled = len(history) > 1 and history[-2] - history[-1] <= tolerance * history[-2]
         any_empty = bool((counts == 0).any())
-        if (settled and (stuck or not any_empty)) or len(history) > rule.max_iterations:
+        if (settled and (stuck or not any_empty)) or len(history) > max_iterations:
             break
-        means = _means(holder, survey, centroids, sums, own_counts)
+        means = _means(holder, centroids, sums, own_counts)
         if any_empty:
-            stuck = not _restart(holder, centroids, means, counts, rule.keep_empty)
+            stuck = not _restart(holder, centroids, means, counts, keep_empty)
         centroids = holder.agreed(means)
     return KMeans(
         centroids=centroids.cpu(),
@@ -197,9 +244,7 @@ def _lloyd(
     )
 
 
-def _inertia(
-    holder: WholeCentroids, survey: Survey, centroids: Tensor, sums: Tensor, counts: Tensor
-) -> float:
+def _inertia(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Tensor) -> float:
     """The inertia of the assignment that gave ``sums`` s and ``counts`` n, in float64.
 
     It is the sum of |x|^2 - 2 c.s + n |c|^2; half of that if spherical, as for unit vectors half of
@@ -207,22 +252,20 @@ def _inertia(
     """
     own = torch.zeros(len(centroids), dtype=torch.float64, device=centroids.device)
     for some in holder.passes():
-        wide, total = centroids[some].double(), sums[some].double() / survey.unit
+        wide, total = centroids[some].double(), sums[some].double() / holder.rows.unit
         own[some] = (wide * (wide * counts[some, None] - 2.0 * total)).sum(dim=1)
-    inertia = survey.squares + float(holder.everywhere(own).numpy().sum())
+    inertia = holder.rows.squares + float(holder.everywhere(own).numpy().sum())
     return max(inertia / 2.0 if holder.rows.algorithm == "spherical" else inertia, 0.0)
 
 
-def _means(
-    holder: WholeCentroids, survey: Survey, centroids: Tensor, sums: Tensor, counts: Tensor
-) -> Tensor:
+def _means(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
     """The means of the clusters (unit length if spherical).
 
     A cluster that is empty, or (spherical) whose rows sum to zero, keeps its centroid.
     """
     updated = torch.empty_like(centroids)
     for some in holder.passes():
-        means = sums[some].double() / (survey.unit * counts[some].clamp_min(1)[:, None])
+        means = sums[some].double() / (holder.rows.unit * counts[some].clamp_min(1)[:, None])
         usable = counts[some] > 0
         if holder.rows.algorithm == "spherical":
             norms = torch.linalg.vector_norm(means, dim=1, keepdim=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -38,19 +37,7 @@ Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 T = TypeVar("T")
 R = TypeVar("R")
-_ROWS_PER_LOOK = 1024  # rows that ``survey`` sums at once; last bits depend on it, so it is fixed
-
-
-@dataclass(frozen=True)
-class Survey:
-    """The result of one pass over all rows.
-
-    ``unit`` is a power of two: values are summed as x * ``unit`` truncated to int64. ``squares`` is
-    the sum of all |row|^2.
-    """
-
-    unit: float
-    squares: float
+_ROWS_PER_SUM = 1024  # rows that ``survey`` sums at once; last bits depend on it, so it is fixed
 
 
 class Rows:
@@ -60,7 +47,13 @@ class Rows:
     many own blocks as ``cache_bytes`` holds stay prepared on the device (None: 1 GiB, or half of
     what a GPU has free). What ``arithmetic`` leaves open is chosen for the device. Raises
     ValueError for blocks that are not float rows of one width.
+
+    ``unit`` and ``squares`` are known after ``survey``. The unit is a power of two: values are
+    summed as x * ``unit`` truncated to int64. ``squares`` is the sum of all |row|^2.
     """
+
+    unit: float
+    squares: float
 
     def __init__(
         self,
@@ -230,18 +223,21 @@ class Rows:
                 "encoder and run 'mclclip embed --force'"
             )
 
-    def survey(self) -> Survey:
-        """Looks at all rows once. Raises ValueError on all ranks for rows that are not finite."""
+    def survey(self) -> None:
+        """Measures ``unit`` and ``squares`` in one pass over all rows.
 
-        def look(number: int) -> tuple[int, float, float]:
+        Raises ValueError on all ranks for rows that are not finite.
+        """
+
+        def measured(number: int) -> tuple[int, float, float]:
             bad, largest, squares = 0, 0.0, 0.0
-            for rows in tiles(self.block(number), _ROWS_PER_LOOK):
+            for rows in tiles(self.block(number), _ROWS_PER_SUM):
                 bad += num_not_finite(rows)
                 largest = max(largest, *(abs(float(value)) for value in rows.aminmax()))
                 squares += float(rows.double().square_().sum())
             return bad, largest, squares
 
-        seen = self.each(look, self.own)
+        seen = self.each(measured, self.own)
         self.refuse_not_finite(sum(bad for bad, _, _ in seen))
         here = torch.tensor(max((largest for _, largest, _ in seen), default=0.0))
         exponent = int(np.frexp(float(self.largest(here)))[1])  # |value| < 2 ** exponent
@@ -250,7 +246,7 @@ class Rows:
         bits = self.num_valid.bit_length()
         of_squares = 2.0 ** (62 - bits - self.dim.bit_length() - 2 * exponent)
         squares = int(self.total(torch.tensor(sum(round(s * of_squares) for _, _, s in seen))))
-        return Survey(2.0 ** (62 - bits - exponent), squares / of_squares)
+        self.unit, self.squares = 2.0 ** (62 - bits - exponent), squares / of_squares
 
 
 def tiles(rows: Tensor, rows_per_tile: int) -> Sequence[Tensor]:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
-from mclclip.clustering.assignment import assign_blocks
-from mclclip.clustering.centroids import hold
+from mclclip.clustering.centroids import assign_blocks, hold
+from mclclip.clustering.kmeans import is_plus_plus
 from mclclip.clustering.options import Algorithm, Init
 from mclclip.clustering.rows import Integers, Mask, Rows
-from mclclip.clustering.start import is_plus_plus
 from mclclip.data.arrays import Floats, cut_blocks
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context
@@ -49,7 +48,7 @@ def fit(
     init: Init = "auto",
     arithmetic: Arithmetic = CHOSEN,
     **options: Any,
-) -> kmeans.Found:
+) -> kmeans.Clustering:
     """Clusters the rows of ``blocks`` into K in two levels; centroids are in the order of groups.
 
     ``kmeans.fit`` makes ``num_splits`` groups (None: about the square root of K) of all rows, and
@@ -82,7 +81,7 @@ def fit(
     held = hold(rows, num_clusters, sharded).held
     centroids = _exchange(rows, found, shares, held)
     most = torch.tensor(max((result.iterations for result in found.values()), default=0))
-    return kmeans.Found(
+    return kmeans.Clustering(
         centroids=centroids,
         held=held,
         num_clusters=num_clusters,

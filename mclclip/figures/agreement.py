@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.clustering.agreement import ami
+from mclclip.data.labels import ami
 from mclclip.figures import drawing
 from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
 

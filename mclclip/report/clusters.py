@@ -12,7 +12,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from mclclip import files
-from mclclip.clustering.agreement import ami
+from mclclip.data.labels import ami
 from mclclip.report import charts
 from mclclip.report.caption_words import Word, dominant_words
 from mclclip.report.material import Material, numbers_in, spread

@@ -175,12 +175,12 @@ def one_iteration(sharded: bool) -> tuple[float, float]:
 
     def iterate() -> None:
         with rows.torch_settings():
-            survey = rows.survey()
+            rows.survey()
             holder = hold(rows, MILLION, sharded)
             torch.manual_seed(context.rank)
             centroids = torch.randn(len(holder.held), MILLION_DIM).mul_(MILLION_DIM**-0.5)
-            sums, counts = holder.sums(centroids, survey.unit)
-            kmeans._means(holder, survey, centroids, sums, counts)
+            sums, counts = holder.sums(centroids)
+            kmeans._means(holder, centroids, sums, counts)
 
     begun_s = time.perf_counter()
     peak = memory.peak_mib(iterate)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mclclip import cluster as verb
-from mclclip.clustering import assignment, centroids, kmeans, two_level
+from mclclip.clustering import centroids, kmeans, two_level
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
-from mclclip.clustering.assignment import Tally, assign, assign_blocks
+from mclclip.clustering.centroids import Tally, assign, assign_blocks
 from mclclip.config import from_tree
 from mclclip.data import arrays
 from mclclip.data.row_store import RowBlocks, RowStore
@@ -66,7 +66,9 @@ def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     return everything(found, blocks, {"algorithm": algorithm, "labels_per_sample": 3, **common})
 
 
-def everything(found: kmeans.Found, blocks: RowBlocks, options: dict[str, Any]) -> dict[str, Any]:
+def everything(
+    found: kmeans.Clustering, blocks: RowBlocks, options: dict[str, Any]
+) -> dict[str, Any]:
     near = assign(blocks, found.centroids, held=found.held, **options)
     tally = Tally(found.num_clusters)
     seen = tally.of(assign_blocks(blocks, found.centroids, held=found.held, **options))
@@ -323,7 +325,7 @@ def run_on_a_full_disk(options: dict[str, Any]) -> str:
 def die_among_the_blocks(options: dict[str, Any]) -> None:
     """Rank 0, as if by SIGKILL, with labels of some blocks written and not of all."""
     if collectives.rank() == 0:
-        blocks, left = assignment._of_block, [3]
+        blocks, left = centroids._of_block, [3]
 
         def die(*args: Any) -> Any:
             left[0] -= 1
@@ -331,7 +333,7 @@ def die_among_the_blocks(options: dict[str, Any]) -> None:
                 os._exit(9)
             return blocks(*args)
 
-        assignment._of_block = die
+        centroids._of_block = die
     labels_and_similarities(options)
 
 

@@ -9,7 +9,7 @@ import torch
 from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.assignment import assign
+from mclclip.clustering.centroids import assign
 from mclclip.data.arrays import cut_blocks
 
 NUM_CLUSTERS, DIM, UPDATES = 12, 24, 15

@@ -13,7 +13,7 @@ import torch
 
 from mclclip.clustering import kmeans, two_level
 from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
-from mclclip.clustering.assignment import Assignment, assign
+from mclclip.clustering.centroids import Assignment, assign
 from mclclip.clustering.nearest import Search, half_squares
 from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import cut_blocks

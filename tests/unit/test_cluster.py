@@ -15,7 +15,7 @@ import pytest
 from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip import cluster, index
-from mclclip.clustering import assignment
+from mclclip.clustering import centroids
 from mclclip.config import Config, from_tree
 from mclclip.data import arrays
 from mclclip.data.labels import read_pseudo_labels
@@ -210,7 +210,7 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     # At the end of each file, and at each of the three blocks of labels.
     places: list[tuple[Any, str, int]] = [(cluster, "write_npy_parts", n) for n in range(3)]
     places += [(arrays, "whole_file", n) for n in range(3)]
-    places += [(assignment, "_of_block", n) for n in range(3)]
+    places += [(centroids, "_of_block", n) for n in range(3)]
     places += [(cluster, "save_npy", 0), (cluster, "digest_array", 0), (cluster, "digest_array", 1)]
     for module, name, number in places:
         with monkeypatch.context() as patched:

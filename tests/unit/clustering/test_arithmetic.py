@@ -9,7 +9,7 @@ import torch
 
 from mclclip.clustering import arithmetic, kmeans, two_level
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
-from mclclip.clustering.assignment import assign
+from mclclip.clustering.centroids import assign
 from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import num_threads
 from tests.matrix import in_soak, kept

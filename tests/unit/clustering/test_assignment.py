@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.assignment import Assignment, Tally, assign, assign_blocks
+from mclclip.clustering.centroids import Assignment, Tally, assign, assign_blocks
 from mclclip.data.arrays import cut_blocks
 from tests.benchmarks import memory
 from tests.unit.clustering.test_kmeans import ALGORITHMS, BLOCK, noise, slow_distances

@@ -10,8 +10,7 @@ from sklearn.metrics import adjusted_mutual_info_score
 from torch import Tensor
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.assignment import assign
-from mclclip.clustering.centroids import hold
+from mclclip.clustering.centroids import assign, hold
 from mclclip.clustering.rows import Rows
 from mclclip.data.arrays import cut_blocks
 from mclclip.data.row_store import RowBlocks, RowStore
@@ -167,12 +166,12 @@ def test_sums_of_moved_rows_are_those_of_all_rows(sharded: bool, threads: int) -
     valid[BLOCK : 2 * BLOCK] = False
     with num_threads(threads):
         rows = Rows(cut_blocks([data], BLOCK), valid, "euclidean", Context(), None)
-        unit = rows.survey().unit
+        rows.survey()
         kept, shown = hold(rows, 6, sharded), []
         for seed in (1, 2, 3, 2):
             centroids = torch.from_numpy(noise(6, seed=seed))
-            sums, counts = kept.sums(centroids, unit)
-            fresh = hold(rows, 6, sharded).sums(centroids, unit)
+            sums, counts = kept.sums(centroids)
+            fresh = hold(rows, 6, sharded).sums(centroids)
             assert torch.equal(sums, fresh[0]) and torch.equal(counts, fresh[1])
             nearest = assign(rows.blocks, centroids, algorithm="euclidean", valid=valid).labels
             labels = nearest[torch.from_numpy(valid), 0].long()

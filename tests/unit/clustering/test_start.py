@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mclclip.clustering import kmeans
-from mclclip.clustering import start as kmeans_start
 from mclclip.clustering.centroids import held_by, passes
 from mclclip.data.arrays import cut_blocks
 from tests.unit.clustering.test_kmeans import ALGORITHMS, BLOCK, noise, unit
@@ -43,7 +42,7 @@ def test_auto_is_plus_plus_for_few_clusters(monkeypatch: pytest.MonkeyPatch) -> 
         return kmeans.fit(blocks, 9, init=init, max_iterations=0).centroids
 
     assert torch.equal(begin("auto"), begin("plus_plus"))
-    monkeypatch.setattr(kmeans_start, "PLUS_PLUS_UP_TO", 8)
+    monkeypatch.setattr(kmeans, "PLUS_PLUS_UP_TO", 8)
     assert torch.equal(begin("auto"), begin("random"))
     assert not torch.equal(begin("random"), begin("plus_plus"))
     with pytest.raises(ValueError, match="'best': wanted 'auto', 'plus_plus' or 'random'"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.clustering import kmeans, two_level
-from mclclip.clustering.assignment import Assignment, Tally, assign, assign_blocks
+from mclclip.clustering.centroids import Assignment, Tally, assign, assign_blocks
 from mclclip.data.arrays import cut_blocks
 from tests.matrix import kept
 
@@ -32,7 +32,7 @@ def planted(sizes: list[int], dim: int = 24, seed: int = 0) -> tuple[np.ndarray,
 
 def clustered(
     blocks: list[np.ndarray], *args: Any, labels_per_sample: int = 1, **options: Any
-) -> tuple[kmeans.Found, Assignment, Tally]:
+) -> tuple[kmeans.Clustering, Assignment, Tally]:
     """Centroids, the nearest of each row, and what these come to."""
     found = two_level.fit(blocks, *args, **options)
     common = {name: options[name] for name in ("algorithm", "valid") if name in options}

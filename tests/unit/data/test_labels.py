@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.clustering.agreement import ami
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import (
+    ami,
     combine_stages,
     group_statistics,
     label_space,
