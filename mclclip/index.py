@@ -125,7 +125,13 @@ def _index(config: Config, directory: Path, force: Force) -> None:
     _check_unreadable(findings, len(known) + len(new), config.data.max_bad_fraction)
     table = join_rows(table, num_known, rows, findings)
     if num_known == 0 and is_finished(directory):
-        _check_keys(directory, table)
+        # The shards are what they were, so the parquets that filters read are not.
+        keys = read_table(directory)["key"]
+        if not table["key"].slice(0, len(keys)).equals(keys):
+            raise ValueError(
+                "the parquets beside the shards choose other samples than those of "
+                f"{directory}: restore them, or use --force"
+            )
     manifest = _write(directory, table, [*known[:num_known], *scanned], findings, left_out)
     note_times(directory, times)
     _log_summary(manifest, findings, len(to_scan))
@@ -136,7 +142,9 @@ def _known_and_new(
 ) -> tuple[list[Shard], list[Shard]]:
     """The shards of the index that there is, in its order, and those that it lacks."""
     try:
-        known = _known_shards(directory)
+        if is_finished(directory):
+            read_manifest(directory, KIND).check(directory, SHARDS)
+        known = read_shards(directory)  # also those of an index that was not finished
         new = _new_shards(known, wanted, directory)
         if is_finished(directory):
             if force is True:
@@ -151,19 +159,6 @@ def _known_and_new(
         move_aside(directory)
         return [], wanted
     return known, new
-
-
-def _check_keys(directory: Path, table: pa.Table) -> None:
-    """Raises ValueError where shards that were scanned again have not the rows of the old index.
-
-    The shards are what they were, so the parquets that filters read are not.
-    """
-    old = read_table(directory)["key"]
-    if not table["key"].slice(0, len(old)).equals(old):
-        raise ValueError(
-            f"the parquets beside the shards choose other samples than those of {directory}: "
-            "restore them, or use --force"
-        )
 
 
 def _write(
@@ -335,10 +330,19 @@ def expand_shards(
     urls that are not read, broken braces, and a shard named twice.
     """
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    lines: list[str] = []
+    for entry in listed:
+        if not entry.startswith("@"):
+            lines.append(entry)
+            continue
+        file = os.path.expanduser(entry[1:])
+        if not os.path.isfile(file):
+            raise FileNotFoundError(f"{option}: no list of shards at {file}")
+        stripped = [line.strip() for line in Path(file).read_text().splitlines()]
+        lines += [line for line in stripped if line and not line.startswith("#")]
     paths = sorted(
         path if protocol_of(path) else os.path.abspath(path)
-        for entry in listed
-        for line in _read_list(entry, option)
+        for line in lines
         for path in _expand(line, option, Remote(remote))
     )
     if not paths:
@@ -347,16 +351,6 @@ def expand_shards(
         if path == following:
             raise ValueError(f"{option} names {shown(path)} twice: list each shard once")
     return paths
-
-
-def _read_list(entry: str, option: str) -> list[str]:
-    if not entry.startswith("@"):
-        return [entry]
-    path = os.path.expanduser(entry[1:])
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{option}: no list of shards at {path}")
-    lines = [line.strip() for line in Path(path).read_text().splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
@@ -431,13 +425,6 @@ def _most_paths(pattern: str) -> float:
     return number
 
 
-def _known_shards(directory: Path) -> list[Shard]:
-    """Shards in their fixed order, of a finished index or of one that was not finished."""
-    if is_finished(directory):
-        read_manifest(directory, KIND).check(directory, SHARDS)
-    return read_shards(directory)
-
-
 def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path) -> list[Shard]:
     """The wanted shards that the index lacks.
 
@@ -456,25 +443,17 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
                 f"{where} had {old.size_bytes} bytes when it was indexed, now {now.size_bytes}: "
                 f"restore it"
             )
-        if now.captions != old.captions:
-            raise ValueError(
-                f"{where} was indexed with captions={old.captions}, now {now.captions}"
-            )
-        if now.attributes != old.attributes:
-            raise ValueError(
-                f"{where} was indexed with attributes={list(old.attributes)}, now "
-                f"{list(now.attributes)}"
-            )
-        if now.subset != old.subset:
-            raise ValueError(
-                f"{where} was indexed with {_named(old.subset)}, now with {_named(now.subset)}"
-            )
-        if set(now.where) != set(old.where):
-            raise ValueError(
-                f"{where} was indexed with where={list(old.where)}, now {list(now.where)}"
-            )
+        for name, was, is_now in (
+            ("captions=", old.captions, now.captions),
+            ("attributes=", list(old.attributes), list(now.attributes)),
+            ("", _subset_of(old), _subset_of(now)),
+            ("where=", sorted(old.where), sorted(now.where)),
+        ):
+            if was != is_now:
+                again = "with " if not name else ""
+                raise ValueError(f"{where} was indexed with {name}{was}, now {again}{is_now}")
     return list(by_name.values())
 
 
-def _named(subset: str) -> str:
-    return f"a subset of digest {subset[:12]}" if subset else "no subset"
+def _subset_of(shard: Shard) -> str:
+    return f"a subset of digest {shard.subset[:12]}" if shard.subset else "no subset"

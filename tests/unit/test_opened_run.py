@@ -146,7 +146,7 @@ def test_rows_are_spread_evenly_and_bounded(count: int) -> None:
 def test_rows_by_id_are_those_of_the_files_in_the_order_asked(
     made: Path, monkeypatch: pytest.MonkeyPatch, gap: int
 ) -> None:
-    monkeypatch.setattr("mclclip.opened_run._GAP", gap)
+    monkeypatch.setattr("mclclip.data.row_store._GAP", gap)
     run = Run.open(made)
     stage = run.stage(0)
     for ids in (run.spread_ids(16, 4), [47, 0, 23, 24, 0], np.array([7]), []):
