@@ -159,42 +159,6 @@ class PlannedBatch:
     occurrence: Integers | None = None
 
 
-class _Tree:
-    """The part of a plan that is the same in all epochs: nodes, their batches, and pools."""
-
-    def __init__(
-        self, grouped: GroupedIndex, global_batch: int, policy: Policy, order: Order, block: int
-    ) -> None:
-        if order not in get_args(Order):
-            raise ValueError(f"order is {order!r}: wanted one of {', '.join(get_args(Order))}")
-        if block < 1:
-            raise ValueError(f"block is {block}: wanted at least 1")
-        self.grouped, self.global_batch = grouped, global_batch
-        self.policy, self.order, self.block = policy, order, block
-        self.levels = build_levels(grouped, global_batch, policy)
-        self.num_steps = require_steps(self.levels, global_batch, policy)
-        self.scheduled = num_scheduled(self.levels, global_batch, policy)
-        # Per level: where each node's leftovers start if those of all its nodes are concatenated.
-        self.pools = [_starts(level.leftovers) for level in self.levels]
-        self._list_batches()
-
-    def _list_batches(self) -> None:
-        """Level, node and number within the node of every batch of an epoch: int64 [steps] each.
-
-        Units are the leaves in label order, then the nodes above, the root last. Batches are
-        listed unit by unit, and under "round_robin" all first batches, all second ones and so on.
-        """
-        batches = np.concatenate([level.batches for level in self.levels])
-        level = np.repeat(np.arange(len(self.levels)), [len(x.batches) for x in self.levels])
-        node = np.concatenate([np.arange(len(x.batches)) for x in self.levels])
-        unit = np.repeat(np.arange(len(batches)), batches)
-        number = np.arange(len(unit)) - np.repeat(np.cumsum(batches) - batches, batches)
-        if self.order == "round_robin":
-            visit = np.argsort(number, kind="stable")
-            unit, number = unit[visit], number[visit]
-        self.level, self.node, self.number = level[unit], node[unit], number
-
-
 def _starts(sizes: Integers) -> Integers:
     """[n + 1]: starts of concatenated runs of these sizes, and the sum of the sizes."""
     return np.append(0, np.cumsum(sizes))
@@ -210,8 +174,9 @@ class EpochPlan:
     seed, stage, epoch  the key of all randomness
     block         samples of a group, neighbours in it, that stay together (``shuffled``)
 
-    steps_per_epoch, scheduled and remainder are equal for every epoch. `of_epoch` gives the plan of
-    another epoch, which shares the parts that all epochs have in common.
+    steps_per_epoch, scheduled, remainder, levels, and depth int64 [steps], the level that each
+    batch belongs to, are equal for every epoch. `of_epoch` gives the plan of another epoch, which
+    shares them.
     Raises ValueError where not a single batch can be made.
     """
 
@@ -226,39 +191,60 @@ class EpochPlan:
         epoch: int,
         block: int = 1,
     ) -> None:
-        self._tree = _Tree(grouped, global_batch, policy, order, block)
-        self.steps_per_epoch = self._tree.num_steps
-        self.scheduled = self._tree.scheduled
+        if order not in get_args(Order):
+            raise ValueError(f"order is {order!r}: wanted one of {', '.join(get_args(Order))}")
+        if block < 1:
+            raise ValueError(f"block is {block}: wanted at least 1")
+        self._grouped, self._global_batch, self._policy = grouped, global_batch, policy
+        self._order, self._block = order, block
+        self.levels = build_levels(grouped, global_batch, policy)
+        self.steps_per_epoch = require_steps(self.levels, global_batch, policy)
+        self.scheduled = num_scheduled(self.levels, global_batch, policy)
         self.remainder = grouped.num_draws - self.scheduled
-        self._set_epoch(seed, stage, epoch)
+        # Per level: where each node's leftovers start if those of all its nodes are concatenated.
+        self._pools = [_starts(level.leftovers) for level in self.levels]
+        self._list_batches()
+        self._key, self.epoch = (seed, stage, epoch), epoch
+        self._mixed: tuple[Integers, Integers] | None = None
 
     def of_epoch(self, epoch: int) -> EpochPlan:
         """The plan of another epoch of the same stage."""
         other = copy.copy(self)
-        other._set_epoch(*self._key[:2], epoch)
+        other._key, other.epoch, other._mixed = (*self._key[:2], epoch), epoch, None
         return other
 
-    def _set_epoch(self, seed: int, stage: int, epoch: int) -> None:
-        self._key = (seed, stage, epoch)
-        self.epoch = epoch
-        self._mixed: tuple[Integers, Integers] | None = None
+    def _list_batches(self) -> None:
+        """Level, node and number within the node of every batch of an epoch: int64 [steps] each.
+
+        Units are the leaves in label order, then the nodes above, the root last. Batches are
+        listed unit by unit, and under "round_robin" all first batches, all second ones and so on.
+        """
+        batches = np.concatenate([level.batches for level in self.levels])
+        level = np.repeat(np.arange(len(self.levels)), [len(x.batches) for x in self.levels])
+        node = np.concatenate([np.arange(len(x.batches)) for x in self.levels])
+        unit = np.repeat(np.arange(len(batches)), batches)
+        number = np.arange(len(unit)) - np.repeat(np.cumsum(batches) - batches, batches)
+        if self._order == "round_robin":
+            visit = np.argsort(number, kind="stable")
+            unit, number = unit[visit], number[visit]
+        self.depth, self._node, self._number = level[unit], node[unit], number
 
     def batch(self, step: int) -> PlannedBatch:
         """The global batch of a step of this epoch; ValueError for a step outside of it."""
         if not 0 <= step < self.steps_per_epoch:
             raise ValueError(f"step is {step}: wanted 0 <= step < {self.steps_per_epoch}")
-        tree, place = self._tree, step
-        if tree.order == "proportional":
+        place = step
+        if self._order == "proportional":
             key = mix(*self._key, _STEP_ORDER)
             place = int(permute(step, self.steps_per_epoch, key))
-        depth = int(tree.level[place])
-        leaf, position = self._resolve(depth, int(tree.node[place]), int(tree.number[place]))
-        grouped, length = tree.grouped, tree.levels[depth].prefix_length
+        depth = int(self.depth[place])
+        leaf, position = self._resolve(depth, int(self._node[place]), int(self._number[place]))
+        grouped, length = self._grouped, self.levels[depth].prefix_length
         labels = truncate(grouped.group_labels[leaf], grouped.radices, length)
-        group_size = tree.global_batch
-        if tree.policy == "mask" and depth > 0:
+        group_size = self._global_batch
+        if self._policy == "mask" and depth > 0:
             counts = np.unique(labels, return_counts=True)[1]
-            group_size = round(float((counts**2).sum()) / tree.global_batch)
+            group_size = round(float((counts**2).sum()) / self._global_batch)
         keys = mix(*self._key, _DRAW, grouped.group_labels[leaf])
         rows, occurrence = grouped.rows(leaf, position, np.asarray(keys))
         ids = np.asarray(grouped.sample_ids[rows], dtype=np.int64)
@@ -270,25 +256,25 @@ class EpochPlan:
         Walks down the tree with all elements at once: a position of a node is shuffled, then found
         among the leftovers of its children, which are the last positions of each child.
         """
-        tree, size = self._tree, self._tree.global_batch
+        size = self._global_batch
         nodes = np.full(size, node, dtype=np.int64)
         position = number * size + np.arange(size, dtype=np.int64)
-        if tree.policy == "carry":
+        if self._policy == "carry":
             return nodes, self._carried(node, position)
-        if tree.policy == "wrap":
-            position %= tree.levels[0].sizes[nodes]
+        if self._policy == "wrap":
+            position %= self.levels[0].sizes[nodes]
         for above in range(depth, 0, -1):
-            level, below = tree.levels[above], tree.levels[above - 1]
-            if tree.policy != "mask":
+            level, below = self.levels[above], self.levels[above - 1]
+            if self._policy != "mask":
                 position = self._shuffle(level, nodes, position)
-            order, pool = None, tree.pools[above - 1]
-            if tree.policy == "mask":
+            order, pool = None, self._pools[above - 1]
+            if self._policy == "mask":
                 order, pool = self._mixed_leaves()
             position = position + pool[level.first_child[nodes]]
             slot = np.searchsorted(pool, position, side="right") - 1
             nodes = slot if order is None else order[slot]
             position = position - pool[slot] + below.batches[nodes] * size
-        return nodes, self._shuffle(tree.levels[0], nodes, position)
+        return nodes, self._shuffle(self.levels[0], nodes, position)
 
     def _carried(self, leaf: int, position: Integers) -> Integers:
         """Positions in a leaf under "carry": an epoch continues where the previous one ended.
@@ -297,24 +283,24 @@ class EpochPlan:
         another random order, and epochs take their batches from it one after the other. A batch
         that crosses the end of a round may hold a sample twice.
         """
-        level = self._tree.levels[0]
-        begun = self.epoch * int(level.batches[leaf]) * self._tree.global_batch
+        level = self.levels[0]
+        begun = self.epoch * int(level.batches[leaf]) * self._global_batch
         rounds, position = np.divmod(begun + position, level.sizes[leaf])
         key = mix(*self._key[:2], rounds, _SAMPLES, level.prefix_length, level.labels[leaf])
-        return shuffled(position, level.sizes[leaf], key, self._tree.block)
+        return shuffled(position, level.sizes[leaf], key, self._block)
 
     def _mixed_leaves(self) -> tuple[Integers, Integers]:
         """Leaves in the order in which "mask" pools their leftovers, and where those start in the
         pool. Both are drawn anew for every epoch, when its first mixed batch is asked for."""
         if self._mixed is None:
-            num_groups, key = self._tree.grouped.num_groups, mix(*self._key, _GROUP_ORDER)
+            num_groups, key = self._grouped.num_groups, mix(*self._key, _GROUP_ORDER)
             order = permute(np.arange(num_groups), num_groups, key)
-            self._mixed = order, _starts(self._tree.levels[0].leftovers[order])
+            self._mixed = order, _starts(self.levels[0].leftovers[order])
         return self._mixed
 
     def _shuffle(self, level: Level, node: Integers, position: Integers) -> Integers:
         key = mix(*self._key, _SAMPLES, level.prefix_length, level.labels[node])
-        return shuffled(position, level.sizes[node], key, self._tree.block)
+        return shuffled(position, level.sizes[node], key, self._block)
 
 
 def shuffled(

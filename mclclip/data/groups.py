@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
-from mclclip.data.labels import label_space, require_labels
+from mclclip.data.labels import check_labels, label_space
 from mclclip.data.sample_weights import SampleWeights, drawn_rows
 from mclclip.files import (
     Record,
@@ -116,7 +116,7 @@ class LabelBlocks:
         self.radices = tuple(int(radix) for radix in radices)
         self.left_out = np.zeros(0, np.int64) if left_out is None else left_out
         self.rows_per_block, self.weights = rows_per_block, weights
-        require_labels(self.labels, label_space(self.radices), "pseudo labels")
+        check_labels(self.labels, label_space(self.radices), "pseudo labels")
 
     def __iter__(self) -> Iterator[tuple[int, Integers]]:
         """The id of the first sample of each block, and the block's labels, int64, in a new array;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +46,7 @@ def label_space(radices: Sequence[int]) -> int:
     return space
 
 
-def require_labels(labels: np.ndarray, num_labels: int, name: str = "labels") -> None:
+def check_labels(labels: np.ndarray, num_labels: int, name: str = "labels") -> None:
     """Raises ValueError where labels are not integers [N] in [-1, num_labels). Copies nothing."""
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
@@ -56,15 +57,6 @@ def require_labels(labels: np.ndarray, num_labels: int, name: str = "labels") ->
             f"{name} run from {labels.min()} to {labels.max()}: wanted -1 (outside) to "
             f"{num_labels - 1:,}; the labels and their radices are not of one run"
         )
-
-
-def check_labels(
-    labels: npt.NDArray[np.integer], num_labels: int, name: str = "labels"
-) -> Integers:
-    """The labels as int64 [N], after a check that they are integers in [-1, num_labels)."""
-    labels = np.asarray(labels)
-    require_labels(labels, num_labels, name)
-    return labels.astype(np.int64, copy=False)
 
 
 def combine_stages(
@@ -89,10 +81,9 @@ def combine_stages(
         raise ValueError(f"label_mode is {mode!r}: wanted 'prefix' or 'last'")
     used = tuple(int(radix) for radix in radices)
     label_space(used[-1:] if mode == "last" else used)
-    stages = [
+    stages = [np.asarray(labels) for labels in cluster_labels]
+    for number, (labels, radix) in enumerate(zip(stages, used, strict=True)):
         check_labels(labels, radix, f"cluster labels of stage {number}")
-        for number, (labels, radix) in enumerate(zip(cluster_labels, used, strict=True))
-    ]
     lengths = [len(labels) for labels in stages]
     if len(set(lengths)) > 1:
         raise ValueError(
@@ -147,11 +138,11 @@ def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) ->
     """size_statistics of the labels [N], for a manifest: JSON-able, with the number of samples
     inside and outside (-1) and the label space.
     """
-    checked = check_labels(labels, label_space(radices))
-    inside = checked[checked >= 0]
+    check_labels(labels, label_space(radices))
+    inside = labels[labels >= 0]
     return {
         "num_samples": len(inside),
-        "num_outside": len(checked) - len(inside),
+        "num_outside": len(labels) - len(inside),
         "radices": [int(radix) for radix in radices],
         "label_space": label_space(radices),
         **size_statistics(np.unique(inside, return_counts=True)[1]),
@@ -239,14 +230,13 @@ class ClassLabels:
         self.num_classes = int(manifest.config["num_clusters"])
         manifest.check(self.directory, "cluster_labels.npy", "similarities.npy")
         self._centroids = manifest.record("centroids.npy")
-        self._map()
         if manifest.inputs["index"] != index.digest:
             raise RuntimeError(
                 f"clusters at {directory} are those of another index: run 'mclclip cluster "
                 "--force' after 'mclclip index'"
             )
         stored = manifest.config["labels_per_sample"]
-        for array in (self._labels, self._similarities):
+        for array in self._arrays:
             self._check(array.shape == (len(index), stored), f"rows of {list(array.shape)}")
         found = self.centroids()
         self._check(len(found) == self.num_classes, f"{len(found):,} centroids")
@@ -263,11 +253,12 @@ class ClassLabels:
 
     def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64 [n, l]: the classes of these samples; -1 where there is none."""
-        labels = self._labels[sample_ids, : self.labels_per_sample].astype(np.int64)
+        of_labels, similarities = self._arrays
+        labels = of_labels[sample_ids, : self.labels_per_sample].astype(np.int64)
         most = labels.max(initial=-1)
         self._check(most < self.num_classes, f"a label {most:,}")
         if self.threshold is not None:
-            near = self._similarities[sample_ids, : self.labels_per_sample] >= self.threshold
+            near = similarities[sample_ids, : self.labels_per_sample] >= self.threshold
             near[:, 0] = True
             labels[~near] = -1
         return labels
@@ -279,19 +270,17 @@ class ClassLabels:
                 f"{self.num_classes:,} clusters: run 'mclclip cluster --force' to make them again"
             )
 
-    def _open(self, name: str) -> np.ndarray:
-        return open_npy(self.directory / f"{name}.npy", "cluster")
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Labels and similarities [N, L], memory-mapped."""
+        return (
+            open_npy(self.directory / "cluster_labels.npy", "cluster"),
+            open_npy(self.directory / "similarities.npy", "cluster"),
+        )
 
-    def _map(self) -> None:
-        self._labels, self._similarities = self._open("cluster_labels"), self._open("similarities")
-
-    # A memory map would be pickled with its content, so a loader worker maps the files again.
     def __getstate__(self) -> dict[str, object]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_labels", "_similarities")}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._map()
+        # A memory map would be pickled with its content, so a loader worker maps the files again.
+        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
 
 
 class AttributeClasses:

@@ -111,8 +111,7 @@ def measure(directory: Path, batch: int, rounds: int, shuffle: bool) -> None:
     """The table of one grouped index."""
     grouped = GroupedIndex.open(directory)
     turns = EpochPlan(grouped, batch, "backoff", "round_robin", seed=0, stage=3, epoch=0)
-    tree = turns._tree
-    levels = {tree.levels[depth].prefix_length: step for step, depth in enumerate(tree.level)}
+    levels = {turns.levels[depth].prefix_length: step for step, depth in enumerate(turns.depth)}
     variants: dict[str, Callable[[], object]] = {
         "open the grouped index": lambda: GroupedIndex.open(directory)
     }
