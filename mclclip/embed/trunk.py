@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,12 +50,8 @@ def write(
     read_manifest(layout.export(0), "export")  # says which verb makes it
     model = load_towers(layout.export(0)).eval()
     blocks = collectives.on_main(lambda: _frozen_blocks(config, layout))
-    fields: dict[str, Any] = {"blocks": blocks, "dtype": config.trunk_cache.dtype}
-    fields["precision"] = config.embed.precision
-    inputs = {"index": index.digest, "trunk": model.trunk_digest(blocks)}
-    artifact = collectives.on_main(
-        partial(_open, config, layout, index, fields, inputs, force=force)
-    )
+    trunk = model.trunk_digest(blocks)
+    artifact = collectives.on_main(lambda: _open(config, layout, index, blocks, trunk, force))
     if artifact.finished:
         log.info("%s is finished: skipped", artifact.directory)
         return
@@ -74,8 +69,7 @@ def write(
 
     def encode(pixels: Tensor) -> np.ndarray:
         run = partial(model.encode_trunk, pixels, blocks)
-        rows: np.ndarray = image_pass.forward(config, context, run).cpu().numpy()
-        return rows
+        return image_pass.forward(config, context, run).cpu().numpy()
 
     def passes(shards: Sequence[Shard]) -> image_pass.Passes:
         with closing(images.by_shard(shards, encode)) as made:
@@ -138,8 +132,8 @@ def _open(
     config: Config,
     layout: Layout,
     index: SampleIndex,
-    fields: dict[str, Any],
-    inputs: dict[str, str],
+    blocks: int,
+    trunk: str,
     force: Force,
 ) -> Artifact:
     check_folder(config)
@@ -153,7 +147,15 @@ def _open(
         )
     was_finished, was_begun = is_finished(directory), directory.exists()
     artifact = Artifact.open(
-        directory, kind=trunk_rows.KIND, config=fields, inputs=inputs, force=force
+        directory,
+        kind=trunk_rows.KIND,
+        config={
+            "blocks": blocks,
+            "dtype": config.trunk_cache.dtype,
+            "precision": config.embed.precision,
+        },
+        inputs={"index": index.digest, "trunk": trunk},
+        force=force,
     )
     folder = layout.trunk_rows(given, artifact.identity)
     if artifact.manifest is not None and force:
