@@ -1,7 +1,7 @@
 """Evaluation of an encoder on data sets, as rows of results.jsonl; independent of training.
 
-Imported as ``mclclip.eval``. One module per protocol (mmvp, retrieval, zeroshot, linear_probe,
-knn, attributes, compositional); ``datasets`` and ``compositional_sets`` have the loaders,
-``metrics`` the formulas in pure numpy, ``ranking`` ranks of queries, ``features`` the extraction of
-features, ``results`` the rows, ``run`` the suites.
+Imported as ``mclclip.eval``. ``protocols`` has one module per protocol. ``images``, ``captions``,
+``labelled_images``, ``items`` and ``minimal_pairs`` read data sets; ``features`` extracts features;
+``metrics`` has formulas in pure numpy; ``outcomes`` holds how every item came out, ``results`` the
+rows, and ``paired`` compares encoders; ``run`` is the verb.
 """

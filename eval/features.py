@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.captions import tokenized
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.data.loader import Loader
-from mclclip.eval.datasets import Region
+from mclclip.eval.images import Readable, Region
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import gather_objects, together
 from mclclip.ranks.process_group import SINGLE, Context
@@ -40,14 +40,6 @@ def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: s
     """
     start, stop = (count * rank // context.world_size for rank in (context.rank, context.rank + 1))
     return gather_objects(together(lambda: work(slice(start, stop)), what))
-
-
-class Readable(Protocol):
-    """An image file, or a part of another file; ``str`` of it names it in messages."""
-
-    def read_bytes(self) -> bytes:
-        """The bytes of the image; OSError where they cannot be read."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -158,7 +150,7 @@ class _Batches(Dataset[Any]):
     def __getitem__(self, number: int) -> Tensor | str:
         return self.make(self.items[number * self.size : (number + 1) * self.size])
 
-    def describe(self, number: int, place: int) -> str:
+    def describe(self, number: int, _: int) -> str:
         """Names a batch, for messages."""
         return f"the batch that begins with {self.items[number * self.size]}"
 

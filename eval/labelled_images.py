@@ -1,6 +1,5 @@
-"""Loaders of images with classes: a folder per class, a table, PASCAL VOC's lists; as one set or as
-the parts to learn from and to be asked. They import no torch, and raise the errors that
-``datasets`` does."""
+"""Images with classes: a folder per class, a table, PASCAL VOC's lists; as one set, or as the parts
+to learn from and to be tested on. See ``images`` for errors."""
 
 from __future__ import annotations
 
@@ -8,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip.eval.datasets import SUFFIXES, read_rows
-from mclclip.eval.metrics import IntArray
+from mclclip.eval.images import SUFFIXES, read_rows
 from mclclip.files import below
 
 Part = Literal["train", "valid", "test"]
@@ -29,23 +27,15 @@ _VOC_ENDINGS: Mapping[Part, str] = {
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images with their classes; ``labels`` [N] are rows of ``class_names`` [K]."""
+    """Images with their classes, of ``class_names`` [K].
 
-    images: list[Path]
-    labels: IntArray
-    class_names: list[str]
-
-
-@dataclass(frozen=True)
-class SeveralLabels:
-    """Images that each show any number of classes.
-
-    ``truth`` int8 [N, K]: 1 where image n shows class k, -1 where it does not, and 0 where the data
-    set does not judge it. ``class_names`` [K].
+    ``labels`` [N] are rows of ``class_names``. Where an image shows any number of classes they are
+    int8 [N, K]: 1 where image n shows class k, -1 where it does not, and 0 where the data set does
+    not judge it.
     """
 
     images: list[Path]
-    truth: NDArray[np.int8]
+    labels: NDArray[np.signedinteger[Any]]
     class_names: list[str]
 
 
@@ -65,7 +55,7 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
     if table and (root / table).is_dir():
         labels: Iterable[str] = _voc_files(root / table, "test")
     elif table:
-        labels = {label for _, label in _table_rows(root, table)}
+        labels = {label for _, label in _table_rows(root, table, several=True)}
     else:
         labels = _class_folders(root)
     if not labels:
@@ -76,40 +66,36 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
     return sorted(labels)
 
 
-def read_labelled(root: Path, names: Mapping[str, str], table: str | None = None) -> LabelledImages:
+def read_labelled(
+    root: Path, names: Mapping[str, str], table: str | None = None, *, several: bool = False
+) -> LabelledImages:
     """A folder per class under ``root``, or the images of the table ``root/table``: a CSV (or .tsv)
     with the columns filepath, from ``root`` on, and label.
 
+    ``several``: images have several labels each, with a row of the table for each of them; or as in
+    PASCAL VOC's folder ``ImageSets/Main``, with a file CLASS_test.txt per class. Its lines are the
+    name of an image in ``JPEGImages/`` and 1, -1, or 0 (too difficult: not judged).
     ``names``: label -> class name, of every label at least; the classes are those of ``names``, in
-    its order. ValueError where there is no image, and where an image has two labels.
+    its order. ValueError where there is no image, where an image has two labels that may have one,
+    and for lines of another form.
     """
-    pairs = _one_label_each(root, table) if table else _images_in(root)
-    return _labelled(pairs, names, root / (table or ""))
-
-
-def read_several_labels(root: Path, names: Mapping[str, str], table: str) -> SeveralLabels:
-    """Images with several labels each, from ``root/table``.
-
-    It is a CSV (or .tsv) with the columns filepath and label and a row for each label of an image;
-    or PASCAL VOC's folder ``ImageSets/Main``, with a file CLASS_test.txt per class. Its lines are
-    the name of an image in ``JPEGImages/`` and 1, -1, or 0 (too difficult: not judged).
-    ``names``: label -> class name. ValueError for lines of another form.
-    """
-    if (root / table).is_dir():
-        return _voc_images(root, table, names, "test")
-    return _several(_table_rows(root, table), names)
+    where = root / (table or "")
+    if several and where.is_dir():
+        return _voc_images(root, str(table), names, "test")
+    pairs = _table_rows(root, table, several=several) if table else _images_in(root)
+    return _labelled(pairs, names, where, several)
 
 
 def read_parts(
     root: Path, table: str | None = None, *, several: bool = False
-) -> dict[Part, LabelledImages] | dict[Part, SeveralLabels]:
+) -> dict[Part, LabelledImages]:
     """``train``, ``test`` and, where there is one, ``valid``, under the same classes, which are
     those that have images to learn from (train or valid).
 
     They are folders of these names below ``root``, each with a folder per class; or the rows of the
     CSV ``root/table`` by its column split, beside filepath and label; or PASCAL VOC's files
     CLASS_train.txt, CLASS_val.txt and CLASS_test.txt in the folder ``root/table``. ``several``:
-    images have several labels, as in ``read_several_labels``. FileNotFoundError where a folder is
+    images have several labels, as in ``read_labelled``. FileNotFoundError where a folder is
     missing; ValueError for fewer than two classes, a class that only test has, a class of PASCAL
     VOC's without a file of a part, or an image in two parts.
     """
@@ -117,25 +103,29 @@ def read_parts(
     where = root / (table or "")
     if several and table and where.is_dir():
         files = {part: _voc_files(where, part, part == "valid") for part in parts}
-        classes = {label for found in files.values() for label in found}
+        classes = {label for own in files.values() for label in own}
         names = _names_to_learn(classes, classes, where)
-        of_lists = {part: _voc_images(root, table, names, part) for part in parts if files[part]}
-        _check_apart([one.images for one in of_lists.values()], where)
-        return of_lists
-    if not table:
-        _check_folders(root)
-        rows: dict[Part, Pairs] = {part: _images_in(root / part) for part in parts}
-    elif several:
-        rows = {part: _table_rows(root, table, part) for part in parts}
-    else:
-        rows = {part: _one_label_each(root, table, part) for part in parts}
+        lists = {part: _voc_images(root, table, names, part) for part in parts if files[part]}
+        _check_apart([one.images for one in lists.values()], where)
+        return lists
+    for folder in () if table else (root / "train", root / "test"):
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"no folder {folder}: wanted train/ and test/ with a folder per class, "
+                "such as train/cat/1.jpg"
+            )
+    rows: dict[Part, Pairs] = {
+        part: _table_rows(root, table, part, several=several) if table else _images_in(root / part)
+        for part in parts
+    }
     _check_apart([[path for path, _ in pairs] for pairs in rows.values()], where)
     labels = {part: {label for _, label in pairs} for part, pairs in rows.items()}
     names = _names_to_learn(labels["train"] | labels["valid"], labels["test"], where)
-    there = [part for part in parts if rows[part] or part != "valid"]
-    if several:
-        return {part: _several(rows[part], names) for part in there}
-    return {part: _labelled(rows[part], names, f"{part} of {where}") for part in there}
+    return {
+        part: _labelled(rows[part], names, f"{part} of {where}", several)
+        for part in parts
+        if rows[part] or part != "valid"
+    }
 
 
 def _check_apart(parts: Iterable[Iterable[Path]], where: Path) -> None:
@@ -146,15 +136,6 @@ def _check_apart(parts: Iterable[Iterable[Path]], where: Path) -> None:
             f"{where} has {len(shared):,} images in more than one of train, valid and test, such "
             f"as {min(shared)}: leave each in one"
         )
-
-
-def _check_folders(root: Path) -> None:
-    for folder in (root / "train", root / "test"):
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"no folder {folder}: wanted train/ and test/ with a folder per class, "
-                "such as train/cat/1.jpg"
-            )
 
 
 def _names_to_learn(known: set[str], asked: set[str], where: Path) -> dict[str, str]:
@@ -171,26 +152,16 @@ def _names_to_learn(known: set[str], asked: set[str], where: Path) -> dict[str, 
     return {label: readable(label) for label in sorted(known)}
 
 
-def _several(pairs: Pairs, names: Mapping[str, str]) -> SeveralLabels:
-    """Images with a row for each of their labels."""
-    files = {path: row for row, path in enumerate(dict.fromkeys(path for path, _ in pairs))}
-    truth = np.full((len(files), len(names)), -1, dtype=np.int8)
-    columns_of = {label: column for column, label in enumerate(names)}
-    for path, label in pairs:
-        truth[files[path], columns_of[label]] = 1
-    return SeveralLabels(list(files), truth, list(names.values()))
-
-
 def _voc_files(folder: Path, part: Part, optional: bool = False) -> dict[str, Path]:
     """Class -> its file of this part, in order; ValueError where there is none."""
     ending = _VOC_ENDINGS[part]
-    found = {path.name.removesuffix(ending): path for path in folder.glob(f"?*{ending}")}
-    if not found and not optional:
+    files = {path.name.removesuffix(ending): path for path in folder.glob(f"?*{ending}")}
+    if not files and not optional:
         raise ValueError(f"{folder} has no files CLASS{ending}, as in PASCAL VOC's ImageSets/Main")
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
-def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) -> SeveralLabels:
+def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) -> LabelledImages:
     folder = root / table
     columns = {label: _voc_rows(path) for label, path in _voc_files(folder, part).items()}
     rows = {name: row for row, name in enumerate(next(iter(columns.values())))}
@@ -203,20 +174,20 @@ def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) ->
         if columns[label].keys() != rows.keys():
             raise ValueError(f"the files in {folder} list different images: {label!r}")
         truth[:, column] = [columns[label][name] for name in rows]
-    return SeveralLabels(images, truth, list(names.values()))
+    return LabelledImages(images, truth, list(names.values()))
 
 
 def _voc_rows(path: Path) -> dict[str, int]:
     """Image -> 1, 0 or -1."""
-    found = {}
+    rows = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         name, *rest = line.split() or [""]
         if rest not in (["1"], ["0"], ["-1"]):
             raise ValueError(f"{path} line {number} is not an image and 1, 0 or -1: {line!r}")
-        if name in found:
+        if name in rows:
             raise ValueError(f"{path} line {number} has {name} once more: leave one line of it")
-        found[name] = int(rest[0])
-    return found
+        rows[name] = int(rest[0])
+    return rows
 
 
 def _class_folders(root: Path) -> dict[str, Path]:
@@ -234,42 +205,47 @@ def _images_in(root: Path) -> Pairs:
     ]
 
 
-def _table_rows(root: Path, table: str, part: Part | None = None) -> Pairs:
-    """The rows of a table, or those of its ``part``."""
-    columns = ("filepath", "label", *(["split"] if part else []))
-    found = []
-    for line, (file, label, *split) in read_rows(root / table, columns, "table of labels"):
+def _table_rows(
+    root: Path, table: str, part: Part | None = None, *, several: bool = False
+) -> Pairs:
+    """The rows of a table, or those of its ``part``; ValueError for an image that has several rows
+    and may have one."""
+    path = root / table
+    if path.is_dir() and not several:
+        raise ValueError(f"{path} is a folder: the files in it want metric=map_11_point")
+    columns, parts = ("filepath", "label", *(["split"] if part else [])), get_args(Part)
+    pairs: Pairs = []
+    for line, (file, label, *split) in read_rows(path, columns, "table of labels"):
         if not file or not label.strip():
+            raise ValueError(f"line {line} of {path} has no filepath or no label: complete it")
+        if split and split[0].strip() not in parts:
             raise ValueError(
-                f"line {line} of {root / table} has no filepath or no label: complete it"
-            )
-        if split and split[0].strip() not in get_args(Part):
-            wanted = ", ".join(get_args(Part))
-            raise ValueError(
-                f"line {line} of {root / table} has the split {split[0]!r}: wanted one of {wanted}"
+                f"line {line} of {path} has the split {split[0]!r}: wanted one of "
+                f"{', '.join(parts)}"
             )
         if [word.strip() for word in split] in ([], [part]):
-            found.append((below(root, file, f"{root / table} line {line}"), label.strip()))
-    return found
-
-
-def _one_label_each(root: Path, table: str, part: Part | None = None) -> Pairs:
-    """The rows of a table in which no image stands twice."""
-    if (root / table).is_dir():
-        raise ValueError(f"{root / table} is a folder: the files in it want metric=map_11_point")
-    pairs = _table_rows(root, table, part)
-    times = Counter(path for path, _ in pairs)
-    if twice := next((path for path, count in times.items() if count > 1), None):
+            pairs.append((below(root, file, f"{path} line {line}"), label.strip()))
+    times = Counter(image for image, _ in pairs)
+    if not several and (twice := [image for image, count in times.items() if count > 1]):
         raise ValueError(
-            f"{root / table} has {twice} more than once: several labels of an image want "
+            f"{path} has {twice[0]} more than once: several labels of an image want "
             "metric=map_11_point"
         )
     return pairs
 
 
-def _labelled(pairs: Pairs, names: Mapping[str, str], where: Path | str) -> LabelledImages:
-    if not pairs:
+def _labelled(
+    pairs: Pairs, names: Mapping[str, str], where: Path | str, several: bool
+) -> LabelledImages:
+    """Images from their labels; one with several labels has a pair for each of them."""
+    if not pairs and not several:
         raise ValueError(f"{where} has no images")
-    row = {label: number for number, label in enumerate(names)}
-    labels = np.array([row[label] for _, label in pairs], dtype=np.int64)
-    return LabelledImages([path for path, _ in pairs], labels, list(names.values()))
+    column = {label: number for number, label in enumerate(names)}
+    if not several:
+        labels = np.array([column[label] for _, label in pairs], dtype=np.int64)
+        return LabelledImages([path for path, _ in pairs], labels, list(names.values()))
+    rows = {path: row for row, path in enumerate(dict.fromkeys(path for path, _ in pairs))}
+    truth = np.full((len(rows), len(names)), -1, dtype=np.int8)
+    for path, label in pairs:
+        truth[rows[path], column[label]] = 1
+    return LabelledImages(list(rows), truth, list(names.values()))

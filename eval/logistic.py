@@ -128,7 +128,7 @@ def fit(
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    length, mean = _look(train)
+    length, mean = _length_and_mean(train)
     model = LogisticRegression(C=1 / strength, max_iter=max_iterations, tol=TOLERANCE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
@@ -140,7 +140,8 @@ def fit(
     return _classifier(model.classes_, weight, bias, train, not stopped)
 
 
-def _look(train: Features) -> tuple[float, NDArray[np.float64]]:
+def _length_and_mean(train: Features) -> tuple[float, NDArray[np.float64]]:
+    """The length that unit rows are scaled to, and the mean that is subtracted before."""
     return math.sqrt(train.shape[1]), train.mean(axis=0, dtype=np.float64)
 
 
@@ -152,7 +153,7 @@ def _classifier(
     converged: bool,
 ) -> Classifier:
     """A classifier of unit rows, from one of rows after the shift and the scaling."""
-    length, mean = _look(train)
+    length, mean = _length_and_mean(train)
     weight = weight * length
     return Classifier(classes.astype(np.int64), weight, bias - weight @ mean, converged)
 
@@ -163,16 +164,16 @@ class _Problem:
     def __init__(self, context: Context, train: Features, labels: IntArray) -> None:
         self.train, self.device, self.is_main = train, context.device, context.is_main
         self.classes, targets = np.unique(labels, return_inverse=True)
-        # Each rank has the same number of places; those beyond its own parts stay 0.
+        # Each rank has the same number of slots; those beyond its own parts stay 0.
         world = context.world_size
         bounds = [PARTS * rank // world for rank in range(world + 1)]
-        self.places = -(-PARTS // world)
+        self.slots = -(-PARTS // world)
         self.filled = [
-            rank * self.places + place
+            rank * self.slots + slot
             for rank in range(world)
-            for place in range(bounds[rank + 1] - bounds[rank])
+            for slot in range(bounds[rank + 1] - bounds[rank])
         ]
-        self.length, mean = _look(train)
+        self.length, mean = _length_and_mean(train)
         self.mean = torch.from_numpy(mean).to(self.device)
         self.parts = []
         for part in range(bounds[context.rank], bounds[context.rank + 1]):
@@ -199,8 +200,8 @@ class _Problem:
             finally:
                 self._ask(solution, more=False)
 
-        found: Classifier = broadcast_object(together(work))  # type: ignore[assignment]
-        return found
+        fitted: Classifier = broadcast_object(together(work))  # type: ignore[assignment]
+        return fitted
 
     def _solve(self, solution: Tensor, strength: float, max_iterations: int) -> Classifier:
         if len(self.classes) == 2:
@@ -224,8 +225,8 @@ class _Problem:
         optimizer.step(closure)  # type: ignore[no-untyped-call]
         _, gradient = self._loss_and_gradient(solution, strength)
         converged = bool(gradient.abs().max() <= TOLERANCE)
-        found = solution.cpu().numpy()
-        return _classifier(self.classes, found[:, :-1], found[:, -1], self.train, converged)
+        rows = solution.cpu().numpy()
+        return _classifier(self.classes, rows[:, :-1], rows[:, -1], self.train, converged)
 
     def _loss_and_gradient(self, solution: Tensor, strength: float) -> tuple[float, Tensor]:
         """The mean loss of all rows and its gradient, of ``solution``'s shape; first rank only."""
@@ -248,10 +249,10 @@ class _Problem:
 
     def _sums(self, solution: Tensor) -> Tensor:
         """The sums of losses and gradients over the rows of all ranks, on every rank."""
-        sums = solution.new_zeros(self.places, solution.numel() + 1)
-        for place, (rows, targets) in enumerate(self.parts):
+        sums = solution.new_zeros(self.slots, solution.numel() + 1)
+        for slot, (rows, targets) in enumerate(self.parts):
             for start in range(0, len(rows), ROWS):
-                self._add(sums[place], solution, rows[start:][:ROWS], targets[start:][:ROWS])
+                self._add(sums[slot], solution, rows[start:][:ROWS], targets[start:][:ROWS])
         return gather(sums)[self.filled].sum(dim=0)
 
     def _add(self, sums: Tensor, solution: Tensor, rows: Tensor, targets: Tensor) -> None:

@@ -125,7 +125,7 @@ class Ranking:
     """Items [N] from the highest score to the lowest, sorted once for many weights.
 
     order     [N] rows of the items
-    starts    [S] places in ``order`` at which a new score begins
+    starts    [S] rows of ``order`` at which a new score begins
     positive  [N] which items are positive, in this order
     """
 
@@ -150,58 +150,34 @@ class Ranking:
         return right, np.add.reduceat(weight, self.starts) - right
 
     def area(self, weights: FloatArray, ties: float = 0.0) -> float:
-        """``area_under_roc`` of the items, which count ``weights`` [N] times; NaN where a kind of
-        item has no weight."""
+        """Share of the pairs of a positive and a negative item in which the positive scores higher,
+        where items count ``weights`` [N] times; NaN where a kind of item has no weight.
+
+        A tied pair counts ``ties``: 0 is against the model, 0.5 the usual area under the ROC curve.
+        """
         right, wrong = self.sums(weights)
         pairs = float(right.sum() * wrong.sum())
         below = wrong.sum() - np.cumsum(wrong)
         return float(np.sum(right * (below + ties * wrong))) / pairs if pairs else math.nan
 
     def precision(self, weights: FloatArray) -> float:
-        """``precision_11_point`` of the items, likewise."""
+        """Average precision, interpolated at recalls 0, 0.1, ..., 1, likewise.
+
+        At each recall it takes the highest precision at that recall or a higher one. Of items that
+        tie, negatives come first. Source: Everingham et al., PASCAL VOC 2007, section 4.1 of its
+        guide.
+        """
         right, wrong = self.sums(weights)
         if not (right.sum() > 0 and wrong.sum() > 0):
             return math.nan
-        found, shown = np.cumsum(right), np.cumsum(right + wrong)
-        precision = np.divide(found, shown, out=np.zeros_like(found), where=shown > 0)
+        hits, ranked = np.cumsum(right), np.cumsum(right + wrong)
+        precision = np.divide(hits, ranked, out=np.zeros_like(hits), where=ranked > 0)
         later = np.maximum.accumulate(precision[::-1])[::-1]
         # Recalls are sums of weights: rounding must not put one below the level it stands for.
-        return float(np.mean(later[np.searchsorted(found / found[-1], _RECALLS - 1e-9)]))
+        return float(np.mean(later[np.searchsorted(hits / hits[-1], _RECALLS - 1e-9)]))
 
 
 _RECALLS = np.arange(11) / 10
-_NO_RANKING = "a ranking needs a positive and a negative item: one of them is missing"
-
-
-def area_under_roc(
-    scores: FloatArray, positive: BoolArray, weights: FloatArray | None = None, ties: float = 0.0
-) -> float:
-    """Share of the pairs of a positive and a negative item [N] in which the positive scores higher.
-
-    A tied pair counts ``ties``: 0 is against the model, 0.5 the usual area under the ROC curve.
-    ``weights`` [N]: how many times each item counts. ValueError on NaN or where a kind is missing.
-    """
-    weight = np.ones(len(scores)) if weights is None else weights
-    area = Ranking.of(scores, positive).area(weight, ties)
-    if math.isnan(area):
-        raise ValueError(_NO_RANKING)
-    return area
-
-
-def precision_11_point(
-    scores: FloatArray, positive: BoolArray, weights: FloatArray | None = None
-) -> float:
-    """Average precision of a ranking of items [N], interpolated at recalls 0, 0.1, ..., 1.
-
-    At each recall it takes the highest precision at that recall or a higher one. Of items that tie,
-    negatives come first. ``weights`` [N]: how many times each item counts. ValueError as for
-    ``area_under_roc``. Source: Everingham et al., PASCAL VOC 2007, section 4.1 of its guide.
-    """
-    weight = np.ones(len(scores)) if weights is None else weights
-    precision = Ranking.of(scores, positive).precision(weight)
-    if math.isnan(precision):
-        raise ValueError(_NO_RANKING)
-    return precision
 
 
 def item_similarities(queries: FloatArray, candidates: FloatArray) -> FloatArray:
@@ -232,18 +208,3 @@ def match_margins(
     highest = np.where(wrong, similarity, -np.inf).max(axis=2)
     margins: FloatArray = lowest - highest
     return margins
-
-
-def pair_margins(similarity: FloatArray) -> dict[str, FloatArray]:
-    """Margins of minimal pairs by direction, from similarity [P, 2, 2] = (pair, statement, image).
-
-    Statement i is true of image i (see ``match_margins``: a softmax over two candidates is a
-    comparison). A pair is right in a direction where all its margins there are above 0.
-    Returns [P, 2] for ``statement_to_image`` (statement i picks an image) and ``image_to_text``
-    (image i picks a statement), and [P, 4] for ``group`` (both). ValueError on NaN.
-    """
-    truth = np.eye(2, dtype=bool)
-    by_statement = match_margins(similarity, truth)
-    by_image = match_margins(similarity.swapaxes(1, 2), truth)
-    both = np.concatenate([by_statement, by_image], axis=1)
-    return {"statement_to_image": by_statement, "image_to_text": by_image, "group": both}

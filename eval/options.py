@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 
+from mclclip.eval.protocols import KINDS
 from mclclip.options import STRICT
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"wanted one of {', '.join(KINDS)}")
+    return kind
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class BenchmarkConfig:
     """One benchmark of the suite that runs between stages and at the end."""
 
-    kind: Literal[
-        "mmvp", "retrieval", "zeroshot", "linear_probe", "knn", "attributes", "compositional",
-        "contrastive_loss",
-    ]  # fmt: skip
-    """Which evaluator."""
+    kind: Annotated[str, AfterValidator(_known)]
+    """Which evaluator: a module of eval/protocols."""
     path: str
     """Folder of the benchmark, in the layout that eval/README.md gives for its kind."""
     options: dict[str, Any] = field(default_factory=dict)

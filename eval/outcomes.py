@@ -1,4 +1,5 @@
-"""How every item of a benchmark came out, from which figures are computed and encoders compared.
+"""How every item of a benchmark came out, from which figures are computed and encoders compared,
+and what figures are measured in: percent of right answers, or nats of a loss.
 
 An Arrow file per encoder and benchmark holds the outcomes of all its metrics. It lies in
 ``outcomes/`` beside results.jsonl. Its name is the digest of its bytes, and the rows of
@@ -20,15 +21,66 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from mclclip.eval.metrics import (
-    BoolArray,
-    FloatArray,
-    IntArray,
-    Ranking,
-)
-from mclclip.eval.units import NATS, PERCENT, Unit
+from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, Ranking
 
 FOLDER = "outcomes"
+
+# --- units -------------------------------------------------------------------------------------
+
+_SIGNIFICANT, _MOST = 4, 8  # digits of the largest value; decimals at most
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a figure.
+
+    name              stands behind a value
+    difference        stands behind a difference of two
+    scale             by which the mean of outcomes (see ``Outcomes``) is multiplied
+    smaller_is_better whether it is a loss
+    """
+
+    name: str
+    difference: str
+    scale: float = 1.0
+    smaller_is_better: bool = False
+
+    def decimals(self, values: Iterable[float]) -> int:
+        """Digits behind the point of all ``values`` of a column: 1 of percent; else 4 significant
+        ones of the largest, and as many more as it takes for different values to look different."""
+        if self == PERCENT:
+            return 1
+        known = set(values)
+        largest = max(map(abs, known), default=0.0)
+        whole = len(f"{largest:.0f}") if largest >= 1 else 0
+        least = max(1, _SIGNIFICANT - whole)
+        told_apart = (
+            d for d in range(least, _MOST) if len({f"{v:.{d}f}" for v in known}) == len(known)
+        )
+        return next(told_apart, least)
+
+    @property
+    def note(self) -> str:
+        """What the head of a column says of it, on a line of its own: nothing of percent."""
+        return "" if self == PERCENT else f"\n({self.name})"
+
+    @property
+    def sign(self) -> int:
+        """1 where a larger value is better, -1 where a smaller one is."""
+        return -1 if self.smaller_is_better else 1
+
+
+PERCENT = Unit("%", "points", 100.0)
+NATS = Unit("nats", "nats", smaller_is_better=True)
+
+
+def unit_of(protocol: Mapping[str, Any]) -> Unit:
+    """The unit of a row with this protocol; of one that is not known the larger value is better."""
+    name = str(protocol.get("unit", PERCENT.name))
+    return {"%": PERCENT, "percent": PERCENT, "nats": NATS}.get(name) or Unit(name, name)
+
+
+# --- outcomes ----------------------------------------------------------------------------------
 
 Statistic = Literal["mean", "mean_loss", "roc_auc", "roc_auc_half_ties", "precision_11_point"]
 """What is computed of the items of a stratum; all but the means rank values by ``truth``. Of a mean
@@ -96,13 +148,13 @@ class Outcomes:
             total = np.bincount(self.stratum, weight * self.values)
             return float(np.mean(total[count > 0] / count[count > 0]))
         areas = {"roc_auc": 0.0, "roc_auc_half_ties": 0.5}
-        found = [
+        values = [
             ranking.area(weight[rows], areas[self.statistic])
             if self.statistic in areas
             else ranking.precision(weight[rows])
             for rows, ranking in self._rankings
         ]
-        known = [value for value in found if not math.isnan(value)]
+        known = [value for value in values if not math.isnan(value)]
         return float(np.mean(known)) if known else math.nan
 
     @property
@@ -153,17 +205,6 @@ def joined(parts: Mapping[str, Outcomes]) -> Outcomes:
     )
 
 
-def image_items(images: Sequence[Any], root: Path) -> list[str]:
-    """Names of images as items: files by their path below ``root``, images in shards by their key,
-    others by their text."""
-    return [
-        path.relative_to(root).as_posix()
-        if isinstance(path, Path) and path.is_relative_to(root)
-        else getattr(path, "key", str(path))
-        for path in images
-    ]
-
-
 def _numbers(names: Sequence[str] | None, count: int, *, each: bool) -> IntArray:
     if names is None:
         return np.arange(count) if each else np.zeros(count, dtype=np.int64)
@@ -179,17 +220,17 @@ _COLUMNS = ("items", "strata", "units")
 def encode(outcomes: Mapping[str, Outcomes]) -> tuple[str, bytes]:
     """The name and the bytes of the file that holds the outcomes of every metric."""
     tables = []
-    for metric, found in outcomes.items():
+    for metric, own in outcomes.items():
         texts = {
-            name: pa.array(getattr(found, name) or [None] * len(found), pa.string())
+            name: pa.array(getattr(own, name) or [None] * len(own), pa.string())
             for name in _COLUMNS
         }
-        columns = {"metric": pa.array([metric] * len(found), pa.string()), **texts}
+        columns = {"metric": pa.array([metric] * len(own), pa.string()), **texts}
         encoded = {name: column.dictionary_encode() for name, column in columns.items()}
-        encoded["value"] = pa.array(found.values, pa.float32())
-        truth = [None] * len(found) if found.truth is None else found.truth
+        encoded["value"] = pa.array(own.values, pa.float32())
+        truth = [None] * len(own) if own.truth is None else own.truth
         encoded["truth"] = pa.array(truth, pa.bool_())
-        encoded["statistic"] = pa.array([found.statistic] * len(found)).dictionary_encode()
+        encoded["statistic"] = pa.array([own.statistic] * len(own)).dictionary_encode()
         tables.append(pa.table(encoded))
     sink = io.BytesIO()
     table = pa.concat_tables(tables).unify_dictionaries()
@@ -229,7 +270,7 @@ def read(path: Path) -> dict[str, Outcomes]:
 
 def _decoded(table: Any) -> Outcomes:
     texts: dict[str, Any] = {name: table[name].to_pylist() for name in _COLUMNS}
-    texts = {name: found if found[0] is not None else None for name, found in texts.items()}
+    texts = {name: own if own[0] is not None else None for name, own in texts.items()}
     statistic = table["statistic"][0].as_py()
     truth = None if statistic in _MEANS else table["truth"].to_numpy()
     return Outcomes(values=table["value"].to_numpy(), truth=truth, statistic=statistic, **texts)

@@ -202,18 +202,18 @@ def _bootstrap(a: Outcomes, b: Outcomes) -> tuple[NDArray[np.float64], float, fl
     return drawn, float(low), float(high)
 
 
-def ranking_interval(found: Outcomes) -> tuple[float, float]:
+def ranking_interval(outcomes: Outcomes) -> tuple[float, float]:
     """95 % interval of a statistic of rankings of one encoder: a seeded bootstrap over units.
 
     It is moved so that the middle of the draws is the statistic itself, because repeated items
     raise a precision. It is at least as wide as that of a share of as many trials as the rarer kind
     of item has units, if no ranking could be better or worse: all draws are equal then.
     """
-    value = found.value()
-    drawn = _drawn(found.unit, found.value)
+    value = outcomes.value()
+    drawn = _drawn(outcomes.unit, outcomes.value)
     low, high = np.quantile(drawn + (value - float(drawn.mean())), [0.025, 0.975])
     if high - low < 1e-9:
-        return wilson_interval(value * found.rarer, found.rarer)
+        return wilson_interval(value * outcomes.rarer, outcomes.rarer)
     return max(0.0, float(low)), min(1.0, float(high))
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.resources
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mclclip.eval.labelled_images import labels_of, readable
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.files import parse_json, read_json
 
 IMAGENET = "imagenet1k"
@@ -46,7 +48,7 @@ def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str,
 
     With a mapping from labels to names the candidates are all its classes, also those without
     images. With a list of names they are ``labels``, which get their names in one of three ways. If
-    the labels are WordNet ids, by their places among ImageNet's 1,000 sorted ids (some of the ids
+    the labels are WordNet ids, by their order among ImageNet's 1,000 sorted ids (some of the ids
     are enough). If they are the numbers from 0 to the last name, by number. Otherwise by equal
     words, never by the position of a folder.
 
@@ -100,8 +102,8 @@ def _given_names(classes: str, root: Path) -> dict[str, str] | list[str]:
     names = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} must hold an object of label: name, or a list of names")
-    found: dict[str, str] | list[str] = tree
-    return found
+    given: dict[str, str] | list[str] = tree
+    return given
 
 
 def _lines(path: Path) -> list[str]:
@@ -134,8 +136,8 @@ def _joined(labels: Sequence[str], names: Sequence[str], source: str) -> dict[st
     exact, counts = set(names), Counter(map(_words, names))
     worded = {_words(name): name for name in names if counts[_words(name)] == 1}
     worded |= {label: label for label in labels if label in exact}
-    found = {label: worded.get(label, worded.get(_words(label))) for label in labels}
-    return {label: name for label, name in found.items() if name is not None}
+    joined = {label: worded.get(label, worded.get(_words(label))) for label in labels}
+    return {label: name for label, name in joined.items() if name is not None}
 
 
 def _words(text: str) -> str:
@@ -163,14 +165,14 @@ def find_templates(templates: str | Sequence[str], root: Path) -> list[str]:
     those that clip-benchmark ships for a data set (needs the extra ``eval``); or a file below
     ``root``, text with one per line or JSON (``.json``) with a list. ValueError for anything else.
     """
-    found = _named_templates(templates, root) if isinstance(templates, str) else [*templates]
-    if wrong := [template for template in found if str(template).count("{}") != 1]:
+    chosen = _named_templates(templates, root) if isinstance(templates, str) else [*templates]
+    if wrong := [template for template in chosen if str(template).count("{}") != 1]:
         raise ValueError(
             f"template {wrong[0]!r} must have one {{}} for the class name, as 'a photo of a {{}}.'"
         )
-    if not found:
+    if not chosen:
         raise ValueError(f"there are no templates in {templates!r}: give some, such as simple")
-    return [str(template) for template in found]
+    return [str(template) for template in chosen]
 
 
 def _named_templates(name: str, root: Path) -> Sequence[Any]:
@@ -181,8 +183,8 @@ def _named_templates(name: str, root: Path) -> Sequence[Any]:
     if name in TEMPLATES:
         return ["a photo of a {}." if name == "simple" else "{}"]
     if name.startswith(CLIP_BENCHMARK):
-        found = _of_clip_benchmark(name, _PROMPTS, "templates")
-        return [template.replace("{c}", "{}") for template in found]
+        shipped = _of_clip_benchmark(name, _PROMPTS, "templates")
+        return [template.replace("{c}", "{}") for template in shipped]
     path = root / name
     if not path.is_file():
         raise ValueError(
@@ -204,40 +206,35 @@ def check(
     labels: str | None = None,
     classes: Classes = None,
     templates: str | Sequence[str] = "simple",
+    **_: Any,
 ) -> None:
     """Raises the errors of ``zeroshot.evaluate`` about names and templates; reads no image."""
     find_names(labels_of(root, labels), classes, root)
     find_templates(templates, root)
 
 
-class Benchmark(Protocol):
-    """The fields of a benchmark that are checked here (``config.BenchmarkConfig``)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def options(self) -> dict[str, Any]: ...
-
-
-def check_suite(benchmarks: Mapping[str, Benchmark]) -> None:
+def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     """Calls ``check`` for all zero-shot benchmarks whose folders exist.
 
-    Errors begin with the benchmark's name. Unknown options and wrong types are left to
-    ``run.check``, which knows the evaluators and so imports torch.
+    Unknown options and wrong types are left to ``run.check``, which imports torch.
     """
+    types: dict[str, Any] = {"labels": str, "classes": str | dict, "templates": str | list}
     for name, benchmark in benchmarks.items():
-        if benchmark.kind != "zeroshot" or not Path(benchmark.path).is_dir():
-            continue
-        types: dict[str, Any] = {"labels": str, "classes": str | dict, "templates": str | list}
-        given = benchmark.options.items()
-        options = {o: value for o, value in given if isinstance(value, types.get(o, ()))}
-        try:
-            check(Path(benchmark.path), **options)
-        except (FileNotFoundError, ValueError) as error:
-            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-            raise kind(f"benchmark {name!r}: {error}") from None
+        if benchmark.kind == "zeroshot" and Path(benchmark.path).is_dir():
+            given = benchmark.options.items()
+            options = {o: value for o, value in given if isinstance(value, types.get(o, ()))}
+            with naming_benchmark(name):
+                check(Path(benchmark.path), **options)
+
+
+@contextmanager
+def naming_benchmark(name: str) -> Iterator[None]:
+    """Puts the name of a benchmark before the errors of its data."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+        raise kind(f"benchmark {name!r}: {error}") from None
 
 
 def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
@@ -252,5 +249,5 @@ def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
     if dataset not in entries:
         known = ", ".join(sorted(entries))
         raise ValueError(f"clip-benchmark has no {what} for {dataset!r}: it has {known}")
-    found: list[str] = entries[dataset]
-    return found
+    entry: list[str] = entries[dataset]
+    return entry

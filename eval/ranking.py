@@ -59,8 +59,8 @@ def rank_queries(
         block = torch.empty(min(step, max(len(ranks[0]), 1)), len(candidates), device=ranker.device)
         for start in range(own.start, own.stop, step):
             chunk = slice(start, min(start + step, own.stop))
-            found = ranker.ranks(queries[chunk], query_image[chunk], block)
-            ranks[:, start - own.start : chunk.stop - own.start] = found
+            of_chunk = ranker.ranks(queries[chunk], query_image[chunk], block)
+            ranks[:, start - own.start : chunk.stop - own.start] = of_chunk
         return ranks
 
     strict, optimistic = np.concatenate(over_ranks(context, len(queries), of_share), axis=1)
@@ -141,16 +141,16 @@ class _Ranker:
     def _products(self, queries: Tensor, starts: IntArray, columns: IntArray) -> Features:
         """Float32 products of queries with the candidates ``columns``, summed in float64."""
         ends, ids = torch.from_numpy(starts), torch.from_numpy(columns)
-        found: Features = pair_products(queries, self.exact, ends, ids).float().numpy()
-        return found
+        products: Features = pair_products(queries, self.exact, ends, ids).float().numpy()
+        return products
 
     def _own(
         self, near: Tensor, low: Tensor, high: Tensor, starts: IntArray, right: IntArray
     ) -> IntArray:
         """How many right candidates of each query [q] are between its bounds."""
         rows = torch.from_numpy(np.repeat(np.arange(len(near)), np.diff(starts))).to(self.device)
-        found = near[rows, torch.from_numpy(right).to(self.device)]
-        within = (found >= low[rows]) & (found <= high[rows])
+        values = near[rows, torch.from_numpy(right).to(self.device)]
+        within = (values >= low[rows]) & (values <= high[rows])
         return np.bincount(rows[within].cpu().numpy(), minlength=len(near))
 
 
@@ -174,7 +174,7 @@ def _count_by_row(near: Tensor, low: Tensor, high: Tensor, own: IntArray) -> _Co
         dense[row] = in_doubt > _most_in_doubt(width)
         if own[row] < in_doubt and not dense[row]:
             columns[row] = np.flatnonzero(enough ^ higher)
-    rows = np.repeat(np.arange(num), [len(found) for found in columns])
+    rows = np.repeat(np.arange(num), [len(listed) for listed in columns])
     return above, rows, np.concatenate(columns), dense
 
 
@@ -184,9 +184,9 @@ def _count_whole(near: Tensor, low: Tensor, high: Tensor, own: IntArray) -> _Cou
     in_doubt = between.sum(dim=1).cpu().numpy()
     dense = in_doubt > _most_in_doubt(near.shape[1])
     listed = torch.from_numpy(np.flatnonzero((own < in_doubt) & ~dense)).to(near.device)
-    place, column = between[listed].nonzero(as_tuple=True)
+    row, column = between[listed].nonzero(as_tuple=True)
     above = higher.sum(dim=1).cpu().numpy()
-    return above, listed[place].cpu().numpy(), column.cpu().numpy(), dense
+    return above, listed[row].cpu().numpy(), column.cpu().numpy(), dense
 
 
 def _most_in_doubt(num_candidates: int) -> float:

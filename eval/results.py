@@ -20,9 +20,8 @@ from mclclip.eval.metrics import (
     mean_per_class,
     stratified_interval,
 )
-from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.outcomes import PERCENT, Outcomes, Unit, unit_of
 from mclclip.eval.paired import ranking_interval
-from mclclip.eval.units import PERCENT, Unit, unit_of
 from mclclip.files import parse_json, shown, write_bytes
 
 WIDTH = 100
@@ -98,7 +97,7 @@ def published(suite: Mapping[str, Any]) -> list[Reference]:
 
 def figure(
     metric: str,
-    found: Outcomes,
+    measured: Outcomes,
     protocol: Mapping[str, Any],
     *,
     level: Level = "table",
@@ -108,27 +107,27 @@ def figure(
     Its interval is Wilson's, of the mean over strata and with the items of a unit together where
     there are any; a bootstrap for rankings; and that of a mean for losses.
     """
-    low, high = _interval(found)
+    low, high = _interval(measured)
     settings = dict(protocol) | ({} if level == "table" else {"level": level})
-    unit = found.measured_in
+    unit = measured.measured_in
     if unit != PERCENT:
         settings["unit"] = unit.name
-    value, low, high = (unit.scale * number for number in (found.value(), low, high))
-    return Figure(metric, value, len(found), low, high, settings, found)
+    value, low, high = (unit.scale * number for number in (measured.value(), low, high))
+    return Figure(metric, value, len(measured), low, high, settings, measured)
 
 
-def _interval(found: Outcomes) -> tuple[float, float]:
-    if found.truth is not None:
-        return ranking_interval(found)
-    values = found.values.astype(np.float64)
-    if found.statistic == "mean_loss":
+def _interval(measured: Outcomes) -> tuple[float, float]:
+    if measured.truth is not None:
+        return ranking_interval(measured)
+    values = measured.values.astype(np.float64)
+    if measured.statistic == "mean_loss":
         half = Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-        return found.value() - half, found.value() + half
-    _, shares, counts = mean_per_class(values, found.stratum)
-    if found.units is None:
+        return measured.value() - half, measured.value() + half
+    _, shares, counts = mean_per_class(values, measured.stratum)
+    if measured.units is None:
         return stratified_interval(shares, counts)
-    residuals = (values - shares[found.stratum]) / counts[found.stratum]
-    return stratified_interval(shares, counts, design_effect(residuals, found.unit))
+    residuals = (values - shares[measured.stratum]) / counts[measured.stratum]
+    return stratified_interval(shares, counts, design_effect(residuals, measured.unit))
 
 
 def of_model(figures: Iterable[Figure], model: str, benchmark: str) -> list[Result]:
@@ -143,7 +142,7 @@ def of_model(figures: Iterable[Figure], model: str, benchmark: str) -> list[Resu
 def record(path: Path, figures: Sequence[Figure], model: str, benchmark: str) -> list[Result]:
     """Writes the figures of one model on one benchmark into results.jsonl, and the outcomes of
     their items beside it; returns the rows. Outcomes that no row names any more are removed."""
-    known = {found.metric: found.outcomes for found in figures if found.outcomes is not None}
+    known = {one.metric: one.outcomes for one in figures if one.outcomes is not None}
     rows = of_model(figures, model, benchmark)
     if known:
         name, data = outcomes.encode(known)
@@ -227,34 +226,43 @@ def write(path: Path, rows: Sequence[Result]) -> None:
     write_bytes(Path(path), ("\n".join(lines) + "\n" if lines else "").encode())
 
 
+def trained_on(known: int, judged: int) -> str:
+    """Says how many of the images that a benchmark's figures are of are trained on."""
+    return f"the run is trained on {known:,} of its {judged:,} images"
+
+
+def unfit(benchmark: str, known: int, judged: int, choice: str, again: str = "") -> ValueError:
+    """The error of a benchmark that decides ``choice``, where images of it are trained on."""
+    return ValueError(
+        f"benchmark {benchmark!r}: {trained_on(known, judged)}, and {choice} is chosen by it: give "
+        f"data that no training has read{again}"
+    )
+
+
 def check_unseen(rows: Sequence[Result], benchmarks: Sequence[str], choice: str) -> None:
     """Raises ValueError where rows of ``benchmarks``, by which ``choice`` is made, say that their
     images are trained on."""
     for row in rows:
-        if row.benchmark in benchmarks and (seen := _seen([row])):
-            raise ValueError(
-                f"benchmark {row.benchmark!r}: {seen[0]}, and {choice} is chosen by it: give data "
-                "that no training has read, and evaluate with 'mclclip eval --force'"
-            )
+        if row.benchmark in benchmarks:
+            if counts := _counts([row], "training_images", "judged_images"):
+                again = ", and evaluate with 'mclclip eval --force'"
+                raise unfit(row.benchmark, *counts[0], choice, again)
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
     """What a reader of the rows of one benchmark must know: what was left out, or trained on."""
     left_out = [
-        f"{left_out} of {of} items are left out: not comparable with published figures"
-        for left_out, of in _left_out(rows)
+        f"{out} of {out + kept} items are left out: not comparable with published figures"
+        for out, kept in _counts(rows, "left_out_items", "num_items")
     ]
-    return [*left_out, *(f"{seen}: figures are too good" for seen in _seen(rows))]
+    seen = _counts(rows, "training_images", "judged_images")
+    return [*left_out, *(f"{trained_on(*counts)}: figures are too good" for counts in seen)]
 
 
-def _seen(rows: Sequence[Result]) -> list[str]:
-    """How many images of a benchmark the run is trained on, where it is any."""
-    names = ("training_images", "judged_images")
-    found = {tuple(row.protocol.get(name) for name in names) for row in rows}
-    return [
-        f"the run is trained on {known:,} of its {of:,} images"
-        for known, of in sorted(pair for pair in found if all(type(n) is int for n in pair))
-    ]
+def _counts(rows: Sequence[Result], part: str, other: str) -> list[tuple[int, int]]:
+    """Two whole numbers of the protocols of rows, each pair once, where the first is not 0."""
+    pairs = {(row.protocol.get(part), row.protocol.get(other)) for row in rows}
+    return sorted((a, b) for a, b in pairs if a and type(a) is type(b) is int)
 
 
 def table(
@@ -339,7 +347,7 @@ def _trials(rows: Sequence[Result]) -> dict[Column, str]:
     counts: dict[Column, set[int]] = {}
     for row in rows:
         counts.setdefault(row.column, set()).add(row.count)
-    return {column: "/".join(map(str, sorted(found))) for column, found in counts.items()}
+    return {column: "/".join(map(str, sorted(own))) for column, own in counts.items()}
 
 
 def _chance(rows: Sequence[Result], decimals: Mapping[Column, int]) -> dict[Column, str]:
@@ -349,17 +357,9 @@ def _chance(rows: Sequence[Result], decimals: Mapping[Column, int]) -> dict[Colu
         if isinstance(value := row.protocol.get("chance"), int | float):
             known.setdefault(row.column, set()).add(value)
     return {
-        column: "/".join(f"{value:.{decimals[column]}f}" for value in sorted(found))
-        for column, found in known.items()
+        column: "/".join(f"{value:.{decimals[column]}f}" for value in sorted(values))
+        for column, values in known.items()
     }
-
-
-def _left_out(rows: Sequence[Result]) -> list[tuple[int, int]]:
-    """How many items were not measured, and of how many, where some were left out."""
-    found = {(row.protocol.get("left_out_items"), row.protocol.get("num_items")) for row in rows}
-    return sorted(
-        (out, out + kept) for out, kept in found if out and type(out) is type(kept) is int
-    )
 
 
 def _cell(cell: Result | Reference | None, intervals: bool, decimals: int) -> str:

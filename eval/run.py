@@ -6,56 +6,36 @@ file (``suites/*.yaml``) with data folders as variables, and with published figu
 
 from __future__ import annotations
 
-import inspect
 import logging
 import string
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+from pydantic import TypeAdapter, ValidationError
 
-from mclclip import search
 from mclclip.config import Config, load
 from mclclip.config.plain_yaml import read_yaml
-from mclclip.data.training_images import Leakage, TrainingImages, run_of
-from mclclip.eval import prompts, results
+from mclclip.data.training_images import TrainingImages, path_of, run_of
+from mclclip.eval import results
 from mclclip.eval.features import Extractor
+from mclclip.eval.images import Readable
 from mclclip.eval.options import BenchmarkConfig
-from mclclip.eval.results import Figure, Reference, Result
+from mclclip.eval.prompts import naming_benchmark
+from mclclip.eval.protocols import evaluator
+from mclclip.eval.results import Reference, Result
 from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_encoder, weights
 from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
-from mclclip.options import STRICT, first_problem
+from mclclip.options import first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
-
-_KINDS: tuple[str, ...] = typing.get_args(typing.get_type_hints(BenchmarkConfig)["kind"])
-_MODULES = {kind: import_module(f"mclclip.eval.{kind}") for kind in _KINDS}
-EVALUATORS: dict[str, Callable[..., list[Figure]]] = {
-    kind: module.evaluate for kind, module in _MODULES.items()
-}
-"""Benchmark kind, which is the module's name -> ``evaluate(extractor, path, **options)``."""
-
-READ_TEXT = frozenset(kind for kind, module in _MODULES.items() if module.READS_TEXT)
-"""Benchmark kinds that compare images with texts."""
-
-LOSSES = frozenset(kind for kind, module in _MODULES.items() if hasattr(module, "IS_LOSS"))
-"""Benchmark kinds of whose figures the smaller ones are better."""
-
-_FILE_OPTIONS = {"captions", "labels", "images"}
-"""Options of evaluators that name files, relative to the benchmark's folder."""
-
-_LEARNERS = ("attributes", "knn", "linear_probe")
-"""Benchmark kinds that learn from their folder ``train``; figures are of the folder ``test``."""
 
 _JOINED = ("concat_raw", "concat_stage_norm", "concat_weighted", "soup_uniform")
 
@@ -114,37 +94,45 @@ def _substitute(value: Any, variables: Mapping[str, str]) -> Any:
         ) from None
 
 
-@cache
-def _options_of(evaluate: Callable[..., list[Figure]]) -> type[BaseModel]:
-    """The evaluator's keyword options with their types, as a model that checks them."""
-    hints = typing.get_type_hints(evaluate, include_extras=True)
-    fields: dict[str, Any] = {
-        name: (hints[name], ... if parameter.default is parameter.empty else parameter.default)
-        for name, parameter in inspect.signature(evaluate).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    return create_model("Options", __config__=STRICT, **fields)
-
-
 def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Raises ValueError for a wrong option, and where faiss is wanted and not installed, and
-    FileNotFoundError for missing data, in one line."""
+    """Raises, in one line and before anything runs, ValueError for a wrong option and for data that
+    the evaluator's own check refuses, and FileNotFoundError for a folder or file that is missing.
+
+    All options are checked first, then all folders.
+    """
+    check_options(benchmarks)
+    _check_folders(benchmarks)
     for name, benchmark in benchmarks.items():
-        model = _options_of(EVALUATORS[benchmark.kind])
+        protocol, root = evaluator(benchmark.kind), Path(benchmark.path)
+        for option in sorted({*protocol.files} & benchmark.options.keys()):
+            file = root / str(benchmark.options[option])
+            if not file.exists():
+                raise FileNotFoundError(
+                    f"benchmark {name!r}: {option}: there is no {file}{_needs(benchmark)}"
+                )
+        if protocol.check is not None:
+            with naming_benchmark(name):
+                protocol.check(root, **benchmark.options)
+
+
+def check_options(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+    """Raises ValueError for options that an evaluator does not have, or of another type."""
+    for name, benchmark in benchmarks.items():
+        model = evaluator(benchmark.kind).options
         try:
             model.model_validate(benchmark.options)
         except ValidationError as error:
-            valid = ", ".join(model.model_fields)
             raise ValueError(
                 f"benchmark {name!r}: option {': '.join(first_problem(error))}; options of "
-                f"{benchmark.kind}: {valid}"
+                f"{benchmark.kind}: {', '.join(model.model_fields)}"
             ) from None
-        if "knn" in (benchmark.kind, benchmark.options.get("probe")):
-            search.library(f"benchmark {name!r}")
-    if absent := [name for name, one in benchmarks.items() if not Path(one.path).is_dir()]:
+
+
+def _check_folders(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
+    present = [name for name, one in benchmarks.items() if Path(one.path).is_dir()]
+    if absent := [name for name in benchmarks if name not in present]:
         first = benchmarks[absent[0]]
         others = f"; {', '.join(absent[1:])} have none either" if absent[1:] else ""
-        present = [name for name in benchmarks if name not in absent]
         instead = f"; for the others: {' '.join(f'--only {n}' for n in present)}" if present else ""
         raise FileNotFoundError(
             f"benchmark {absent[0]!r}: no folder {first.path}{_needs(first)}{others}{instead}"
@@ -154,30 +142,50 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
 def _needs(benchmark: BenchmarkConfig) -> str:
     """Says which data a benchmark wants and where to get them: the suite's words, or else those of
     its evaluator."""
-    source = benchmark.source or _MODULES[benchmark.kind].needs(**benchmark.options)
+    needs = evaluator(benchmark.kind).needs
+    source = benchmark.source or (needs if isinstance(needs, str) else needs(**benchmark.options))
     return f": it wants {source}; nothing is downloaded"
 
 
-def check_files(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Raises FileNotFoundError where an option names a missing file, and ValueError where data lack
-    a column or field that it names, or a zero-shot benchmark's class names or templates are wrong
-    (``prompts.check``)."""
-    for name, benchmark in benchmarks.items():
-        module = _MODULES[benchmark.kind]
-        named = getattr(module, "FILE_OPTIONS", _FILE_OPTIONS)
-        for option in sorted(named & benchmark.options.keys()):
-            file = Path(benchmark.path) / str(benchmark.options[option])
-            if not file.exists():
-                raise FileNotFoundError(
-                    f"benchmark {name!r}: {option}: there is no {file}{_needs(benchmark)}"
-                )
-        if hasattr(module, "check"):
-            try:
-                module.check(Path(benchmark.path), **benchmark.options)
-            except (ValueError, FileNotFoundError) as error:
-                kind = FileNotFoundError if isinstance(error, OSError) else ValueError
-                raise kind(f"benchmark {name!r}: {error}") from None
-    prompts.check_suite(benchmarks)
+# --- encoders in memory --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """Images that trainings draw, which benchmarks should not hold, and ``choices``: the name of a
+    benchmark -> what is chosen by its figures, for which it must hold none of them."""
+
+    trained_on: Sequence[TrainingImages] = ()
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_LEAKAGE = Leakage()
+
+
+@dataclass
+class _Watch:
+    """Counts the images of a benchmark that are encoded, and those of them that are trained on.
+
+    Only images below ``folder`` count, where one is given. Called with images on all ranks, it
+    raises ValueError there for the first that are trained on, where the benchmark decides a choice.
+    """
+
+    name: str
+    folder: Path | None
+    leakage: Leakage
+    judged: int = 0
+    known: int = 0
+
+    def __call__(self, images: Sequence[Readable]) -> None:
+        own = images
+        if self.folder is not None:
+            own = [image for image in images if self.folder in path_of(image).parents]
+        if not own or not self.leakage.trained_on:
+            return
+        counts = on_main(lambda: [trained.count(own) for trained in self.leakage.trained_on])
+        self.known, self.judged = self.known + max(counts), self.judged + len(own)
+        if self.known and (choice := self.leakage.choices.get(self.name)):
+            raise results.unfit(self.name, self.known, self.judged, choice)
 
 
 def run_suite(
@@ -188,36 +196,33 @@ def run_suite(
     *,
     context: Context = SINGLE,
     identity: str = "",
-    trained_on: Sequence[TrainingImages] = (),
-    choice: Mapping[str, str] | None = None,
+    leakage: Leakage = NO_LEAKAGE,
     **settings: Any,
 ) -> list[Result]:
     """Evaluates one encoder on every benchmark; returns its rows and adds them to the file.
 
     Rows of the same model and benchmark are replaced; each benchmark is written when it is done.
-    ``identity`` (such as ``identity_of`` the model) lets a later call see that nothing changed.
-    ``trained_on``: images of trainings; a row says how many of its benchmark's are among them, and
-    a benchmark that something is chosen by (``choice``: its name -> what) is refused for them.
-    ``settings``: batch_size, precision, max_image_pixels, num_workers (see ``Extractor``). All
-    ranks of ``context`` take part; the first one writes.
+    ``identity`` (such as ``identity_of`` the model) lets a later call see that nothing changed. A
+    row says how many of the images of its benchmark are trained on (``leakage``). ``settings``:
+    batch_size, precision, max_image_pixels, num_workers (see ``Extractor``). All ranks of
+    ``context`` take part; the first one writes.
     """
-    check(benchmarks)
     extractor = Extractor(encoder, context, **settings)
     rows: list[Result] = []
     for name, benchmark in benchmarks.items():
         log.info("evaluate %s on %s", model_name, name)
-        evaluate = EVALUATORS[benchmark.kind]
-        part, decides = "test" if benchmark.kind in _LEARNERS else "", (choice or {}).get(name, "")
-        leakage = Leakage(name, Path(benchmark.path), part, trained_on, decides)
-        watched = replace(extractor, on_images=leakage)
-        figures = evaluate(watched, Path(benchmark.path), **benchmark.options)
-        if leakage.known:
-            log.warning("%s", leakage)
-            told = {"training_images": leakage.known, "judged_images": leakage.judged}
-            figures = [replace(f, protocol=f.protocol | told) for f in figures]
+        protocol, root = evaluator(benchmark.kind), Path(benchmark.path)
+        watch = _Watch(name, root / protocol.judged if protocol.judged else None, leakage)
+        watched = replace(extractor, on_images=watch)
+        figures = protocol.evaluate(watched, root, **benchmark.options)
+        more: dict[str, Any] = {}
+        if watch.known:
+            note = results.trained_on(watch.known, watch.judged)
+            log.warning("benchmark %r: %s: figures are too good", name, note)
+            more = {"training_images": watch.known, "judged_images": watch.judged}
         if identity:
-            digest = evaluation_digest(benchmark, identity, extractor.precision)
-            figures = [replace(f, protocol=f.protocol | {"evaluation": digest}) for f in figures]
+            more["evaluation"] = evaluation_digest(benchmark, identity, extractor.precision)
+        figures = [replace(own, protocol=own.protocol | more) for own in figures]
         rows += on_main(partial(results.record, results_path, figures, model_name, name))
     return rows
 
@@ -227,23 +232,21 @@ class Judge:
     """Benchmarks that encoders in memory are measured on, by a verb that makes encoders.
 
     ``benchmarks`` are checked before the first encoder is made. Encoders lie on the device of
-    ``context``. ``trained_on`` and ``choice``: see ``run_suite``.
+    ``context``.
     """
 
     benchmarks: Mapping[str, BenchmarkConfig]
     context: Context = SINGLE
     batch_size: int = 256
-    trained_on: Sequence[TrainingImages] = ()
-    choice: str = ""
+    leakage: Leakage = NO_LEAKAGE
 
     def __post_init__(self) -> None:
         check(self.benchmarks)
-        check_files(self.benchmarks)
 
     @property
     def read_texts(self) -> list[str]:
         """The benchmarks that compare images with texts."""
-        return [name for name, one in self.benchmarks.items() if one.kind in READ_TEXT]
+        return [name for name, one in self.benchmarks.items() if evaluator(one.kind).reads_text]
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
         """``run_suite`` of all benchmarks: the encoder's rows, which ``path`` then has too."""
@@ -254,8 +257,7 @@ class Judge:
             model_name,
             context=self.context,
             batch_size=self.batch_size,
-            trained_on=self.trained_on,
-            choice=dict.fromkeys(self.benchmarks, self.choice),
+            leakage=self.leakage,
         )
 
 
@@ -275,9 +277,9 @@ def judge(
 
     ``models``, as ``[NAME=]PATH``: those that the judge is for; where they lie in run directories,
     their training images are known. ``choice``: what is chosen by the benchmarks, if anything.
-    Raises the errors of ``load_suite``, ``check`` and ``check_files``.
+    Raises the errors of ``load_suite`` and ``check``.
     """
-    found: dict[str, BenchmarkConfig] = {}
+    benchmarks: dict[str, BenchmarkConfig] = {}
     if (variables or only) and not suite:
         raise ValueError("--set and --only are of --suite: give it, or leave them out")
     if captions != "txt" and held_out is None:
@@ -289,24 +291,26 @@ def judge(
                 "captions; benchmarks of other layouts are given by a suite"
             )
         options = {"captions": ".", "shard_captions": captions}
-        found["held_out"] = BenchmarkConfig("retrieval", str(held_out), options)
+        benchmarks["held_out"] = BenchmarkConfig("retrieval", str(held_out), options)
     if suite:
         named = dict(item.partition("=")[::2] for item in variables)
         of_suite = _some_of(load_suite(suite, named).benchmarks, only)
-        if found.keys() & of_suite.keys():
+        if benchmarks.keys() & of_suite.keys():
             raise ValueError(
                 f"the suite {suite} has a benchmark held_out, which is the name of --held-out: "
                 "call it otherwise"
             )
-        found |= of_suite
+        benchmarks |= of_suite
     trained_on = _trained_on([_named(text)[1] for text in models])
-    return Judge(found, Context(device=pick_device(device)), trained_on=trained_on, choice=choice)
+    choices = dict.fromkeys(benchmarks, choice) if choice else {}
+    leakage = Leakage(trained_on, choices)
+    return Judge(benchmarks, Context(device=pick_device(device)), leakage=leakage)
 
 
 def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> list[TrainingImages]:
     """The training images of a configured run, and of the runs in whose folders models lie; all of
     an index's where a run's options cannot be read."""
-    found = [] if config is None else [TrainingImages.of(config)]
+    images = [] if config is None else [TrainingImages.of(config)]
     runs = dict.fromkeys(run for model in models if (run := run_of(Path(model))))
     for run_dir in runs:
         if config is not None and run_dir == Path(config.run_dir).resolve():
@@ -315,8 +319,8 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
             own = TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
         except (ValueError, OSError):  # an older run's options may have other names
             own = TrainingImages(Layout(run_dir).index, {"": {}})
-        found.append(own)
-    return [images for images in found if images is not None]
+        images.append(own)
+    return [one for one in images if one is not None]
 
 
 def _some_of(
@@ -361,29 +365,29 @@ def evaluate(
     benchmarks: Mapping[str, BenchmarkConfig] | None = None,
     path: Path | None = None,
     force: bool = False,
-    choice: Mapping[str, str] | None = None,
+    choices: Mapping[str, str] | None = None,
 ) -> list[Result]:
     """Evaluates models (name -> directory, NAME@PRETRAINED, or NAME@random for random weights).
 
     Benchmarks are those of ``eval.suite`` unless given. Those that ``path`` (default: the run's
     results.jsonl) already has for the same model files, options and precision are skipped, unless
-    ``force``. ``choice``: see ``run_suite``. Returns the new rows.
+    ``force``. ``choices``: see ``Leakage``. Returns the new rows.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     together(partial(check, benchmarks))
-    together(partial(check_files, benchmarks))
     path, precision = path or Layout.of(config).results, config.eval.precision
     rows: list[Result] = []
     for name, where in models.items():
         location, pretrained = split_name(where)
         identity = on_main(partial(identity_of, location, pretrained))
-        found = [] if force else on_main(partial(results.read, path))
-        protocols = {row.benchmark: row.protocol for row in found if row.model == name}
+        known = [] if force else on_main(partial(results.read, path))
+        digests = {
+            row.benchmark: row.protocol.get("evaluation") for row in known if row.model == name
+        }
         pending = {
             title: benchmark
             for title, benchmark in benchmarks.items()
-            if protocols.get(title, {}).get("evaluation")
-            != evaluation_digest(benchmark, identity, precision)
+            if digests.get(title) != evaluation_digest(benchmark, identity, precision)
         }
         if not pending:
             if benchmarks:
@@ -397,8 +401,7 @@ def evaluate(
             name,
             context=context,
             identity=identity,
-            trained_on=on_main(partial(_trained_on, [location], config)),
-            choice=choice,
+            leakage=Leakage(on_main(partial(_trained_on, [location], config)), choices or {}),
             batch_size=config.eval.batch_size,
             precision=precision,
             max_image_pixels=config.data.max_image_pixels,
@@ -409,14 +412,14 @@ def evaluate(
 
 def exports_of(config: Config) -> dict[str, Path]:
     """Every existing export of the run, by its name in results.jsonl."""
-    found: dict[str, Path] = {}
+    exports: dict[str, Path] = {}
     for variant in ("mcl", *config.controls):
         layout = Layout.of(config, variant)
         stages = range(0 if variant == "mcl" else 1, config.num_stages + 1)
         joined = _JOINED if config.has_stages else ()
-        found |= {layout.model_name(f"stage_{stage}"): layout.export(stage) for stage in stages}
-        found |= {layout.model_name(name): layout.joined(name) for name in joined}
-    return {name: path for name, path in found.items() if weights.has_config(path)}
+        exports |= {layout.model_name(f"stage_{stage}"): layout.export(stage) for stage in stages}
+        exports |= {layout.model_name(name): layout.joined(name) for name in joined}
+    return {name: path for name, path in exports.items() if weights.has_config(path)}
 
 
 def run(
@@ -453,8 +456,8 @@ def run(
         )
     rows = evaluate(config, context, named, benchmarks=benchmarks, force=force)
     if context.is_main:
-        shown = [row for row in results.read(Layout.of(config).results) if row.model in named]
-        print(results.table(shown, chosen.references, details=details))
+        own = [row for row in results.read(Layout.of(config).results) if row.model in named]
+        print(results.table(own, chosen.references, details=details))
     return rows
 
 

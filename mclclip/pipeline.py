@@ -26,6 +26,7 @@ from mclclip.embed.trunk import check_folder
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.protocols import evaluator
 from mclclip.export import held_out
 from mclclip.models.loading import architecture, check_tokenizer, has_texts
 from mclclip.models.memory import load_shapes
@@ -127,13 +128,12 @@ def _check(config: Config, context: Context) -> None:
     pilot.check(config)
     held_out.check(config)
     evaluation.check(config.eval.suite)
-    evaluation.check_files(config.eval.suite)
     _check_tokenizers(config)
 
 
 def _check_objectives(config: Config, context: Context) -> None:
     """Checks what objectives want of the device, and of an encoder with a start of its own."""
-    with_text = [n for n, b in config.eval.suite.items() if b.kind in evaluation.READ_TEXT]
+    with_text = [n for n, b in config.eval.suite.items() if evaluator(b.kind).reads_text]
     for name, options in config.trainings.items():
         if options.objective.reads.captions and not _reads_texts(config.model_of(name)):
             raise ValueError(
@@ -171,7 +171,7 @@ def _check_tokenizers(config: Config) -> None:
     readers = [n for n, options in config.trainings.items() if options.objective.reads.captions]
     models = [config.model_of(name) for name in readers]
     joins = config.needs_text_embeddings or "weighted" in config.export.concat
-    measured = any(b.kind in evaluation.READ_TEXT for b in config.eval.suite.values())
+    measured = any(evaluator(b.kind).reads_text for b in config.eval.suite.values())
     if measured or (config.has_stages and joins):
         models.append(config.model)
     first = Layout.of(config).export(0)  # has a copy of the tokenizer's files
@@ -248,14 +248,14 @@ def train_stage(
     evaluate = None
     options = config.base if stage == 0 else config.train
     if options is not None and options.evaluate.every is not None:
-        benchmarks, choice = _benchmarks(config, options), {}
+        benchmarks, choices = _benchmarks(config, options), {}
         if (metric := options.evaluate.metric) is not None:
             decides = metric.partition("/")[0]
-            choice = {decides: f"the checkpoint or the end of stage {stage} (evaluate.metric)"}
+            choices[decides] = f"the checkpoint or the end of stage {stage} (evaluate.metric)"
             rows = collectives.on_main(lambda: results.read(Layout.of(config).results))
             base = [row for row in rows if row.model == "stage_0"]
-            results.check_unseen(base, [decides], choice[decides])
-        evaluate = partial(_figures, config, context, stage, variant, benchmarks, choice)
+            results.check_unseen(base, [decides], choices[decides])
+        evaluate = partial(_figures, config, context, stage, variant, benchmarks, choices)
     return train.run(config, context, stage=stage, variant=variant, force=force, evaluate=evaluate)
 
 
@@ -272,7 +272,7 @@ def _benchmarks(config: Config, options: TrainConfig) -> dict[str, BenchmarkConf
             f"{', '.join(names if lacking[0] in suite else suite) or 'eval.suite, which is empty'}"
         )
     if how.metric is not None and how.mode == "max":
-        if suite[how.metric.partition("/")[0]].kind in evaluation.LOSSES:
+        if evaluator(suite[how.metric.partition("/")[0]].kind).is_loss:
             raise ValueError(
                 f"evaluate.metric={how.metric} is a loss, of which the smaller one is better, and "
                 "evaluate.mode is max: set it to min"
@@ -286,7 +286,7 @@ def _figures(
     stage: int,
     variant: str,
     benchmarks: Mapping[str, BenchmarkConfig],
-    choice: Mapping[str, str],
+    choices: Mapping[str, str],
     step: int,
 ) -> dict[str, float]:
     """Figures, as BENCHMARK/METRIC, of the checkpoint of a step, the same on all ranks."""
@@ -297,7 +297,7 @@ def _figures(
     )
     path = folder / "results.jsonl"
     evaluation.evaluate(
-        config, context, {name: encoder}, benchmarks=benchmarks, path=path, choice=choice
+        config, context, {name: encoder}, benchmarks=benchmarks, path=path, choices=choices
     )
     rows = collectives.on_main(lambda: results.read(path))
     shown = [r for r in rows if r.model == name and r.protocol.get("level") != "detail"]

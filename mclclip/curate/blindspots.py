@@ -36,7 +36,7 @@ from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
-from mclclip.eval.datasets import MMVP_COLUMNS, MMVP_FOLDERS
+from mclclip.eval.minimal_pairs import MMVP_COLUMNS, MMVP_FOLDERS
 from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context

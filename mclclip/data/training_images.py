@@ -26,7 +26,6 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.shard_reader import ShardReader
 from mclclip.files import digest_keys
-from mclclip.ranks.collectives import on_main
 from mclclip.run.artifacts import is_finished, read_manifest
 from mclclip.run.layout import HasRunDir, Layout, folders_above
 
@@ -153,43 +152,6 @@ class TrainingImages:
 
 def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
-
-
-@dataclass
-class Leakage:
-    """Counts the images of a benchmark, ``judged``, that are trained on, ``known``; only those of a
-    ``part`` of its folder, where one is named.
-
-    Called with images on all ranks, it raises ValueError there for the first of them where the
-    benchmark decides a ``choice``.
-    """
-
-    name: str
-    folder: Path
-    part: str
-    trained_on: Sequence[TrainingImages]
-    choice: str
-    known: int = 0
-    judged: int = 0
-
-    def __call__(self, images: Sequence[Image]) -> None:
-        if self.part:
-            part = self.folder / self.part
-            images = [image for image in images if part in path_of(image).parents]
-        if not images or not self.trained_on:
-            return
-        counted = on_main(lambda: [trained.count(images) for trained in self.trained_on])
-        self.known, self.judged = self.known + max(counted), self.judged + len(images)
-        if self.known and self.choice:
-            raise ValueError(
-                f"{self}, and {self.choice} is chosen by it: give data that no training has read"
-            )
-
-    def __str__(self) -> str:
-        return (
-            f"benchmark {self.name!r}: {self.known:,} of its {self.judged:,} images in "
-            f"{self.folder} are images that the run is trained on"
-        )
 
 
 def run_of(model: Path) -> Path | None:

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from mclclip.data.decode import DecodeError, decode
-from mclclip.eval.datasets import SUFFIXES
+from mclclip.eval.images import SUFFIXES
 from mclclip.models.encoder import Encoder
 
 BOUND = 1e-5

@@ -13,8 +13,9 @@ import numpy as np
 from mclclip import files
 from mclclip.config import Config
 from mclclip.data.training_images import TrainingImages
-from mclclip.eval.features import Extractor, Readable
-from mclclip.eval.stored import StoredImage, read_captions_of_shards
+from mclclip.eval.captions import read_captions_of_shards
+from mclclip.eval.features import Extractor
+from mclclip.eval.images import Readable, StoredImage
 from mclclip.models import stage_weights
 from mclclip.models.encoder import load_model
 from mclclip.models.loading import has_texts

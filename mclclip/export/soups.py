@@ -28,11 +28,10 @@ from torch import Tensor
 
 from mclclip import files
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
-from mclclip.eval.datasets import SUFFIXES
+from mclclip.eval.images import SUFFIXES, StoredImage, read_shards
 from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.outcomes import Unit
 from mclclip.eval.results import Result
-from mclclip.eval.stored import StoredImage, read_shards
-from mclclip.eval.units import Unit
 from mclclip.export import written
 from mclclip.figures import drawing
 from mclclip.models import soup, weights

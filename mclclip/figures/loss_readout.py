@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mclclip.eval.units import PERCENT
+from mclclip.eval.outcomes import PERCENT
 from mclclip.figures import drawing
 from mclclip.figures.inputs import Figure, Inputs, without_nan
 from mclclip.files import parse_json

@@ -10,7 +10,8 @@ from pathlib import Path
 from markupsafe import Markup
 
 from mclclip.eval import outcomes
-from mclclip.eval.datasets import Pair, read_pairs
+from mclclip.eval.items import Item, path_of
+from mclclip.eval.minimal_pairs import read_pairs
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Result
 from mclclip.report import charts
@@ -105,15 +106,13 @@ def _outcomes(material: Material, row: Result) -> Outcomes:
     return outcomes.read(material.run_dir / outcomes.FOLDER / name)[_METRIC]
 
 
-def _read(material: Material, benchmark: str) -> tuple[dict[str, Pair], str]:
+def _read(material: Material, benchmark: str) -> tuple[dict[str, Item], str]:
     """The pairs of a benchmark by name, or the reason why their pictures cannot be shown."""
     known = None if material.config is None else material.config.eval.suite.get(benchmark)
     if known is None:
         return {}, "The configuration does not say where the pictures of this benchmark lie."
     try:
-        return {
-            "-".join(map(str, pair.question_ids)): pair for pair in read_pairs(Path(known.path))
-        }, ""
+        return {pair.name: pair for pair in read_pairs(Path(known.path))}, ""
     except (OSError, ValueError) as error:
         return {}, f"Their pictures are not there any more: {error}."
 
@@ -122,7 +121,7 @@ def _exchange(
     benchmark: str,
     ours: tuple[str, Outcomes],
     theirs: tuple[str, Outcomes],
-    pairs: Mapping[str, Pair],
+    pairs: Mapping[str, Item],
     thumbnails: Thumbnails,
     missing: str,
 ) -> Exchange:
@@ -160,10 +159,9 @@ def one_of_each(rows: Sequence[int], kinds: Sequence[str]) -> list[int]:
     return [row for row in turns if row is not None]
 
 
-def _shown(pair: Pair, thumbnails: Thumbnails) -> Shown:
+def _shown(pair: Item, thumbnails: Thumbnails) -> Shown:
     pictures = [
-        thumbnails.of_file(path, statement)
-        for path, statement in zip(pair.images, pair.statements, strict=True)
+        thumbnails.of_file(path_of(image), statement)
+        for image, statement in zip(pair.images, pair.texts, strict=True)
     ]
-    statements = [shortened(statement) for statement in pair.statements]
-    return Shown(pair.type, "-".join(map(str, pair.question_ids)), statements, pictures)
+    return Shown(pair.kind, pair.name, [shortened(text) for text in pair.texts], pictures)

@@ -12,8 +12,8 @@ from mclclip import compare
 from mclclip.compare import Comparison
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import paired, results
+from mclclip.eval.outcomes import PERCENT
 from mclclip.eval.results import Reference, Result
-from mclclip.eval.units import PERCENT
 from mclclip.report import charts
 from mclclip.report.material import Material
 

@@ -16,9 +16,10 @@ from PIL import Image
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.eval.contrastive_loss import row_losses
 from mclclip.eval.features import Extractor
 from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.protocols import KINDS
+from mclclip.eval.protocols.contrastive_loss import row_losses
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests import compositional_folders
@@ -186,7 +187,7 @@ def test_rows_are_those_of_one_process(ranks: Any, folder: Path, world_size: int
     assert path.read_bytes() == (folder / "one.jsonl").read_bytes()  # written once, by one rank
     assert len(results.read(path)) == len(alone)
     assert any("optimistic" in row["metric"] for row in alone)
-    assert {one.kind for one in suite_of(folder).values()} == {*evaluation.EVALUATORS}
+    assert {one.kind for one in suite_of(folder).values()} == {*KINDS}
     kinds = ("probe", "large_probe", "neighbours")
     split = [row for row in alone if row["benchmark"] in kinds]
     assert len(split) == 6 and all(row["protocol"]["copies_in_train"] == 1 for row in split)

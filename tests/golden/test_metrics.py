@@ -84,7 +84,7 @@ def test_pair_margins_equal_a_softmax_over_two() -> None:
     chances = (100 * cosines).softmax(dim=2)
     picks = torch.where(chances[:, :, 0] > 0.5, 0, 1)
     wanted = (picks == torch.tensor([0, 1])).all(dim=1)
-    right = (metrics.pair_margins(cosines.numpy())["statement_to_image"] > 0).all(axis=1)
+    right = (metrics.match_margins(cosines.numpy(), np.eye(2, dtype=bool)) > 0).all(axis=1)
     assert np.array_equal(right, wanted.numpy())
     assert 0.15 < right.mean() < 0.35
 
@@ -95,9 +95,10 @@ def test_area_under_roc_equals_scikit_learns(ties: bool) -> None:
     truth, scores = rng.random(300) < 0.4, rng.normal(size=300).round(1 if ties else 9)
     weights = rng.integers(0, 3, 300)
     wanted = roc_auc_score(truth, scores, sample_weight=weights)
-    found = metrics.area_under_roc(scores, truth, weights, ties=0.5)
+    ranking = metrics.Ranking.of(scores, truth)
+    found = ranking.area(weights, ties=0.5)
     assert found == pytest.approx(wanted)
-    strict = metrics.area_under_roc(scores, truth, weights)
+    strict = ranking.area(weights)
     assert strict < found if ties else strict == pytest.approx(wanted)
 
 
@@ -108,7 +109,9 @@ def test_precision_at_11_recalls_from_scikit_learns_curve() -> None:
     levels = [precision[recall >= level / 10 - 1e-9].max() for level in range(11)]
     # The curve ends with the point (precision 1, recall 0), which no item stands for.
     levels[0] = precision[:-1].max()
-    assert metrics.precision_11_point(scores, truth) == pytest.approx(np.mean(levels))
+    assert metrics.Ranking.of(scores, truth).precision(np.ones(len(truth))) == pytest.approx(
+        np.mean(levels)
+    )
 
 
 def test_precision_is_near_clip_benchmarks() -> None:
@@ -121,5 +124,6 @@ def test_precision_is_near_clip_benchmarks() -> None:
     scores = truth + torch.randn(2000, 6, generator=generator)
     wanted = theirs.average_precision_per_class(scores, truth)
     for column in range(6):
-        found = metrics.precision_11_point(scores[:, column].numpy(), truth[:, column].numpy())
+        ranking = metrics.Ranking.of(scores[:, column].numpy(), truth[:, column].numpy())
+        found = ranking.precision(np.ones(len(scores)))
         assert found == pytest.approx(float(wanted[column]), abs=0.05)

@@ -10,8 +10,8 @@ import pytest
 from mclclip import make_dataset
 from mclclip.data.patterns import ATTRIBUTES, FULL_RATES, MENTION_RATES, caption, patterns
 from mclclip.data.shard_scan import scan_shard
-from mclclip.eval.attributes import read_split
-from mclclip.eval.mmvp import read_pairs
+from mclclip.eval.minimal_pairs import read_pairs
+from mclclip.eval.protocols.attributes import read_split
 from tests import tiny
 
 
@@ -80,10 +80,10 @@ def test_attributed_patterns_have_every_attribute_in_two_splits_of_other_picture
 ) -> None:
     make_dataset.run("attributed_patterns", tmp_path, seed=3, num_train=40, num_test=20)
     splits = {part: read_split(tmp_path / part, [*ATTRIBUTES]) for part in ("train", "test")}
-    assert [len(split.images) for split in splits.values()] == [40, 20]
+    assert [len(images) for images, _ in splits.values()] == [40, 20]
     for name, values in ATTRIBUTES.items():
-        assert {*splits["train"].values[name]} <= {*values}
-    train, test = ({image.read_bytes() for image in split.images} for split in splits.values())
+        assert {*splits["train"][1][name]} <= {*values}
+    train, test = ({image.read_bytes() for image in images} for images, _ in splits.values())
     assert len(train) == 40 and len(test) == 20 and not train & test
     with pytest.raises(ValueError, match="num_train is 0 and num_test 3000: wanted at least 1"):
         make_dataset.run("attributed_patterns", tmp_path / "none", num_train=0)

@@ -61,7 +61,7 @@ def test_a_benchmark_that_needs_faiss_says_so_before_stage_0(
 ) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
     suite = {"near": {"kind": "knn", "path": "."}}
-    with pytest.raises(ValueError, match=r"benchmark 'near' needs .*'mclclip\[search\]'"):
+    with pytest.raises(ValueError, match=r"benchmark 'near': .* needs .*'mclclip\[search\]'"):
         pipeline.run(config.from_tree(tree(tmp_path / "run", eval={"suite": suite})), SINGLE)
     assert not list(tmp_path.iterdir())
 

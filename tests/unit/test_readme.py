@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mclclip import cli, config, demo, process
-from mclclip.eval import run as evaluation
+from mclclip.eval.protocols import KINDS, evaluator
 from mclclip.objectives.base import kinds, options_class
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,10 +205,10 @@ def test_every_protocol_has_a_row_with_its_options() -> None:
     assert found == {
         kind: sorted(
             name
-            for name, parameter in inspect.signature(evaluate).parameters.items()
+            for name, parameter in inspect.signature(evaluator(kind).evaluate).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
         )
-        for kind, evaluate in evaluation.EVALUATORS.items()
+        for kind in KINDS
     }
 
 

@@ -20,7 +20,7 @@ from mclclip.config import Config
 from mclclip.curate import blindspots
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
-from mclclip.eval.datasets import read_pairs
+from mclclip.eval.minimal_pairs import read_pairs
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.layout import Layout
@@ -162,8 +162,7 @@ def test_the_benchmark_is_mmvp_s_layout_with_statements_left_to_fill_in(
     shown = [line["sample_ids"] for line in lines(found / "pairs.jsonl")]
     assert len(pairs) == 3
     for number, (pair, ids) in enumerate(zip(pairs, shown, strict=True)):
-        assert pair.type == "blind spot"
-        assert pair.question_ids == (2 * number + 1, 2 * number + 2)
+        assert pair.kind == "blind spot" and pair.name == f"{2 * number + 1}-{2 * number + 2}"
         for place, (sample_id, path) in enumerate(zip(ids, pair.images, strict=True)):
             with Image.open(BytesIO(picture(sample_id))) as stored, Image.open(path) as written:
                 assert np.array_equal(stored.convert("RGB"), written.convert("RGB"))

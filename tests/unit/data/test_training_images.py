@@ -16,7 +16,7 @@ from mclclip.data import training_images
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.data.training_images import TrainingImages
-from mclclip.eval.stored import read_shards
+from mclclip.eval.images import read_shards
 from mclclip.ranks.process_group import SINGLE
 
 NUM = 40

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip.eval import mmvp, retrieval, zeroshot
+from mclclip.eval.classification import LabelledFeatures, accuracy_figures
 from mclclip.eval.features import Extractor
-from mclclip.eval.labelled_features import LabelledFeatures, accuracy_figures
+from mclclip.eval.protocols import mmvp, retrieval, zeroshot
 from mclclip.eval.results import Figure
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mclclip.eval import compositional, paired
+from mclclip.eval import paired
 from mclclip.eval import run as evaluation
-from mclclip.eval.compositional_sets import LAYOUTS, read_items
-from mclclip.eval.datasets import Region
 from mclclip.eval.features import Extractor
-from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.images import Region
+from mclclip.eval.items import LAYOUTS, read_items
+from mclclip.eval.protocols import compositional
 from mclclip.eval.results import Figure
 from tests import fuzzing
 from tests.compositional_folders import SUGARCREPE, write
@@ -120,27 +120,6 @@ def spoil(encoder: Any, text: int, image: int) -> None:
     encoder.text_table[text] = encoder.image_table[image]
 
 
-def test_both_captions_must_beat_the_false_one(tmp_path: Path, draw: Draw, planted: Any) -> None:
-    size = write("sugarcrepe_pp", tmp_path, draw, 2, apart=True)  # numbers 1, 2, 3 are an item
-    encoder = planted("perfect", size)
-    for first in range(1, size, 3):
-        spoil(encoder, first + 2, first)  # the second caption is like the first
-    encoder.text_table[3] = encoder.image_table[2]  # but that of the first item like the false one
-    figures = values(evaluate(encoder, tmp_path, "sugarcrepe_pp"))
-    assert figures["ITT/replace_obj"] == figures["TOT/replace_obj"] == 50.0
-    assert figures["ITT/average"] == figures["TOT/average"] == 90.0
-
-
-def test_text_image_and_group_of_a_quadruple(tmp_path: Path, draw: Draw, planted: Any) -> None:
-    write("winoground", tmp_path, draw, 2)
-    encoder = planted("perfect", 5)
-    # Similarities of images 1, 2 to texts 1, 2: each image picks its text, each text image 1.
-    encoder.image_table[1, :3] = torch.tensor([0, 0.9, 0.8])
-    encoder.image_table[2, :3] = torch.tensor([1, 0.1, 0.3])
-    figures = values(evaluate(encoder, tmp_path, "winoground"))
-    assert figures == {"text": 100.0, "image": 50.0, "group": 50.0}
-
-
 def test_pairs_and_sets_of_photographs(tmp_path: Path, draw: Draw, planted: Any) -> None:
     size = write("whatsup", tmp_path, draw, 2)
     encoder = planted("perfect", size)
@@ -180,22 +159,6 @@ def test_items_that_nobody_can_answer_are_counted(tmp_path: Path, draw: Draw, pl
     assert figures["accuracy"].protocol["items_with_equal_texts"] == 1
 
 
-def test_relations_that_are_symmetric_are_outside_of_the_mean(
-    tmp_path: Path, draw: Draw, planted: Any
-) -> None:
-    write("aro_relation", tmp_path, draw, 10)  # every second one is "next to"
-    change(
-        tmp_path / "visual_genome_relation.json",
-        lambda rows: [row.update(relation_name="on") for row in rows[:2]],
-    )
-    encoder = planted("perfect", 21)
-    for item in (0, 3, 4):  # one of two "on", one of four "behind", one of four "next to"
-        spoil(encoder, 2 * item + 2, 2 * item + 1)
-    figures = evaluate(encoder, tmp_path, "aro_relation")
-    assert values(figures) == {"average": 62.5, "pooled": 70.0}
-    assert [figures[name].count for name in ("average", "pooled")] == [6, 10]
-
-
 def test_pairs_of_attributes_need_25_items(tmp_path: Path, draw: Draw, planted: Any) -> None:
     size = write("aro_attribute", tmp_path, draw, 51)  # 26 and 25
     change(
@@ -210,18 +173,6 @@ def test_pairs_of_attributes_need_25_items(tmp_path: Path, draw: Draw, planted: 
     )
     figures = evaluate(planted("perfect", size), tmp_path, "aro_attribute")
     assert [figures[name].count for name in ("average", "pooled")] == [29, 51]
-
-
-def test_a_mean_is_over_parts(tmp_path: Path, draw: Draw, planted: Any) -> None:
-    write("sugarcrepe", tmp_path, draw, 4)
-    data = tmp_path / "data"
-    change(data / "swap_obj.json", lambda rows: [rows.pop(n) for n in "123"])
-    encoder = planted("perfect", 57)
-    (only,) = json.loads((data / "swap_obj.json").read_text()).values()
-    spoil(encoder, *(int(only[key].split()[-1]) for key in ("negative_caption", "caption")))
-    figures = evaluate(encoder, tmp_path, "sugarcrepe", parts=["swap_obj", "add_att"])
-    assert values(figures) == {"swap_obj": 0.0, "add_att": 100.0, "average": 50.0}
-    assert figures["average"].count == 5
 
 
 # --- crops -------------------------------------------------------------------------------------
@@ -514,23 +465,6 @@ def test_damaged_files_end_in_one_line_or_in_items(tmp_path: Path, draw: Draw) -
 # --- options and the suite ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({}, "option layout: Field required"),
-        ({"layout": "sugar"}, "option layout: .*'sugarcrepe'"),
-        ({"layout": "winoground", "missing": "skip"}, "option missing: .*'leave_out'"),
-        ({"layout": "winoground", "parts": 3}, "option parts"),
-    ],
-)
-def test_wrong_options_get_one_clear_line(
-    tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        evaluation.check({"w": BenchmarkConfig("compositional", str(tmp_path), options)})
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("parts", [[], ["swap_obj", "swop"]])
 def test_unknown_parts(tmp_path: Path, parts: Sequence[str]) -> None:
     with pytest.raises(ValueError, match="parts is .*: the parts of sugarcrepe are replace_obj"):
@@ -551,14 +485,14 @@ def test_the_shipped_suite_says_what_it_needs_and_names_our_metrics(
             with pytest.raises(
                 FileNotFoundError, match=r"images: there is no .*coco/val2017: it wants Su"
             ):
-                evaluation.check_files({name: benchmark})
+                evaluation.check({name: benchmark})
             (root / "val2017").rename(root / "moved")
             options = benchmark.options | {"images": "moved"}
         else:
             options = dict(benchmark.options)
-            evaluation.check_files({name: benchmark})
+            evaluation.check({name: benchmark})
         metrics[name] = {*evaluate(planted("perfect", size), root, **options)}
-    evaluation.check(suite.benchmarks)
+    evaluation.check_options(suite.benchmarks)
     for reference in suite.references:
         assert reference.metric in metrics[reference.benchmark], reference
     assert {reference.benchmark for reference in suite.references} == metrics.keys() - {

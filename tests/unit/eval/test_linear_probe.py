@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from sklearn.linear_model import LogisticRegression
 
-from mclclip.eval import knn, linear_probe
 from mclclip.eval import run as evaluation
+from mclclip.eval.classification import extract
 from mclclip.eval.features import Extractor
-from mclclip.eval.labelled_features import extract
 from mclclip.eval.labelled_images import read_parts
 from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.protocols import knn, linear_probe
 from mclclip.models.encoder import Encoder
 from mclclip.models.loading import load_towers
 from mclclip.pack import pack
@@ -92,32 +92,52 @@ def test_perfect_encoder_scores_100(folders: Path, planted: Any) -> None:
     assert protocol["num_train"] == 30 and protocol["num_classes"] == 3 and protocol["converged"]
 
 
-def test_figures_are_those_of_the_steps_by_hand(folders: Path, planted: Any) -> None:
-    """Every strength of the search tried by scikit-learn alone; then train and validation."""
+def fitted(rows: Any, truth: Any, strength: float) -> LogisticRegression:
+    """The minimum by another solver, for rows [N, E] of length sqrt(E)."""
+    model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=10000, solver="newton-cg")
+    return model.fit(rows, truth)
+
+
+def best_strength(score: Callable[[float], float]) -> float:
+    """The strength that the search finds where strengths are tried by hand."""
+
+    def scores(positions: Sequence[int]) -> dict[int, float]:
+        return {p: score(linear_probe.strength_at(p)) for p in positions}
+
+    return linear_probe.strength_at(linear_probe.search(scores))
+
+
+@pytest.mark.parametrize("valid", [False, True])
+def test_figures_are_those_of_the_steps_by_hand(
+    folders: Path, planted: Any, draw: Callable[[Path, int], None], valid: bool
+) -> None:
+    """Every strength of the search is tried by scikit-learn alone, on a share of train or on the
+    folder ``valid``; the classifier then learns from both. kNN takes train alone."""
     encoder = by_class(planted, 2.0)
+    parts = [range(10), range(14, 20) if valid else range(0), range(10, 14)]
+    train, more, test = ([20 * c + n for c in range(3) for n in part] for part in parts)
+    for number in more:
+        draw(folders / "valid" / f"class_{number // 20}" / f"{number}.png", number)
     table = encoder.image_table / encoder.image_table.norm(dim=1, keepdim=True)
-    numbers = [[20 * c + n for c in range(3) for n in part] for part in (range(10), range(10, 14))]
-    train, test = (3 * table[part].double().numpy() for part in numbers)
-    labels, truth = np.repeat(np.arange(3), 10), np.repeat(np.arange(3), 4)
-    held = linear_probe.held_out(labels, 0.3, 7)
+    rows, truth = 3 * table.double().numpy(), np.arange(60) // 20
+    held = np.isin(train + more, more)
+    if not valid:
+        held = linear_probe.held_out(truth[train], 0.3, 7)
+    learnt = np.array(train + more)
 
-    def model(position: int) -> LogisticRegression:
-        return LogisticRegression(
-            C=1 / linear_probe.strength_at(position), tol=1e-10, max_iter=10000, solver="newton-cg"
-        )
+    def score(strength: float) -> float:
+        model = fitted(rows[learnt[~held]], truth[learnt[~held]], strength)
+        return float(model.score(rows[learnt[held]], truth[learnt[held]]))
 
-    def score(positions: Sequence[int]) -> dict[int, float]:
-        fits = {p: model(p).fit(train[~held], labels[~held]) for p in positions}
-        return {p: fit.score(train[held], labels[held]) for p, fit in fits.items()}
-
-    best = linear_probe.search(score)
-    figures = run(encoder, folders, validation_share=0.3, seed=7)
-    protocol = figures["accuracy"].protocol
-    assert protocol["strength"] == linear_probe.strength_at(best)
-    assert protocol["strength_from"] == "validation on 0.3 of train"
-    wanted = model(best).fit(train, labels).score(test, truth)
-    assert figures["accuracy"].value == pytest.approx(100 * wanted)
-    assert 30 < figures["accuracy"].value < 100
+    best = best_strength(score)
+    found = run(encoder, folders, validation_share=0.3, seed=7)["accuracy"]
+    assert found.protocol["strength"] == best and found.protocol["num_train"] == len(learnt)
+    chosen_by = "the data set's own split" if valid else "0.3 of train"
+    assert found.protocol["strength_from"] == f"validation on {chosen_by}"
+    wanted = fitted(rows[learnt], truth[learnt], best).score(rows[test], truth[test])
+    assert found.value == pytest.approx(100 * wanted) and 30 < found.value < 100
+    neighbours = knn.evaluate(Extractor(encoder, batch_size=7), folders)
+    assert neighbours[0].protocol["num_train"] == 30
 
 
 def test_what_did_not_converge_is_said(
@@ -127,23 +147,6 @@ def test_what_did_not_converge_is_said(
         figures = run(by_class(planted, 2.0), folders, strength=1e-4, max_iterations=2)
     assert not figures["accuracy"].protocol["converged"]
     assert "L2 strength 0.0001: trained on train and validation, did not converge" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"strength": 0.0}, "strength is 0.0, wanted a number above 0"),
-        ({"strength": float("nan")}, "strength is nan, wanted a number above 0"),
-        ({"validation_share": 1.0}, "validation_share is 1.0, wanted between 0 and 1"),
-        ({"max_iterations": 0}, "max_iterations is 0, wanted at least 1"),
-        ({"feature": "pooled"}, "no pooled features: use feature=projected"),
-    ],
-)
-def test_bad_options_get_one_clear_line(
-    folders: Path, planted: Any, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(by_class(planted, 0.0), folders, **options)
 
 
 def test_a_real_tower_through_the_suite(tmp_path: Path) -> None:
@@ -222,12 +225,6 @@ def write_table(root: Path, labels: Sequence[Sequence[str]], parts: Any = PARTS)
     (root / "labels.csv").write_text("\n".join(["filepath,label,split", *lines]))
 
 
-def by_hand(rows: Any, truth: Any, part: Any, strength: float) -> Any:
-    """The scores of the test images by another solver; of two classes those of the second."""
-    model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=10000, solver="newton-cg")
-    return model.fit(rows[part], truth[part]).decision_function(rows[PARTS == "test"])
-
-
 def precision_by_definition(truth: Any, scores: Any) -> float:
     """The mean over recalls 0, 0.1 ... 1 of the best precision at that recall or a higher one."""
     from sklearn.metrics import precision_recall_curve
@@ -248,18 +245,14 @@ def test_several_labels_have_the_precision_of_a_classifier_per_class(
     options: dict[str, Any] = {"labels": "labels.csv", "metric": "map_11_point"}
 
     def wanted(fit_on: Any, asked: Any, strength: float) -> float:
-        values = []
-        for column in truth.T:
-            model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=9999, solver="newton-cg")
-            scores = model.fit(rows[fit_on], column[fit_on]).decision_function(rows[asked])
-            values.append(precision_by_definition(column[asked], scores))
-        return float(np.mean(values))
+        scores = [
+            fitted(rows[fit_on], column[fit_on], strength).decision_function(rows[asked])
+            for column in truth.T
+        ]
+        pairs = zip(truth[asked].T, scores, strict=True)
+        return float(np.mean([precision_by_definition(*pair) for pair in pairs]))
 
-    def score(positions: Sequence[int]) -> dict[int, float]:
-        train, valid = PARTS == "train", PARTS == "valid"
-        return {p: wanted(train, valid, linear_probe.strength_at(p)) for p in positions}
-
-    best = linear_probe.strength_at(linear_probe.search(score))
+    best = best_strength(lambda strength: wanted(PARTS == "train", PARTS == "valid", strength))
     (found,) = run(encoder, numbers, **options).values()
     assert found.metric == "map_11_point" and found.protocol["level"] == "headline"
     assert found.protocol["strength"] == best and found.protocol["num_ranked_classes"] == 3
@@ -299,12 +292,15 @@ def test_pascal_vocs_lists_give_the_same_figures(numbers: Path, planted: Any) ->
     signs[[3, 239], 0] = 0
     write_lists()
     (judged,) = run(encoder, numbers, labels="ImageSets/Main", **metric).values()
-    known = (PARTS != "test") & (np.arange(240) != 3)
-    of_first = precision_by_definition(truth[160:239, 0], by_hand(rows, truth[:, 0], known, 1)[:-1])
-    scores = by_hand(rows, truth[:, 1], PARTS != "test", 1)
-    of_second = precision_by_definition(truth[160:, 1], scores)
-    assert judged.count == 159
-    assert judged.value == pytest.approx(100 * (of_first + of_second) / 2)
+    values = []
+    for label, known, asked in (
+        (0, (PARTS != "test") & (np.arange(240) != 3), slice(160, 239)),
+        (1, PARTS != "test", slice(160, 240)),
+    ):
+        model = fitted(rows[known], truth[known, label], 1.0)
+        scores = model.decision_function(rows[asked])
+        values.append(precision_by_definition(truth[asked, label], scores))
+    assert judged.count == 159 and judged.value == pytest.approx(100 * np.mean(values))
 
 
 @pytest.mark.parametrize("valid", [True, False])
@@ -321,21 +317,19 @@ def test_two_classes_have_scikit_learns_area_under_the_curve(
     if not valid:
         held = np.append(linear_probe.held_out(truth[:160].astype(np.int64), 0.2, 0), [False] * 80)
 
-    def score(positions: Sequence[int]) -> dict[int, float]:
-        learnt, scores = (PARTS != "test") & ~held, {}
-        for position in positions:
-            strength = linear_probe.strength_at(position)
-            model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=9999, solver="newton-cg")
-            margins = model.fit(rows[learnt], truth[learnt]).decision_function(rows[held])
-            scores[position] = roc_auc_score(truth[held], margins)
-        return scores
+    learnt = (PARTS != "test") & ~held
 
-    best = linear_probe.strength_at(linear_probe.search(score))
+    def score(strength: float) -> float:
+        margins = fitted(rows[learnt], truth[learnt], strength).decision_function(rows[held])
+        return float(roc_auc_score(truth[held], margins))
+
+    best = best_strength(score)
     figures = run(encoder, numbers, labels="labels.csv", metric="roc_auc")
     assert list(figures) == ["roc_auc", "accuracy", "mean_per_class"]
     found = figures["roc_auc"]
     assert found.protocol["strength"] == best and found.protocol["chance"] == 50.0
-    value = 100 * roc_auc_score(truth[160:], by_hand(rows, truth, PARTS != "test", best))
+    scores = fitted(rows[:160], truth[:160], best).decision_function(rows[160:])
+    value = 100 * roc_auc_score(truth[160:], scores)
     assert found.value == pytest.approx(value) and 55 < value < 95
     levels = {name: figure.protocol.get("level") for name, figure in figures.items()}
     assert levels == {"roc_auc": "headline", "accuracy": None, "mean_per_class": None}
@@ -349,7 +343,7 @@ def test_the_mean_of_top_1_and_top_5_is_scikit_learns(numbers: Path, planted: An
     write_table(numbers, [[f"class {one}"] for one in truth])
     options: dict[str, Any] = {"labels": "labels.csv", "strength": 2.0}
     figures = run(encoder, numbers, metric="mean_of_top1_and_top5", **options)
-    scores = by_hand(rows, truth, PARTS != "test", 2.0)
+    scores = fitted(rows[:160], truth[:160], 2.0).decision_function(rows[160:])
     first, fifth = (top_k_accuracy_score(truth[160:], scores, k=k) for k in (1, 5))
     found = figures["mean_of_top1_and_top5"]
     assert found.value == pytest.approx(100 * (first + fifth) / 2) and first < fifth < 1
@@ -361,62 +355,35 @@ def test_the_mean_of_top_1_and_top_5_is_scikit_learns(numbers: Path, planted: An
     assert [f.protocol.get("level") for f in per_class.values()] == [None, "headline"]
 
 
-def test_a_folder_valid_chooses_the_strength_and_is_learnt(
-    folders: Path, planted: Any, draw: Callable[[Path, int], None]
-) -> None:
-    encoder = by_class(planted, 2.0)
-    for label in range(3):
-        for number in range(14, 20):
-            draw(folders / "valid" / f"class_{label}" / f"{number}.png", 20 * label + number)
-    parts = (range(10), range(14, 20), range(10, 14))
-    train, valid, test = ([20 * c + n for c in range(3) for n in part] for part in parts)
-    rows, truth = 3 * encoder.image_table.double().numpy(), np.arange(60) // 20
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True) / 3
-
-    def accuracy(learnt: list[int], asked: list[int], strength: float) -> float:
-        model = LogisticRegression(C=1 / strength, tol=1e-10, max_iter=9999, solver="newton-cg")
-        return model.fit(rows[learnt], truth[learnt]).score(rows[asked], truth[asked])
-
-    def score(positions: Sequence[int]) -> dict[int, float]:
-        return {p: accuracy(train, valid, linear_probe.strength_at(p)) for p in positions}
-
-    best = linear_probe.strength_at(linear_probe.search(score))
-    found = run(encoder, folders)["accuracy"]
-    assert found.protocol["strength"] == best and found.protocol["num_train"] == 48
-    assert found.protocol["strength_from"] == "validation on the data set's own split"
-    assert found.value == pytest.approx(100 * accuracy(train + valid, test, best))
-    without = knn.evaluate(Extractor(encoder, batch_size=7), folders)
-    assert without[0].protocol["num_train"] == 30  # neighbours are those of train alone
-
-
 LISTS = {
     "a_train.txt": "0 1\n1 -1", "b_train.txt": "0 -1\n1 1", "a_val.txt": "2 1", "b_val.txt": "2 -1",
     "a_test.txt": "3 1\n4 0", "b_test.txt": "3 -1\n4 1",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("missing", LISTS)
-def test_each_class_of_pascal_voc_has_a_list_of_each_part(tmp_path: Path, missing: str) -> None:
-    for name in LISTS.keys() - {missing}:
-        (tmp_path / name).write_text(LISTS[name])
-    with pytest.raises(ValueError, match=f"has no {missing}: every class"):
-        read_parts(tmp_path, ".", several=True)
+WRONG_LISTS: list[tuple[dict[str, str | None], str]] = [
+    *(({name: None}, f"has no {name}: every class") for name in LISTS),
+    ({"b_test.txt": "3 -1\n3 1\n4 1"}, r"b_test\.txt line 2 has 3 once more"),
+    *(
+        (
+            {f"{label}_{part}.txt": LISTS[f"{label}_test.txt"] for label in "ab"},
+            "2 images in more than one of .*JPEGImages/3.jpg",
+        )
+        for part in ("train", "val")
+    ),
+]
 
 
-def test_an_image_stands_once_in_a_list(tmp_path: Path) -> None:
-    for name, text in (LISTS | {"b_test.txt": "3 -1\n3 1\n4 1"}).items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=r"b_test\.txt line 2 has 3 once more"):
-        read_parts(tmp_path, ".", several=True)
-
-
-def test_an_image_stands_in_one_list(tmp_path: Path) -> None:
-    for part in ("train", "val"):
-        lists = {name.replace("_test", f"_{part}"): text for name, text in LISTS.items()}
-        for name, text in (LISTS | lists).items():
+@pytest.mark.parametrize("changes, message", WRONG_LISTS)
+def test_wrong_lists_of_pascal_voc_get_one_line(
+    tmp_path: Path, changes: dict[str, str | None], message: str
+) -> None:
+    """Each class has a list of each part, and an image stands in one list of a class, once."""
+    for name, text in (LISTS | changes).items():
+        if text is not None:
             (tmp_path / name).write_text(text)
-        with pytest.raises(ValueError, match="2 images in more than one of .*JPEGImages/3.jpg"):
-            read_parts(tmp_path, ".", several=True)
+    with pytest.raises(ValueError, match=message):
+        read_parts(tmp_path, ".", several=True)
 
 
 def test_labels_and_metrics_that_do_not_fit_get_one_line(numbers: Path, planted: Any) -> None:

@@ -131,45 +131,13 @@ def test_mean_per_class_weighs_classes_equally() -> None:
     assert shares.tolist() == [0.0, 0.75] and counts.tolist() == [1, 4]
 
 
-def right(margins: np.ndarray) -> list[bool]:
-    return [bool(answer) for answer in (margins > 0).all(axis=1)]
-
-
-def test_pair_margins_by_hand() -> None:
-    similarity = np.array(
-        [
-            [[0.9, 0.1], [0.2, 0.8]],  # right in every direction
-            [[0.5, 0.4], [0.8, 0.9]],  # statements right; image 0 prefers statement 1
-            [[0.5, 0.9], [0.1, 0.95]],  # statement 0 picks image 1; images right
-            [[0.1, 0.9], [0.9, 0.1]],  # wrong in every direction
-        ]
-    )
-    margins = metrics.pair_margins(similarity)
-    assert right(margins["statement_to_image"]) == [True, True, False, False]
-    assert right(margins["image_to_text"]) == [True, False, True, False]
-    assert right(margins["group"]) == [True, False, False, False]
-    assert margins["group"].shape == (4, 4)
-    assert margins["statement_to_image"][1] == pytest.approx([0.1, 0.1])
-    assert margins["image_to_text"][1] == pytest.approx([-0.3, 0.5])
-
-
-def test_pair_ties_count_against_the_model() -> None:
-    margins = metrics.pair_margins(np.full((3, 2, 2), 0.25, dtype=np.float32))
-    assert not (margins["statement_to_image"] > 0).any()
-    assert not (margins["image_to_text"] > 0).any()
-    half = metrics.pair_margins(np.array([[[0.5, 0.5], [0.1, 0.9]]]))["statement_to_image"]
-    assert (half > 0).tolist() == [[False, True]]
-    assert right(half) == [False]
-
-
 @given(st.lists(st.floats(-1, 1, width=32), min_size=4, max_size=4))
 def test_a_margin_above_zero_is_a_larger_similarity(values: list[float]) -> None:
     """In float32 too, where a difference might be rounded to zero: it is not."""
     similarity = np.array(values, dtype=np.float32).reshape(1, 2, 2)
     (a, b), (c, d) = similarity[0]
-    margins = metrics.pair_margins(similarity)
-    assert (margins["statement_to_image"] > 0).tolist() == [[a > b, d > c]]
-    assert (margins["image_to_text"] > 0).tolist() == [[a > c, d > b]]
+    margins = metrics.match_margins(similarity, np.eye(2, dtype=bool))
+    assert (margins > 0).tolist() == [[a > b, d > c]]
 
 
 def test_margins_of_several_right_and_several_wrong_candidates() -> None:
@@ -181,6 +149,8 @@ def test_margins_of_several_right_and_several_wrong_candidates() -> None:
     assert metrics.match_margins(similarity, right & ~wrong, wrong)[0] == pytest.approx(
         [0.7, 0.4, 0.0]
     )
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.match_margins(np.full((1, 2, 2), np.nan), np.eye(2, dtype=bool))
 
 
 def test_equal_features_tie_exactly_wherever_they_are() -> None:
@@ -192,8 +162,3 @@ def test_equal_features_tie_exactly_wherever_they_are() -> None:
     assert np.array_equal(similarity[:, :, 0], similarity[:, :, 2])
     slow = np.array([[np.dot(a[0].astype(float), c.astype(float)) for c in a] for a in rows])
     assert similarity[:, 0] == pytest.approx(slow, rel=1e-6)
-
-
-def test_pair_margins_refuse_nan() -> None:
-    with pytest.raises(ValueError, match="NaN"):
-        metrics.pair_margins(np.full((1, 2, 2), np.nan))

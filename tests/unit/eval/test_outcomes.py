@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mclclip.eval import outcomes, results
-from mclclip.eval.metrics import area_under_roc, precision_11_point
+from mclclip.eval.metrics import Ranking
 from mclclip.eval.outcomes import Outcomes
 
 RNG = np.random.default_rng(3)
@@ -86,33 +86,7 @@ def test_strata_without_weight_or_without_a_kind_are_left_out() -> None:
     truth = np.array([True, False] * 2 + [False] * 8)
     scores = np.arange(12.0)
     both = Outcomes(ITEMS, scores, KINDS, None, truth, "roc_auc")
-    assert both.value() == area_under_roc(scores[:4], truth[:4])
-
-
-def test_rankings_by_definition() -> None:
-    scores, positive = RNG.normal(size=40).round(1), RNG.random(40) > 0.6
-    pairs = [(p, n) for p in scores[positive] for n in scores[~positive]]
-    assert area_under_roc(scores, positive) == pytest.approx(np.mean([p > n for p, n in pairs]))
-    half = np.mean([(p > n) + 0.5 * (p == n) for p, n in pairs])
-    assert area_under_roc(scores, positive, ties=0.5) == pytest.approx(half)
-    order = sorted(range(40), key=lambda row: (-scores[row], positive[row]))
-    hits = np.cumsum([positive[row] for row in order])
-    precision, recall = hits / np.arange(1, 41), hits / positive.sum()
-    levels = [
-        max(p for p, r in zip(precision, recall, strict=True) if r >= t / 10 - 1e-9)
-        for t in range(11)
-    ]
-    # A precision in the middle of tied items does not exist: none of them comes before the others.
-    assert precision_11_point(scores, positive) <= np.mean(levels) + 1e-12
-    distinct = scores + np.arange(40) * 1e-6
-    order = sorted(range(40), key=lambda row: -distinct[row])
-    hits = np.cumsum([positive[row] for row in order])
-    precision, recall = hits / np.arange(1, 41), hits / positive.sum()
-    levels = [
-        max(p for p, r in zip(precision, recall, strict=True) if r >= t / 10 - 1e-9)
-        for t in range(11)
-    ]
-    assert precision_11_point(distinct, positive) == pytest.approx(np.mean(levels))
+    assert both.value() == Ranking.of(scores[:4], truth[:4]).area(np.ones(4))
 
 
 def test_items_without_weight_are_as_if_they_were_not_there() -> None:
@@ -120,18 +94,11 @@ def test_items_without_weight_are_as_if_they_were_not_there() -> None:
     scores, positive = np.arange(9.0), np.arange(9) % 2 == 0
     weights = np.array([1, 2, 1, 0, 3, 1, 1, 0, 0], dtype=float)  # the two highest are left out
     rows = np.repeat(np.arange(9), weights.astype(int))
-    for measure in (area_under_roc, precision_11_point):
-        alone = measure(scores[rows], positive[rows])
-        assert measure(scores, positive, weights) == pytest.approx(alone)
-
-
-def test_rankings_refuse_what_has_no_ranking() -> None:
-    for measure in (area_under_roc, precision_11_point):
-        with pytest.raises(ValueError, match="a positive and a negative"):
-            measure(np.arange(3.0), np.ones(3, dtype=bool))
-        with pytest.raises(ValueError, match="NaN"):
-            measure(np.array([1.0, np.nan]), np.array([True, False]))
-    assert area_under_roc(np.ones(4), np.array([True, True, False, False])) == 0.0
+    whole, alone = Ranking.of(scores, positive), Ranking.of(scores[rows], positive[rows])
+    assert whole.area(weights) == pytest.approx(alone.area(np.ones(9)))
+    assert whole.precision(weights) == pytest.approx(alone.precision(np.ones(9)))
+    with pytest.raises(ValueError, match="NaN"):
+        Ranking.of(np.array([1.0, np.nan]), np.array([True, False]))
 
 
 def test_captions_of_one_image_count_as_less_than_as_many_images() -> None:

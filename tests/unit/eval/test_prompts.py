@@ -17,7 +17,6 @@ from timm.data import ImageNetInfo
 
 from mclclip import config as configuration
 from mclclip.eval import prompts
-from mclclip.eval import run as evaluation
 from mclclip.eval.options import BenchmarkConfig
 from tests import tiny
 
@@ -272,14 +271,6 @@ def test_a_suite_is_checked_where_its_folders_are(imagenet: Path) -> None:
         prompts.check_suite(suite(imagenet, classes="imagenet1k", templates="clip_81"))
     with pytest.raises(FileNotFoundError, match="benchmark 'imagenet': no file of classes"):
         prompts.check_suite(suite(imagenet, classes="names.txt"))
-
-
-@pytest.mark.parametrize("options", [{"clases": "imagenet1k"}, {"templates": 3}, {"labels": []}])
-def test_wrong_options_are_left_to_the_evaluators(tmp_path: Path, options: dict[str, Any]) -> None:
-    (tmp_path / "dog").mkdir()
-    prompts.check_suite(suite(tmp_path, **options))
-    with pytest.raises(ValueError, match="benchmark 'imagenet': option"):
-        evaluation.check(suite(tmp_path, **options))
 
 
 def test_the_recipe_for_locked_image_tuning_names_imagenets_classes(

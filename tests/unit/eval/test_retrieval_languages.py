@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mclclip.eval import datasets
+from mclclip.eval import captions
 from mclclip.eval.features import Extractor
-from mclclip.eval.retrieval import evaluate
+from mclclip.eval.protocols.retrieval import evaluate
 
 
 def xm3600(root: Path, draw: Any, captions: dict[str, list[list[str]]]) -> Path:
@@ -83,7 +83,7 @@ def test_a_collapsed_encoder_scores_0_in_every_language(languages: Path, planted
 def test_a_table_has_a_column_of_languages(languages: Path, planted: Any) -> None:
     rows = ["filepath,title,language", "0001.jpg,one 1,en", "0002.jpg,two 2,en", "0001.jpg,1,de"]
     (languages / "captions.csv").write_text("\n".join(rows))
-    found = datasets.read_languages(languages / "captions.csv", languages / "images")
+    found = captions.read_languages(languages / "captions.csv", languages / "images")
     assert [*found] == ["de", "en"]
     assert [len(data.images) for data in found.values()] == [2, 2]  # candidates of both
     assert found["de"].captions == ["1"] and found["de"].caption_image.tolist() == [0]

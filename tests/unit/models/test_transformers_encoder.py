@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import mclclip
 import mclclip.torchvision_fix  # noqa: F401
-from mclclip.eval import retrieval
+from mclclip.eval.classification import with_feature
 from mclclip.eval.features import Extractor
-from mclclip.eval.labelled_features import with_feature
+from mclclip.eval.protocols import retrieval
 from mclclip.eval.run import identity_of
 from mclclip.models.encoder import split_name
 from mclclip.models.loading import load_towers

@@ -32,20 +32,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from math import comb
+from math import comb, prod
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from mclclip.eval.compositional_sets import LAYOUTS, Item, LayoutName, read_items
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, item_similarities, match_margins
+from mclclip.eval.items import LAYOUTS, Item, LayoutName, read_items
+from mclclip.eval.metrics import BoolArray, FloatArray, item_similarities, match_margins
 from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Figure, Level, figure
 from mclclip.ranks.collectives import together
-
-READS_TEXT = True  # whether images are compared with texts
 
 log = logging.getLogger("mclclip")
 
@@ -92,31 +91,14 @@ symmetric, or have few items."""
 # --- decisions ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Margins and ties of the decisions of every item.
-
-    margins: the lowest margin of its decisions, [N]; tied: whether any of them is a tie, [N];
-    chance: how probable it is that independent random features decide all of them rightly, [N].
-    """
-
-    margins: FloatArray
-    tied: BoolArray
-    chance: FloatArray
-
-    @classmethod
-    def empty(cls, count: int) -> Answers:
-        """For ``count`` items, to be filled."""
-        return cls(np.zeros(count, np.float32), np.zeros(count, np.bool_), np.zeros(count))
-
-
-def score_items(
+def item_margins(
     extractor: Extractor, items: Sequence[Item], sides: Sequence[Side], prompt: str = ""
-) -> dict[Side, Answers]:
-    """The answers to all items on each side; ``prompt`` is put before every text.
+) -> dict[Side, list[FloatArray]]:
+    """Margins of the decisions of every item [decisions] on each side (``match_margins``): a
+    decision is right above 0, and tied at 0.
 
-    Images and texts that occur several times are encoded once, over all ranks; the answers do not
-    depend on the number of ranks.
+    ``prompt`` is put before every text. Images and texts that occur several times are encoded once,
+    over all ranks; the margins do not depend on the number of ranks.
     """
     images = list(dict.fromkeys(image for item in items for image in item.images))
     texts = list(dict.fromkeys(text for item in items for text in item.texts))
@@ -124,59 +106,54 @@ def score_items(
     text_row = {text: row for row, text in enumerate(texts)}
     image_features = extractor.images(images)
     text_features = extractor.texts([prompt + text for text in texts])
+    margins: dict[Side, list[FloatArray]] = {side: [np.empty(0)] * len(items) for side in sides}
     alike: dict[tuple[tuple[bool, ...], ...], list[int]] = {}
     for number, item in enumerate(items):
         alike.setdefault(item.truth, []).append(number)
-    found = {side: Answers.empty(len(items)) for side in sides}
     for truth, numbers in alike.items():
-        shown = np.array([[image_row[image] for image in items[n].images] for n in numbers])
-        said = np.array([[text_row[text] for text in items[n].texts] for n in numbers])
-        for side, answers in found.items():
-            margins = _margins(side, np.array(truth), image_features, shown, text_features, said)
-            answers.margins[numbers] = margins.min(axis=1)
-            answers.tied[numbers] = (margins == 0).any(axis=1)
-            answers.chance[numbers] = _chance(side, np.array(truth))
-    return found
+        per_item = (len(truth) + len(truth[0])) * text_features.shape[1]
+        size = max(1, CHUNK_NUMBERS // per_item)
+        for start in range(0, len(numbers), size):
+            some = numbers[start : start + size]
+            own_images = [[image_row[image] for image in items[n].images] for n in some]
+            own_texts = [[text_row[text] for text in items[n].texts] for n in some]
+            left, right = image_features[own_images], text_features[own_texts]
+            for side, chosen in margins.items():
+                for number, own in zip(
+                    some, _margins(side, np.array(truth), left, right), strict=True
+                ):
+                    chosen[number] = own
+    return margins
 
 
-def _margins(
-    side: Side,
-    truth: BoolArray,
-    image_features: Features,
-    images: IntArray,
-    text_features: Features,
-    texts: IntArray,
-) -> FloatArray:
-    """Margins [N, decisions] of items of the same ``truth`` [I, T], from rows [N, I] and [N, T]."""
-    size = max(1, CHUNK_NUMBERS // ((images.shape[1] + texts.shape[1]) * text_features.shape[1]))
-    parts = []
-    for start in range(0, len(texts), size):
-        said = text_features[texts[start : start + size]]
-        if side == "texts":
-            (right,) = truth
-            others = ~np.eye(len(right), dtype=bool)[right]
-            similarity = item_similarities(said[:, right], said)
-            parts.append(match_margins(similarity, others & right, others & ~right))
-            continue
-        similarity = item_similarities(image_features[images[start : start + size]], said)
-        by_image = match_margins(similarity, truth)
-        by_text = match_margins(similarity.swapaxes(1, 2), truth.T)
-        parts.append({"text": by_image, "image": by_text}.get(side, np.hstack([by_image, by_text])))
-    return np.concatenate(parts)
+def _margins(side: Side, truth: BoolArray, images: Features, texts: Features) -> FloatArray:
+    """Margins [N, decisions] of items of the same ``truth`` [I, T], from features [N, I, E] of
+    their images and [N, T, E] of their texts."""
+    if side == "texts":
+        (right,) = truth
+        others = ~np.eye(len(right), dtype=bool)[right]
+        similarity = item_similarities(texts[:, right], texts)
+        return match_margins(similarity, others & right, others & ~right)
+    similarity = item_similarities(images, texts)
+    by_image = match_margins(similarity, truth)
+    by_text = match_margins(similarity.swapaxes(1, 2), truth.T)
+    return {"text": by_image, "image": by_text}.get(side, np.hstack([by_image, by_text]))
 
 
-def _chance(side: Side, truth: BoolArray) -> float:
+@cache
+def chance_of(side: Side, truth: tuple[tuple[bool, ...], ...]) -> float:
     """How probable it is that all decisions are right where similarities have a random order.
 
     Each query that has c candidates, of which r are true of it, is right in one of comb(c, r)
     cases, and queries of one side are independent. Of three texts, one of three similarities must
     be the highest; in a group of two images and two texts, two of four.
     """
+    true = np.array(truth)
     if side == "texts":
         return 1 / 3
     if side == "group":
-        return 1 / comb(truth.size, int(truth.sum()))
-    rows = truth if side == "text" else truth.T
+        return 1 / comb(true.size, int(true.sum()))
+    rows = true if side == "text" else true.T
     return float(np.prod([1 / comb(len(row), int(row.sum())) for row in rows]))
 
 
@@ -185,29 +162,18 @@ def _chance(side: Side, truth: BoolArray) -> float:
 
 @dataclass(frozen=True)
 class _Figures:
-    """Makes the figures of a benchmark from the answers to its items.
+    """Makes the figures of a benchmark from the margins of its items (``item_margins``).
 
     official: whether the published rule gives ties to the model, so that each figure has a second
     one by that rule.
     """
 
     items: Sequence[Item]
-    answers: Mapping[Side, Answers]
+    margins: Mapping[Side, Sequence[FloatArray]]
     protocol: Mapping[str, Any]
     official: bool = False
 
     def of(
-        self,
-        metric: str,
-        side: Side,
-        rows: Sequence[int],
-        level: Level = "table",
-        strata: Callable[[Item], str] | None = None,
-    ) -> list[Figure]:
-        """The share of right items among ``rows``, or the mean of the shares of ``strata``."""
-        return self.joined(metric, side, [[row] for row in rows], level, strata)
-
-    def joined(
         self,
         metric: str,
         side: Side,
@@ -216,36 +182,35 @@ class _Figures:
         strata: Callable[[Item], str] | None = None,
         trials: str = "items",
     ) -> list[Figure]:
-        """The same for groups of rows that are right where each of their rows is."""
-        answers, firsts = self.answers[side], [self.items[group[0]] for group in groups]
-        margins = np.array([answers.margins[group].min() for group in groups])
-        chance = np.array([answers.chance[group].prod() for group in groups])
-        names = ["+".join(self.items[row].name for row in group) for group in groups]
-        units = [item.unit for item in firsts]
+        """The share of ``groups`` of rows in which each item is right, or the mean of the shares of
+        ``strata``."""
+        margins = [np.concatenate([self.margins[side][row] for row in group]) for group in groups]
+        items = [[self.items[row] for row in group] for group in groups]
+        chance = np.array([prod(chance_of(side, one.truth) for one in group) for group in items])
+        units = [group[0].unit for group in items]
         outcomes = partial(
             Outcomes,
-            names,
-            strata=[*map(strata, firsts)] if strata else None,
+            ["+".join(item.name for item in group) for group in items],
+            strata=[strata(group[0]) for group in items] if strata else None,
             units=units if len(set(units)) < len(units) else None,
         )
         settings = dict(self.protocol) | {
             "trials": trials,
             "chance": round(100 * outcomes(chance).value(), 2),
-            "tied_items": sum(bool(answers.tied[group].any()) for group in groups),
-            "items_with_equal_texts": sum(
-                any(_has_equal_texts(self.items[row]) for row in group) for group in groups
-            ),
+            "tied_items": sum(bool((own == 0).any()) for own in margins),
+            "items_with_equal_texts": sum(any(map(_has_equal_texts, group)) for group in items),
         }
+        lowest = np.array([own.min() for own in margins])
         strict = settings | {"ties": "against the model"}
-        figures = [figure(metric, outcomes(margins > 0), strict, level=level)]
+        figures = [figure(metric, outcomes(lowest > 0), strict, level=level)]
         if self.official:
             published, name = settings | {"ties": "for the model"}, f"{metric}_official"
-            figures.append(figure(name, outcomes(margins >= 0), published, level="detail"))
+            figures.append(figure(name, outcomes(lowest >= 0), published, level="detail"))
         return figures
 
-    def rows(self, keep: Callable[[Item], bool] = lambda item: True) -> list[int]:
-        """Rows of the items to ``keep``."""
-        return [row for row, item in enumerate(self.items) if keep(item)]
+    def rows(self, keep: Callable[[Item], bool] = lambda item: True) -> list[list[int]]:
+        """Rows of the items to ``keep``, each a group of its own."""
+        return [[row] for row, item in enumerate(self.items) if keep(item)]
 
     def by_part(
         self, prefix: str, side: Side, of_part: Level = "table", average: Level = "headline"
@@ -293,9 +258,9 @@ def _of_sugarcrepe_pp(figures: _Figures) -> list[Figure]:
     return image_text + figures.by_part("TOT/", "texts", "detail", "table")
 
 
-@cache
-def _symmetric() -> frozenset[str]:
-    return frozenset(" ".join(SYMMETRIC.split()).split("; "))
+def _of_relations(figures: _Figures) -> list[Figure]:
+    symmetric = set(" ".join(SYMMETRIC.split()).split("; "))
+    return figures.by_kind(lambda item: item.kind not in symmetric)
 
 
 def _of_attributes(figures: _Figures) -> list[Figure]:
@@ -304,7 +269,7 @@ def _of_attributes(figures: _Figures) -> list[Figure]:
 
 
 def _of_whatsup(figures: _Figures) -> list[Figure]:
-    found = figures.by_part("", "text")
+    made = figures.by_part("", "text")
     for part in dict.fromkeys(item.part for item in figures.items if item.kind):
         sets: dict[str, dict[str, int]] = {}
         for row, item in enumerate(figures.items):
@@ -319,36 +284,35 @@ def _of_whatsup(figures: _Figures) -> list[Figure]:
         whole = [[*own.values()] for own in sets.values() if len(own) == 4]
         for metric, groups in (("pair", pairs), ("set", whole)):
             if groups:
-                found += figures.joined(f"{part}/{metric}", "text", groups, trials=f"{metric}s")
+                made += figures.of(f"{part}/{metric}", "text", groups, trials=f"{metric}s")
             else:
                 log.warning("no %s of %s is whole, so that it has no figure", metric, part)
-    return found
+    return made
 
 
-_SIDES: Mapping[str, tuple[Side, ...]] = {
-    "sugarcrepe_pp": ("text", "texts"),
-    "winoground": ("text", "image", "group"),
-    "naturalbench": ("text", "image", "group"),
+@dataclass(frozen=True)
+class _Rule:
+    """The figures of a layout, the sides that they are of, and whether the published rule gives
+    ties to the model."""
+
+    figures: Callable[[_Figures], list[Figure]]
+    sides: Sequence[Side] = ("text",)
+    ties_for_the_model: bool = False
+
+
+_RULES: Mapping[str, _Rule] = {
+    "sugarcrepe": _Rule(lambda figures: figures.by_part("", "text")),
+    "sugarcrepe_pp": _Rule(_of_sugarcrepe_pp, ("text", "texts")),
+    "winoground": _Rule(_of_quadruples, ("text", "image", "group")),
+    "naturalbench": _Rule(_of_quadruples, ("text", "image", "group")),
+    "aro_relation": _Rule(_of_relations),
+    "aro_attribute": _Rule(_of_attributes),
+    "aro_order": _Rule(
+        lambda figures: figures.of("accuracy", "text", figures.rows(), "headline"),
+        ties_for_the_model=True,
+    ),
+    "whatsup": _Rule(_of_whatsup, ties_for_the_model=True),
 }
-"""Layout -> sides that are scored; ``text`` alone for the others."""
-
-_FIGURES: Mapping[str, Callable[[_Figures], list[Figure]]] = {
-    "sugarcrepe": lambda figures: figures.by_part("", "text"),
-    "sugarcrepe_pp": _of_sugarcrepe_pp,
-    "winoground": _of_quadruples,
-    "naturalbench": _of_quadruples,
-    "aro_relation": lambda figures: figures.by_kind(lambda item: item.kind not in _symmetric()),
-    "aro_attribute": _of_attributes,
-    "aro_order": lambda figures: figures.of("accuracy", "text", figures.rows(), "headline"),
-    "whatsup": _of_whatsup,
-}
-
-_TIES_FOR_THE_MODEL = {"aro_order", "whatsup"}
-
-
-def needs(*, layout: LayoutName, **_: Any) -> str:
-    """Names the files of the data set of ``layout``, its publisher and its terms, for messages."""
-    return LAYOUTS[layout].source
 
 
 def evaluate(
@@ -372,9 +336,9 @@ def evaluate(
     ``captions``, ``images``, ``parts``: see ``read_items``, whose errors are raised. ``missing``:
     whether items without their images are refused, or left out and counted in the protocol.
     """
-    places = {"captions": captions, "images": images}
+    folders = {"captions": captions, "images": images}
     leave_out = missing == "leave_out"
-    data = together(lambda: read_items(root, layout, parts=parts, leave_out=leave_out, **places))
+    data = together(lambda: read_items(root, layout, parts=parts, leave_out=leave_out, **folders))
     published = {part: LAYOUTS[layout].sizes.get(part) for part in data.read}
     other = {part: n for part, n in data.read.items() if published[part] not in (n, None)}
     if extractor.context.is_main:
@@ -398,6 +362,9 @@ def evaluate(
         "as_published": published == dict(data.read) == dict(LAYOUTS[layout].sizes)
         and not data.left_out,
     }
-    answers = score_items(extractor, data.items, _SIDES.get(layout, ("text",)), prompt)
-    figures = _Figures(data.items, answers, protocol, layout in _TIES_FOR_THE_MODEL)
-    return _FIGURES[layout](figures)
+    rule = _RULES[layout]
+    margins = item_margins(extractor, data.items, rule.sides, prompt)
+    return rule.figures(_Figures(data.items, margins, protocol, rule.ties_for_the_model))
+
+
+EVALUATOR = Evaluator(evaluate, needs=lambda layout, **_: LAYOUTS[layout].source, reads_text=True)

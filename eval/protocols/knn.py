@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic.types import PositiveFloat, PositiveInt
 
+from mclclip import search
+from mclclip.eval.classification import Feature, LabelledFeatures, accuracy_figures, extract
 from mclclip.eval.features import Extractor, over_ranks
-from mclclip.eval.labelled_features import Feature, accuracy_figures, extract
 from mclclip.eval.labelled_images import read_parts
 from mclclip.eval.metrics import IntArray
+from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Figure
 from mclclip.ranks.collectives import together
-from mclclip.search import nearest
-
-READS_TEXT = False  # whether images are compared with texts
+from mclclip.ranks.process_group import Context
 
 Weights = Literal["majority", "similarity"]
 TEMPERATURE = 0.07
@@ -56,9 +56,27 @@ def vote(
     return answers
 
 
-def needs(**_: Any) -> str:
-    """Names the files that a folder must hold, for messages."""
-    return "train/ and test/ with a folder of images per class, such as train/cat/1.jpg"
+def predict(
+    context: Context,
+    data: LabelledFeatures,
+    k: int,
+    weights: Weights = "majority",
+    temperature: float = TEMPERATURE,
+) -> IntArray:
+    """Labels [Q] of ``data.test`` by the vote of the k nearest of ``data.train``; ranks divide the
+    queries, and all get all answers."""
+    num_classes = int(data.train_labels.max()) + 1
+
+    def answer(own: slice) -> IntArray:
+        near, rows = search.nearest(data.test[own], data.train, k, what="kNN")
+        return vote(near, data.train_labels[rows], num_classes, weights, temperature)
+
+    return np.concatenate(over_ranks(context, len(data.test), answer))
+
+
+def check(_: Path, **__: Any) -> None:
+    """Raises ValueError where faiss is not installed."""
+    search.library("the search for neighbours")
 
 
 def evaluate(
@@ -74,20 +92,12 @@ def evaluate(
     its k nearest images of ``root/train``; both hold a folder per class.
 
     ``weights``: majority, or similarity with ``temperature``. Ranks divide the test images; figures
-    do not depend on their number. Raises ValueError for options out of range.
+    do not depend on their number.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}, wanted a number above 0")
     parts = together(lambda: read_parts(Path(root)))
     parts.pop("valid", None)  # the neighbours are those of train alone
     data = extract(extractor, root, feature, parts)
-    num_classes = data.protocol["num_classes"]
-
-    def answer(own: slice) -> IntArray:
-        near, rows = nearest(data.test[own], data.train, k, what="kNN")
-        return vote(near, data.train_labels[rows], num_classes, weights, temperature)
-
-    predicted = np.concatenate(over_ranks(extractor.context, len(data.test), answer))
+    predicted = predict(extractor.context, data, k, weights, temperature)
     protocol = {
         "name": "knn",
         "k": k,
@@ -97,3 +107,12 @@ def evaluate(
         **data.protocol,
     }
     return accuracy_figures(predicted, data, protocol)
+
+
+EVALUATOR = Evaluator(
+    evaluate,
+    needs="train/ and test/ with a folder of images per class, such as train/cat/1.jpg",
+    reads_text=False,
+    check=check,
+    judged="test",
+)

@@ -17,30 +17,22 @@ from typing import Any
 import numpy as np
 from pydantic.types import PositiveInt
 
-from mclclip.eval.datasets import read_captions
-from mclclip.eval.features import Extractor, Features, Readable, over_ranks
+from mclclip.eval.captions import read_captions, read_captions_of_shards
+from mclclip.eval.features import Extractor, Features, over_ranks
+from mclclip.eval.images import Readable, image_items, read_shards
 from mclclip.eval.metrics import FloatArray
-from mclclip.eval.outcomes import Outcomes, image_items
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.protocols import Evaluator
 from mclclip.eval.ranking import CHUNK_BYTES, similarity
 from mclclip.eval.results import Figure, figure
-from mclclip.eval.stored import check_shards, read_captions_of_shards
 from mclclip.ranks.collectives import together
 from mclclip.ranks.process_group import SINGLE, Context
-
-READS_TEXT = True  # whether images are compared with texts
-IS_LOSS = True  # whether smaller figures are better
-FILE_OPTIONS = {"images"}  # captions may be a field of the samples, so that ``check`` looks at them
-
-
-def needs(**_: Any) -> str:
-    """Names the files that a folder must hold, for messages."""
-    return "shards *.tar of images with captions, or images and a table, JSON or files of captions"
 
 
 def check(root: Path, *, captions: str = "txt", images: str = ".", **_: Any) -> None:
     """Raises the errors of ``evaluate`` that can be known without a look at every sample."""
     if _are_in_shards(captions):
-        check_shards(root, captions)
+        read_shards(root, captions, first_only=True)
     else:
         read_captions(root / captions, root / images)
 
@@ -72,7 +64,7 @@ def evaluate(
         row_losses(a, b, scale=scale, context=extractor.context, chunk_bytes=chunk_bytes)
         for a, b in (sides, sides[::-1])
     )
-    found = {
+    losses = {
         "loss": (to_text + to_image) / 2,
         "image_to_text": to_text,
         "text_to_image": to_image,
@@ -92,7 +84,7 @@ def evaluate(
             protocol,
             level="headline" if name == "loss" else "detail",
         )
-        for name, values in found.items()
+        for name, values in losses.items()
     ]
 
 
@@ -142,3 +134,13 @@ def row_losses(
         return losses
 
     return np.concatenate(over_ranks(context, len(queries), of_share))
+
+
+EVALUATOR = Evaluator(
+    evaluate,
+    needs="shards *.tar of images with captions, or images and a table, JSON or files of captions",
+    reads_text=True,
+    is_loss=True,
+    files=("images",),  # captions may be a field of the samples: ``check`` reads them
+    check=check,
+)

@@ -18,41 +18,45 @@ from typing import Any, Literal
 import numpy as np
 
 from mclclip.data.captions import tokenized
-from mclclip.eval.datasets import CAPTION_RULES, ImageTexts, read_captions, read_languages
+from mclclip.eval.captions import (
+    CAPTION_RULES,
+    ImageTexts,
+    read_captions,
+    read_captions_of_shards,
+    read_languages,
+)
 from mclclip.eval.features import Extractor, Features, over_ranks
-from mclclip.eval.metrics import IntArray, chance_at, hits_at
-from mclclip.eval.outcomes import Outcomes, image_items, joined
+from mclclip.eval.images import image_items, read_shards
+from mclclip.eval.metrics import chance_at, hits_at
+from mclclip.eval.outcomes import Outcomes, joined
+from mclclip.eval.protocols import Evaluator
 from mclclip.eval.ranking import CHUNK_BYTES, rank_queries
 from mclclip.eval.results import Figure, Level, figure
-from mclclip.eval.stored import check_shards, read_captions_of_shards
 from mclclip.ranks.collectives import together
-
-READS_TEXT = True  # whether images are compared with texts
 
 log = logging.getLogger("mclclip")
 
 KS = (1, 5, 10)
+Languages = Sequence[str] | Literal["all"] | None
 
 
-def needs(**_: Any) -> str:
-    """Names the files that a folder must hold, for messages."""
-    return "images, and captions as a table, JSON or text files, or shards with both"
-
-
-def check(root: Path, *, captions: str, shard_captions: str = "txt", **options: Any) -> None:
+def check(
+    root: Path,
+    *,
+    captions: str,
+    images: str = ".",
+    protocol: str = "table",
+    split: str | None = None,
+    languages: Languages = None,
+    shard_captions: str = "txt",
+    **_: Any,
+) -> None:
     """Raises the errors of ``evaluate`` that can be known without a look at every sample."""
-    where = root / captions
-    if _holds_shards(where):
-        check_shards(where, shard_captions)
-    elif where.is_dir() or where.suffix in (".csv", ".tsv"):
-        _read(
-            where,
-            root / options.get("images", "."),
-            options.get("protocol", "table"),
-            options.get("split"),
-            options.get("languages"),
-            shard_captions,
-        )
+    path = root / captions
+    if _holds_shards(path):
+        read_shards(path, shard_captions, first_only=True)
+    elif path.is_dir() or path.suffix in (".csv", ".tsv"):
+        _read(path, root / images, protocol, split, languages, shard_captions)
 
 
 def _holds_shards(captions: Path) -> bool:
@@ -67,7 +71,7 @@ def evaluate(
     images: str = ".",
     protocol: str = "table",
     split: str | None = None,
-    languages: Sequence[str] | Literal["all"] | None = None,
+    languages: Languages = None,
     prompt: str = "",
     shard_captions: str = "txt",
     ks: Sequence[int] = KS,
@@ -78,7 +82,7 @@ def evaluate(
     ``captions``: the file or folder of captions (see ``read_captions``); ``images``: the folder
     that its file names start from; both below ``root``. ``captions`` may also be a folder of
     ``.tar`` shards, with ``shard_captions`` (``txt`` or ``json:FIELD``) in each sample. ``prompt``
-    is put before every caption. Captions that the tokenizer cuts are counted and told.
+    is put before every caption. Captions that the tokenizer cuts are counted, with a warning.
     ``languages``: some or ``all`` of those of the captions' file (see ``read_languages``); each is
     a retrieval of its own, ``fr/image_to_text/R@1``, and the figures without a language are means
     over languages.
@@ -89,12 +93,13 @@ def evaluate(
     on their number. Raises the errors of ``read_captions``.
     """
     root = Path(root)
-    where, folder = root / captions, root / images
-    sets = together(lambda: _read(where, folder, protocol, split, languages, shard_captions))
+    path, folder = root / captions, root / images
+    sets = together(lambda: _read(path, folder, protocol, split, languages, shard_captions))
     [first, *_] = sets.values()
-    together(lambda: _check_images(first.images, where, folder))
+    together(lambda: _check_images(first.images, path, folder))
     image_features = extractor.images(first.images)
-    found = []
+    names = image_items(first.images, folder)
+    figures = []
     for language, data in sets.items():
         texts = [prompt + caption for caption in data.captions]
         settings = {
@@ -109,50 +114,64 @@ def evaluate(
             **_cut(extractor, texts, language),
         }
         features = (image_features, extractor.texts(texts))
-        found.append(_figures(extractor, data, folder, features, ks, chunk_bytes, settings))
-    return found[0] if languages is None else _of_languages([*sets], found)
+        figures.append(_recalls(extractor, data, names, features, ks, chunk_bytes, settings))
+    return figures[0] if languages is None else _of_languages([*sets], figures)
 
 
-def _figures(
+def _recalls(
     extractor: Extractor,
     data: ImageTexts,
-    folder: Path,
+    names: Sequence[str],
     features: tuple[Features, Features],
     ks: Sequence[int],
     chunk_bytes: int,
     settings: dict[str, Any],
 ) -> list[Figure]:
-    """The recalls of both directions, from features of images and captions."""
+    """The recalls of both directions, from features of images, which have ``names``, and captions.
+
+    The captions of an image are one unit of the outcomes.
+    """
     image_features, text_features = features
-    asked = np.unique(data.caption_image)  # images that have a caption
+    owners = data.caption_image
+    asked = np.unique(owners)  # images that have a caption
+    units = [names[row] for row in owners]
+    captions = [f"{name}#{row}" for row, name in enumerate(units)]
     every = np.arange(len(data.images))
-    sides = {
-        "image_to_text": (image_features[asked], asked, text_features, data.caption_image),
-        "text_to_image": (text_features, data.caption_image, image_features, every),
-    }
-    names = image_items(data.images, folder)
-    owners = [names[row] for row in data.caption_image]
-    numbered = [f"{owner}#{row}" for row, owner in enumerate(owners)]
-    items = {
-        "image_to_text": ([names[row] for row in asked], None),
-        "text_to_image": (numbered, owners),
-    }
     figures = []
-    for direction, side in sides.items():
-        ranks = rank_queries(*side, context=extractor.context, chunk_bytes=chunk_bytes)
-        found = {"num_candidates": len(side[2]), "direction": direction}
-        right = np.bincount(side[3], minlength=len(data.images))[side[1]]
-        figures += _recalls(*ranks, *items[direction], ks, settings | found, right)
+    for direction, trials, queries, candidates, items, own_units in (
+        ("image_to_text", "images", (image_features[asked], asked), (text_features, owners),
+         [names[row] for row in asked], None),
+        ("text_to_image", "captions", (text_features, owners), (image_features, every),
+         captions, units),
+    ):  # fmt: skip
+        ranks, optimistic = rank_queries(
+            *queries, *candidates, context=extractor.context, chunk_bytes=chunk_bytes
+        )
+        tied = int(np.count_nonzero(ranks != optimistic))
+        right = np.bincount(candidates[1], minlength=len(data.images))[queries[1]]
+        protocol = settings | {
+            "num_candidates": len(candidates[0]),
+            "direction": direction,
+            "trials": trials,
+            "tied_queries": tied,
+        }
+        both = {"": ranks, "_optimistic": optimistic} if tied else {"": ranks}
+        for (suffix, of), k in product(both.items(), ks):
+            level: Level = "detail" if suffix else "headline" if k == min(ks) else "table"
+            hits = Outcomes(items, hits_at(of, k), units=own_units)
+            chance = {"chance": round(100 * chance_at(k, len(candidates[0]), right), 2)}
+            name = f"{direction}/R@{k}{suffix}"
+            figures.append(figure(name, hits, protocol | chance, level=level))
     return figures
 
 
-def _of_languages(languages: Sequence[str], found: Sequence[list[Figure]]) -> list[Figure]:
+def _of_languages(languages: Sequence[str], by_language: Sequence[list[Figure]]) -> list[Figure]:
     """The means over languages, and each language's own figures as details.
 
     An image is one draw, in however many languages it is asked for.
     """
     figures = []
-    by_metric = [{figure.metric: figure for figure in own} for own in found]
+    by_metric = [{figure.metric: figure for figure in own} for own in by_language]
     for metric in dict.fromkeys(name for own in by_metric for name in own):
         # Optimistic figures are there only for ties; without them they are the others.
         own = [of.get(metric) or of[metric.removesuffix("_optimistic")] for of in by_metric]
@@ -167,7 +186,7 @@ def _of_languages(languages: Sequence[str], found: Sequence[list[Figure]]) -> li
         )
         parts = {n: f.outcomes for n, f in zip(languages, own, strict=True) if f.outcomes}
         figures.append(figure(metric, joined(parts), protocol | {"of": [*languages]}, level=level))
-    for language, own in zip(languages, found, strict=True):
+    for language, own in zip(languages, by_language, strict=True):
         for f in own:
             protocol = f.protocol | {"level": "detail"}
             figures.append(replace(f, metric=f"{language}/{f.metric}", protocol=protocol))
@@ -179,7 +198,7 @@ def _read(
     images: Path,
     protocol: str,
     split: str | None,
-    languages: Sequence[str] | Literal["all"] | None,
+    languages: Languages,
     shard_captions: str,
 ) -> dict[str, ImageTexts]:
     """The images and captions, in shards or outside, by language ("" where none is asked for)."""
@@ -240,25 +259,9 @@ def _cut(extractor: Extractor, texts: Sequence[str], language: str = "") -> dict
     return {"context_length": int(length), "captions_cut": cut}
 
 
-def _recalls(
-    ranks: IntArray,
-    optimistic: IntArray,
-    items: Sequence[str],
-    units: Sequence[str] | None,
-    ks: Sequence[int],
-    protocol: dict[str, Any],
-    right: IntArray,
-) -> list[Figure]:
-    """The recalls of one direction, from the ranks of its queries ``items``, of whose candidates
-    ``right`` [Q] are right."""
-    direction, tied = protocol["direction"], int(np.count_nonzero(ranks != optimistic))
-    protocol |= {"trials": "captions" if units else "images", "tied_queries": tied}
-    figures = []
-    for (suffix, of), k in product({"": ranks, "_optimistic": optimistic}.items(), ks):
-        if tied or not suffix:
-            level: Level = "detail" if suffix else "headline" if k == min(ks) else "table"
-            found = Outcomes(items, hits_at(of, k), units=units)
-            chance = {"chance": round(100 * chance_at(k, protocol["num_candidates"], right), 2)}
-            name = f"{direction}/R@{k}{suffix}"
-            figures.append(figure(name, found, protocol | chance, level=level))
-    return figures
+EVALUATOR = Evaluator(
+    evaluate,
+    needs="images, and captions as a table, JSON or text files, or shards with both",
+    reads_text=True,
+    check=check,
+)

@@ -1,8 +1,10 @@
 """Zero-shot classification by class names, with prompt ensembling.
 
 Source: Radford et al., CLIP (2021), section 3.1: a class is the mean of the unit text vectors of
-its prompts, normalised again. Ties count against the model. The metric of each data set is that of
-CLIP's table 9.
+its prompts, normalised again. The metric of each data set is that of CLIP's table 9. Ties count
+against the model: CLIP's names of ImageNet hold "missile" and "sunglasses" twice each, so that the
+images of those four classes tie and top1 is at most 99.6; published code gives the model half of
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.eval.class_figures import (
+from mclclip.eval import prompts
+from mclclip.eval.classification import (
     Metric,
     area,
     area_figures,
@@ -24,17 +27,18 @@ from mclclip.eval.class_figures import (
     mean_of_top1_and_top5,
     precision_figure,
     precisions,
+    ranked_figures,
 )
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.labelled_images import labels_of, read_labelled, read_several_labels
+from mclclip.eval.images import image_items
+from mclclip.eval.labelled_images import labels_of, read_labelled
 from mclclip.eval.metrics import IntArray, hits_at
-from mclclip.eval.outcomes import Outcomes, image_items
+from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.prompts import Classes, find_names, find_templates
+from mclclip.eval.protocols import Evaluator
 from mclclip.eval.ranking import rank_queries, similarity
-from mclclip.eval.results import Figure, figure
+from mclclip.eval.results import Figure
 from mclclip.ranks.collectives import together
-
-READS_TEXT = True  # whether images are compared with texts
 
 log = logging.getLogger("mclclip")
 
@@ -48,11 +52,11 @@ def _warn(names: Mapping[str, str], classes: Classes) -> None:
             shared[0],
         )
     if classes is None and (numbers := [label for label in names if label.strip().isdecimal()]):
-        shown = shorten(", ".join(numbers), 60, placeholder=" ...")
+        some = shorten(", ".join(numbers), 60, placeholder=" ...")
         log.warning(
             "%d of %d class names are bare numbers (%s), which prompts take for names: set "
             "classes=FILE with a line '%s<TAB>name' for each, unless numbers are what is shown",
-            *(len(numbers), len(names), shown, numbers[0]),
+            *(len(numbers), len(names), some, numbers[0]),
         )
 
 
@@ -60,17 +64,12 @@ def classifier(
     extractor: Extractor, class_names: Sequence[str], templates: Sequence[str]
 ) -> Features:
     """Unit class vectors [K, E]: the normalised mean of each class's unit prompt vectors."""
-    prompts = [t.replace("{}", name) for name in class_names for t in templates]
-    vectors = extractor.texts(prompts).astype(np.float64)
+    texts = [t.replace("{}", name) for name in class_names for t in templates]
+    vectors = extractor.texts(texts).astype(np.float64)
     means = vectors.reshape(len(class_names), len(templates), -1).mean(axis=1)
     norms = np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
     unit: Features = (means / norms).astype(np.float32)
     return unit
-
-
-def needs(**_: Any) -> str:
-    """Names the files that a folder must hold, for messages."""
-    return "a folder of images per class, such as cat/1.jpg, or images and a table (option labels)"
 
 
 def evaluate(
@@ -89,49 +88,49 @@ def evaluate(
       - ``accuracy``: the headline is top1; ``mean_per_class``: the headline is that.
       - ``mean_of_top1_and_top5``: the mean of both (Kinetics700).
       - ``map_11_point``: instead of them the mean over classes of the 11-point average precision,
-        for images with several labels (PASCAL VOC 2007); see ``read_several_labels``.
+        for images with several labels (PASCAL VOC 2007); see ``read_labelled``.
       - ``roc_auc``: the area under the ROC curve too, of two classes (Hateful Memes).
 
     Images: a folder per class under ``root``, or ``labels``, a CSV filepath,label below it.
     ``classes`` names the classes (``prompts.find_names``: ``imagenet1k`` for folders called by
     WordNet ids, ``clip_benchmark:DATASET``, a file, names by label, or nothing where the labels are
     names), and ``templates`` the prompts (``prompts.find_templates``: ``clip_80`` are CLIP's for
-    ImageNet). CLIP's names of ImageNet hold "missile" and "sunglasses" twice each. The images of
-    those four classes tie, so top1 is at most 99.6; published code gives the model half of them.
+    ImageNet).
 
     Raises ValueError and FileNotFoundError for names, templates, tables and metrics that do not fit
-    (``prompts.check`` does so beforehand, but for metrics), and for images that cannot be read.
+    (see ``prompts.check``), and for images that cannot be read.
     """
     root = Path(root)
     names = together(lambda: find_names(labels_of(root, labels), classes, root))
     together(lambda: check_metric(metric, len(names), labels))
     if extractor.context.is_main:
         _warn(names, classes)
-    prompts = together(lambda: find_templates(templates, root))
+    texts = together(lambda: find_templates(templates, root))
     protocol: dict[str, Any] = {
         "name": "zero_shot",
         "trials": "images",
         "classes": classes if isinstance(classes, str) else "own" if classes else "labels",
         "templates": templates if isinstance(templates, str) else "own",
-        "num_templates": len(prompts),
+        "num_templates": len(texts),
         "num_classes": len(names),
         "precision": extractor.precision,
         "ties": "against the model",
     }
-    if metric == "map_11_point":
-        return _precisions(extractor, root, names, str(labels), prompts, protocol)
-    data = together(lambda: read_labelled(root, names, labels))
-    vectors = classifier(extractor, data.class_names, prompts)
-    features = extractor.images(data.images)
-    rows = np.arange(len(vectors), dtype=np.int64)
-    ranked = rank_queries(features, data.labels, vectors, rows, context=extractor.context)
-    items = image_items(data.images, root)
-    protocol |= {"tied_images": int(np.count_nonzero(ranked[0] != ranked[1]))}
-    figures = _of_ranks(ranked[0], items, data.labels, [*names], metric, protocol)
+    several = metric == "map_11_point"
+    data = together(lambda: read_labelled(root, names, labels, several=several))
+    vectors = classifier(extractor, data.class_names, texts)
+    features, items = extractor.images(data.images), image_items(data.images, root)
+    truth = data.labels.astype(np.int64, copy=False)
+    if several:
+        near = similarity(features, vectors, extractor.context.device)
+        return [precision_figure(precisions(near, truth, items, [*names]), len(items), protocol)]
+    rows = np.arange(len(vectors))
+    ranks, optimistic = rank_queries(features, truth, vectors, rows, context=extractor.context)
+    protocol |= {"tied_images": int(np.count_nonzero(ranks != optimistic))}
+    figures = _of_ranks(ranks, items, truth, [*names], metric, protocol)
     if metric == "roc_auc":
         near = similarity(features, vectors, extractor.context.device).astype(np.float64)
-        areas = area(near[:, 1] - near[:, 0], data.labels == 1, items)
-        return [*area_figures(areas, protocol), *figures]
+        figures = area_figures(area(near[:, 1] - near[:, 0], truth == 1, items), protocol) + figures
     return figures
 
 
@@ -144,39 +143,21 @@ def _of_ranks(
     protocol: Mapping[str, Any],
 ) -> list[Figure]:
     """The figures of images with one label [N], a row of ``classes``, from the ranks [N] of it."""
-    first, num_classes = hits_at(ranks, 1), len(classes)
-    found = {"top1": Outcomes(items, first)}
-    if num_classes > 5:
-        found["top5"] = Outcomes(items, hits_at(ranks, 5))
+    first, chance = hits_at(ranks, 1), 100 / len(classes)
+    outcomes = {"top1": (Outcomes(items, first), chance)}
+    if len(classes) > 5:
+        outcomes["top5"] = (Outcomes(items, hits_at(ranks, 5)), 500 / len(classes))
         if metric == "mean_of_top1_and_top5":
-            found = {metric: mean_of_top1_and_top5(ranks, items)} | found
-    found["mean_per_class"] = Outcomes(items, first, strata=[classes[n] for n in labels])
-    main = "top1" if metric == "accuracy" else metric
-    places = {"top5": 5, "mean_of_top1_and_top5": 3}
-    chance = {name: round(100 * places.get(name, 1) / num_classes, 2) for name in found}
-    return [
-        figure(
-            name,
-            outcomes,
-            {**protocol, "chance": chance[name]},
-            level="headline" if name == main else "table",
-        )
-        for name, outcomes in found.items()
-    ]
+            both = mean_of_top1_and_top5(ranks, items)
+            outcomes = {metric: (both, 300 / len(classes))} | outcomes
+    by_class = Outcomes(items, first, strata=[classes[n] for n in labels])
+    outcomes["mean_per_class"] = (by_class, chance)
+    return ranked_figures(outcomes, "top1" if metric == "accuracy" else metric, protocol)
 
 
-def _precisions(
-    extractor: Extractor,
-    root: Path,
-    names: Mapping[str, str],
-    labels: str,
-    templates: Sequence[str],
-    protocol: Mapping[str, Any],
-) -> list[Figure]:
-    """The figure of images with several labels (``precisions``)."""
-    data = together(lambda: read_several_labels(root, names, labels))
-    vectors = classifier(extractor, data.class_names, templates)
-    features = extractor.images(data.images)
-    near = similarity(features, vectors, extractor.context.device)
-    found = precisions(near, data.truth, image_items(data.images, root), [*names])
-    return [precision_figure(found, len(data.images), protocol)]
+EVALUATOR = Evaluator(
+    evaluate,
+    needs="a folder of images per class, such as cat/1.jpg, or images and a table (option labels)",
+    reads_text=True,
+    check=prompts.check,
+)

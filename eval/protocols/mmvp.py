@@ -10,43 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mclclip.eval.datasets import Pair, read_pairs
 from mclclip.eval.features import Extractor
-from mclclip.eval.metrics import BoolArray, FloatArray, item_similarities, pair_margins
+from mclclip.eval.metrics import BoolArray
+from mclclip.eval.minimal_pairs import read_pairs
 from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.protocols import Evaluator
+from mclclip.eval.protocols.compositional import Side, chance_of, item_margins
 from mclclip.eval.results import Figure, Level, figure
 from mclclip.ranks.collectives import together
 
-READS_TEXT = True  # whether images are compared with texts
-
-DIRECTIONS = ("statement_to_image", "image_to_text", "group")
+SIDES: dict[str, Side] = {"statement_to_image": "image", "image_to_text": "text", "group": "group"}
+"""Direction -> the decisions of a pair that count: statements pick images, images pick statements,
+or both."""
+DIRECTIONS = tuple(SIDES)
 PROMPT = "a photo of "
-
-_CHANCE = dict(zip(DIRECTIONS, (25.0, 25.0, 16.67), strict=True))
-"""Percent of pairs whose decisions are all right where similarities have a random order: two
-independent ones of two each, or one of the six pairs of places that the two truths may take."""
 
 NEAR_TIE = 5e-4
 """Difference of cosines below which half precision may change a decision."""
-
-
-def score_pairs(
-    extractor: Extractor, pairs: Sequence[Pair], prompt: str = PROMPT
-) -> dict[str, FloatArray]:
-    """Margins of all pairs by direction (``pair_margins``); ``prompt`` is put before statements."""
-    images = extractor.images([image for pair in pairs for image in pair.images])
-    texts = extractor.texts([prompt + text for pair in pairs for text in pair.statements])
-    left, right = (rows.reshape(len(pairs), 2, -1) for rows in (texts, images))
-    return pair_margins(item_similarities(left, right))
-
-
-def needs(**_: Any) -> str:
-    """Names the files that a folder must hold, for messages."""
-    return "Questions.csv and MLLM_VLM Images/<Type>/<Question ID>.jpg of MMVP-VLM"
 
 
 def evaluate(
@@ -67,19 +50,18 @@ def evaluate(
     if unknown := [name for name in directions if name not in DIRECTIONS]:
         raise ValueError(f"unknown directions {unknown}: use some of {', '.join(DIRECTIONS)}")
     pairs = together(lambda: read_pairs(root))
-    margins_by_direction = score_pairs(extractor, pairs, prompt)
-    names = ["-".join(map(str, pair.question_ids)) for pair in pairs]
-    types = [pair.type for pair in pairs]
+    by_side = item_margins(extractor, pairs, [SIDES[name] for name in directions], prompt)
+    names, types = [pair.name for pair in pairs], np.array([pair.kind for pair in pairs])
     figures = []
     for direction in directions:
-        margins = margins_by_direction[direction]
-        protocol: dict[str, Any] = {
+        margins = np.stack(by_side[SIDES[direction]])
+        protocol = {
             "name": "mmvp_vlm",
             "trials": "pairs",
             "prompt": prompt,
             "precision": extractor.precision,
             "direction": direction,
-            "chance": _CHANCE[direction],
+            "chance": round(100 * chance_of(SIDES[direction], pairs[0].truth), 2),
             "ties": "against the model",
             "tied_decisions": int(np.count_nonzero(margins == 0)),
             "near_ties": int(np.count_nonzero(np.abs(margins) < near_tie)),
@@ -92,12 +74,19 @@ def evaluate(
         of_type: Level = "table" if official else "detail"
         level: Level = "headline" if official else "table"
         right: BoolArray = np.asarray((margins > 0).all(axis=1))
-        for kind in dict.fromkeys(types):
-            rows = [row for row, own in enumerate(types) if own == kind]
-            found = Outcomes([names[row] for row in rows], right[rows])
-            figures.append(figure(prefix + kind, found, protocol, level=of_type))
-        by_type = Outcomes(names, right, strata=types)
+        for kind in dict.fromkeys(types.tolist()):
+            rows = np.flatnonzero(types == kind)
+            own = Outcomes([names[row] for row in rows], right[rows])
+            figures.append(figure(prefix + kind, own, protocol, level=of_type))
+        by_type = Outcomes(names, right, strata=types.tolist())
         figures.append(figure(f"{prefix}average", by_type, protocol, level=level))
         pooled = Outcomes(names, right)
         figures.append(figure(f"{prefix}pooled", pooled, protocol, level=of_type))
     return figures
+
+
+EVALUATOR = Evaluator(
+    evaluate,
+    needs="Questions.csv and MLLM_VLM Images/<Type>/<Question ID>.jpg of MMVP-VLM",
+    reads_text=True,
+)

@@ -10,7 +10,6 @@ validation together. That rows are brought to equal length first is ours: CLIP n
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,26 +19,29 @@ from pydantic import Field
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.eval import logistic
-from mclclip.eval.class_figures import (
+from mclclip.eval.classification import (
+    Feature,
+    LabelledFeatures,
     Metric,
+    accuracy_figures,
     area,
     area_figures,
     check_metric,
+    extract,
     mean_of_top1_and_top5,
     precision_figure,
     precisions,
+    ranked_figures,
 )
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.labelled_features import Feature, LabelledFeatures, accuracy_figures, extract
 from mclclip.eval.labelled_images import read_parts
 from mclclip.eval.logistic import MAX_ITERATIONS, Classifier, Solver
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.outcomes import Outcomes
-from mclclip.eval.results import Figure, figure
+from mclclip.eval.protocols import Evaluator
+from mclclip.eval.results import Figure
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import Context
-
-READS_TEXT = False  # whether images are compared with texts
 
 log = logging.getLogger("mclclip")
 
@@ -104,14 +106,8 @@ def train(
 
     Without a ``strength`` the one with the best ``metric`` is taken, on ``data.valid`` or else on
     ``validation_share`` of every class of train; classifiers are then trained on all of it. All
-    ranks must call it, and get the same. Raises ValueError for options out of range.
+    ranks must call it, and get the same. Raises ValueError for classes that cannot be learnt.
     """
-    if strength is not None and not (math.isfinite(strength) and strength > 0):
-        raise ValueError(f"strength is {strength}, wanted a number above 0")
-    if not 0 < validation_share < 1:
-        raise ValueError(f"validation_share is {validation_share}, wanted between 0 and 1")
-    if max_iterations < 1:
-        raise ValueError(f"max_iterations is {max_iterations}, wanted at least 1")
     labels = data.train_labels
     if labels.ndim == 1 and len(np.unique(labels)) < 2:
         raise ValueError("all train images are of one class: a classifier needs two at least")
@@ -136,17 +132,25 @@ def train(
         held = held_out(classes, validation_share, seed)
         chosen = _search(context, data, held, metric, fitting)
     [fitted] = _fit_all(context, data.train, labels, [chosen], fitting)
-    converged = _converged(fitted)
-    _say(chosen, "trained on train and validation", converged)
     protocol = {
         "strength": chosen,
         "strength_from": chosen_by,
         "seed": seed,
         **fitting,
-        "converged": converged,
+        "converged": _log(chosen, fitted, "trained on train and validation"),
         "standardised": "rows to equal length",
     }
     return fitted, protocol
+
+
+def predict(
+    context: Context, data: LabelledFeatures, **options: Any
+) -> tuple[IntArray, dict[str, Any]]:
+    """Labels [Q] of ``data.test`` by ``train``'s classifier of images with one label each, the same
+    on every rank, and what a row's protocol says of it."""
+    [classifier], protocol = train(context, data, **options)
+    assert classifier is not None
+    return on_main(lambda: classifier.predict(data.test)), protocol
 
 
 def _learnable(truth: IntArray) -> BoolArray:
@@ -173,18 +177,7 @@ def _fit_all(
             columns.append(logistic.fit_all(context, rows[of], truth[of], strengths, **fitting))
         else:
             columns.append([None] * len(strengths))
-    return [[*found] for found in zip(*columns, strict=True)]
-
-
-def single(fitted: Sequence[Classifier | None]) -> Classifier:
-    """The classifier of images with one label each."""
-    [classifier] = fitted
-    assert classifier is not None
-    return classifier
-
-
-def _converged(fitted: Sequence[Classifier | None]) -> bool:
-    return all(one is None or one.converged for one in fitted)
+    return [[*fitted] for fitted in zip(*columns, strict=True)]
 
 
 def outcomes_of(
@@ -202,9 +195,10 @@ def outcomes_of(
         for column, one in enumerate(fitted):
             if one is not None:
                 scores[:, column] = one.preferences(rows)
-        known = [one is not None for one in fitted]
+        known = np.array([one is not None for one in fitted])
         return precisions(scores, truth * known, items, classes)
-    classifier = single(fitted)
+    [classifier] = fitted
+    assert classifier is not None
     if metric == "mean_of_top1_and_top5":
         return mean_of_top1_and_top5(classifier.ranks(rows, truth), items)
     if metric == "roc_auc":
@@ -227,28 +221,23 @@ def _search(
 
     def score(positions: Sequence[int]) -> dict[int, float]:
         strengths = [strength_at(position) for position in positions]
-        found = _fit_all(context, train, labels, strengths, fitting)
+        tried = _fit_all(context, train, labels, strengths, fitting)
         of = (queries, truth, items, data.class_names)
         # The first rank's, since products of other machines may differ in their last bits.
-        values = on_main(lambda: [outcomes_of(metric, one, *of).value() for one in found])
-        for strength, fitted, value in zip(strengths, found, values, strict=True):
-            _say(strength, f"validation {metric} {100 * value:.2f} %", _converged(fitted))
+        values = on_main(lambda: [outcomes_of(metric, one, *of).value() for one in tried])
+        for strength, fitted, value in zip(strengths, tried, values, strict=True):
+            _log(strength, fitted, f"validation {metric} {100 * value:.2f} %")
         return dict(zip(positions, values, strict=True))
 
     return strength_at(search(score))
 
 
-def _say(strength: float, what: str, converged: bool) -> None:
+def _log(strength: float, fitted: Sequence[Classifier | None], what: str) -> bool:
+    """Logs a strength and how its classifiers do; returns whether all of them converged."""
+    converged = all(one is None or one.converged for one in fitted)
     level, end = (logging.INFO, "") if converged else (logging.WARNING, ", did not converge")
     log.log(level, "linear probe: L2 strength %.3g: %s%s", strength, what, end)
-
-
-def needs(**_: Any) -> str:
-    """Names the files that a folder must hold, for messages."""
-    return (
-        "train/ and test/ with a folder of images per class, such as train/cat/1.jpg, or images "
-        "and a table (option labels)"
-    )
+    return converged
 
 
 def evaluate(
@@ -278,7 +267,7 @@ def evaluate(
     every class of train; then it trains on all of it. ``solver``: ``scikit_learn``, ``torch`` (over
     the ranks, on their devices) or ``auto`` by the size of the training set. CLIP takes
     ``feature="pooled"``; that features have equal length is ours. Figures do not depend on the
-    number of ranks. Raises ValueError for options out of range.
+    number of ranks.
     """
     several = metric == "map_11_point"
     if several:
@@ -293,20 +282,28 @@ def evaluate(
     fitted, chosen = train(extractor.context, data, **options)
     protocol = {"name": "linear_probe", **chosen, **data.protocol}
     asked = (data.test, data.test_labels, data.test_items, data.class_names)
-    found = on_main(lambda: outcomes_of(metric, fitted, *asked))
+    outcomes = on_main(lambda: outcomes_of(metric, fitted, *asked))
     if several:
-        return [precision_figure(found, len(data.test), protocol)]
-    predicted = on_main(lambda: single(fitted).predict(data.test))
+        return [precision_figure(outcomes, len(data.test), protocol)]
+    [classifier] = fitted
+    assert classifier is not None
+    predicted = on_main(lambda: classifier.predict(data.test))
     figures = accuracy_figures(predicted, data, protocol, metric)
     if metric == "roc_auc":
-        return [*area_figures(found, protocol), *figures]
+        return [*area_figures(outcomes, protocol), *figures]
     if metric == "mean_of_top1_and_top5":
-        chance = round(100 * _chance_of_five(data), 2)
-        return [figure(metric, found, protocol | {"chance": chance}, level="headline"), *figures]
+        # Of the most frequent classes of train as every answer.
+        order = np.argsort(-np.bincount(data.train_labels), kind="stable")
+        shares = [np.isin(data.test_labels, order[:k]).mean() for k in (1, 5)]
+        chance = 100 * float(np.mean(shares))
+        return ranked_figures({metric: (outcomes, chance)}, metric, protocol) + figures
     return figures
 
 
-def _chance_of_five(data: LabelledFeatures) -> float:
-    """The mean of top 1 and top 5 where the most frequent classes of train are every answer."""
-    order = np.argsort(-np.bincount(data.train_labels), kind="stable")
-    return float(np.mean([np.isin(data.test_labels, order[:k]).mean() for k in (1, 5)]))
+EVALUATOR = Evaluator(
+    evaluate,
+    needs="train/ and test/ with a folder of images per class, such as train/cat/1.jpg, or images "
+    "and a table (option labels)",
+    reads_text=False,
+    judged="test",
+)

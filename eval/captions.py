@@ -1,0 +1,315 @@
+"""Images with captions, in the layouts of many data sets; in one language or in several.
+
+A reader of a layout returns the files that are candidates with or without a caption, and (file,
+caption) pairs; ``_joined`` makes images and captions of them. See ``images`` for errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip.data.shard_scan import parse_captions
+from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
+from mclclip.eval.metrics import IntArray
+from mclclip.files import below, read_json
+
+NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
+"""Files that are candidates with or without a caption, and (file, caption) pairs."""
+
+
+@dataclass(frozen=True)
+class CaptionRule:
+    """Split, captions per image, and size that a named protocol of retrieval demands.
+
+    ``captions_per_image``: only the first so many, in file order; None: all of them.
+    ``num_images``, ``num_captions``: the size that the data must have; None: any.
+    """
+
+    split: str | None = None
+    captions_per_image: int | None = None
+    num_images: int | None = None
+    num_captions: int | None = None
+
+
+CAPTION_RULES = {
+    "coco_val2017_5k_first5": CaptionRule(None, 5, 5000, 25_000),
+    "karpathy_coco5k": CaptionRule("test", None, 5000, 25_010),
+    "karpathy_flickr1k": CaptionRule("test", None, 1000, 5000),
+    "flickr30k_all_31k": CaptionRule(None, None, 31_783, 158_915),
+    "xm3600_first": CaptionRule(None, 1, 3600, 3600),
+    "table": CaptionRule(),
+}
+
+
+@dataclass(frozen=True)
+class ImageTexts:
+    """Images (files, or byte ranges of shards) and captions; ``caption_image`` [C] is the row of
+    each caption's image."""
+
+    images: Sequence[Any]
+    captions: list[str]
+    caption_image: IntArray
+
+
+def read_captions(
+    path: Path, images: Path, protocol: str = "table", *, split: str | None = None
+) -> ImageTexts:
+    """The images and captions of a named protocol, after a check of their numbers.
+
+    ``path``: .csv or .tsv with the columns filepath, title and perhaps split; .json, COCO's,
+    Karpathy's or ShareGPT4V's; .jsonl or .jsonlines, DOCCI's; .token, Flickr30k's; or a folder with
+    a .txt per image, Urban1k's. Files are named from the folder ``images``. ``split`` overrides the
+    protocol's. COCO's images without a caption are kept as candidates.
+    """
+    path, images = Path(path), Path(images)
+    split = split or _rule(path, images, protocol).split
+    if path.is_dir():
+        named = _caption_files(path, images)
+    elif path.suffix in _READERS:
+        named = _READERS[path.suffix](path, split)
+    else:
+        raise ValueError(
+            f"{path}: captions come as {', '.join(_READERS)}, or as a folder of .txt files"
+        )
+    return _joined(images, named, protocol, path, f" in the split {split!r}" if split else "")
+
+
+def read_languages(
+    path: Path, images: Path, protocol: str = "table", languages: Sequence[str] | None = None
+) -> dict[str, ImageTexts]:
+    """The images and captions of several languages, each as ``read_captions`` returns them.
+
+    ``path``: a .csv or .tsv with the columns filepath, title and language, or Crossmodal-3600's
+    .jsonl. ``languages``: some of those in the file (default: all). The images of a file are
+    candidates in every language. Raises the errors of ``read_captions``.
+    """
+    path, images = Path(path), Path(images)
+    _rule(path, images, protocol)
+    if path.suffix not in _LANGUAGE_READERS:
+        raise ValueError(f"{path}: captions by language come as {', '.join(_LANGUAGE_READERS)}")
+    names, pairs = _LANGUAGE_READERS[path.suffix](path)
+    chosen = sorted(pairs) if languages is None else languages
+    if not chosen:
+        what = "has no captions in any language" if languages is None else "was asked for none"
+        known = ", ".join(sorted(pairs)) or "not there"
+        raise ValueError(f"{path} {what}: languages are {known}")
+    if unknown := [name for name in chosen if name not in pairs]:
+        known = ", ".join(sorted(pairs))
+        raise ValueError(f"{path} has no captions in {unknown[0]!r}: its languages are {known}")
+    return {
+        name: _joined(images, (names, pairs[name]), protocol, path, f" in {name!r}")
+        for name in chosen
+    }
+
+
+def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
+    """The images and all captions (``txt`` or ``json:FIELD``) of ``directory/*.tar``; raises the
+    errors of ``read_shards``."""
+    images, table = read_shards(directory, captions)
+    texts, owners = [], []
+    ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)
+    for row, (image, (offset, size)) in enumerate(zip(images, ranges, strict=True)):
+        own = parse_captions(read_range(image.path, offset, size), captions)
+        texts += own
+        owners += [row] * len(own)
+    return ImageTexts(images, texts, np.array(owners, dtype=np.int64))
+
+
+def _rule(path: Path, images: Path, protocol: str) -> CaptionRule:
+    if protocol not in CAPTION_RULES:
+        raise ValueError(f"unknown protocol {protocol!r}: use one of {', '.join(CAPTION_RULES)}")
+    for needed in (path, images):
+        if not needed.exists():
+            raise FileNotFoundError(
+                f"no {needed}: wanted a file or folder of captions, and a folder of images"
+            )
+    return CAPTION_RULES[protocol]
+
+
+def _joined(root: Path, named: NamedTexts, protocol: str, path: Path, part: str) -> ImageTexts:
+    """Joins candidates and pairs: equal files are one image, with as many captions as the protocol
+    takes. ValueError for another size than the protocol's, and for a file outside of ``root``.
+
+    ``path``, ``part``: the file that gives the names, and what of it, for messages.
+    """
+    rule, (names, pairs) = CAPTION_RULES[protocol], named
+    rows = {name: row for row, name in enumerate(names)}
+    counts: Counter[int] = Counter()
+    owners, captions = [], []
+    for name, caption in pairs:
+        row = rows.setdefault(name, len(rows))
+        counts[row] += 1
+        if counts[row] <= (rule.captions_per_image or math.inf):
+            owners.append(row)
+            captions.append(caption)
+    images = [below(root, name, str(path)) for name in rows]
+    got, wanted = (len(images), len(captions)), (rule.num_images, rule.num_captions)
+    if 0 in got:
+        raise ValueError(f"{path} has no captions{part}")
+    if wanted not in (got, (None, None)):
+        raise ValueError(
+            f"{path} has {got[0]} images and {got[1]} captions{part}, {protocol} has "
+            f"{wanted[0]} and {wanted[1]}: use the protocol 'table' for other data"
+        )
+    return ImageTexts(images, captions, np.array(owners, dtype=np.int64))
+
+
+# --- layouts -----------------------------------------------------------------------------------
+
+
+def _caption_files(folder: Path, images: Path) -> NamedTexts:
+    """Urban1k: a folder with ``1.txt`` for the image ``1.jpg`` (or another suffix) in ``images``.
+    FileNotFoundError for a caption without an image."""
+    names = {path.stem: path.name for path in sorted(images.iterdir()) if path.suffix != ".txt"}
+    files = sorted(path for path in folder.iterdir() if path.suffix == ".txt")
+    if not files:
+        raise ValueError(f"{folder} has neither .txt files, one per image, nor .tar shards")
+    if strangers := [path for path in files if path.stem not in names]:
+        raise FileNotFoundError(
+            f"{len(strangers)} of {len(files)} captions have no image in {images}, such as "
+            f"{strangers[0].name}: an image has the name of its caption"
+        )
+    return (), [(names[path.stem], path.read_text(encoding="utf-8-sig").strip()) for path in files]
+
+
+def _caption_table(path: Path, split: str | None) -> NamedTexts:
+    columns = ["filepath", "title", *(["split"] if split else [])]
+    rows = read_rows(path, columns, "table of captions")
+    return (), [(file, title) for _, (file, title, *own) in rows if own in ([], [split])]
+
+
+def _caption_lines(path: Path, split: str | None) -> NamedTexts:
+    """DOCCI: an object per line with ``image_file``, ``description`` and perhaps ``split``."""
+    fields = ("image_file", "description", *(["split"] if split else []))
+    pairs: list[tuple[str, str]] = []
+    for line, row in read_lines(path):
+        values: list[Any] = [row.get(f) for f in fields] if isinstance(row, dict) else [None]
+        if not all(isinstance(value, str) for value in values):
+            raise ValueError(f"{line} wants the texts {', '.join(fields)}")
+        if not split or values[2] == split:
+            pairs.append((values[0], values[1]))
+    return (), pairs
+
+
+def _caption_tokens(path: Path, split: str | None) -> NamedTexts:
+    """``results_20130124.token``: lines of ``FILE#NUMBER<TAB>caption``; it has no splits."""
+    pairs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        head, tab, caption = line.partition("\t")
+        if not tab or "#" not in head:
+            raise ValueError(f"{path} line {number} is not FILE#NUMBER<TAB>caption: {line!r}")
+        pairs.append((head.rpartition("#")[0], caption))
+    return (), pairs
+
+
+def _caption_json(path: Path, split: str | None) -> NamedTexts:
+    content = read_json(path)
+    keys = content.keys() if isinstance(content, dict) else set()
+    try:
+        if isinstance(content, list):
+            names, pairs = _conversations(content)
+        elif {"images", "annotations"} <= keys:
+            names, pairs = _coco(content, path)
+        elif "images" in keys and all("sentences" in image for image in content["images"]):
+            names, pairs = _karpathy(content, split)
+        else:
+            raise ValueError(
+                f"{path} holds neither COCO captions (images, annotations) nor Karpathy's split "
+                f"(images with sentences)"
+            )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} lacks a field of COCO's, Karpathy's or ShareGPT4V's layout, or has another "
+            f"type there: {error!r}"
+        ) from None
+    texts = [*names, *(item for pair in pairs for item in pair)]
+    if strange := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"{path} has {strange[0]!r} where a file name or a caption is wanted")
+    return names, pairs
+
+
+def _conversations(entries: list[Any]) -> NamedTexts:
+    """ShareGPT4V: the first ``value`` that is ``from`` "gpt" is the caption of ``image``."""
+    pairs = []
+    for entry in entries:
+        answers = [turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt"]
+        if not answers:
+            raise KeyError("a conversation with a turn from 'gpt'")
+        pairs.append((entry["image"], answers[0]))
+    return (), pairs
+
+
+def _coco(content: Mapping[str, Any], path: Path) -> NamedTexts:
+    names = {image["id"]: image["file_name"] for image in content["images"]}
+    if strangers := {a["image_id"] for a in content["annotations"]} - names.keys():
+        raise ValueError(
+            f"{path} has captions of images it does not list, such as {min(strangers, key=str)}"
+        )
+    pairs = [(names[a["image_id"]], a["caption"]) for a in content["annotations"]]
+    return dict.fromkeys(names.values()), pairs
+
+
+def _karpathy(content: Mapping[str, Any], split: str | None) -> NamedTexts:
+    return (), [
+        (str(Path(image.get("filepath", "")) / image["filename"]), sentence["raw"])
+        for image in content["images"]
+        if split is None or image["split"] == split
+        for sentence in image["sentences"]
+    ]
+
+
+_READERS: Mapping[str, Callable[[Path, str | None], NamedTexts]] = {
+    ".csv": _caption_table,
+    ".tsv": _caption_table,
+    ".json": _caption_json,
+    ".jsonl": _caption_lines,
+    ".jsonlines": _caption_lines,
+    ".token": _caption_tokens,
+}
+
+
+# --- layouts with several languages --------------------------------------------------------------
+
+Languages = tuple[list[str], dict[str, list[tuple[str, str]]]]
+"""Files that are candidates in every language, and the (file, caption) pairs of each language."""
+
+
+def _languages_of_table(path: Path) -> Languages:
+    rows = read_rows(path, ["filepath", "title", "language"], "table of captions")
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for _, (file, title, language) in rows:
+        pairs.setdefault(language, []).append((file, title))
+    return [*dict.fromkeys(file for _, (file, _, _) in rows)], pairs
+
+
+def _languages_of_lines(path: Path) -> Languages:
+    """Crossmodal-3600: lines with ``image/key``, the name of a .jpg without its suffix, and, for
+    each language, an object whose ``caption`` is a list of captions."""
+    names: list[str] = []
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for line, row in read_lines(path):
+        key = row.get("image/key") if isinstance(row, dict) else None
+        if not isinstance(key, str):
+            raise ValueError(f"{line} has no image/key, as Crossmodal-3600's have")
+        names.append(f"{key}.jpg")
+        for language, value in row.items():
+            if isinstance(value, dict):
+                captions = value.get("caption")
+                if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
+                    raise ValueError(f"{line} has no list caption in {language!r}")
+                pairs.setdefault(language, []).extend((names[-1], text) for text in captions)
+    return names, pairs
+
+
+_LANGUAGE_READERS: Mapping[str, Callable[[Path], Languages]] = {
+    ".csv": _languages_of_table,
+    ".tsv": _languages_of_table,
+    ".jsonl": _languages_of_lines,
+}

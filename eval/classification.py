@@ -1,0 +1,236 @@
+"""Images with classes: features of a train and a test set, and the figures by which zero-shot
+classification, linear probe and kNN report them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import numpy as np
+from PIL import Image
+
+from mclclip.eval.features import Extractor, Features, over_ranks
+from mclclip.eval.images import image_items
+from mclclip.eval.labelled_images import LabelledImages, Part
+from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.results import Figure, figure
+from mclclip.files import digest_file
+from mclclip.models.encoder import Encoder
+from mclclip.ranks.collectives import together
+from mclclip.ranks.process_group import Context
+
+log = logging.getLogger("mclclip")
+
+# --- features ----------------------------------------------------------------------------------
+
+Feature = Literal["projected", "pooled"]
+"""Image features after the projection, or before it (not of a joined encoder)."""
+
+
+@dataclass(frozen=True)
+class LabelledFeatures:
+    """Unit features [N, E] and labels [N] of both parts; ``protocol`` says how they were made,
+    and ``test_items`` [Q] names the test images. Of images with several labels the labels are
+    [N, K], as in ``LabelledImages``. ``valid`` [N]: which of train are a published validation set;
+    None where there is none."""
+
+    train: Features
+    train_labels: IntArray
+    test: Features
+    test_labels: IntArray
+    protocol: dict[str, Any] = field(default_factory=dict)
+    test_items: Sequence[str] = ()
+    class_names: Sequence[str] = ()
+    valid: BoolArray | None = None
+
+
+def extract(
+    extractor: Extractor,
+    root: Path,
+    feature: Feature,
+    parts: Mapping[Part, LabelledImages],
+) -> LabelledFeatures:
+    """The features of the ``parts`` of ``root`` (``read_parts``), the same on every rank; train
+    holds those of valid too.
+
+    The log and the protocol count test images that are copies of a train image, since these need no
+    generalisation. Raises ValueError where the encoder has no such ``feature``.
+    """
+    learnt = [part for name, part in parts.items() if name != "test"]
+    train = [image for part in learnt for image in part.images]
+    test = parts["test"]
+    images = with_feature(extractor, feature)
+    if copies := count_copies(train, test.images, extractor.context):
+        share = f"{copies} of {len(test.images)}"
+        log.warning("%s: %s test images are copies of a train image, byte for byte", root, share)
+    protocol = {
+        "trials": "images",
+        "feature": feature,
+        "num_classes": len(test.class_names),
+        "num_train": len(train),
+        "copies_in_train": copies,
+        "precision": extractor.precision,
+    }
+    return LabelledFeatures(
+        images.images(train),
+        np.concatenate([part.labels for part in learnt]).astype(np.int64, copy=False),
+        images.images(test.images),
+        test.labels.astype(np.int64, copy=False),
+        protocol,
+        image_items(test.images, Path(root)),
+        test.class_names,
+        np.arange(len(train)) >= len(parts["train"].images) if "valid" in parts else None,
+    )
+
+
+def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
+    """An extractor whose ``images`` returns the unit rows of ``feature``.
+
+    Raises ValueError for encoders without pooled features: a joined encoder, or one whose attention
+    pool is its projection (open_clip's ResNets).
+    """
+    if feature == "projected":
+        return extractor
+    encoder = extractor.encoder
+    encode = getattr(encoder, "encode_pooled", None)
+    if encode is None:
+        raise ValueError("a joined encoder has no pooled features: use feature=projected")
+    # The width of pooled features is found by encoding one blank image.
+    blank = encoder.preprocess_val(Image.new("RGB", (32, 32)))[None]
+    width = together(lambda: encode(blank.to(extractor.context.device))).shape[1]
+    pooled = SimpleNamespace(
+        embed_dim=width, preprocess_val=encoder.preprocess_val, encode_image=encode
+    )
+    return replace(extractor, encoder=cast(Encoder, pooled))
+
+
+def count_copies(train: Sequence[Path], test: Sequence[Path], context: Context) -> int:
+    """Counts files of ``test`` with the bytes of a file in ``train``; ranks share the work.
+
+    Only files of a size that occurs on both sides are read.
+    """
+    sizes = {p.stat().st_size for p in train} & {p.stat().st_size for p in test}
+
+    def digests(paths: Sequence[Path]) -> list[str]:
+        compared = [path for path in paths if path.stat().st_size in sizes]
+        parts = over_ranks(context, len(compared), lambda own: [*map(digest_file, compared[own])])
+        return [digest for part in parts for digest in part]
+
+    known = set(digests(train))
+    return sum(digest in known for digest in digests(test))
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+Metric = Literal["accuracy", "mean_per_class", "mean_of_top1_and_top5", "map_11_point", "roc_auc"]
+"""The figure by which a data set is reported."""
+
+
+def check_metric(metric: Metric, num_classes: int, labels: str | None) -> None:
+    """Raises ValueError where a benchmark cannot have this metric."""
+    if metric == "roc_auc" and num_classes != 2:
+        raise ValueError(f"metric roc_auc wants 2 classes, got {num_classes}: use accuracy")
+    if metric == "mean_of_top1_and_top5" and num_classes <= 5:
+        raise ValueError(f"metric {metric} wants more than 5 classes, got {num_classes}")
+    if metric == "map_11_point" and labels is None:
+        raise ValueError(
+            "metric map_11_point wants labels=FILE, a CSV with a row for each label of an image, "
+            "or PASCAL VOC's folder ImageSets/Main: folders give an image one label"
+        )
+
+
+def ranked_figures(
+    outcomes: Mapping[str, tuple[Outcomes, float]], headline: str, protocol: Mapping[str, Any]
+) -> list[Figure]:
+    """A figure per metric, from its outcomes and its chance in percent; one is the headline."""
+    return [
+        figure(
+            name,
+            own,
+            {**protocol, "chance": round(chance, 2)},
+            level="headline" if name == headline else "table",
+        )
+        for name, (own, chance) in outcomes.items()
+    ]
+
+
+def mean_of_top1_and_top5(ranks: IntArray, items: Sequence[str]) -> Outcomes:
+    """The mean of both, from the rank [N] of each image's class."""
+    return Outcomes(items, (hits_at(ranks, 1) + hits_at(ranks, 5).astype(np.float64)) / 2)
+
+
+def area(scores: FloatArray, positive: BoolArray, items: Sequence[str]) -> Outcomes:
+    """The area under the ROC curve of ``scores`` [N], those of the second class against the first;
+    a tied pair counts as wrong. ValueError where a class has no image."""
+    if positive.all() or not positive.any():
+        raise ValueError("roc_auc wants images of both classes: one of them has none")
+    return Outcomes(items, scores, truth=positive, statistic="roc_auc")
+
+
+def area_figures(strict: Outcomes, protocol: Mapping[str, Any]) -> list[Figure]:
+    """The figure of ``area``, and where pairs tie ``roc_auc_half_ties``: scikit-learn's figure,
+    which counts them half."""
+    half = replace(strict, statistic="roc_auc_half_ties")
+    protocol = {**protocol, "chance": 50.0}
+    figures = [figure("roc_auc", strict, protocol, level="headline")]
+    if half.value() != strict.value():
+        figures.append(figure("roc_auc_half_ties", half, protocol, level="detail"))
+    return figures
+
+
+def precisions(
+    scores: FloatArray, truth: IntArray, files: Sequence[str], classes: Sequence[str]
+) -> Outcomes:
+    """The mean over classes of the 11-point average precision of ``scores`` [N, K].
+
+    ``truth`` [N, K] as in ``LabelledImages``: images that the data set does not judge for a class
+    are left out there, and classes without a positive or a negative image. ValueError where no
+    class is left.
+    """
+    ranked = (truth == 1).any(axis=0) & (truth == -1).any(axis=0)
+    if not ranked.any():
+        raise ValueError("map_11_point: no class has images with it and images without it")
+    image, column = np.nonzero((truth != 0) & ranked)
+    units, strata = [files[i] for i in image.tolist()], [classes[k] for k in column.tolist()]
+    return Outcomes(
+        items=[f"{file}:{name}" for file, name in zip(units, strata, strict=True)],
+        values=scores[image, column],
+        strata=strata,
+        units=units,
+        truth=truth[image, column] == 1,
+        statistic="precision_11_point",
+    )
+
+
+def precision_figure(outcomes: Outcomes, num_images: int, protocol: Mapping[str, Any]) -> Figure:
+    """The figure of what ``precisions`` returns."""
+    ranked = len(set(outcomes.strata or ()))
+    settings = {**protocol, "num_images": num_images, "num_ranked_classes": ranked}
+    return figure("map_11_point", outcomes, settings, level="headline")
+
+
+def accuracy_figures(
+    predicted: IntArray,
+    data: LabelledFeatures,
+    protocol: dict[str, Any],
+    metric: Metric = "accuracy",
+) -> list[Figure]:
+    """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``.
+
+    ``metric`` names the headline. Their chance is what the most frequent class of the train images
+    gets as the only answer.
+    """
+    correct, truth = predicted == data.test_labels, data.test_labels
+    only = float(np.mean(truth == np.bincount(data.train_labels).argmax()))
+    by_class = Outcomes(data.test_items, correct, strata=[*map(str, truth)])
+    outcomes = {
+        "accuracy": (Outcomes(data.test_items, correct), 100 * only),
+        "mean_per_class": (by_class, 100 * (1 / len(np.unique(truth)))),
+    }
+    return ranked_figures(outcomes, metric, protocol)

@@ -1,0 +1,422 @@
+"""Items of compositional benchmarks in their published layouts.
+
+An item has images and texts, and says which texts are true of which images. Nothing is downloaded;
+what a layout needs and where it comes from is in ``LAYOUTS``. See ``images`` for errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args
+
+from mclclip.eval.images import SUFFIXES, Region, check_inside, read_lines
+from mclclip.files import below, read_json
+
+LayoutName = Literal[
+    "sugarcrepe",
+    "sugarcrepe_pp",
+    "winoground",
+    "naturalbench",
+    "aro_relation",
+    "aro_attribute",
+    "aro_order",
+    "whatsup",
+]
+
+MAX_LINES_BYTES = 1 << 26
+"""Bytes that a file with an item per line may have."""
+
+MAX_EDGE = 1 << 20
+"""Pixels that a box may lie from the corner of its picture."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Images, texts, and ``truth[i][t]``: whether text t is true of image i.
+
+    name: unlike that of any other item; part: the file that it is from; kind: its relation or its
+    attributes, where the data set has such; unit: items of equal unit belong together (they share
+    an image or show the same things).
+    """
+
+    name: str
+    images: tuple[Path | Region, ...]
+    texts: tuple[str, ...]
+    truth: tuple[tuple[bool, ...], ...]
+    part: str
+    kind: str
+    unit: str
+
+
+PAIR = ((True, False), (False, True))
+"""The truth of two images and two texts: text i is true of image i alone."""
+
+
+@dataclass(frozen=True)
+class ItemSet:
+    """Items of a benchmark whose images are there.
+
+    read: number of items of every part before any was left out; missing_images: number of images
+    that are not there.
+    """
+
+    items: list[Item]
+    read: Mapping[str, int]
+    missing_images: int
+
+    @property
+    def left_out(self) -> int:
+        """Number of items that were left out."""
+        return sum(self.read.values()) - len(self.items)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """An item as a file has it. With one image the first ``right`` texts are true of it; with two
+    images text i is true of image i alone."""
+
+    id: str
+    images: Sequence[Any]
+    texts: Sequence[Any]
+    right: int = 1
+    kind: str = ""
+    unit: str = ""
+    box: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a data set is published.
+
+    files: part -> its file; sizes: part -> number of items in the published file, where known;
+    draft: a record of a file, and the number of texts of the one before it -> its item; source:
+    what is needed, from whom, under which terms; captions, images: folders of the files and of the
+    images; by_id: whether a file is an object of ids, and not a list; numbered: part -> name of the
+    image of a number, where items give numbers.
+    """
+
+    files: Mapping[str, str]
+    sizes: Mapping[str, int]
+    draft: Callable[[_Record, int | None], _Draft]
+    source: str
+    captions: str = "."
+    images: str = "."
+    by_id: bool = False
+    numbered: Mapping[str, str] = field(default_factory=dict)
+
+
+# --- the layouts -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A record that others wrote; ``where`` names it in messages."""
+
+    id: str
+    value: Any
+    where: str
+
+    def take(self, *names: str) -> list[Any]:
+        """The fields of these names; ValueError where one is missing."""
+        if not isinstance(self.value, dict):
+            raise ValueError(
+                f"{self.where} is {self.value!r:.80}, wanted an object with named fields"
+            )
+        if lacking := [name for name in names if name not in self.value]:
+            raise ValueError(
+                f"{self.where} has no field {lacking[0]!r}, it has "
+                f"{', '.join(map(repr, self.value))}: wanted {', '.join(names)}"
+            )
+        return [self.value[name] for name in names]
+
+    def whole(self, what: str, value: Any) -> int:
+        """The value, which must be a whole number."""
+        if type(value) is not int:
+            raise ValueError(f"{self.where}: {what} is {value!r:.80}, wanted a whole number")
+        return value
+
+    def texts(self, value: Any, count: int | None = None) -> list[Any]:
+        """The candidates of an item, of which the first is true: a list of ``count`` texts."""
+        wanted = "at least 2" if count is None else str(count)
+        if not isinstance(value, list) or len(value) < 2 or len(value) != (count or len(value)):
+            got = f"{len(value)} texts" if isinstance(value, list) else f"{value!r:.80}"
+            raise ValueError(f"{self.where} has {got} to choose from, wanted a list of {wanted}")
+        return value
+
+
+def _sugarcrepe(record: _Record, _: int | None) -> _Draft:
+    image, *texts = record.take("filename", "caption", "negative_caption")
+    return _Draft(record.id, [image], texts)
+
+
+def _sugarcrepe_pp(record: _Record, _: int | None) -> _Draft:
+    number, image, *texts = record.take("id", "filename", "caption", "caption2", "negative_caption")
+    return _Draft(str(record.whole("id", number)), [image], texts, right=2)
+
+
+def _quadruple(record: _Record, key: str) -> _Draft:
+    """Two images and two captions, caption i true of image i, with an id under ``key``."""
+    number, *images = record.take(key, "image_0", "image_1")
+    texts = record.take("caption_0", "caption_1")
+    for side, name in enumerate(images):
+        if isinstance(name, str) and PurePosixPath(name).suffix.lower() not in SUFFIXES:
+            images[side] = f"{name}.png"  # Winoground's table gives ex_0_img_0 for ex_0_img_0.png
+    return _Draft(str(record.whole(key, number)), images, texts)
+
+
+def _visual_genome(record: _Record, field_of_kind: str) -> _Draft:
+    edges = ("bbox_x", "bbox_y", "bbox_w", "bbox_h")
+    image, right, wrong, kind, *box = record.take(
+        "image_path", "true_caption", "false_caption", field_of_kind, *edges
+    )
+    names = kind if isinstance(kind, list) else [kind]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{record.where}: {field_of_kind} is {kind!r:.80}, wanted a name")
+    x, y, w, h = (record.whole(name, value) for name, value in zip(edges, box, strict=True))
+    if min(w, h) < 1 or max(map(abs, (x, y, w, h))) > MAX_EDGE:
+        raise ValueError(
+            f"{record.where}: its box is {w} x {h} pixels at ({x}, {y}), not a part of a picture"
+        )
+    cut = (x, y, x + w, y + h)
+    return _Draft(record.id, [image], [right, wrong], kind="_".join(names), box=cut)
+
+
+def _order(record: _Record, count: int | None) -> _Draft:
+    image, options = record.take("image", "caption_options")
+    return _Draft(record.id, [image], record.texts(options, count))
+
+
+def _whatsup(record: _Record, _: int | None) -> _Draft:
+    """An image of COCO or Visual Genome by its number, with a right and a wrong caption; or a
+    photograph of a set of four with four captions, named after OBJECT_RELATION_[of_]OBJECT."""
+    if isinstance(record.value, list) and len(record.value) == 3:
+        number, *texts = record.value
+        return _Draft(record.id, [record.whole("the number of its image", number)], texts)
+    if not isinstance(record.value, dict):
+        raise ValueError(
+            f"{record.where} is {record.value!r:.80}, wanted an object with image_path and "
+            "caption_options, or a list of the number of an image and two captions"
+        )
+    path, options = record.take("image_path", "caption_options")
+    words = PurePosixPath(path).stem.split("_") if isinstance(path, str) else []
+    if len(words) < 3:
+        raise ValueError(
+            f"{record.where}: image_path is {path!r:.80}, wanted a name such as "
+            "mug_left_of_table.jpeg"
+        )
+    image, unit = path.removeprefix("data/"), f"{words[0]} and {words[-1]}"
+    texts = record.texts(options, 4)
+    return _Draft(PurePosixPath(path).stem, [image], texts, kind=words[1], unit=unit)
+
+
+_COCO = "images: val2017 of COCO (cocodataset.org, terms of Flickr)"
+
+
+def _aro(part: str, file: str, size: int, field_of_kind: str) -> Layout:
+    return Layout(
+        {part: file},
+        {part: size},
+        lambda record, _: _visual_genome(record, field_of_kind),
+        f"ARO, {_ARO} (MIT): {file}, images/ (of GQA and Visual Genome, CC BY 4.0)",
+        images="images",
+    )
+
+
+_ARO = "github.com/mertyg/vision-language-models-are-bows"
+_REPLACED_AND_SWAPPED = dict(
+    replace_obj=1652, replace_att=788, replace_rel=1406, swap_obj=245, swap_att=666
+)
+
+LAYOUTS: Mapping[str, Layout] = {
+    "sugarcrepe": Layout(
+        {part: f"{part}.json" for part in (*_REPLACED_AND_SWAPPED, "add_obj", "add_att")},
+        _REPLACED_AND_SWAPPED | {"add_obj": 2062, "add_att": 692},
+        _sugarcrepe,
+        f"SugarCrepe, github.com/RAIVNLab/sugar-crepe (MIT): data/*.json; {_COCO}",
+        captions="data",
+        images="val2017",
+        by_id=True,
+    ),
+    "sugarcrepe_pp": Layout(
+        {part: f"{part}.json" for part in _REPLACED_AND_SWAPPED},
+        _REPLACED_AND_SWAPPED,
+        _sugarcrepe_pp,
+        f"SugarCrepe++, github.com/Sri-Harsha/scpp (CC BY 4.0): data/*.json; {_COCO}",
+        captions="data",
+        images="val2017",
+    ),
+    "winoground": Layout(
+        {"winoground": "examples.jsonl"},
+        {"winoground": 400},
+        lambda record, _: _quadruple(record, "id"),
+        "Winoground, the gated data set facebook/winoground of the Hugging Face hub (research "
+        "only): data/examples.jsonl, and data/images.zip unpacked to images/",
+        images="images",
+    ),
+    "naturalbench": Layout(
+        {"naturalbench": "metadata.json"},
+        {},
+        lambda record, _: _quadruple(record, "index"),
+        "NaturalBench-Retrieval.zip of the data set BaiqiL/NaturalBench of the Hugging Face hub "
+        "(terms on its page; images of Flickr30K): metadata.json, images/",
+        images="images",
+    ),
+    "aro_relation": _aro("relation", "visual_genome_relation.json", 23_937, "relation_name"),
+    "aro_attribute": _aro("attribute", "visual_genome_attribution.json", 28_748, "attributes"),
+    "aro_order": Layout(
+        {"order": "order.json"},
+        {},
+        _order,
+        f"ARO, {_ARO} (MIT), draws the wrong captions of "
+        "COCO-Order and Flickr30k-Order anew at each run: write the list test_cases of its class "
+        "COCO_Order or Flickr30k_Order as JSON, once for all encoders, and name the file in "
+        "captions; images of COCO and Flickr30k (terms of Flickr)",
+    ),
+    "whatsup": Layout(
+        {
+            "controlled_a": "controlled_images_dataset.json",
+            "controlled_b": "controlled_clevr_dataset.json",
+            "coco_one": "coco_qa_one_obj.json",
+            "coco_two": "coco_qa_two_obj.json",
+            "vg_one": "vg_qa_one_obj.json",
+            "vg_two": "vg_qa_two_obj.json",
+        },
+        dict(controlled_a=412, controlled_b=408, coco_one=2247, coco_two=440)
+        | dict(vg_one=1160, vg_two=291),
+        _whatsup,
+        "What'sUp, github.com/amitakamath/whatsup_vlms (MIT), its folder data: the JSON files, "
+        "controlled_images/, controlled_clevr/, val2017/ of COCO, vg_images/ of Visual Genome",
+        numbered={
+            "coco_one": "val2017/{:012}.jpg",
+            "coco_two": "val2017/{:012}.jpg",
+            "vg_one": "vg_images/{}.jpg",
+            "vg_two": "vg_images/{}.jpg",
+        },
+    ),
+}
+assert set(LAYOUTS) == set(get_args(LayoutName))
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def read_items(
+    root: Path,
+    name: str,
+    *,
+    captions: str | None = None,
+    images: str | None = None,
+    parts: Sequence[str] | None = None,
+    leave_out: bool = False,
+) -> ItemSet:
+    """The items of a benchmark below ``root``, in file order, part by part.
+
+    ``captions``: folder of the layout's files, or the file itself where there is one; ``images``:
+    folder that the names of images start from; both from ``root``, default: as published.
+    ``parts``: these only. Where images are missing, FileNotFoundError, or with ``leave_out`` the
+    items that need them are left out. ValueError for a part of which nothing is left, and for an
+    image that leads by a link out of ``root``, and out of ``images`` where it is given.
+    """
+    root, layout = Path(root), LAYOUTS[name]
+    chosen = list(layout.files) if parts is None else list(parts)
+    if not chosen or (strange := [part for part in chosen if part not in layout.files]):
+        got = repr(strange[0]) if chosen else "empty"
+        raise ValueError(f"parts is {got}: the parts of {name} are {', '.join(layout.files)}")
+    folder = root / (layout.images if images is None else images)
+    items: list[Item] = []
+    read: dict[str, int] = {}
+    for part in dict.fromkeys(chosen):
+        path = root / (layout.captions if captions is None else captions)
+        if not (len(chosen) == 1 and path.is_file()):
+            path /= layout.files[part]
+        own = _read_part(path, layout, part, folder)
+        items += own
+        read[part] = len(own)
+    paths = dict.fromkeys(path_of(image) for item in items for image in item.images)
+    check_inside(paths, root, *([folder] if images is not None else []))
+    absent = {path for path in paths if not path.is_file()}
+    if absent and not leave_out:
+        such = ", ".join(path.relative_to(folder).as_posix() for path in sorted(absent)[:3])
+        raise FileNotFoundError(
+            f"{len(absent)} images of {name} are not in {folder}, such as {such}: get them, or set "
+            f"missing: leave_out; {layout.source}"
+        )
+    kept = [item for item in items if not absent & {*map(path_of, item.images)}]
+    for part in read:
+        if not any(item.part == part for item in kept):
+            raise ValueError(
+                f"no item of the part {part!r} has its images in {folder}: name the parts that do "
+                f"in the option parts; {layout.source}"
+            )
+    return ItemSet(_with_units(kept, folder), read, len(absent))
+
+
+def _read_part(path: Path, layout: Layout, part: str, folder: Path) -> list[Item]:
+    """The items of a file; ValueError for an id given twice and for what is no text."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path}: {layout.source}")
+    if path.suffix == ".jsonl":
+        lines = read_lines(path, unique_keys=True, max_bytes=MAX_LINES_BYTES)
+        content: Any = [value for _, value in lines]
+    else:
+        content = read_json(path, unique_keys=True)
+    wanted = dict if layout.by_id else list
+    if not isinstance(content, wanted):
+        kind = "an object of ids" if layout.by_id else "a list of items"
+        raise ValueError(f"{path} is {type(content).__name__} at its top, wanted {kind}")
+    items: dict[str, Item] = {}
+    count = None
+    records = content.items() if isinstance(content, dict) else enumerate(content)
+    for key, value in records:
+        draft = layout.draft(_Record(str(key), value, f"{path} item {key!r}"), count)
+        count = len(draft.texts)
+        if draft.id in items:
+            raise ValueError(f"{path} has the id {draft.id!r} twice: correct or remove one of them")
+        where, pattern = f"{path} item {draft.id!r}", layout.numbered.get(part, "")
+        names = [pattern.format(n) if pattern and type(n) is int else n for n in draft.images]
+        for text in (*names, *draft.texts):
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"{where} has {text!r:.80} where a file name or a text is wanted")
+        paths = [below(folder, image, where) for image in names]
+        images = [Region(path, draft.box) if draft.box else path for path in paths]
+        one = (tuple(text < draft.right for text in range(len(draft.texts))),)
+        items[draft.id] = Item(
+            name=f"{part}/{draft.id}" if len(layout.files) > 1 else draft.id,
+            images=tuple(images),
+            texts=tuple(draft.texts),
+            truth=one if len(images) == 1 else PAIR,
+            part=part,
+            kind=draft.kind,
+            unit=f"{part}: {draft.unit}" if draft.unit else "",
+        )
+    if not items:
+        raise ValueError(f"{path} has no items: {layout.source}")
+    return [*items.values()]
+
+
+def path_of(image: Path | Region) -> Path:
+    """The file of an image."""
+    return image.path if isinstance(image, Region) else image
+
+
+def _with_units(items: Sequence[Item], folder: Path) -> list[Item]:
+    """Items that share an image, directly or through others, get one unit: the name of one of
+    these images, from ``folder``. Those that have a unit already keep it."""
+    above: dict[Path, Path] = {}
+
+    def top(path: Path) -> Path:
+        while (up := above.setdefault(path, path)) != path:
+            path = up
+        return path
+
+    for item in items:
+        first, *others = map(path_of, item.images)
+        for other in others:
+            above[top(other)] = top(first)
+    units = [top(path_of(item.images[0])).relative_to(folder).as_posix() for item in items]
+    return [
+        item if item.unit else replace(item, unit=unit)
+        for item, unit in zip(items, units, strict=True)
+    ]

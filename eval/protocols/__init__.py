@@ -1,0 +1,66 @@
+"""Protocols by which encoders are measured: the name of a module is the ``kind`` of a benchmark.
+
+A module declares ``EVALUATOR``, all that is asked of a protocol. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, create_model
+
+from mclclip.options import STRICT
+
+if TYPE_CHECKING:
+    from mclclip.eval.results import Figure
+
+KINDS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+"""Kinds of benchmarks: the names of the modules beside this one."""
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """A protocol.
+
+    evaluate     ``evaluate(extractor, root, *, options...)`` -> figures. Its keyword options, with
+                 their types and defaults, are the options of a benchmark, and are checked by them
+    needs        what a folder must hold, for messages; perhaps as a function of the options
+    reads_text   whether images are compared with texts, which an image encoder alone cannot do
+    is_loss      whether smaller figures are better
+    files        options that name files or folders below the benchmark's
+    check        ``check(root, **options)`` raises before a run what can be known without reading
+                 every sample
+    judged       the folder of the images that figures are of, where there are others to learn from
+    """
+
+    evaluate: Callable[..., list[Figure]]
+    needs: str | Callable[..., str]
+    reads_text: bool
+    is_loss: bool = False
+    files: Sequence[str] = ("captions", "images", "labels")
+    check: Callable[..., None] | None = None
+    judged: str = ""
+
+    @cached_property
+    def options(self) -> type[BaseModel]:
+        """The options with their types, as a model that checks them."""
+        hints = typing.get_type_hints(self.evaluate, include_extras=True)
+        fields: dict[str, Any] = {
+            name: (hints[name], ... if parameter.default is parameter.empty else parameter.default)
+            for name, parameter in inspect.signature(self.evaluate).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
+        return create_model("Options", __config__=STRICT, **fields)
+
+
+def evaluator(kind: str) -> Evaluator:
+    """The protocol of a kind of benchmarks."""
+    declared: Evaluator = import_module(f"{__name__}.{kind}").EVALUATOR
+    return declared
