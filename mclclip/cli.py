@@ -435,7 +435,7 @@ def _add_filter(verb: argparse.ArgumentParser) -> None:
 
 def _add_conversion(export: argparse.ArgumentParser) -> None:
     group = export.add_argument_group("another library's layout; needs no configuration")
-    targets = ["hf", "onnx", "timm", "llava", "open_clip", "clip_retrieval"]
+    targets = sorted(p.stem for p in Path(__file__).parent.glob("export/targets/[a-z]*.py"))
     to = "hf: transformers; llava: a vision tower for LLaVA; clip_retrieval: embeddings"
     group.add_argument("--to", choices=targets, help=to)
     export_ = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "

@@ -29,8 +29,7 @@ from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
-from mclclip.models.options import ModelConfig
-from mclclip.models.stage_weights import Variant
+from mclclip.models.stage_weights import StageWeights, Variant
 from mclclip.ranks import collectives
 from mclclip.ranks.finiteness import not_finite
 from mclclip.ranks.process_group import Context
@@ -74,28 +73,28 @@ def join(
 
 
 def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
-    layout = Layout.of(config, variant)
-    trained = stage > 0 or config.base is not None
-    options = config.train if stage > 0 or config.base is None else config.base
+    layout, options = Layout.of(config, variant), _options(config, stage)
+    is_trained = stage > 0 or config.base is not None
     fields: dict[str, Any] = {"stage": stage, "variant": layout.variant if stage else "mcl"}
-    if trained:
-        inputs = {"train": artifacts.read_manifest(layout.train(stage), "train").digest}
+    inputs = {}
+    if is_trained:
+        inputs["train"] = artifacts.read_manifest(layout.train(stage), "train").digest
         if options.ema_decay is not None:
             fields["ema"] = config.export.ema
     else:
         fields |= _given(config)
-        inputs = {}
         if config.model.pretrained is None and is_without_weights(config.model.name):
             log.warning("stage 0 has random weights: model.pretrained and base are null")
     if stage > 0:
         inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
 
     def write(directory: Path) -> dict[str, Any]:
-        model = _base(config, layout, stage)
-        if trained:
+        if is_trained:
             averaged = config.export.ema and options.ema_decay is not None
             state = checkpoint.trained_state(layout.train(stage), averaged=averaged)
-            _fill(model, state, layout.train(stage), options)
+            model = _filled(config, layout, stage, state)
+        else:
+            model = _base(config, layout, stage)
         own = stage == 0 or config.trained_model is not None or options.start == "random"
         model.save(directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
@@ -107,21 +106,24 @@ def write_step(config: Config, stage: int, variant: str, *, step: int, directory
     """Writes the encoder at a saved step of a training that may not have finished, without a
     manifest, in place of what was in ``directory``. One rank calls it; errors as of ``stage``."""
     layout = Layout.of(config, variant)
-    options = config.train if stage > 0 or config.base is None else config.base
     checkpoints = layout.train(stage) / "checkpoints"
     state = checkpoint.load_model_state(checkpoints, step)
-    if options.ema_decay is not None and config.export.ema:
+    if _options(config, stage).ema_decay is not None and config.export.ema:
         state |= checkpoint.load_model_state(checkpoints, step, part="ema")
-    model = _base(config, layout, stage)
-    _fill(model, state, layout.train(stage), options)
+    model = _filled(config, layout, stage, state)
     if directory.exists():
         shutil.rmtree(directory)
     model.save(directory)
 
 
+def _options(config: Config, stage: int) -> TrainConfig:
+    """The options of a stage's training; stage 0 has its own where it is trained."""
+    return config.train if stage > 0 or config.base is None else config.base
+
+
 def _given(config: Config) -> dict[str, Any]:
     """Fields of the manifest that determine an encoder which is not trained here."""
-    model: ModelConfig = config.model
+    model = config.model
     fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained}
     if not model.text:
         fields["text"] = False
@@ -139,23 +141,28 @@ def _given(config: Config) -> dict[str, Any]:
 
 
 def _base(config: Config, layout: Layout, stage: int) -> Model:
+    """The model that a stage's training starts from, or that is given as stage 0."""
     given = config.model if stage == 0 else config.trained_model
     if given is None:
         return load_towers(layout.export(0))
     return load_towers(given.name, given.pretrained, text=given.text, seed=config.seed)
 
 
-def _fill(
-    model: Model, state: dict[str, Tensor], train_directory: Path, options: TrainConfig
-) -> None:
-    """Loads the ``state`` of a checkpoint of a training into ``model``; merges adapters."""
-    directory = train_directory / "checkpoints"
-    state = _model_part(state, model.part, directory)
+def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]) -> Model:
+    """The model of a stage with the ``state`` of a checkpoint of its training, adapters merged.
+
+    An export holds one part of a checkpoint's model: neither projector nor objective.
+    """
+    model, options = _base(config, layout, stage), _options(config, stage)
+    directory, prefix = layout.train(stage) / "checkpoints", f"{MODEL}.{model.part}."
+    own = {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+    if not own:
+        raise RuntimeError(f"the checkpoint in {directory} holds no part {model.part!r} of a model")
     if options.lora is not None:
         model.lock(**to_tree(options.lock))
         add_lora(model, **to_tree(options.lora), seed=0)
     try:
-        model.exported.load_state_dict(state, strict=True)
+        model.exported.load_state_dict(own, strict=True)
     except RuntimeError as error:
         cause = " ".join(str(error).split())[:200]
         raise RuntimeError(
@@ -164,16 +171,7 @@ def _fill(
         ) from error
     if options.lora is not None:
         merge_lora(model)
-
-
-def _model_part(state: dict[str, Tensor], part: str, directory: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that an export holds: the model's ``part``, without projector
-    and objective."""
-    prefix = f"{MODEL}.{part}."
-    found = {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
-    if not found:
-        raise RuntimeError(f"the checkpoint in {directory} holds no part {part!r} of a model")
-    return found
+    return model
 
 
 # --- all stages ------------------------------------------------------------------------------
@@ -187,18 +185,17 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
         )
     layout = Layout.of(config, variant)
     stages, inputs = _stages(config, layout)
-    writers: dict[str, Callable[[Path], dict[str, Any]]] = {
-        f"concat_{kind}": partial(_concat, stages, kind)
-        for kind in config.export.concat
-        if kind != "weighted"
-    }
-    if config.export.soup:
-        writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], bool(force))
     joined = {}
-    for name, write in writers.items():
-        kind = name.partition("_")[0]
+    for kind in config.export.concat:
+        if kind != "weighted":
+            name = f"concat_{kind}"
+            write = partial(_concat, stages, kind)
+            path = layout.joined(name)
+            joined[name] = written(path, "concat", {"name": name}, inputs, force, write)
+    if config.export.soup:
+        name, write = "soup_uniform", partial(_soup, config, layout, [*stages.values()], force)
         path = layout.joined(name)
-        joined[name] = written(path, kind, {"name": name}, inputs, force, write)
+        joined[name] = written(path, "soup", {"name": name}, inputs, force, write)
     return joined
 
 
@@ -208,9 +205,15 @@ def _stages(config: Config, layout: Layout) -> tuple[dict[str, Path], dict[str, 
     return stages, {n: artifacts.read_manifest(p, "export").digest for n, p in stages.items()}
 
 
-def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[str, Any]:
-    record = save_concat([*stages.values()], variant, directory, [*stages])
-    return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
+def _concat(
+    stages: dict[str, Path],
+    variant: Variant,
+    directory: Path,
+    learned: StageWeights | None = None,
+) -> dict[str, Any]:
+    record = save_concat([*stages.values()], variant, directory, [*stages], learned)
+    counts = {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
+    return counts | ({"learned": record["learned"]} if learned else {})
 
 
 def _weighted(config: Config, context: Context, variant: str, force: Force) -> Path:
@@ -218,37 +221,31 @@ def _weighted(config: Config, context: Context, variant: str, force: Force) -> P
 
     The ranks share the work on features; the first one writes.
     """
-    layout, name = Layout.of(config, variant), "concat_weighted"
+    path = Layout.of(config, variant).joined("concat_weighted")
+    fields = {"name": "concat_weighted", "captions": config.export.weights.captions}
 
-    def prepare() -> tuple[dict[str, Path], dict[str, Any], held_out.Pairs, bool]:
-        (stages, inputs), pairs = _stages(config, layout), held_out.read(config)
-        made: dict[str, Any] = {
-            "kind": "concat",
-            "config": {"name": name, "captions": config.export.weights.captions},
-            "inputs": inputs | {"held_out": pairs.digest},
-        }
-        there = Artifact.open(layout.joined(name), **made, force=force, write=False)
-        return stages, made, pairs, there.finished
+    def prepare() -> tuple[dict[str, Path], dict[str, str], held_out.Pairs, bool]:
+        stages, inputs = _stages(config, Layout.of(config, variant))
+        pairs = held_out.read(config)
+        inputs["held_out"] = pairs.digest
+        there = Artifact.open(
+            path, kind="concat", config=fields, inputs=inputs, force=force, write=False
+        )
+        return stages, inputs, pairs, there.finished
 
-    stages, made, pairs, finished = collectives.on_main(prepare)
+    stages, inputs, pairs, finished = collectives.on_main(prepare)
     learned = None if finished else held_out.fit(config, context, stages, pairs)
 
     def write(directory: Path) -> dict[str, Any]:
-        paths = [*stages.values()]
-        record = save_concat(paths, "weighted", directory, [*stages], learned)
-        counts = {"held_out": pairs.record(), "learned": record["learned"]}
-        return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]} | counts
+        return {"held_out": pairs.record()} | _concat(stages, "weighted", directory, learned)
 
-    kind, fields, inputs = made["kind"], made["config"], made["inputs"]
-    return collectives.on_main(
-        lambda: written(layout.joined(name), kind, fields, inputs, force, write)
-    )
+    return collectives.on_main(lambda: written(path, "concat", fields, inputs, force, write))
 
 
 def _soup(
-    config: Config, layout: Layout, stages: list[Path], force: bool, directory: Path
+    config: Config, layout: Layout, stages: list[Path], force: Force, directory: Path
 ) -> dict[str, Any]:
-    averaged = soup.save_uniform_soup(stages, directory, force)
+    averaged = soup.save_uniform_soup(stages, directory, bool(force))
     counts = {"ingredients": len(stages), "averaged_tensors": averaged}
     if soup.needs_statistics(stages):
         model = load_towers(directory)
@@ -263,7 +260,7 @@ def _images(config: Config, index: SampleIndex, model: Model) -> Iterator[Tensor
     """Yields batches of images, drawn by the seed from the index, to estimate statistics on."""
     ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
     order = np.random.default_rng([config.seed, 3]).permutation(ids)
-    ids = order[: soup.STATISTICS_IMAGES].tolist()
+    drawn = order[: soup.STATISTICS_IMAGES].tolist()
     dataset = TarDataset(
         index,
         transform=model.preprocess_val,
@@ -273,8 +270,8 @@ def _images(config: Config, index: SampleIndex, model: Model) -> Iterator[Tensor
         check_pixels=config.data.verify == "full",
         remote=config.data.remote,
     )
-    for start in range(0, len(ids), config.embed.batch_size):
-        samples = dataset.__getitems__(ids[start : start + config.embed.batch_size])
+    for start in range(0, len(drawn), config.embed.batch_size):
+        samples = dataset.__getitems__(drawn[start : start + config.embed.batch_size])
         good = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
         if good:
             yield torch.stack(good)
@@ -301,11 +298,11 @@ def written(
     counts = write(directory)
     written = sorted(directory.glob("*.safetensors"))
     tensors = {name: t for path in written for name, t in weights.read_tensors(path).items()}
-    if found := not_finite(tensors):
+    if wrong := not_finite(tensors):
         shutil.rmtree(directory)
         raise RuntimeError(
-            f"{directory} is not exported: {len(found)} of {len(tensors)} tensors of its weights "
-            f"are not finite, such as {found[0]}. The encoder or training it comes from has "
+            f"{directory} is not exported: {len(wrong)} of {len(tensors)} tensors of its weights "
+            f"are not finite, such as {wrong[0]}. The encoder or training it comes from has "
             "diverged: train it again with a lower lr, in another run directory or with --force"
         )
     digests = {path.name: files.digest_file(path) for path in written}

@@ -1,4 +1,4 @@
-"""Holds an export for another library against the encoder that it was made from.
+"""Compares an export for another library with the encoder that it was made from.
 
 A conversion that is a little wrong works a little worse, and nobody sees it. So every export is run
 beside its source on given pictures and texts, and what differs is written down.
@@ -6,8 +6,8 @@ beside its source on given pictures and texts, and what differs is written down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mclclip.data.decode import DecodeError, decode
+from mclclip import files
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.images import SUFFIXES
-from mclclip.models.encoder import Encoder
 
 BOUND = 1e-5
 """Largest difference of unit features of equal inputs that an export may have, in fp32; and the
@@ -88,8 +88,8 @@ class Certificate:
     def largest(self) -> float:
         """Largest difference of features of equal inputs."""
         # max() of a NaN and a number may be the number.
-        found = [self.image_features, self.text_features or 0.0]
-        return max(found) if all(value == value for value in found) else float("inf")
+        largest = [self.image_features, self.text_features or 0.0]
+        return max(largest) if all(value == value for value in largest) else float("inf")
 
     @property
     def holds(self) -> bool:
@@ -98,135 +98,118 @@ class Certificate:
         scale = 0.0 if self.logit_scale is None else self.logit_scale
         return self.largest <= self.bound and scale <= BOUND
 
-    def as_dict(self) -> dict[str, object]:
-        """As it is written to ``certificate.json``."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Probes:
+    """Pictures by name, and texts, on which an export is compared with its source."""
+
+    images: Mapping[str, Image.Image]
+    texts: Sequence[str]
+
+    @property
+    def digest_of_images(self) -> str:
+        """Digest of the pictures' names and pixels."""
+        pixels = {n: files.digest_array(np.asarray(image)) for n, image in self.images.items()}
+        return files.digest_json(pixels)
 
 
-class Half(Protocol):
-    """An encoder's image half, which is all that some exports have."""
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, E], or a state of other shape."""
-
-
-class Runtime(Half, Protocol):
-    """An encoder as a runtime of another library has it; see `Encoder`."""
+class Runtime(Protocol):
+    """An encoder as a library runs it; see `Encoder`."""
 
     logit_scale: float
     tokenizer: Any
     preprocess_val: Any
 
+    def encode_image(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> unit [B, E]."""
+
     def encode_text(self, tokens: Tensor) -> Tensor:
         """[B, context] int64 -> unit [B, E]."""
 
 
-def compare_images(
-    own: Half,
-    other: Half,
-    runtime: str,
-    pixels: dict[str, Tensor],
-    bound: float = BOUND,
-    notes: Sequence[str] = (),
-) -> Certificate:
-    """Runs two image halves on the same pixels [3, H, W] by name, in fp32; nothing else."""
-    rows = torch.stack([*pixels.values()])
-    found = _largest(*(_in_batches(half.encode_image, rows) for half in (own, other)))
-    return Certificate(runtime, len(pixels), image_features=found, bound=bound, notes=[*notes])
+@dataclass(frozen=True)
+class ImageHalf:
+    """An encoder's image half, which is all that some exports have.
+
+    encode_image    [B, 3, H, W] -> unit [B, E], or a state of other shape
+    preprocess_val  picture -> [3, H, W]
+    """
+
+    encode_image: Callable[[Tensor], Tensor]
+    preprocess_val: Callable[[Any], Tensor]
 
 
 def compare(
-    own: Encoder,
-    other: Runtime,
+    own: Runtime | ImageHalf,
+    other: Runtime | ImageHalf,
     runtime: str,
-    images: dict[str, Image.Image],
-    texts: Sequence[str],
+    probes: Probes,
+    *,
     bound: float = BOUND,
     own_transforms: bool = True,
     notes: Sequence[str] = (),
 ) -> Certificate:
-    """Runs both encoders on the images by name and on the texts, in fp32.
+    """Runs both encoders on the probes, in fp32.
 
     ``own_transforms``: whether ``other`` brings an image transform and a tokenizer of its own,
-    which are compared too. Without any text the image halves are compared alone. Raises ValueError
-    for pixels of other shapes.
+    which are compared too. Without any text, or where one is an image half, image features of equal
+    pixels are compared, and nothing else. Raises ValueError for pixels of other shapes.
     """
-    first = torch.stack([own.preprocess_val(image) for image in images.values()])
-    if not texts:
-        named = dict(zip(images, first, strict=True))
-        return compare_images(own, other, runtime, named, bound, notes)
-    tokens = own.tokenizer([*texts])
-    rows = [_features(encoder, first, tokens) for encoder in (own, other)]
+    pixels = torch.stack([own.preprocess_val(image) for image in probes.images.values()])
+    images = [_in_batches(encoder.encode_image, pixels) for encoder in (own, other)]
+    alone = Certificate(
+        runtime, len(pixels), image_features=_largest(*images), bound=bound, notes=[*notes]
+    )
+    if not probes.texts or isinstance(own, ImageHalf) or isinstance(other, ImageHalf):
+        return alone
+    tokens = own.tokenizer([*probes.texts])
+    texts = [_in_batches(encoder.encode_text, tokens) for encoder in (own, other)]
     scales = (own.logit_scale, other.logit_scale)
-    logits = [
-        scale * pictures @ words.T for scale, (pictures, words) in zip(scales, rows, strict=True)
-    ]
-    transforms = _transforms(own, other, images, texts, first, tokens) if own_transforms else {}
-    return Certificate(
-        runtime=runtime,
-        num_images=len(images),
-        num_texts=len(texts),
-        image_features=_largest(rows[0][0], rows[1][0]),
-        text_features=_largest(rows[0][1], rows[1][1]),
+    logits = [scale * a @ b.T for scale, a, b in zip(scales, images, texts, strict=True)]
+    transforms = _transforms(own, other, probes, pixels, tokens) if own_transforms else {}
+    return replace(
+        alone,
+        num_texts=len(probes.texts),
+        text_features=_largest(*texts),
         logit_scale=abs(scales[1] - scales[0]) / abs(scales[0]),
         logits=_largest(*logits),
-        bound=bound,
-        notes=[*notes],
         **transforms,
     )
 
 
 def _transforms(
-    own: Encoder,
-    other: Runtime,
-    images: dict[str, Image.Image],
-    texts: Sequence[str],
-    first: Tensor,
-    tokens: Tensor,
+    own: Runtime, other: Runtime, probes: Probes, first: Tensor, tokens: Tensor
 ) -> dict[str, Any]:
     """The fields of a certificate that are about the transforms of ``other``."""
-    second = torch.stack([other.preprocess_val(image) for image in images.values()])
+    second = torch.stack([other.preprocess_val(image) for image in probes.images.values()])
     if first.shape != second.shape:
         raise ValueError(
             f"the export's image processor gives pixels of shape {tuple(second.shape[1:])}, the "
             f"model takes {tuple(first.shape[1:])}"
         )
-    moved = ((first - second).abs() * _shades(own)).amax(dim=(1, 2, 3)) * _SHADES
-    padded_otherwise = hasattr(own.tokenizer, "bpe_ranks")  # CLIP reads a text up to its end
-    differing = [
-        text
-        for text, a, b in zip(texts, tokens, other.tokenizer([*texts]), strict=True)
-        if not torch.equal(a, b) and not (padded_otherwise and _words(a) == _words(b))
-    ]
-    features = [
-        _in_batches(encoder.encode_image, pixels)
-        for encoder, pixels in ((own, first), (other, second))
-    ]
+    dark, light = (
+        own.preprocess_val(Image.new("RGB", (64, 64), (shade,) * 3)) for shade in (0, 255)
+    )
+    unit = (light - dark).mean(dim=(1, 2), keepdim=True)  # of each channel, from dark to light
+    moved = ((first - second).abs() * (1.0 / unit)).amax(dim=(1, 2, 3)) * _SHADES
+    reads_to_end = hasattr(own.tokenizer, "bpe_ranks")  # CLIP, whatever fills the rest
+    differing = []
+    for text, a, b in zip(probes.texts, tokens, other.tokenizer([*probes.texts]), strict=True):
+        if reads_to_end:
+            a, b = (ids[: int(ids.argmax()) + 1] for ids in (a, b))
+        if not torch.equal(a, b):
+            differing.append(text)
+    features = (
+        _in_batches(own.encode_image, first),
+        _in_batches(other.encode_image, second),
+    )
     return {
         "pixels": round(float(moved.max()), 3),
-        "pixels_of": [n for n, m in zip(images, moved, strict=True) if m >= _NOTED][:_NAMES],
+        "pixels_of": [n for n, m in zip(probes.images, moved, strict=True) if m >= _NOTED][:_NAMES],
         "tokens": len(differing),
         "tokens_of": [text[:80] for text in differing[:_NAMES]],
         "image_features_own_pixels": _largest(*features),
     }
-
-
-def _shades(encoder: Encoder) -> Tensor:
-    """[3, 1, 1]: how much one unit of each channel is in intensity, between 0 and 1."""
-    dark, light = (
-        encoder.preprocess_val(Image.new("RGB", (64, 64), (shade,) * 3)) for shade in (0, 255)
-    )
-    return 1.0 / (light - dark).mean(dim=(1, 2), keepdim=True)
-
-
-def _words(tokens: Tensor) -> list[int]:
-    """CLIP's tokens up to the end of the text, whatever fills the rest."""
-    end = int(tokens.argmax())
-    return [int(token) for token in tokens[: end + 1]]
-
-
-def _features(encoder: Runtime, pixels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    return _in_batches(encoder.encode_image, pixels), _in_batches(encoder.encode_text, tokens)
 
 
 def _in_batches(encode: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -242,29 +225,43 @@ def _largest(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max())
 
 
-def read_images(folder: Path, most: int, max_image_pixels: int) -> dict[str, Image.Image]:
-    """Up to ``most`` pictures below a folder, by name, spread over it.
+def read_probes(images: Path | None, texts: Path | None, num_images: int) -> Probes:
+    """Up to ``num_images`` pictures below a folder, spread over it, and a text per line of a file;
+    drawn pictures and ``TEXTS`` where these are None.
 
-    Raises FileNotFoundError where there are none and ValueError for one that cannot be decoded.
+    Raises FileNotFoundError where there are none, and ValueError for a picture that cannot be
+    decoded and for a file that is empty or no UTF-8.
     """
+    lines: Sequence[str] = TEXTS
+    if texts is not None:
+        try:
+            lines = texts.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{texts} is not UTF-8 text: {error}") from None
+        if not lines:
+            raise ValueError(f"{texts} is empty: give a text per line")
+    return Probes(drawn_images() if images is None else _read_images(images, num_images), lines)
+
+
+def _read_images(folder: Path, most: int) -> dict[str, Image.Image]:
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not paths:
         raise FileNotFoundError(f"no pictures below {folder}: give a folder of .jpg or .png files")
-    found = {}
+    pictures = {}
     for path in paths[:: -(-len(paths) // most)]:
         try:
-            image = decode(path.read_bytes(), max_image_pixels, reads_arrays=False)
+            image = decode(path.read_bytes(), MAX_IMAGE_PIXELS, reads_arrays=False)
         except DecodeError as error:
             raise ValueError(f"image {path} cannot be decoded ({error}): take it out") from None
         assert isinstance(image, Image.Image)
-        found[str(path.relative_to(folder))] = image
-    return found
+        pictures[str(path.relative_to(folder))] = image
+    return pictures
 
 
 def drawn_images() -> dict[str, Image.Image]:
     """Smooth pictures, noise and sharp edges in several shapes, the same on every machine."""
     random = np.random.default_rng(0)
-    found = {}
+    pictures = {}
     for height, width in ((224, 224), (300, 500), (640, 480), (50, 40), (1000, 333)):
         y, x = np.mgrid[0:height, 0:width]
         smooth = np.stack([x / width, y / height, (x + y) / (width + height)], axis=-1)
@@ -272,5 +269,5 @@ def drawn_images() -> dict[str, Image.Image]:
         noise = random.random((height, width, 3))
         for name, values in (("smooth", smooth), ("edges", edges), ("noise", noise)):
             pixels = (255 * values).astype(np.uint8)
-            found[f"{name} {height}x{width}"] = Image.fromarray(pixels)
-    return found
+            pictures[f"{name} {height}x{width}"] = Image.fromarray(pixels)
+    return pictures

@@ -15,7 +15,7 @@ from mclclip.config import Config
 from mclclip.data.training_images import TrainingImages
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.features import Extractor
-from mclclip.eval.images import Readable, StoredImage
+from mclclip.eval.images import StoredImage
 from mclclip.models import stage_weights
 from mclclip.models.encoder import load_model
 from mclclip.models.loading import has_texts
@@ -38,19 +38,17 @@ class Pairs:
     @property
     def digest(self) -> str:
         """Digest of the shards' contents and the ordered keys of the pairs."""
-        keys = files.digest_keys(f"{image.path.name}/{image.key}" for image in self.images)
-        return files.digest_json([dict(self.shards), keys])
+        return files.digest_json([dict(self.shards), files.digest_keys(self._keys)])
 
     def record(self) -> dict[str, Any]:
         """Their number, the keys of the first and the last one, and the digests of their shards,
         as a manifest records them."""
-        first, last = (f"{i.path.name}/{i.key}" for i in (self.images[0], self.images[-1]))
-        return {
-            "samples": len(self.images),
-            "first": first,
-            "last": last,
-            "shards": dict(self.shards),
-        }
+        keys, shards = self._keys, dict(self.shards)
+        return {"samples": len(keys), "first": keys[0], "last": keys[-1], "shards": shards}
+
+    @property
+    def _keys(self) -> list[str]:
+        return [f"{image.path.name}/{image.key}" for image in self.images]
 
 
 def check(config: Config) -> None:
@@ -96,7 +94,7 @@ def read(config: Config) -> Pairs:
     first = np.unique(data.caption_image, return_index=True)[1]
     number = min(len(first), options.max_samples)
     rows = [int(row) for row in np.arange(number) * len(first) // number]
-    images = [_stored(data.images[row]) for row in rows]
+    images = [image for row in rows if isinstance(image := data.images[row], StoredImage)]
     trained_on = TrainingImages.of(config)
     if trained_on is not None and (known := trained_on.count(images)):
         raise ValueError(
@@ -107,13 +105,8 @@ def read(config: Config) -> Pairs:
     return Pairs(images, [data.captions[first[row]] for row in rows], shards)
 
 
-def _stored(image: Readable) -> StoredImage:
-    assert isinstance(image, StoredImage)
-    return image
-
-
 def fit(config: Config, context: Context, stages: Mapping[str, Path], pairs: Pairs) -> StageWeights:
-    """Fits the weights of exported stages, given by name, on the pairs, and tells them.
+    """Fits the weights of exported stages, given by name, on the pairs, and logs them.
 
     All ranks call it, and share the work on features.
     """
@@ -127,11 +120,11 @@ def fit(config: Config, context: Context, stages: Mapping[str, Path], pairs: Pai
         )
         sides.append((extractor.images(pairs.images), extractor.texts(pairs.captions)))
     images, texts = zip(*sides, strict=True)
-    found = stage_weights.fit(images, texts, pairs.captions)
-    named = ", ".join(f"{n} {w:.3f}" for n, w in zip(stages, found.weights, strict=True))
+    learned = stage_weights.fit(images, texts, pairs.captions)
+    named = ", ".join(f"{n} {w:.3f}" for n, w in zip(stages, learned.weights, strict=True))
     log.info(
         "weights of the stages, fitted on %d held-out pairs: %s; loss %.4f, with equal weights "
         "%.4f",
-        *(found.pairs, named, found.loss, found.equal_loss),
+        *(learned.pairs, named, learned.loss, learned.equal_loss),
     )
-    return found
+    return learned

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -45,8 +45,10 @@ log = logging.getLogger("mclclip")
 
 Method = Literal["uniform", "greedy", "wise"]
 ALPHAS = tuple(number / 10 for number in range(11))
-SCORES = "scores"
 _STATISTICS_BATCH = 64  # images of a batch that batch norms are estimated on
+Figures = Mapping[str, Result]
+"""A soup's rows by BENCHMARK/METRIC."""
+Choice = tuple[list[float], dict[str, Any], str]
 _ADVICE = (
     "; where you know that they have one, which other people's files do not say, give --any-base"
 )
@@ -102,19 +104,11 @@ def run(
     """
     refuse_foreign(out, "--out")
     named = _named(models)
-    _check(method, named, judge, metrics, alpha, alphas)
+    _check_options(method, named, judge, metrics, alpha, alphas)
     paths = [*named.values()]
     if out.resolve() in {path.resolve() for path in paths}:
         raise ValueError(f"--out {out} is one of the models: give a new folder")
-    soup.check_ingredients(paths, any_base=any_base, advice=_ADVICE)
-    for path in paths:
-        weights.check_recorded(path)
-    _check_towers(paths, judge)
-    if images is None and soup.needs_statistics(paths):
-        raise ValueError(
-            "the models have batch norms with different running statistics, which have no average "
-            "that fits: give --images FOLDER with training images, to estimate them on"
-        )
+    _check_models(paths, judge, images, any_base)
     fields = {
         "method": method,
         "models": [*named],
@@ -124,19 +118,37 @@ def run(
         "benchmarks": {name: asdict(one) for name, one in judge.benchmarks.items()},
         "images": None if images is None else str(images),
     }
-    ingredients = _Ingredients(named, images, judge, tuple(metrics), out / SCORES / "results.jsonl")
     inputs = {name: files.digest_file(weights.find_weights(path)) for name, path in named.items()}
-    if method == "wise":
-        choose = partial(_wise, ingredients, alpha=alpha, alphas=alphas)
-    else:
-        choose = partial(_greedy if method == "greedy" else _uniform, ingredients)
-    return written(
-        out, "soup", fields, inputs, force, lambda folder: _write(ingredients, choose(), folder)
-    )
+    search = _Search(named, images, judge, tuple(metrics), out / "scores")
+    choose = {
+        "uniform": partial(_uniform, search),
+        "greedy": partial(_greedy, search),
+        "wise": partial(_wise, search, alpha, alphas),
+    }[method]
+    return written(out, "soup", fields, inputs, force, partial(_write, search, choose))
+
+
+def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> dict[str, Any]:
+    """Writes the soup into the directory of its artifact; returns counts for the manifest."""
+    paths = [*search.named.values()]
+    config = soup.check_ingredients(paths, any_base=True)
+    shares, record, table = choose()
+    mixed = [path for path, share in zip(paths, shares, strict=True) if share]
+    if len(mixed) == 1:
+        config = weights.read_config(mixed[0])  # this model as it is, with its own base
+    _, tensors, count = search.make(shares)
+    if table:
+        print(table)
+    weights.copy_tokenizer(mixed[0], directory)
+    weights.write_model(directory, config, tensors)
+    if search.judge.benchmarks:
+        log.info("a figure by which a soup was chosen is too good: report it on other data")
+    by_name = dict(zip(search.named, shares, strict=True))
+    return {"shares": by_name, "statistics_samples": count} | record
 
 
 def chosen(method: Method, alpha: float | None) -> str:
-    """What a soup chooses by its benchmarks, in words; empty where they decide nothing."""
+    """Names, for a message, what a soup chooses by its benchmarks; empty where that is nothing."""
     if method == "greedy":
         return "what a greedy soup keeps"
     return "alpha" if method == "wise" and alpha is None else ""
@@ -147,7 +159,7 @@ def chosen(method: Method, alpha: float | None) -> str:
 
 def _named(models: Sequence[str]) -> dict[str, Path]:
     """Models by name: that of the folder, or of the stage; a repeated one gets a number."""
-    found: dict[str, Path] = {}
+    named: dict[str, Path] = {}
     for text in models:
         name, equals, where = text.partition("=")
         if not equals or Path(text).exists():
@@ -155,12 +167,12 @@ def _named(models: Sequence[str]) -> dict[str, Path]:
         path = Path(where.removeprefix("local-dir:"))
         whole = path.resolve()
         name = name or (whole.parent.name if whole.name == "export" else whole.name)
-        taken = sum(known.partition("#")[0] == name for known in found)
-        found[f"{name}#{taken + 1}" if taken else name] = path
-    return found
+        taken = sum(known.partition("#")[0] == name for known in named)
+        named[f"{name}#{taken + 1}" if taken else name] = path
+    return named
 
 
-def _check(
+def _check_options(
     method: Method,
     named: Mapping[str, Path],
     judge: Judge,
@@ -193,37 +205,37 @@ def _check(
             )
 
 
-def _check_towers(paths: Sequence[Path], judge: Judge) -> None:
-    """Raises ValueError where a benchmark reads texts, and the models have no text tower."""
+def _check_models(paths: Sequence[Path], judge: Judge, images: Path | None, any_base: bool) -> None:
+    """Raises the errors of ``soup.check_ingredients``, RuntimeError for a damaged export, and
+    ValueError where the judge reads texts without a text tower or batch norms need images."""
+    soup.check_ingredients(paths, any_base=any_base, advice=_ADVICE)
+    for path in paths:
+        weights.check_recorded(path)
     without = [path for path in paths if not has_texts(path)]
     if without and judge.read_texts:
         raise ValueError(
             f"{without[0]} is an image encoder without a text tower, and {judge.read_texts[0]} "
             "compares images with texts: take a suite of benchmarks such as knn"
         )
+    if images is None and soup.needs_statistics(paths):
+        raise ValueError(
+            "the models have batch norms with different running statistics, which have no average "
+            "that fits: give --images FOLDER with training images, to estimate them on"
+        )
 
 
 # --- scores ------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Choice:
-    """Shares of the ingredients of a soup, and what the manifest and a table say of the choice."""
-
-    shares: Sequence[float]
-    record: dict[str, Any] = field(default_factory=dict)
-    table: str = ""
-
-
 @dataclass(frozen=True)
-class _Ingredients:
-    """The ingredients, and how soups of them are made and measured."""
+class _Search:
+    """The ingredients, and how soups of them are made, measured and compared."""
 
     named: Mapping[str, Path]
     images: Path | None
     judge: Judge
     metrics: tuple[str, ...]
-    results: Path
+    scores: Path
 
     @cached_property
     def model(self) -> Model:
@@ -236,59 +248,62 @@ class _Ingredients:
         images = None if self.images is None else partial(_images, self.images)
         return soup.load_soup([*self.named.values()], shares, images, self.model)
 
-    def measure(self, shares: Sequence[float], name: str) -> dict[str, Result]:
+    def measure(self, shares: Sequence[float], name: str) -> Figures:
         """The figures of a soup that ``eval`` shows, by BENCHMARK/METRIC."""
-        model, _, _ = self.make(shares)
-        rows = self.judge.measure(Encoder([model]), self.results, name)
-        return {
-            f"{row.benchmark}/{row.metric}": row
-            for row in rows
-            if row.protocol.get("level") != "detail"
-            or f"{row.benchmark}/{row.metric}" in self.metrics
-        }
+        encoder = Encoder([self.make(shares)[0]])
+        figures = {}
+        for row in self.judge.measure(encoder, self.scores / "results.jsonl", name):
+            metric = f"{row.benchmark}/{row.metric}"
+            if row.protocol.get("level") != "detail" or metric in self.metrics:
+                figures[metric] = row
+        return figures
 
-    def deciding(self, figures: Mapping[str, Result]) -> list[str]:
+    def deciding(self, figures: Figures) -> list[str]:
         """The metrics whose mean is the score. ValueError where one was not measured."""
         first = next(iter(self.judge.benchmarks))
         own = [name for name, row in figures.items() if row.benchmark == first]
         main = [name for name in own if figures[name].protocol.get("level") == "headline"]
-        chosen = [*self.metrics] or main or own[:1]
-        if lacking := [name for name in chosen if name not in figures]:
+        deciding = [*self.metrics] or main or own[:1]
+        if lacking := [name for name in deciding if name not in figures]:
             raise ValueError(f"--metric {lacking[0]}: there are {', '.join(figures)}")
-        if len({figures[name].unit for name in chosen}) > 1:
+        if len({figures[name].unit for name in deciding}) > 1:
             raise ValueError(
-                f"{', '.join(chosen)} are losses and shares of hits: they have no mean"
+                f"{', '.join(deciding)} are losses and shares of hits: they have no mean"
             )
-        return chosen
+        return deciding
 
-    def score(self, figures: Mapping[str, Result]) -> float:
+    def score(self, figures: Figures) -> float:
         """The mean of the deciding metrics, of losses its negative: larger is better."""
-        chosen = self.deciding(figures)
-        mean = math.fsum(figures[name].value for name in chosen) / len(chosen)
-        return figures[chosen[0]].unit.sign * mean
+        deciding = self.deciding(figures)
+        mean = math.fsum(figures[name].value for name in deciding) / len(deciding)
+        return figures[deciding[0]].unit.sign * mean
+
+    def alone(self, number: int) -> list[float]:
+        """The shares of one ingredient by itself."""
+        return [float(other == number) for other in range(len(self.named))]
 
 
 def _images(folder: Path, model: Model) -> Iterator[Tensor]:
     """Yields batches of images [B, C, H, W] of a folder: of its shards, or else of the pictures
-    below it; a fixed choice of at most 4,096. Those that cannot be decoded are counted and told.
+    below it; a fixed choice of at most 4,096. A warning counts those that cannot be decoded.
 
     Raises FileNotFoundError where there is none.
     """
-    places: Sequence[StoredImage | Path]
+    paths: Sequence[StoredImage | Path]
     if any(folder.glob("*.tar")):
-        places = read_shards(folder)[0]
+        paths = read_shards(folder)[0]
     else:
-        places = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    if not places:
+        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not paths:
         raise FileNotFoundError(f"--images {folder} has neither shards (*.tar) nor pictures below")
-    order = np.random.default_rng(0).permutation(len(places))[: soup.STATISTICS_IMAGES]
+    order = np.random.default_rng(0).permutation(len(paths))[: soup.STATISTICS_IMAGES]
     arrays = bool(getattr(model.preprocess_val, "reads_arrays", False))
     bad = 0
     for start in range(0, len(order), _STATISTICS_BATCH):
         batch = []
         for row in order[start : start + _STATISTICS_BATCH]:
             try:
-                image = decode(places[row].read_bytes(), MAX_IMAGE_PIXELS, arrays)
+                image = decode(paths[row].read_bytes(), MAX_IMAGE_PIXELS, arrays)
             except DecodeError:
                 bad += 1
                 continue
@@ -299,131 +314,112 @@ def _images(folder: Path, model: Model) -> Iterator[Tensor]:
         log.warning("%d of %d images of %s cannot be decoded", bad, len(order), folder)
 
 
-# --- methods -----------------------------------------------------------------------------------
+# --- methods: the shares of the ingredients, what the manifest records, and a table ------------
 
 
-def _uniform(ingredients: _Ingredients) -> _Choice:
-    shares = [1.0] * len(ingredients.named)
-    choice = _Choice(shares)
-    if ingredients.judge.benchmarks:
-        names = {name: _alone(ingredients, number) for number, name in enumerate(ingredients.named)}
-        every = {name: ingredients.measure(own, name) for name, own in names.items()}
-        every["soup_uniform"] = ingredients.measure(shares, "soup_uniform")
-        choice.table = _table("model", every)
-    return choice
+def _uniform(search: _Search) -> Choice:
+    shares = [1.0] * len(search.named)
+    if not search.judge.benchmarks:
+        return shares, {}, ""
+    every = {name: search.measure(search.alone(n), name) for n, name in enumerate(search.named)}
+    every["soup_uniform"] = search.measure(shares, "soup_uniform")
+    return shares, {}, _table("model", every)
 
 
-def _alone(ingredients: _Ingredients, number: int) -> list[float]:
-    """The shares of one ingredient by itself."""
-    return [float(other == number) for other in range(len(ingredients.named))]
-
-
-def _greedy(ingredients: _Ingredients) -> _Choice:
+def _greedy(search: _Search) -> Choice:
     """Models by their own score, the best first (of equal ones the first given); each is kept if
     the soup with it scores at least what the soup without it does. So the score is never below
     that of the best model."""
-    names = [*ingredients.named]
-    figures = [
-        ingredients.measure(_alone(ingredients, number), name) for number, name in enumerate(names)
-    ]
-    alone = [ingredients.score(found) for found in figures]
+    names = [*search.named]
+    figures = [search.measure(search.alone(number), name) for number, name in enumerate(names)]
+    alone = [search.score(one) for one in figures]
     first, *others = sorted(range(len(names)), key=lambda number: -alone[number])
-    shares, best = _alone(ingredients, first), alone[first]
+    shares, best = search.alone(first), alone[first]
     trace = [{"model": names[first], "alone": best, "soup": best, "kept": True}]
     for step, number in enumerate(others, start=2):
         tried = [share + (other == number) for other, share in enumerate(shares)]
-        found = ingredients.score(ingredients.measure(tried, f"soup_{step}"))
-        kept = found >= best
+        score = search.score(search.measure(tried, f"soup_{step}"))
+        kept = score >= best
         if kept:
-            shares, best = tried, found
-        trace.append({"model": names[number], "alone": alone[number], "soup": found, "kept": kept})
-    metrics = ingredients.deciding(figures[0])
-    files.write_json(
-        ingredients.results.parent / "trace.json", {"metrics": metrics, "trace": trace}
-    )
-    title = f"score: mean of {', '.join(metrics)}"
+            shares, best = tried, score
+        trace.append({"model": names[number], "alone": alone[number], "soup": score, "kept": kept})
+    metrics = search.deciding(figures[0])
+    files.write_json(search.scores / "trace.json", {"metrics": metrics, "trace": trace})
     rows = [[t["model"], t["alone"], t["soup"], "kept" if t["kept"] else "left out"] for t in trace]
     table = tabulate(rows, headers=["model", "alone", "soup with it", ""], floatfmt=".4f")
     record = {"decided_by": metrics, "trace": trace, "score": best}
-    return _Choice(shares, record, f"{title}\n{table}")
+    return shares, record, f"score: mean of {', '.join(metrics)}\n{table}"
 
 
-def _wise(
-    ingredients: _Ingredients, alpha: float | None, alphas: Sequence[float] | None
-) -> _Choice:
+def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) -> Choice:
     """The point of the line that ``alpha`` names, or the one with the best score (of equal ones
-    the nearest to the first model), and the curve of all that was measured."""
-    if not ingredients.judge.benchmarks:
-        assert alpha is not None, "_check has asked for it"
-        return _Choice([1.0 - alpha, alpha], {"alpha": alpha})
-    places = sorted({*(ALPHAS if alphas is None else alphas), *([] if alpha is None else [alpha])})
-    found = {a: ingredients.measure([1.0 - a, a], f"alpha_{a:g}") for a in places}
-    scores = {a: ingredients.score(figures) for a, figures in found.items()}
-    chosen = max(places, key=lambda a: scores[a]) if alpha is None else alpha
-    metrics = ingredients.deciding(found[chosen])
-    values = {name: [found[a][name].value for a in places] for name in found[chosen]}
+    the nearest to the first model), and the curve of all that was measured. Its `price` is the
+    difference of each figure to that of the first model, where this was measured."""
+    if not search.judge.benchmarks:
+        assert alpha is not None, "_check_options has asked for it"
+        return [1.0 - alpha, alpha], {"alpha": alpha}, ""
+    points = sorted({*(ALPHAS if alphas is None else alphas), *([] if alpha is None else [alpha])})
+    every = {a: search.measure([1.0 - a, a], f"alpha_{a:g}") for a in points}
+    scores = {a: search.score(figures) for a, figures in every.items()}
+    best = max(points, key=lambda a: scores[a]) if alpha is None else alpha
+    figures = every[best]
     curve = {
-        "models": [*ingredients.named],
-        "alphas": places,
-        "decided_by": metrics,
-        "alpha": chosen,
-        "values": values,
+        "models": [*search.named],
+        "alphas": points,
+        "decided_by": search.deciding(figures),
+        "alpha": best,
+        "values": {name: [every[a][name].value for a in points] for name in figures},
     }
-    folder, main = ingredients.results.parent, _main(found[chosen])
-    files.write_json(folder / "curve.json", curve)
-    units = {found[chosen][name].unit.name for name in main}
-    _draw(folder / "curve.png", curve, main, " or ".join(sorted(units)))
-    price = _price(curve)
-    digits = {name: _digits([price[name]], found[chosen][name].unit) for name in price}
-    changes = ", ".join(f"{name} {price[name]:+.{digits[name]}f}" for name in main if name in price)
-    table = _table("alpha", {f"{a:g}": figures for a, figures in found.items()})
-    table += f"\nalpha {chosen:g} is written" + (f"; against alpha 0: {changes}" if changes else "")
-    return _Choice([1.0 - chosen, chosen], curve | {"price": price}, table)
+    files.write_json(search.scores / "curve.json", curve)
+    main = _main(figures)
+    _draw(search.scores / "curve.png", curve, {name: figures[name].unit for name in main})
+    price = {}
+    if 0.0 in every:
+        price = {name: figures[name].value - row.value for name, row in every[0.0].items()}
+    table = _table("alpha", {f"{a:g}": every[a] for a in points})
+    table += f"\nalpha {best:g} is written"
+    if price:
+        changes = [
+            f"{n} {price[n]:+.{_digits([price[n]], figures[n].unit)}f}" for n in main if n in price
+        ]
+        table += f"; against alpha 0: {', '.join(changes)}"
+    return [1.0 - best, best], curve | {"price": price}, table
 
 
-def _price(curve: Mapping[str, Any]) -> dict[str, float]:
-    """The difference of each figure at the chosen alpha to that of the first model, where it was
-    measured, in the figure's unit."""
-    places = curve["alphas"]
-    if 0.0 not in places:
-        return {}
-    zero, here = places.index(0.0), places.index(curve["alpha"])
-    return {name: values[here] - values[zero] for name, values in curve["values"].items()}
-
-
-def _main(figures: Mapping[str, Result]) -> list[str]:
-    """The main metrics of every benchmark: its headlines, or all where it has none."""
-    of: dict[str, list[str]] = {}
-    for name, row in figures.items():
-        of.setdefault(row.benchmark, []).append(name)
-    headlines = [name for name, row in figures.items() if row.protocol.get("level") == "headline"]
-    return [
-        name for names in of.values() for name in ([n for n in names if n in headlines] or names)
-    ]
-
-
-def _draw(path: Path, curve: Mapping[str, Any], main: Sequence[str], unit: str) -> None:
+def _draw(path: Path, curve: Mapping[str, Any], units: Mapping[str, Unit]) -> None:
+    """Draws the main figures over alpha; ``units`` are theirs."""
     try:
         drawing.library()
     except ValueError as error:  # the soup does not depend on it
         log.warning("the curve is not drawn: %s", error)
         return
-    first, second = (name for name in curve["models"])
-    series = {name: curve["values"][name] for name in main}
+    first, second = curve["models"]
+    series = {name: curve["values"][name] for name in units}
     title = f"from {first} (0) to {second} (1)"
+    unit = " or ".join(sorted({unit.name for unit in units.values()}))
     drawing.curves(path, title, curve["alphas"], series, "alpha", unit, curve["alpha"])
 
 
-def _table(first: str, every: Mapping[str, Mapping[str, Result]]) -> str:
+def _main(figures: Figures) -> list[str]:
+    """The main metrics of every benchmark: its headlines, or all where it has none."""
+    of: dict[str, list[str]] = {}
+    for name, row in figures.items():
+        of.setdefault(row.benchmark, []).append(name)
+    main = []
+    for names in of.values():
+        main += [n for n in names if figures[n].protocol.get("level") == "headline"] or names
+    return main
+
+
+def _table(first: str, every: Mapping[str, Figures]) -> str:
     """The main figures by model or alpha."""
-    main = _main(next(iter(every.values())))
-    columns = {metric: [figures[metric] for figures in every.values()] for metric in main}
     heads, cells = [first], [[*every]]
-    for metric, rows in columns.items():
+    for metric in _main(next(iter(every.values()))):
+        rows = [figures[metric] for figures in every.values()]
         digits = _digits([row.value for row in rows], rows[0].unit)
         heads.append(metric.replace("/", "/\n") + rows[0].unit.note)
         cells.append([f"{row.value:.{digits}f}" for row in rows])
-    align = ("left", *["right"] * len(main))
+    align = ("left", *["right"] * (len(heads) - 1))
     return tabulate(
         [*zip(*cells, strict=True)], headers=heads, disable_numparse=True, colalign=align
     )
@@ -432,24 +428,3 @@ def _table(first: str, every: Mapping[str, Mapping[str, Result]]) -> str:
 def _digits(values: Sequence[float], unit: Unit) -> int:
     """Decimals of figures that differ little, as those of soups do."""
     return max(2, unit.decimals(values))
-
-
-# --- writing -----------------------------------------------------------------------------------
-
-
-def _write(ingredients: _Ingredients, choice: _Choice, directory: Path) -> dict[str, Any]:
-    """Writes the soup into the directory of its artifact; returns counts for the manifest."""
-    paths = [*ingredients.named.values()]
-    config = soup.check_ingredients(paths, any_base=True)
-    chosen = [path for path, share in zip(paths, choice.shares, strict=True) if share]
-    if len(chosen) == 1:
-        config = weights.read_config(chosen[0])  # this model as it is, with its own base
-    _, tensors, count = ingredients.make(choice.shares)
-    if choice.table:
-        print(choice.table)
-    weights.copy_tokenizer(chosen[0], directory)
-    weights.write_model(directory, config, tensors)
-    if ingredients.judge.benchmarks:
-        log.info("a figure by which a soup was chosen is too good: report it on other data")
-    shares = {name: share for name, share in zip(ingredients.named, choice.shares, strict=True)}
-    return {"shares": shares, "statistics_samples": count} | choice.record

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mclclip.export import certificate, convert, libraries, stages_layout, to_onnx
+from mclclip.export import certificate, convert
+from mclclip.export.targets import hf as hf_target
+from mclclip.export.targets import onnx as onnx_target
 from mclclip.models import transformers_encoder
 from mclclip.models.encoder import Encoder, join_image_features, load_model, save_concat
 from mclclip.models.loading import load_towers
@@ -93,7 +96,6 @@ def measure(shape: str, stage_counts: Sequence[int], batch: int, rounds: int) ->
     }
     work, parameters = {"one encoder": 1.0}, {"one encoder": 1}
     for count, encoder in joined.items():
-        assert isinstance(encoder, Encoder)
         assert encoder.num_trunk_blocks == num_blocks - UNLOCKED
         some = separate[:count]
         torch.testing.assert_close(
@@ -158,11 +160,11 @@ def in_runtimes(folder: Path, export: Path, images: Tensor) -> dict[str, Callabl
     certificate.drawn_images()["smooth 300x500"].save(pictures / "a.png")
     onnx = convert.run("onnx", export, folder / f"{export.name}_onnx", images=pictures)
     hf = convert.run("hf", export, folder / f"{export.name}_hf", images=pictures)
-    own, graph = load_model(export), to_onnx.OnnxEncoder(onnx, load_model(export))
-    joined = isinstance(own, Encoder)
+    own, graph = load_model(export), onnx_target.OnnxEncoder(onnx, load_model(export))
+    joined = own.variant is not None
     with transformers_encoder.silent(transformers):
         stock = None if joined else transformers.CLIPModel.from_pretrained(hf).eval()
-    model: Any = stages_layout.load(hf) if stock is None else stock
+    model: Any = hf_target.load_stages(hf) if stock is None else stock
 
     def by_transformers() -> object:
         with torch.no_grad():
@@ -238,8 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.shape in (None, "ViT-L-14") and not options.runtimes:
         measure("ViT-L-14", (4,), 1, options.rounds)
     needed = ("onnx", "onnxruntime", "transformers")
-    if missing := [name for name in needed if not libraries.is_installed(name)]:
-        print(f"no table of the runtimes: {missing[0]} is not installed ({libraries.EXTRA})")
+    if missing := [name for name in needed if util.find_spec(name) is None]:
+        print(f"no table of the runtimes: {missing[0]} is not installed ('mclclip[export]')")
         return
     shapes = ["reduced"] if options.short else ["reduced", "ViT-B-32"]  # of L a graph exceeds 2 GB
     for shape in shapes:

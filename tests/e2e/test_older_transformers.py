@@ -35,8 +35,7 @@ from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
 from tests.matrix import in_soak
 from tests.unit.export import tiny_llava
-from tests.unit.export.test_convert import exported
-from tests.unit.export.test_onnx import stages
+from tests.unit.export.models import exported, stages
 
 pytestmark = pytest.mark.slow
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -19,6 +19,7 @@ from mclclip.checkpoint import Checkpoints, load_model_state
 from mclclip.config import Config
 from mclclip.engines.engine import Engine
 from mclclip.eval.options import BenchmarkConfig
+from mclclip.export import held_out
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import load_towers
@@ -186,14 +187,14 @@ def held_out_pairs(folder: Path, seed: int = 5) -> Path:
 @pytest.fixture
 def indexed(options: Config, tmp_path: Path) -> Config:
     """The run with an index of training shards, and held-out pairs for the weights of stages."""
-    trained_on, held_out = held_out_pairs(tmp_path / "a", 4), held_out_pairs(tmp_path / "b")
+    trained_on, pairs = held_out_pairs(tmp_path / "a", 4), held_out_pairs(tmp_path / "b")
     weighted = make_config(
         Path(options.run_dir),
         data={"sources": {"own": {"shards": f"{trained_on}/*.tar"}}, "index_workers": 1},
         export={
             "concat": ["stage_norm", "weighted"],
             "soup": False,
-            "weights": {"held_out": str(held_out), "max_samples": 30},
+            "weights": {"held_out": str(pairs), "max_samples": 30},
         },
     )
     index.run(weighted, SINGLE)
@@ -249,37 +250,23 @@ def test_pairs_that_are_not_held_out_are_refused(indexed: Config, tmp_path: Path
         assert not Layout.of(wrong).joined("concat_weighted").exists()
 
 
-def test_weighted_asks_for_held_out_pairs(tmp_path: Path) -> None:
+def test_weights_are_fitted_on_captions_of_held_out_pairs(tmp_path: Path) -> None:
+    weighted: dict[str, Any] = {"concat": ["weighted"]}
     with pytest.raises(ValueError, match=r"set export\.weights\.held_out=FOLDER"):
-        make_config(tmp_path, export={"concat": ["weighted"]})
-
-
-def test_weights_are_fitted_on_captions(tmp_path: Path) -> None:
-    images_alone = make_config(
-        tmp_path,
-        model={"name": str(TINY), "text": False},
-        export={
-            "concat": ["weighted"],
-            "weights": {"held_out": str(held_out_pairs(tmp_path / "b"))},
-        },
-    )
+        make_config(tmp_path, export=weighted)
+    weighted["weights"] = {"held_out": str(held_out_pairs(tmp_path / "b"))}
+    images_alone = make_config(tmp_path, model={"name": str(TINY), "text": False}, export=weighted)
     with pytest.raises(ValueError, match="the model has no text tower: take raw or stage_norm"):
-        export.held_out.check(images_alone)
+        held_out.check(images_alone)
 
 
-def test_join_waits_for_all_stages(tmp_path: Path) -> None:
+def test_join_takes_at_least_two_encoders_and_waits_for_all(tmp_path: Path) -> None:
     options = make_config(tmp_path)
     export.stage(options, SINGLE, stage=0)
     with pytest.raises(FileNotFoundError, match="no finished export at .*stage_1"):
         export.join(options, SINGLE)
-    assert not (tmp_path / "exports").exists()
-
-
-def test_one_encoder_has_nothing_to_be_joined_with(tmp_path: Path) -> None:
-    options = make_config(tmp_path, num_stages=0)
-    export.stage(options, SINGLE, stage=0)
     with pytest.raises(ValueError, match="num_stages=0 .* takes at least two") as error:
-        export.join(options, SINGLE)
+        export.join(make_config(tmp_path, num_stages=0), SINGLE)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "exports").exists()
 

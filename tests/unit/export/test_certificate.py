@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
-from mclclip.export import certificate
+from mclclip.export import certificate, convert
+from mclclip.export.certificate import Probes
 from mclclip.models.encoder import Encoder
 from mclclip.models.loading import load_towers
-from tests import tiny
+from tests.unit.export.models import CONFIGS, exported
 
-IMAGES = {"a": Image.new("RGB", (40, 32), (128, 99, 3)), "b": Image.new("RGB", (32, 32), (9, 9, 9))}
-TEXTS = ["a dog", "two cups", "a"]
+PROBES = Probes(
+    {"a": Image.new("RGB", (40, 32), (128, 99, 3)), "b": Image.new("RGB", (32, 32), (9, 9, 9))},
+    ["a dog", "two cups", "a"],
+)
 
 
 def move(name: str) -> Callable[[Any], None]:
@@ -36,8 +41,9 @@ def other_tokens(encoder: Any) -> None:
 
 
 def other_pixels(encoder: Any) -> None:
-    own = encoder.preprocess_val
-    encoder.preprocess_val = lambda image: own(image) + 0.5
+    """As an image processor with another mean."""
+    own, (_, deviation) = encoder.preprocess_val, encoder.models[0].normalization
+    encoder.preprocess_val = lambda image: own(image) + 10 / 255 / deviation
 
 
 @pytest.mark.parametrize(
@@ -57,12 +63,37 @@ def test_what_differs_is_found_where_it_is_and_nowhere_else(
     change: Callable[[Any], None], differing: set[str]
 ) -> None:
     torch.manual_seed(0)
-    own = Encoder([load_towers(tiny.ROOT / "tests" / "configs" / "tiny_vit.json")])
+    own = Encoder([load_towers(CONFIGS / "tiny_vit.json")])
     other = copy.deepcopy(own)
     change(other)
-    found = certificate.compare(own, other, "x", IMAGES, TEXTS)
+    found = certificate.compare(own, other, "x", PROBES)
     names = {"image_features", "text_features", "logits", "pixels", "tokens"}
     names |= {"image_features_own_pixels"}
     assert {name for name in names if getattr(found, name) > 1e-4} == differing
     assert found.holds == (not differing & {"image_features", "text_features"})
     assert found.tokens_of == (["a dog"] if "tokens" in differing else [])
+    assert found.pixels_of == (["a", "b"] if "pixels" in differing else [])
+    if "pixels" in differing:
+        assert found.pixels == pytest.approx(10, abs=0.01)  # of 255 shades
+
+
+def test_another_logit_scale_is_not_certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Encoder([load_towers(exported(tmp_path / "own"))])
+    other = Encoder([load_towers(tmp_path / "own")])
+    assert certificate.compare(own, other, "x", PROBES).holds
+    for scale in (own.logit_scale * 1.001, float("nan")):
+        other.logit_scale = scale
+        found = certificate.compare(own, other, "x", PROBES)
+        assert found.largest <= 1e-5 and not found.holds
+    assert found.logit_scale is not None
+    proof = certificate.Certificate("x", 1, text_features=float("nan"), bound=0.02)
+    assert not proof.holds
+
+    compare = certificate.compare
+    monkeypatch.setattr(
+        certificate, "compare", lambda *a, **b: replace(compare(*a, **b), logit_scale=1e-3)
+    )
+    with pytest.raises(ValueError, match="logit scales by 0.001 of their value"):
+        convert.run("open_clip", tmp_path / "own", tmp_path / "out")

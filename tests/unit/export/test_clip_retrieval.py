@@ -20,16 +20,15 @@ from mclclip.data import row_store
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.eval.results import Result
-from mclclip.export import convert, model_card, to_clip_retrieval
-from mclclip.export.target import Source
+from mclclip.export import convert, model_card
+from mclclip.export.targets import Source, clip_retrieval
 from mclclip.models.encoder import Encoder, load_model, save_concat
 from mclclip.models.loading import load_towers
-from mclclip.models.model import Model
 from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests import tiny
-from tests.unit.export.test_convert import the_certificate
+from tests.unit.export.models import the_certificate
 from tests.unit.models.stages import vary
 
 
@@ -89,8 +88,8 @@ def test_rows_are_the_runs_by_key(run: Path, tmp_path: Path) -> None:
 def test_rows_in_another_order_are_found(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = to_clip_retrieval._save
-    monkeypatch.setattr(to_clip_retrieval, "_save", lambda path, rows: save(path, rows[::-1]))
+    save = clip_retrieval.save_rows
+    monkeypatch.setattr(clip_retrieval, "save_rows", lambda path, rows: save(path, rows[::-1]))
     with pytest.raises(ValueError, match="is not converted: features in numpy .* differ by"):
         convert.run("clip_retrieval", run / "stage_0" / "embeddings", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -132,8 +131,8 @@ def test_only_stages_with_the_text_tower_of_stage_0_have_its_texts(
     (tmp_path / "run" / "config.yaml").write_text(config.dump(new))
     directory = tmp_path / "run" / "stage_1" / "embeddings"
     shutil.copytree(run / "stage_0" / "embeddings", directory)
-    given = to_clip_retrieval._Embedded(directory, tmp_path / "run")
-    assert (given.texts is not None) == shares
+    out = convert.run("clip_retrieval", directory, tmp_path / "out")
+    assert (out / "text_emb").exists() == shares
 
 
 def test_a_run_without_a_configuration(run: Path, tmp_path: Path) -> None:
@@ -181,18 +180,18 @@ def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> No
 
 
 def test_a_card_says_that_weights_were_random(run: Path) -> None:
-    options = config.load(run / "config.yaml")
+    options, source = config.load(run / "config.yaml"), Source(run / "stage_0" / "export")
     named = replace(options, model=replace(options.model, name="ViT-B-32", pretrained="openai"))
     own = replace(options.model, name=str(run / "stage_0" / "export"))
-    assert dict(model_card._trained(named))["base"] == "ViT-B-32, weights openai"
+    assert model_card.origin(source, run, named)["base"] == "ViT-B-32, weights openai"
     bare = replace(named, model=replace(named.model, pretrained=None))
-    assert dict(model_card._trained(bare))["base"] == "ViT-B-32, random weights"
-    assert dict(model_card._trained(replace(options, model=own)))["base"] == "export"
+    assert model_card.origin(source, run, bare)["base"] == "ViT-B-32, random weights"
+    assert model_card.origin(source, run, replace(options, model=own))["base"] == "export"
 
 
 def test_a_folders_name_makes_no_link_in_its_card(tmp_path: Path) -> None:
     folder = tmp_path / "[click](javascript:x) ![p](u) <b> *a* `c` a|b \\[d]"
-    card = model_card.text("timm", Source(folder), [])
+    card = model_card.text("timm", {}, Source(folder), [])
     wanted = r"# \[click\](javascript:x) !\[p\](u) &lt;b> \*a\* 'c' a\|b \\\[d\]"
     assert f"\n{wanted}\n" in card
 
@@ -226,7 +225,7 @@ def test_a_card_has_rows_of_its_own_encoder(
         row("stage_1", 3.0) + row("control_ungrouped_stage_1", 4.0)
     )
     (tmp_path / folder).mkdir(parents=True)
-    rows = model_card._rows(Source(tmp_path / folder), tmp_path)
+    rows = model_card.benchmark_rows(Source(tmp_path / folder), tmp_path)
     assert [found.value for found in rows] == wanted
 
 
@@ -236,7 +235,7 @@ def test_a_card_gives_the_unit_of_every_row() -> None:
         Result("m", "b", "loss", 2.3456, 40, 2.0, 2.5, {"unit": "nats"}),
         Result("m", "b", "small", 0.0123456, 40, 0.01, 0.02, {"unit": "nats"}),
     ]
-    text = model_card._results(rows)
+    text = model_card.results_table(rows)
     assert "| benchmark | metric | value | unit |" in text
     assert "| a | top1 | 12.5 | % | 5.0 to 25.0 |" in text
     assert "| b | loss | 2.346 | nats | 2.000 to 2.500 |" in text
@@ -252,7 +251,6 @@ def joined(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "config.yaml").write_text(config.dump(options))
     layout = Layout(root)
     model = load_towers(layout.export(0))
-    assert isinstance(model, Model)
     model.lock(2, image_norm=True, image_projection=True, text=False, logit_scale=False)
     vary(model, 1)
 

@@ -1,100 +1,25 @@
-"""Exports for transformers, held against open_clip and against transformers itself."""
+"""The verb that converts: what it compares, what it writes, what it leaves alone."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-import mclclip
-import mclclip.torchvision_fix  # noqa: F401
 from mclclip import cli
-from mclclip.export import certificate, convert, transformers_layout
-from mclclip.export.target import Source
+from mclclip.export import convert
+from mclclip.export.targets import Source
 from mclclip.models import weights
-from mclclip.models.encoder import Encoder
-from mclclip.models.loading import load_towers
-from tests import tiny
+from tests.unit.export.models import exported, the_certificate
 
-transformers = pytest.importorskip("transformers")
-CONFIGS = tiny.ROOT / "tests" / "configs"
-
-
-def exported(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A tiny ViT with random weights in every tensor; ``changes`` of vision_cfg and others."""
-    tree = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    described = tree.get("model_cfg", tree)
-    look = changes.pop("preprocess_cfg", None)
-    for part in ("vision_cfg", "text_cfg"):
-        described[part] |= changes.pop(part, {})
-    described |= changes
-    model = load_towers({"model_cfg": described, "preprocess_cfg": look} if look else described)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.exported.named_parameters():
-            if name != "logit_scale":
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    model.save(folder)
-    return folder
-
-
-def the_certificate(out: Path, runtime: int = 0) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((out / "certificate.json").read_text())
-    return dict(content["runtimes"][runtime])
-
-
-@pytest.mark.parametrize("quick_gelu", [False, True])
-def test_transformers_gives_the_same_features(tmp_path: Path, quick_gelu: bool) -> None:
-    source = exported(tmp_path / "own", quick_gelu=quick_gelu)
-    out = convert.run("hf", source, tmp_path / "hf")
-    model = transformers.CLIPModel.from_pretrained(out).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    own = mclclip.load_model(source)
-    texts = ["a photo of a dog", "two red cups", "a"]
-    length = model.config.text_config.max_position_embeddings
-    tokens = tokenizer(
-        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    )
-    pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        found = model(**tokens, pixel_values=pixels)
-    images, words = own.encode_image(pixels), own.encode_text(own.tokenizer(texts))
-    torch.testing.assert_close(found.image_embeds, images, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found.text_embeds, words, atol=1e-5, rtol=0)
-    wanted = own.logit_scale * images @ words.T
-    torch.testing.assert_close(found.logits_per_image, wanted, atol=1e-4, rtol=1e-5)
-    proof = the_certificate(out)
-    assert proof["image_features"] <= 1e-5 and proof["text_features"] <= 1e-5
-    assert proof["num_images"] == 15 and proof["runtime"].startswith("transformers ")
-    assert images.std() > 0.05  # the towers do something
-
-
-def test_special_tokens_of_the_configuration_are_the_tokenizers(tmp_path: Path) -> None:
-    """transformers reads a text at its eos_token_id, and by a rule of older models where it is 2,
-    which gives the same features."""
-    out = convert.run("hf", exported(tmp_path / "own"), tmp_path / "hf")
-    text = json.loads((out / "config.json").read_text())["text_config"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        assert text[name] == getattr(tokenizer, name)
-
-
-def test_it_loads_again_as_an_encoder(tmp_path: Path) -> None:
-    source = exported(tmp_path / "own")
-    again = mclclip.load_model(f"hf:{convert.run('hf', source, tmp_path / 'hf')}")
-    pixels = torch.randn(2, 3, 32, 32)
-    wanted = mclclip.load_model(source).encode_image(pixels)
-    torch.testing.assert_close(again.encode_image(pixels), wanted, atol=1e-5, rtol=0)
+pytest.importorskip("transformers")
 
 
 def test_images_and_texts_of_the_user(tmp_path: Path) -> None:
@@ -113,86 +38,20 @@ def test_images_and_texts_of_the_user(tmp_path: Path) -> None:
     assert proof["tokens_of"] == ["&lt;b&gt; a cat"]  # transformers does not unescape HTML
 
 
-def test_pixels_of_a_wrong_processor_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Another mean than the model's moves every pixel: the certificate says by how much."""
-    source = exported(tmp_path / "own")
-    own, out = load_towers(source), tmp_path / "hf"
-    convert.run("hf", source, out)
-    path = out / "preprocessor_config.json"
-    record = json.loads(path.read_text())
-    record["image_mean"] = [value + 10 / 255 for value in record["image_mean"]]
-    path.write_text(json.dumps(record))
-    other = mclclip.load_model(f"hf:{out}")
-    found = certificate.compare(
-        Encoder([own]), other, "x", {"a": Image.new("RGB", (32, 32), (128, 99, 3))}, ["a"]
-    )
-    assert found.pixels == pytest.approx(10, abs=0.6) and found.pixels_of == ["a"]
-    assert found.holds and found.image_features_own_pixels > 1e-4
-
-
-def test_another_logit_scale_is_not_certified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = Encoder([load_towers(exported(tmp_path / "own"))])
-    other = Encoder([load_towers(tmp_path / "own")])
-    images = {"a": Image.new("RGB", (32, 32), (128, 99, 3))}
-    assert certificate.compare(own, other, "x", images, ["a"]).holds
-    for scale in (own.logit_scale * 1.001, float("nan")):
-        other.logit_scale = scale
-        found = certificate.compare(own, other, "x", images, ["a"])
-        assert found.largest <= 1e-5 and not found.holds
-    assert found.logit_scale is not None
-    proof = certificate.Certificate("x", 1, text_features=float("nan"), bound=0.02)
-    assert not proof.holds
-
-    compare = certificate.compare
-    monkeypatch.setattr(
-        certificate, "compare", lambda *a, **b: replace(compare(*a, **b), logit_scale=1e-3)
-    )
-    with pytest.raises(ValueError, match="logit scales by 0.001 of their value"):
-        convert.run("hf", tmp_path / "own", tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("look", "size"),
-    [
-        ({"resize_mode": "shortest"}, {"shortest_edge": 32}),
-        ({"resize_mode": "squash"}, {"height": 32, "width": 32}),
-    ],
-)
-def test_modes_of_resizing(tmp_path: Path, look: dict[str, Any], size: dict[str, int]) -> None:
-    source = exported(tmp_path / "own", preprocess_cfg={"size": [32, 32]} | look)
-    out = convert.run("hf", source, tmp_path / "hf")
-    assert json.loads((out / "preprocessor_config.json").read_text())["size"] == size
-    assert the_certificate(out)["pixels"] <= 1.1
-
-
-def test_a_part_that_the_other_library_lacks_is_found_by_the_certificate(tmp_path: Path) -> None:
-    """Averaging patches instead of the class token changes no tensor."""
-    source = exported(tmp_path / "own", vision_cfg={"pool_type": "avg"})
-    with pytest.raises(ValueError, match="is not converted: features in transformers .* differ by"):
-        convert.run("hf", source, tmp_path / "hf")
-    assert not (tmp_path / "hf" / transformers_layout.WEIGHTS).exists()
-    assert not (tmp_path / "hf" / "manifest.json").exists()
-
-
-def test_what_cannot_be_converted_is_one_line(tmp_path: Path) -> None:
-    out = tmp_path / "hf"
-    vit = exported(tmp_path / "vit")
-    load_towers(CONFIGS / "tiny_resnet.json").save(tmp_path / "resnet")
-    with pytest.raises(ValueError, match="has no place in transformers' CLIPModel"):
-        convert.run("hf", tmp_path / "resnet", out)
-    with pytest.raises(FileNotFoundError, match="no exported model at .*nothing"):
-        convert.run("hf", tmp_path / "nothing", out)
-    longest = exported(
-        tmp_path / "longest", preprocess_cfg={"size": [32, 32], "resize_mode": "longest"}
-    )
-    with pytest.raises(ValueError, match="by their longest side have no image processor"):
-        convert.run("hf", longest, out)
-    with pytest.raises(FileNotFoundError, match="no pictures below"):
-        convert.run("hf", vit, out, images=tmp_path / "resnet")
+def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
+    source, out = exported(tmp_path / "own"), tmp_path / "hf"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    cases: dict[str, tuple[type[Exception], dict[str, Path]]] = {
+        "no exported model at .*nothing": (FileNotFoundError, {"model": tmp_path / "nothing"}),
+        "no pictures below": (FileNotFoundError, {"images": tmp_path / "empty"}),
+        "empty.txt is empty: give a text per line": (ValueError, {"texts": tmp_path / "empty.txt"}),
+        "latin.txt is not UTF-8 text": (ValueError, {"texts": tmp_path / "latin.txt"}),
+    }
+    for message, (kind, given) in cases.items():
+        with pytest.raises(kind, match=message):
+            convert.run("hf", out=out, **{"model": source} | given)
     assert not out.exists()
 
 
@@ -205,7 +64,7 @@ def test_a_finished_one_is_skipped_and_another_model_is_refused(tmp_path: Path) 
         convert.run("hf", exported(tmp_path / "b", seed=1), out)
     convert.run("hf", tmp_path / "b", out, force=True)
     assert (out / "manifest.json").read_bytes() != before
-    tensors = weights.read_tensors(out / transformers_layout.WEIGHTS)
+    tensors = weights.read_tensors(out / "model.safetensors")
     own = weights.read_tensors(weights.find_weights(tmp_path / "b"))
     assert torch.equal(tensors["visual_projection.weight"], own["visual.proj"].T)
 

@@ -12,19 +12,13 @@ from typing import Any
 
 import pytest
 
-import mclclip.torchvision_fix  # noqa: F401
-
-# isort: split
-import open_clip
-
 from mclclip import cli
-from mclclip.export import convert, libraries
+from mclclip.export import convert, push
 from mclclip.export.push import open_repository
 from tests import tiny
 from tests.matrix import in_soak
 from tests.unit.export.hub_server import Hub, running
-from tests.unit.export.test_convert import exported, the_certificate
-from tests.unit.export.test_onnx import concat_of, stages
+from tests.unit.export.models import exported
 
 
 class Api:
@@ -90,21 +84,6 @@ def test_an_export_is_uploaded_by_the_hubs_own_client(tmp_path: Path) -> None:
     assert f"{out} is finished, and me/clip has not got it" in done.stdout and "403" in done.stdout
 
 
-def test_plain_open_clip_loads_what_is_uploaded(tmp_path: Path) -> None:
-    source = exported(tmp_path / "own")
-    out = convert.run("open_clip", source, tmp_path / "out")
-    model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out}")
-    own = convert.Source(source).stages[0].exported.state_dict()
-    assert all((own[name] == tensor).all() for name, tensor in model.state_dict().items())
-    proof = the_certificate(out)
-    assert proof["image_features"] == proof["text_features"] == proof["pixels"] == 0.0
-    assert proof["tokens"] == 0 and proof["runtime"].startswith("open_clip ")
-    joined = concat_of(stages(tmp_path / "stages"), "raw", tmp_path / "concat")
-    with pytest.raises(ValueError, match="is a joined encoder, which plain open_clip cannot hold"):
-        convert.run("open_clip", joined, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
 def test_only_files_of_the_export_are_uploaded_and_only_old_ones_removed(tmp_path: Path) -> None:
     source, api = exported(tmp_path / "own"), Api()
     out = convert.run("open_clip", source, tmp_path / "out", push="me/a", public=True, hub=api)
@@ -129,7 +108,7 @@ def test_only_files_of_the_export_are_uploaded_and_only_old_ones_removed(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"to": "clip_retrieval"}, {}, "--push is of --to hf, onnx.* this is --to clip_retrieval"),
+        ({"to": "clip_retrieval"}, {}, "--push is of --to hf, .* this is --to clip_retrieval"),
         ({"name": "clip"}, {}, "--push is 'clip', wanted ORG/NAME"),
         ({"name": "me/../clip"}, {}, "wanted ORG/NAME"),
         ({}, {"names": ["weights.bin"]}, "me/a holds files that mclclip did not write.*weights.b"),
@@ -167,7 +146,7 @@ def test_what_is_there_already_is_told(tmp_path: Path, caplog: pytest.LogCapture
         open_repository("hf", "me/a", api=Down())
 
 
-def test_offline_without_a_token_or_the_package_it_is_one_line(
+def test_offline_or_without_a_token_it_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = exported(tmp_path / "own"), tmp_path / "out"
@@ -175,15 +154,8 @@ def test_offline_without_a_token_or_the_package_it_is_one_line(
     with pytest.raises(ValueError, match="--push needs the hub, and HF_HUB_OFFLINE is set: unset"):
         cli._call(cli._parse(words))  # tests are offline
     hub = SimpleNamespace(is_offline_mode=lambda: False, get_token=lambda: None)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    find = libraries.util.find_spec
-    monkeypatch.setattr(libraries.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(push, "huggingface_hub", hub)
     with pytest.raises(ValueError, match="--push needs a token that may write: set HF_TOKEN, or"):
-        convert.run("hf", source, out, push="me/a")
-    monkeypatch.setattr(
-        libraries.util, "find_spec", lambda name: None if name == "huggingface_hub" else find(name)
-    )
-    with pytest.raises(ValueError, match="--push needs the package huggingface_hub"):
         convert.run("hf", source, out, push="me/a")
     with pytest.raises(ValueError, match="--public is of --push ORG/NAME"):
         convert.run("hf", source, out, public=True)

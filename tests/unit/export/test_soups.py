@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class Planted:
         return ["held_out"] if self.texts else []
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
+        assert isinstance(encoder, Encoder)
         self.seen.append(model_name)
         own = encoder.models[0].exported.state_dict()[AT]
         near = 100 - float((own - self.goal).norm())
@@ -78,14 +79,32 @@ class Nothing:
         raise AssertionError("there is nothing to measure")
 
 
+Make = Callable[..., Path]
+
+
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Exports of a base and of three variations; tests only read them."""
     return save_stages(load_towers(TINY, seed=1), tmp_path_factory.mktemp("stages"), 4)
 
 
+@pytest.fixture
+def make(stages: list[Path], tmp_path: Path) -> Make:
+    """Writes a soup of stages, given by number, or of models, given by path."""
+
+    def run(method: Any, *models: int | Path, judge: Any = None, to: str = "soup", **options: Any):
+        paths = [str(stages[each] if isinstance(each, int) else each) for each in models]
+        return soups.run(method, paths, tmp_path / to, judge=judge or Nothing(), **options)
+
+    return run
+
+
 def tensors(path: Path) -> dict[str, Tensor]:
     return weights.read_tensors(path / weights.WEIGHTS)
+
+
+def counts(path: Path) -> dict[str, Any]:
+    return artifacts.read_manifest(path, "soup").counts
 
 
 def towards(stages: list[Path], shares: Mapping[int, float], **options: Any) -> Planted:
@@ -99,62 +118,54 @@ def same(first: Path, second: Path) -> bool:
     return a.keys() == b.keys() and all(weights.same_bits(a[n], b[n]) for n in a)
 
 
-def words(stages: list[Path], *numbers: int) -> list[str]:
-    return [str(stages[number]) for number in numbers]
+def same_file(first: Path, second: Path) -> bool:
+    return (first / weights.WEIGHTS).read_bytes() == (second / weights.WEIGHTS).read_bytes()
 
 
 # --- uniform ---------------------------------------------------------------------------------
 
 
-def test_a_uniform_soup_is_that_of_the_run(stages: list[Path], tmp_path: Path) -> None:
-    out = soups.run("uniform", words(stages, 0, 1, 2), tmp_path / "soup", judge=Nothing())
+def test_a_uniform_soup_is_that_of_the_run(stages: list[Path], tmp_path: Path, make: Make) -> None:
+    out = make("uniform", 0, 1, 2)
     soups.soup.save_uniform_soup(stages[:3], tmp_path / "other")
     assert same(out, tmp_path / "other")
     assert weights.read_config(out) == weights.read_config(tmp_path / "other")
-    manifest = artifacts.read_manifest(out, "soup")
-    assert manifest.counts["shares"] == {"stage_0": 1.0, "stage_1": 1.0, "stage_2": 1.0}
+    assert counts(out)["shares"] == {"stage_0": 1.0, "stage_1": 1.0, "stage_2": 1.0}
     assert load_model(out).embed_dim == 32
     before = (out / artifacts.MANIFEST).stat().st_mtime_ns
-    soups.run("uniform", words(stages, 0, 1, 2), out, judge=Nothing())
+    make("uniform", 0, 1, 2)
     assert (out / artifacts.MANIFEST).stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="was made with other settings"):
-        soups.run("uniform", words(stages, 0, 1, 3), out, judge=Nothing())
+        make("uniform", 0, 1, 3)
 
 
 @pytest.mark.parametrize("method", ["uniform", "greedy", "wise"])
-def test_identical_models_stay_bit_identical(
-    stages: list[Path], tmp_path: Path, method: soups.Method
-) -> None:
+def test_identical_models_stay_bit_identical(stages: list[Path], make: Make, method: str) -> None:
     options: Any = {"alphas": [0, 0.3, 1]} if method == "wise" else {}
-    judge = towards(stages, {2: 1.0})
-    out = soups.run(method, words(stages, 1, 1), tmp_path / "soup", judge=judge, **options)
-    assert (out / weights.WEIGHTS).read_bytes() == (stages[1] / weights.WEIGHTS).read_bytes()
-    shares = artifacts.read_manifest(out, "soup").counts["shares"]
-    assert list(shares) == ["stage_1", "stage_1#2"]
+    out = make(method, 1, 1, judge=towards(stages, {2: 1.0}), **options)
+    assert same_file(out, stages[1]) and list(counts(out)["shares"]) == ["stage_1", "stage_1#2"]
 
 
 # --- greedy ----------------------------------------------------------------------------------
 
 
 def test_greedy_keeps_what_does_not_lower_the_score(
-    stages: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stages: list[Path], tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The goal lies beyond the middle of stages 1 and 3, away from 2 and 0, and nearer to 3."""
-    judge = towards(stages, {1: 0.95, 2: -1.0, 3: 1.05})
-    out = soups.run("greedy", words(stages, 0, 1, 2, 3), tmp_path / "soup", judge=judge)
-    counts = artifacts.read_manifest(out, "soup").counts
-    trace = counts["trace"]
-    assert [row["model"] for row in trace][0] == "stage_3"
+    out = make("greedy", 0, 1, 2, 3, judge=towards(stages, {1: 0.95, 2: -1.0, 3: 1.05}))
+    record = counts(out)
+    trace = record["trace"]
     alone = [row["alone"] for row in trace]
-    assert alone == sorted(alone, reverse=True)
+    assert trace[0]["model"] == "stage_3" and alone == sorted(alone, reverse=True)
     best, kept = alone[0], ["stage_3"]
     for row in trace[1:]:
         assert row["kept"] == (row["soup"] >= best)
         if row["kept"]:
             best, kept = row["soup"], [*kept, row["model"]]
     assert kept == ["stage_3", "stage_1"]
-    assert counts["shares"] == {"stage_0": 0.0, "stage_1": 1.0, "stage_2": 0.0, "stage_3": 1.0}
-    assert counts["score"] == best > max(alone)
+    assert record["shares"] == {"stage_0": 0.0, "stage_1": 1.0, "stage_2": 0.0, "stage_3": 1.0}
+    assert record["score"] == best > max(alone)
     soups.soup.save_uniform_soup([stages[1], stages[3]], tmp_path / "other")
     assert same(out, tmp_path / "other")
     printed = capsys.readouterr().out
@@ -169,56 +180,48 @@ def test_greedy_keeps_what_does_not_lower_the_score(
 
 
 def test_greedy_keeps_a_model_whose_soup_has_exactly_the_best_score(
-    stages: list[Path], tmp_path: Path
+    stages: list[Path], make: Make
 ) -> None:
-    """A model and its copy have one average, which is the model itself, and so one score."""
-    judge = towards(stages, {1: 1.0})
-    out = soups.run("greedy", words(stages, 1, 1, 2), tmp_path / "soup", judge=judge)
-    counts = artifacts.read_manifest(out, "soup").counts
-    first, copy, _ = counts["trace"]
+    """A model and its copy have one average, which is the model itself, and so one score; a good
+    model beside it that lowers the score leaves every bit of it."""
+    out = make("greedy", 1, 1, 2, judge=towards(stages, {1: 1.0}))
+    first, copy, _ = counts(out)["trace"]
     assert first["soup"] == copy["soup"] and copy["kept"]
-    assert counts["shares"] == {"stage_1": 1.0, "stage_1#2": 1.0, "stage_2": 0.0}
+    assert counts(out)["shares"] == {"stage_1": 1.0, "stage_1#2": 1.0, "stage_2": 0.0}
+    alone = make("greedy", 0, 1, 2, judge=towards(stages, {2: 1.0}), to="alone")
+    assert same_file(alone, stages[2])
+    assert weights.read_config(alone) == weights.read_config(stages[2])
 
 
 @pytest.mark.parametrize("seed", kept(range(8), 0, 1))
 def test_greedy_is_never_below_its_best_ingredient(
-    stages: list[Path], tmp_path: Path, seed: int
+    stages: list[Path], tmp_path: Path, make: Make, seed: int
 ) -> None:
+    """Of percents, and of nats, of which the smaller ones are better."""
     draw = torch.Generator().manual_seed(seed)
     goal = 0.3 * torch.randn(tensors(stages[0])[AT].shape, generator=draw)
     judge = Planted(goal, goal, unit=("percent", "nats")[seed % 2])
-    out = soups.run("greedy", words(stages, 0, 1, 2, 3), tmp_path / "soup", judge=judge)
-    counts = artifacts.read_manifest(out, "soup").counts
+    out = make("greedy", 0, 1, 2, 3, judge=judge)
     again = judge.measure(load_model(out), tmp_path / "results.jsonl", "again")[0].value
-    sign = -1 if judge.unit == "nats" else 1
-    assert sign * again == counts["score"] >= max(row["alone"] for row in counts["trace"])
-
-
-def test_one_good_model_is_kept_alone_with_every_bit(stages: list[Path], tmp_path: Path) -> None:
-    judge = towards(stages, {2: 1.0})
-    out = soups.run("greedy", words(stages, 0, 1, 2), tmp_path / "soup", judge=judge)
-    assert (out / weights.WEIGHTS).read_bytes() == (stages[2] / weights.WEIGHTS).read_bytes()
-    assert weights.read_config(out) == weights.read_config(stages[2])
+    sign, record = -1 if judge.unit == "nats" else 1, counts(out)
+    assert sign * again == record["score"] >= max(row["alone"] for row in record["trace"])
 
 
 # --- wise ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("alpha", "number"), [(0.0, 0), (1.0, 3)])
-def test_its_ends_are_the_models(
-    stages: list[Path], tmp_path: Path, alpha: float, number: int
-) -> None:
-    models = words(stages, 0, 3)
-    out = soups.run("wise", models, tmp_path / "soup", judge=Nothing(), alpha=alpha)
-    assert (out / weights.WEIGHTS).read_bytes() == (stages[number] / weights.WEIGHTS).read_bytes()
-    assert weights.read_config(out) == weights.read_config(stages[number])
+def test_the_ends_of_the_line_are_the_models(stages: list[Path], make: Make) -> None:
+    for alpha, number in ((0.0, 0), (1.0, 3)):
+        out = make("wise", 0, 3, alpha=alpha, to=str(number))
+        assert same_file(out, stages[number])
+        assert weights.read_config(out) == weights.read_config(stages[number])
 
 
 def test_the_best_alpha_is_written_with_its_price(
-    stages: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stages: list[Path], tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judge = towards(stages, {0: 0.6, 3: 0.4})
-    out = soups.run("wise", words(stages, 0, 3), tmp_path / "soup", judge=judge)
+    out = make("wise", 0, 3, judge=judge)
     assert judge.seen == [f"alpha_{number / 10:g}" for number in range(11)]
     curve = json.loads((out / "scores" / "curve.json").read_text())
     assert (curve["alpha"], curve["decided_by"]) == (0.4, ["held_out/R@1"])
@@ -230,7 +233,7 @@ def test_the_best_alpha_is_written_with_its_price(
             ends[f"{row.benchmark}/{row.metric}"].append(row.value)
     for name, values in curve["values"].items():
         assert [values[0], values[-1]] == ends[name]  # the ends are measured as the models are
-    price = artifacts.read_manifest(out, "soup").counts["price"]
+    price = counts(out)["price"]
     assert price["held_out/R@1"] > 0 > price["imagenet/R@1"]
     assert f"imagenet/R@1 {price['imagenet/R@1']:+.2f}" in capsys.readouterr().out
     line = 0.6 * tensors(stages[0])[AT].double() + 0.4 * tensors(stages[3])[AT].double()
@@ -239,35 +242,21 @@ def test_the_best_alpha_is_written_with_its_price(
         assert picture.size[0] > 300
 
 
-def test_a_given_alpha_is_written_and_measured(stages: list[Path], tmp_path: Path) -> None:
-    judge = towards(stages, {0: 1.0})
-    out = soups.run(
-        "wise", words(stages, 0, 3), tmp_path / "soup", judge=judge, alpha=0.35, alphas=[1, 0]
-    )
+def test_a_given_alpha_is_written_and_measured(stages: list[Path], make: Make) -> None:
+    out = make("wise", 0, 3, judge=towards(stages, {0: 1.0}), alpha=0.35, alphas=[1, 0])
     curve = json.loads((out / "scores" / "curve.json").read_text())
     assert (curve["alphas"], curve["alpha"]) == ([0, 0.35, 1], 0.35)
-    assert artifacts.read_manifest(out, "soup").counts["shares"] == {
-        "stage_0": 0.65,
-        "stage_3": 0.35,
-    }
+    assert counts(out)["shares"] == {"stage_0": 0.65, "stage_3": 0.35}
 
 
-def test_a_loss_is_made_small(stages: list[Path], tmp_path: Path) -> None:
-    judge = towards(stages, {0: 0.2, 3: 0.8}, unit="nats")
-    out = soups.run("wise", words(stages, 0, 3), tmp_path / "soup", judge=judge, alphas=[0, 0.8, 1])
-    assert artifacts.read_manifest(out, "soup").counts["alpha"] == 0.8
-
-
-def test_any_metric_may_decide(stages: list[Path], tmp_path: Path) -> None:
+def test_any_metric_may_decide_and_a_loss_is_made_small(stages: list[Path], make: Make) -> None:
     judge = towards(stages, {3: 1.0})
     options: dict[str, Any] = {"judge": judge, "alphas": [0, 1]}
-    models = words(stages, 0, 3)
-    out = soups.run("wise", models, tmp_path / "a", metrics=["imagenet/R@1"], **options)
-    assert same(out, stages[0])
+    assert same(make("wise", 0, 3, metrics=["imagenet/R@1"], **options), stages[0])
     with pytest.raises(ValueError, match=r"imagenet/acc: there are held_out/R@1, imagenet/R@1"):
-        soups.run("wise", models, tmp_path / "b", metrics=["imagenet/acc"], **options)
-    assert not (tmp_path / "b" / weights.WEIGHTS).exists()
-    assert not artifacts.is_finished(tmp_path / "b")
+        make("wise", 0, 3, metrics=["imagenet/acc"], to="b", **options)
+    loss = towards(stages, {0: 0.2, 3: 0.8}, unit="nats")
+    assert counts(make("wise", 0, 3, judge=loss, alphas=[0, 0.8, 1], to="c"))["alpha"] == 0.8
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -285,31 +274,24 @@ def test_any_metric_may_decide(stages: list[Path], tmp_path: Path) -> None:
         ("wise", [0, 1], {"alpha": float("nan")}, "alpha is nan"),
         ("uniform", [0, 1], {"alpha": 0.5}, "uniform has no alpha"),
         ("uniform", [0, 1], {"metrics": ["held_out/R@1"]}, "nothing to measure held_out/R@1 on"),
+        ("greedy", [0, 1], {"metrics": ["coco/R@1"]}, "wanted BENCHMARK/METRIC of held_out, imag"),
+        ("greedy", [0, 1], {"metrics": ["held_out"]}, "wanted BENCHMARK/METRIC of held_out, imag"),
     ],
 )
 def test_options_that_do_not_fit(
-    stages: list[Path], tmp_path: Path, method: Any, numbers: list[int], options: Any, message: str
-) -> None:
+    stages: list[Path], tmp_path: Path, make: Make, method: str, numbers: list[int],
+    options: Any, message: str,
+) -> None:  # fmt: skip
+    judge = towards(stages, {0: 1.0}) if message.startswith("wanted") else None
     with pytest.raises(ValueError, match=message) as error:
-        soups.run(method, words(stages, *numbers), tmp_path / "soup", judge=Nothing(), **options)
+        make(method, *numbers, judge=judge, **options)
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "soup").exists()
+    assert not (tmp_path / "soup").exists() and not (judge and judge.seen)
 
 
-def test_an_unknown_benchmark_is_refused_before_anything_is_made(
-    stages: list[Path], tmp_path: Path
-) -> None:
-    judge = towards(stages, {0: 1.0})
-    for metric in ("coco/R@1", "held_out"):
-        with pytest.raises(ValueError, match=r"wanted BENCHMARK/METRIC of held_out, imagenet"):
-            soups.run("greedy", words(stages, 0, 1), tmp_path / "s", judge=judge, metrics=[metric])
-    assert not (tmp_path / "s").exists() and not judge.seen
-
-
-def test_models_that_have_no_average(stages: list[Path], tmp_path: Path) -> None:
+def test_models_that_have_no_average(stages: list[Path], tmp_path: Path, make: Make) -> None:
     save_concat(stages[:2], "raw", tmp_path / "concat")
-    other = load_towers(TINY, quick_gelu=True)
-    other.save(tmp_path / "other")
+    load_towers(TINY, quick_gelu=True).save(tmp_path / "other")
     unrelated = load_towers(TINY, seed=2)
     vary(unrelated, 1)
     unrelated.save(tmp_path / "unrelated")
@@ -321,45 +303,32 @@ def test_models_that_have_no_average(stages: list[Path], tmp_path: Path) -> None
     }
     for name, (kind, message) in cases.items():
         with pytest.raises(kind, match=message) as error:
-            soups.run(
-                "uniform",
-                [str(stages[0]), str(tmp_path / name)],
-                tmp_path / "soup",
-                judge=Nothing(),
-            )
+            make("uniform", 0, tmp_path / name)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "soup").exists()
-    models = [str(stages[0]), str(tmp_path / "unrelated")]
-    out = soups.run("uniform", models, tmp_path / "soup", judge=Nothing(), any_base=True)
+    out = make("uniform", 0, tmp_path / "unrelated", any_base=True)
     assert "base_digest" not in weights.read_config(out)
 
 
-def test_texts_are_asked_for_where_there_is_no_text_tower(tmp_path: Path) -> None:
-    paths = []
-    for seed in (1, 2):
-        encoder = load_towers(TINY, seed=seed, text=False)
-        encoder.save(tmp_path / str(seed), "0" * 64)
-        paths.append(str(tmp_path / str(seed)))
+def test_texts_are_asked_for_where_there_is_no_text_tower(tmp_path: Path, make: Make) -> None:
+    paths = [tmp_path / "1", tmp_path / "2"]
+    for seed, path in enumerate(paths):
+        load_towers(TINY, seed=seed, text=False).save(path, "0" * 64)
     judge = Planted(torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="is an image encoder without a text tower, and held_out"):
-        soups.run("greedy", paths, tmp_path / "soup", judge=judge)
+        make("greedy", *paths, judge=judge)
     assert not (tmp_path / "soup").exists() and not judge.seen
-    out = soups.run("uniform", paths, tmp_path / "soup", judge=Nothing())
-    assert (out / weights.IMAGE_WEIGHTS).is_file()
+    assert (make("uniform", *paths) / weights.IMAGE_WEIGHTS).is_file()
 
 
-def test_weights_that_are_not_finite_are_not_written(stages: list[Path], tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_written(
+    stages: list[Path], tmp_path: Path, make: Make
+) -> None:
     spoiled = tensors(stages[1])
     spoiled[AT][0, 0] = float("nan")
-    config = weights.read_config(stages[1])
-    weights.write_model(tmp_path / "nan", config, spoiled)
+    weights.write_model(tmp_path / "nan", weights.read_config(stages[1]), spoiled)
     with pytest.raises(ValueError, match="not finite, such as visual.proj"):
-        soups.run(
-            "uniform",
-            [str(stages[0]), str(tmp_path / "nan")],
-            tmp_path / "soup",
-            judge=Nothing(),
-        )
+        make("uniform", 0, tmp_path / "nan")
     assert not artifacts.is_finished(tmp_path / "soup")
     assert not (tmp_path / "soup" / weights.WEIGHTS).exists()
 
@@ -367,7 +336,7 @@ def test_weights_that_are_not_finite_are_not_written(stages: list[Path], tmp_pat
 # --- batch norms -----------------------------------------------------------------------------
 
 
-def test_batch_norms_are_estimated_on_the_given_images(tmp_path: Path) -> None:
+def test_batch_norms_are_estimated_on_the_given_images(tmp_path: Path, make: Make) -> None:
     model = load_towers(ROOT / "tests" / "configs" / "tiny_resnet.json", seed=1)
     paths = save_stages(model, tmp_path / "stages", 3, image_blocks=5)
     model.train()
@@ -375,38 +344,36 @@ def test_batch_norms_are_estimated_on_the_given_images(tmp_path: Path) -> None:
     for path in paths[1:]:
         model.encode_image(torch.randn(8, 3, 32, 32, generator=draw))
         model.save(path, weights.base_digest(paths[0]))
-    models = [str(path) for path in paths]
     with pytest.raises(ValueError, match="give --images FOLDER with training images") as error:
-        soups.run("uniform", models, tmp_path / "soup", judge=Nothing())
+        make("uniform", *paths)
     assert "\n" not in str(error.value) and not (tmp_path / "soup").exists()
     pictures = tmp_path / "pictures"
     (pictures / "more").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="has neither shards"):
-        soups.run("uniform", models, tmp_path / "soup", judge=Nothing(), images=pictures)
+        make("uniform", *paths, images=pictures)
     for number in range(5):
         Image.new("RGB", (40, 40), (50 * number, 90, 10)).save(pictures / f"more/{number}.png")
     (pictures / "broken.png").write_bytes(b"no picture")
-    again = soups.run("uniform", models, tmp_path / "soup", judge=Nothing(), images=pictures)
-    assert artifacts.read_manifest(again, "soup").counts["statistics_samples"] == 5
+    again = make("uniform", *paths, images=pictures)
+    assert counts(again)["statistics_samples"] == 5
     averaged, _ = soups.soup.combine(paths)
     written = tensors(again)
     changed = {name for name in written if not weights.same_bits(written[name], averaged[name])}
     assert changed and all("running" in n or n.endswith("batches_tracked") for n in changed)
-    one = soups.run("wise", models[:2], tmp_path / "w", judge=Nothing(), alpha=1, images=pictures)
-    assert same(one, paths[1])
+    assert same(make("wise", *paths[:2], alpha=1, images=pictures, to="w"), paths[1])
 
 
-def test_a_folder_of_others_is_left_alone(stages: list[Path], tmp_path: Path) -> None:
+def test_a_folder_of_others_is_left_alone(stages: list[Path], tmp_path: Path, make: Make) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/README.md").write_text("my notes")
     with pytest.raises(ValueError, match="--out .*mine holds files that mclclip did not write"):
-        soups.run("uniform", words(stages, 0, 1), tmp_path / "mine", judge=Nothing())
+        make("uniform", 0, 1, to="mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
     before = (stages[0] / weights.WEIGHTS).read_bytes()
     artifact = artifacts.Artifact.open(stages[0], kind="export", config={}, inputs={})
     artifact.finish({})
     with pytest.raises(ValueError, match="is one of the models: give a new folder"):
-        soups.run("uniform", words(stages, 0, 1), stages[0], judge=Nothing(), force=True)
+        make("uniform", 0, 1, to=str(stages[0]), force=True)
     assert (stages[0] / weights.WEIGHTS).read_bytes() == before
 
 

@@ -17,8 +17,8 @@ ten times as long, and needs two further packages.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -27,48 +27,53 @@ import torch
 from torch import Tensor, nn
 
 from mclclip import files
-from mclclip.export import certificate, libraries, transformers_layout
-from mclclip.export.certificate import Certificate
-from mclclip.export.target import Material, Source
+from mclclip.export import certificate, tokenizer_files
+from mclclip.export.certificate import Certificate, Probes
+from mclclip.export.targets import Precision, Source
 from mclclip.models.encoder import Encoder, join_image_features, join_text_features
-from mclclip.models.model import Model, unit
+from mclclip.models.model import unit
+from mclclip.models.towers import pair
 
+CARD = {"library_name": "onnx", "pipeline_tag": "zero-shot-image-classification"}
+IS_MODEL = True
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 IMAGE, TEXT, DESCRIPTION = "image.onnx", "text.onnx", "encoder.json"
 _OPSET = 18
 _MOST_BYTES = 2_000_000_000  # a protobuf message holds 2 GiB
 _LEAST_HALVED = 64  # numbers of a tensor from which on halving it saves anything
 
 
-class _ImageGraph(nn.Module):
+class ImageGraph(nn.Module):
     """Pixels -> unit features, of one model or of the stages of a concat."""
 
-    def __init__(self, models: list[Model], joined: Encoder | None) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.models = nn.ModuleList(models)
-        self.joined = () if joined is None else (joined,)  # in a tuple: no module of this one
+        self.models = nn.ModuleList(encoder.models)
+        self._encoder = (encoder,)  # in a tuple: no module of this one
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """[B, C, H, W] -> unit [B, E]."""
         models: list[Any] = [*self.models]
-        if not self.joined:
+        (encoder,) = self._encoder
+        if encoder.variant is None:
             return unit(models[0].encode_image(pixels))
-        (joined,) = self.joined
-        assert joined.variant is not None
-        hidden = models[0].encode_trunk(pixels, joined.num_trunk_blocks)
-        features = [model.encode_tail(hidden, joined.num_trunk_blocks) for model in models]
-        return join_image_features(features, joined.variant, joined.stage_weights)
+        shared = encoder.num_trunk_blocks
+        hidden = models[0].encode_trunk(pixels, shared)
+        features = [model.encode_tail(hidden, shared) for model in models]
+        return join_image_features(features, encoder.variant, encoder.stage_weights)
 
 
-class _TextGraph(nn.Module):
-    """Tokens -> unit features; ``repeats`` of a shared text tower's."""
+class TextGraph(nn.Module):
+    """Tokens -> unit features; those of a shared text tower stand there once per stage."""
 
-    def __init__(
-        self, models: list[Model], repeats: int = 1, stage_weights: Sequence[float] = ()
-    ) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.models, self.repeats = nn.ModuleList(models), repeats
-        self.stage_weights = tuple(stage_weights)
+        self.models = nn.ModuleList(encoder.models[: 1 if encoder.shared_text else None])
+        self.repeats = len(encoder.models) if encoder.shared_text else 1
+        self.stage_weights = tuple(encoder.stage_weights)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """[B, context] -> unit [B, E]."""
         models: list[Any] = [*self.models]
         features = [unit(model.encode_text(tokens)) for model in models] * self.repeats
         if len(features) == 1:
@@ -79,42 +84,65 @@ class _TextGraph(nn.Module):
 def write(source: Source, out: Path) -> None:
     """Writes the graphs; see the module. Raises ValueError without onnx, and for a model that torch
     cannot trace or whose graph is larger than 2 GB."""
-    onnx = libraries.needed("onnx", "--to onnx")
-    libraries.needed("onnxruntime", "--to onnx")
-    models, joined = source.stages, source.encoder
-    first = models[0]
-    height, width = _sides(first.image_size)
-    pixels = torch.zeros(2, first.num_channels, height, width)
-    if joined.variant is not None:
-        images = _ImageGraph(models, joined)
-        towers, repeats = (models[:1], len(models)) if joined.shared_text else (models, 1)
-        texts = _TextGraph(towers, repeats, joined.stage_weights)
-    else:
-        images, texts = _ImageGraph(models, None), _TextGraph(models)
+    onnx, _ = _needed("onnx"), _needed("onnxruntime")
+    first: Any = source.stages[0]
+    height, width = pair(first.image_size)
     half = source.precision == "fp16"
-    _export(onnx, images, "pixels", pixels, out / IMAGE, half)
+    pixels = torch.zeros(2, first.num_channels, height, width)
+    _export(onnx, ImageGraph(source.encoder), "pixels", pixels, out / IMAGE, half)
+    shape = ["batch", first.num_channels, height, width]
+    described: dict[str, Any] = {"image": {"file": IMAGE, "input": "pixels", "shape": shape}}
     if source.reads_texts:
-        _export(onnx, texts, "tokens", first.tokenizer(["a dog", "a"]), out / TEXT, half)
-        transformers_layout.write_tokenizer(source.directory, first.tokenizer, out)
-    files.write_json(out / DESCRIPTION, _description(source))
+        tokens = first.tokenizer(["a dog", "a"])
+        _export(onnx, TextGraph(source.encoder), "tokens", tokens, out / TEXT, half)
+        tokenizer_files.write(source.directory, first.tokenizer, out)
+        shape = ["batch", int(first.tokenizer(["a"]).shape[1])]
+        bias = getattr(first.clip, "logit_bias", None)
+        described["text"] = {"file": TEXT, "input": "tokens", "shape": shape}
+        described["logit_scale"] = source.encoder.logit_scale
+        described["logit_bias"] = None if bias is None else float(bias)
+    settings = first.config["preprocess_cfg"]
+    described |= {
+        "features": {"output": "features", "width": source.encoder.embed_dim, "unit_length": True},
+        "weights": source.precision,
+        "preprocess": {
+            "size": [height, width],
+            "resize_mode": settings.get("resize_mode") or "shortest",
+            "interpolation": settings.get("interpolation") or "bicubic",
+            "scale": 1 / 255,
+            "mean": list(settings["mean"]),
+            "std": list(settings["std"]),
+        },
+    }
+    files.write_json(out / DESCRIPTION, described)
 
 
-def _sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    return size if isinstance(size, tuple) else (size, size)
+def _needed(name: str) -> Any:
+    """The module ``name``. Raises ValueError, in one line, where it is not installed."""
+    if util.find_spec(name) is None:
+        raise ValueError(
+            f"--to onnx needs the package {name}, which is not installed: "
+            "pip install 'mclclip[export]'"
+        )
+    return import_module(name)
 
 
 def _export(
     onnx: Any, graph: nn.Module, name: str, example: Tensor, path: Path, half: bool
 ) -> None:
-    size = _num_bytes(graph, of_images=name == "pixels")
+    size = num_bytes(graph, of_images=name == "pixels")
     if size > _MOST_BYTES:
         raise ValueError(
             f"the weights of {path.name} have {size:,} bytes, and a graph in one file holds at "
             f"most {_MOST_BYTES:,}: convert a smaller model, or one stage instead of a concat"
         )
     rows = {0: "batch"}
-    with _traceable():
-        try:
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # fused attention, which ONNX has not
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # Of the exporter: that it is the older one, and of constants, which certificates find.
+            warnings.simplefilter("ignore")
             torch.onnx.export(
                 graph.eval(),
                 (example,),
@@ -125,40 +153,28 @@ def _export(
                 opset_version=_OPSET,
                 dynamo=False,
             )
-        except Exception as error:  # of any kind: the model has an operation that ONNX has not
-            cause = " ".join(str(error).split())[:200]
-            raise ValueError(f"torch cannot write {path.name} of this model ({cause})") from error
+    except Exception as error:  # of any kind: the model has an operation that ONNX has not
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(f"torch cannot write {path.name} of this model ({cause})") from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
     model = onnx.load(str(path))
     if half:
-        _halve(onnx, model)
+        _halve(onnx, model.graph)
     onnx.checker.check_model(model)
     files.write_bytes(path, model.SerializeToString())
 
 
-def _num_bytes(graph: nn.Module, of_images: bool) -> int:
+def num_bytes(graph: nn.Module, of_images: bool) -> int:
     """Bytes of the weights of one tower, which is all that a graph holds of its models; memory
     that stages share is counted once."""
     tower = (p for n, p in graph.named_parameters() if ("visual" in n.split(".")) == of_images)
     return sum({p.data_ptr(): p.numel() * p.element_size() for p in tower}.values())
 
 
-@contextmanager
-def _traceable() -> Iterator[None]:
-    """Without torch's fused attention for inference, which ONNX has not, and without the
-    exporter's warnings: that it is the older one, and of constants, which certificates find."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _halve(onnx: Any, model: Any) -> None:
+def _halve(onnx: Any, graph: Any) -> None:
     """Stores the weights as fp16, with a conversion to fp32 before their first use."""
-    graph, casts = model.graph, []
+    casts = []
     for tensor in graph.initializer:
         if tensor.data_type != onnx.TensorProto.FLOAT or np.prod(tensor.dims) < _LEAST_HALVED:
             continue
@@ -167,39 +183,10 @@ def _halve(onnx: Any, model: Any) -> None:
             continue  # it would become infinite
         stored = f"{name}.fp16"
         tensor.CopyFrom(onnx.numpy_helper.from_array(values.astype(np.float16), stored))
-        cast = onnx.helper.make_node("Cast", [stored], [name], to=onnx.TensorProto.FLOAT)
-        casts.append(cast)
+        casts.append(onnx.helper.make_node("Cast", [stored], [name], to=onnx.TensorProto.FLOAT))
     nodes = [*casts, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _description(source: Source) -> dict[str, Any]:
-    """The fields of `encoder.json`: inputs and outputs of the graphs, logit scale and bias, and the
-    settings of the image transform."""
-    first: Any = source.stages[0]
-    height, width = _sides(first.image_size)
-    look = first.config["preprocess_cfg"]
-    shape = ["batch", first.num_channels, height, width]
-    parts: dict[str, Any] = {"image": {"file": IMAGE, "input": "pixels", "shape": shape}}
-    if source.reads_texts:
-        context = int(first.tokenizer(["a"]).shape[1])
-        parts["text"] = {"file": TEXT, "input": "tokens", "shape": ["batch", context]}
-        bias = getattr(first.clip, "logit_bias", None)
-        parts["logit_scale"] = source.encoder.logit_scale
-        parts["logit_bias"] = None if bias is None else float(bias)
-    return parts | {
-        "features": {"output": "features", "width": source.encoder.embed_dim, "unit_length": True},
-        "weights": source.precision,
-        "preprocess": {
-            "size": [height, width],
-            "resize_mode": look.get("resize_mode") or "shortest",
-            "interpolation": look.get("interpolation") or "bicubic",
-            "scale": 1 / 255,
-            "mean": list(look["mean"]),
-            "std": list(look["std"]),
-        },
-    }
 
 
 class OnnxEncoder:
@@ -209,7 +196,7 @@ class OnnxEncoder:
     """
 
     def __init__(self, folder: Path, like: Any) -> None:
-        runtime = libraries.needed("onnxruntime", "an ONNX graph")
+        runtime = _needed("onnxruntime")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
@@ -234,16 +221,19 @@ class OnnxEncoder:
         return self._run(TEXT, "tokens", tokens)
 
     def _run(self, name: str, given: str, rows: Tensor) -> Tensor:
-        found = self._sessions[name].run(None, {given: rows.cpu().numpy()})[0]
-        return torch.from_numpy(found)
+        features = self._sessions[name].run(None, {given: rows.cpu().numpy()})[0]
+        return torch.from_numpy(features)
 
 
-def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
+def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """The graphs in onnxruntime on the CPU. In fp16 features may differ by more than in fp32."""
-    runtime = libraries.needed("onnxruntime", "--to onnx")
-    own, other = source.encoder, OnnxEncoder(out, source.encoder)
-    half = source.precision == "fp16"
-    name = f"onnxruntime {runtime.__version__}, weights in {source.precision}"
-    texts = material.texts if source.reads_texts else []
-    bound = certificate.HALF_BOUND if half else certificate.BOUND
-    return [certificate.compare(own, other, name, material.images, texts, bound, False)]
+    name = f"onnxruntime {_needed('onnxruntime').__version__}, weights in {source.precision}"
+    if not source.reads_texts:
+        probes = replace(probes, texts=())
+    bound = certificate.HALF_BOUND if source.precision == "fp16" else certificate.BOUND
+    own = source.encoder
+    return [
+        certificate.compare(
+            own, OnnxEncoder(out, own), name, probes, bound=bound, own_transforms=False
+        )
+    ]

@@ -11,10 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mclclip.export import certificate
-from mclclip.export.certificate import Certificate
-from mclclip.export.target import Material, Source
+from mclclip.export.certificate import Certificate, Probes
+from mclclip.export.targets import Source
 from mclclip.models import weights
 from mclclip.models.encoder import load_model
+
+CARD: dict[str, str] = {}
+IS_MODEL = True
 
 
 def write(source: Source, out: Path) -> None:
@@ -23,7 +26,7 @@ def write(source: Source, out: Path) -> None:
     source.single("plain open_clip").save(out, weights.base_digest(source.directory))
 
 
-def certify(source: Source, out: Path, material: Material) -> list[Certificate]:
+def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """The towers in the folder, their image transform and tokenizer, as open_clip builds them."""
-    other, runtime = load_model(out), f"open_clip {version('open_clip_torch')}"
-    return [certificate.compare(source.encoder, other, runtime, material.images, material.texts)]
+    runtime = f"open_clip {version('open_clip_torch')}"
+    return [certificate.compare(source.encoder, load_model(out), runtime, probes)]

@@ -1,0 +1,145 @@
+"""The seam of ``mclclip export --to NAME``: another library's layout is one module of this folder.
+
+`names` lists them, `find` imports one. A target writes a layout and runs what it wrote beside its
+source; `convert` does the rest: it finds the source, writes into a folder of its own, and moves all
+of it in place once every certificate holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from mclclip import files
+from mclclip.export.certificate import Certificate, Probes
+from mclclip.models import weights
+from mclclip.models.encoder import Encoder, load_model
+from mclclip.models.model import Model
+from mclclip.run import artifacts
+from mclclip.run.layout import Layout, folders_above
+
+Precision = Literal["fp32", "fp16"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The encoder that is converted, by its folder, and the number format that is written.
+
+    directory  an export (a stage, a soup, a concat), or what else a target reads
+    precision  number format of the weights that are written, where a target has several
+    """
+
+    directory: Path
+    precision: Precision = "fp32"
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The encoder in the directory, on the CPU. Raises the errors of `load_model`."""
+        return load_model(self.directory)
+
+    @property
+    def is_concat(self) -> bool:
+        """Whether the directory holds several stages, joined."""
+        return (self.directory / weights.CONCAT).is_file()
+
+    @property
+    def stages(self) -> list[Model]:
+        """The models that the encoder consists of: one, or the stages of a concat."""
+        return self.encoder.models
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether there is a text tower."""
+        return self.stages[0].reads_texts
+
+    def single(self, library: str) -> Model:
+        """The only model, with its text tower. Raises ValueError for a concat or an image encoder,
+        which `library` cannot hold."""
+        self.refuse_concat(library)
+        model = self.stages[0]
+        if not model.reads_texts:
+            raise ValueError(f"{self.directory} has no text tower, which {library} has")
+        return model
+
+    def refuse_concat(self, library: str) -> None:
+        """Raises ValueError for a joined encoder, which `library` cannot hold."""
+        if self.is_concat:
+            raise ValueError(
+                f"{self.directory} is a joined encoder, which {library} cannot hold: convert the "
+                "soup or a stage"
+            )
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory that the export lies in, known by its index or its stage 0, since verbs
+        that are called one by one leave no configuration there; None for a folder elsewhere."""
+        for path in folders_above(self.directory):
+            layout = Layout(path)
+            if artifacts.is_finished(layout.index) or artifacts.is_finished(layout.export(0)):
+                return path
+        return None
+
+    @property
+    def name(self) -> str:
+        """Its name in the run: `stage_1`, `soup_uniform`."""
+        path = self.directory.resolve()
+        return path.parent.name if path.name in ("export", "embeddings") else path.name
+
+    @property
+    def digest(self) -> str:
+        """Digest of weights and configuration, or of a run's embeddings. Raises FileNotFoundError
+        where the directory holds neither."""
+        if self.is_concat:
+            described, tensors = weights.CONCAT, self.directory / weights.CONCAT_WEIGHTS
+        elif weights.has_config(self.directory):
+            alone = weights.is_image_encoder(self.directory)
+            described = weights.IMAGE_CONFIG if alone else weights.CONFIG
+            tensors = weights.find_weights(self.directory)
+        else:
+            return artifacts.read_manifest(self.directory, "embeddings").digest
+        paths = (self.directory / described, tensors)
+        return files.digest_json([files.digest_file(path) for path in paths])
+
+
+class ExportTarget(Protocol):
+    """A library's layout, as its module gives it.
+
+    A module may have more: ``PRECISIONS``, the number formats that it writes (default: fp32 alone),
+    and ``inputs(source)``, digests by name of what it reads beside the files of the source.
+    """
+
+    CARD: Mapping[str, str]
+    """Front matter of its model cards. `pipeline_tag` is for models that read texts."""
+    IS_MODEL: bool
+    """Whether it is made of an exported model, and is a model, as hubs hold it; or else data."""
+
+    def write(self, source: Source, out: Path) -> None:
+        """Writes all files into the empty folder `out`.
+
+        Raises ValueError, in one line, where the library cannot hold the source or a package that
+        writes the layout is missing.
+        """
+
+    def certify(self, source: Source, out: Path, probes: Probes) -> list[Certificate]:
+        """Runs the files in `out` by each installed runtime beside the source, on the probes;
+        returns a certificate per runtime, of `certificate.compare`."""
+
+
+def names() -> list[str]:
+    """The names of all targets, which are those of the modules of this folder."""
+    paths = Path(__file__).parent.glob("*.py")
+    return sorted(path.stem for path in paths if path.stem != "__init__")
+
+
+def find(name: str) -> ExportTarget:
+    """The target of this name."""
+    return cast(ExportTarget, import_module(f"{__name__}.{name}"))
+
+
+def precisions(name: str) -> tuple[Precision, ...]:
+    """The number formats in which a target writes weights."""
+    return getattr(find(name), "PRECISIONS", ("fp32",))

@@ -1,0 +1,224 @@
+"""Embeddings of a stage, or of all stages of a joined encoder, in clip-retrieval's layout, for its
+`clip index` and for autofaiss.
+
+    img_emb/img_emb_0.npy          [n, D], one file per shard of the index
+    text_emb/text_emb_0.npy        [n, D], of the first caption; where captions were embedded
+    metadata/metadata_0.parquet    image_path, caption, key, in the order of the rows
+
+Numbers of files have as many digits as the number of shards. Samples that could not be embedded are
+left out. `image_path` is the key within its source, as clip-retrieval writes it of shards; `key` is
+the run's own, `source/key`. A sample without a caption has an empty one, and zeros as its text row.
+
+Of a joined encoder a row is [z_s] / sqrt(S), the unit embeddings of its S stages side by side, and
+so are rows of captions. A query of `Encoder.query_text` or `query_image` weighs the stages,
+so that one index serves all weights (`join_query_features` of `models/encoder.py`).
+"""
+
+from __future__ import annotations
+
+import io
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from mclclip import files
+from mclclip.data.arrays import Floats
+from mclclip.data.row_store import RowStore
+from mclclip.export.certificate import Certificate, Probes
+from mclclip.export.targets import Source
+from mclclip.models import weights
+from mclclip.opened_run import Run
+from mclclip.run import artifacts
+
+CARD: dict[str, str] = {}
+IS_MODEL = False
+_SAMPLED = 1000  # rows that a certificate looks up by key
+Integers = npt.NDArray[np.int64]
+
+
+class _Rows:
+    """The rows of a stage, or those of several stages side by side, each divided by sqrt(S).
+
+    run     the run that they lie in
+    images  the embeddings of images, by stage
+    texts   the embeddings of captions, which are stage 0's; None where there are none, or they are
+            of another text tower than a stage's: stages share it if the configuration says that
+            they started from stage 0 and did not train it
+    """
+
+    def __init__(self, source: Source) -> None:
+        folder = source.directory.resolve()
+        if not source.is_concat:
+            artifacts.read_manifest(folder, "embeddings")
+        if source.run_dir is None:
+            raise FileNotFoundError(
+                f"{source.directory} lies in no run directory, whose index names the samples: give "
+                "RUN_DIR/stage_N/embeddings, or RUN_DIR/exports/concat_stage_norm"
+            )
+        self.run = Run.open(source.run_dir)
+        folders = _of_stages(source, source.run_dir) if source.is_concat else [folder]
+        index = self.run.index
+        self.images = [
+            RowStore.of_samples(
+                path.parent.name, path, index.manifest_of(path, "embeddings"), index
+            )
+            for path in folders
+        ]
+        config = self.run.config
+        shared = all(each.name == "stage_0" for each in self.images)
+        shared = shared or (config is not None and config.shares_text_tower)
+        finished = artifacts.is_finished(self.run.layout.text_embeddings)
+        has_texts = shared and finished and bool(index.num_captions.any())
+        self.texts = self.run.stage(0).text_embeddings if has_texts else None
+
+    def of(self, ids: Integers) -> dict[str, Floats]:
+        """The rows of samples by sorted ids: `img`, and `text` of their first captions, where there
+        are texts; a sample without a caption has zeros."""
+        parts = {"img": [rows[ids] for rows in self.images]}
+        if self.texts is not None:
+            index = self.run.index
+            has = index.num_captions[ids] > 0
+            own = self.texts[index.caption_start[ids[has]]]
+            rows = np.zeros((len(ids), own.shape[1]), own.dtype)
+            rows[has] = own
+            parts["text"] = [rows] * len(self.images)
+        return {kind: _joined(rows) for kind, rows in parts.items()}
+
+
+def _joined(parts: list[Floats]) -> Floats:
+    if len(parts) == 1:
+        return parts[0]
+    root = np.float64(len(parts)) ** 0.5
+    rows = [(part.astype(np.float64) / root).astype(part.dtype) for part in parts]
+    return np.concatenate(rows, axis=1)
+
+
+def _of_stages(source: Source, run: Path) -> list[Path]:
+    """The folders of the embeddings of the stages of a joined encoder in its run.
+
+    Raises ValueError for the variant `raw`, whose similarity has lengths that unit embeddings have
+    lost, and for features that texts are not compared with; FileNotFoundError where a stage is not
+    embedded, and RuntimeError where embeddings are of another encoder.
+    """
+    if source.encoder.variant == "raw":
+        raise ValueError(
+            f"{source.directory} joins features of any length (raw), and embeddings have unit "
+            "length: give concat_stage_norm or concat_weighted, which export.concat makes"
+        )
+    found = []
+    for stage in files.read_model_json(source.directory / weights.CONCAT)["stages"]:
+        name = str(stage["name"])
+        folder = (run if name == "stage_0" else source.directory.resolve().parents[1]) / name
+        manifest = artifacts.read_manifest(folder / "embeddings", "embeddings")
+        exported = artifacts.read_manifest(folder / "export", "export")
+        made_by = files.digest_file(weights.find_weights(folder / "export"))
+        if made_by != stage["digest"] or manifest.inputs["encoder"] != exported.digest:
+            raise RuntimeError(
+                f"embeddings at {folder / 'embeddings'} are not of the {name} that "
+                f"{source.directory} joins: run 'mclclip embed --stage {name[6:]} --force', and "
+                "'mclclip export --force' where the stage was trained again"
+            )
+        if manifest.config.get("feature") == "pooled":
+            raise ValueError(
+                f"embeddings at {folder / 'embeddings'} are features before the projection, which "
+                "texts are not compared with: embed with embed.feature=projected"
+            )
+        found.append(folder / "embeddings")
+    return found
+
+
+def inputs(source: Source) -> dict[str, str]:
+    """Digests of the embeddings of the stages of a joined encoder, by stage, and of the captions':
+    what the export is made from beside the encoder itself."""
+    if not source.is_concat:
+        return {}
+    rows = _Rows(source)
+    digests = {stage.name: stage.manifest.digest for stage in rows.images}
+    if rows.texts is not None:
+        texts = artifacts.read_manifest(rows.run.layout.text_embeddings, "text_embeddings")
+        digests["texts"] = texts.digest
+    return digests
+
+
+def write(source: Source, out: Path) -> None:
+    """Writes all rows; see the module. Raises FileNotFoundError for a folder that holds no finished
+    embeddings of a run, and RuntimeError for damaged ones and those of another index; of a joined
+    encoder the errors of `_of_stages`."""
+    rows = _Rows(source)
+    index = rows.run.index
+    left_out = reduce(np.union1d, [stage.left_out() for stage in rows.images])
+    for number, shard in enumerate(index.shards):
+        name = f"{number:0{len(str(len(index.shards)))}d}"
+        ids = np.setdiff1d(np.arange(shard.start, shard.stop), left_out, assume_unique=True)
+        for kind, values in rows.of(ids).items():
+            save_rows(out / f"{kind}_emb" / f"{kind}_emb_{name}.npy", values)
+        keys = index.keys(ids)
+        table = pd.DataFrame(
+            {
+                "image_path": [key.partition("/")[2] for key in keys],
+                # The first caption of every sample, empty where there is none.
+                "caption": [of[0] if of else "" for of in rows.run.captions(ids)],
+                "key": keys,
+            }
+        )
+        stream = io.BytesIO()
+        table.to_parquet(stream, index=False)
+        path = out / "metadata" / f"metadata_{name}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        files.write_bytes(path, stream.getvalue())
+
+
+def save_rows(path: Path, rows: np.ndarray) -> None:
+    """Writes the rows of one shard as .npy."""
+    path.parent.mkdir(exist_ok=True)
+    stream = io.BytesIO()
+    np.save(stream, np.ascontiguousarray(rows))
+    files.write_bytes(path, stream.getvalue())
+
+
+def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
+    """The files as numpy and pandas read them: samples drawn by a seed are looked up by their key,
+    and their rows compared with the run's. The probes are not used."""
+    rows, random = _Rows(source), np.random.default_rng(0)
+    index, shards = rows.run.index, rows.run.index.shards
+    largest = {"img": 0.0, "text": 0.0}
+    parts, count = sorted((out / "metadata").glob("*.parquet")), 0
+    for _, path in zip(shards, parts, strict=True):
+        keys = pd.read_parquet(path, columns=["key"])["key"]
+        count += len(keys)
+        drawn = random.permutation(len(keys))[: 1 + _SAMPLED // len(shards)]
+        ids = index.ids_of(keys.iloc[drawn].tolist())
+        drawn, ids = drawn[np.argsort(ids)], np.sort(ids)
+        wanted = rows.of(ids)
+        for kind, values in wanted.items():
+            name = path.name.replace("metadata", f"{kind}_emb").replace(".parquet", ".npy")
+            found = np.load(out / f"{kind}_emb" / name, allow_pickle=False)
+            if len(found) != len(keys):
+                largest[kind] = float("inf")
+                continue
+            off = found[drawn].astype(np.float64) - values
+            largest[kind] = max(largest[kind], float(np.abs(off).max(initial=0.0)))
+    left_out = len(index) - count
+    notes = [f"{left_out} of {len(index)} samples have no embedding"] if left_out else []
+    if rows.texts is None:
+        notes.append("there are no embeddings of captions that belong to this stage")
+    if (stages := len(rows.images)) > 1:
+        width = wanted["img"].shape[1] // stages
+        notes.append(
+            f"rows are [z_s] / sqrt({stages}) of {stages} stages, of {width} numbers each: a query "
+            "is [w_s t_s] * sqrt(S) with weights of your own (Encoder.query_text)"
+        )
+    return [
+        Certificate(
+            f"numpy {np.__version__}, pandas {pd.__version__}, {count} rows",
+            min(count, _SAMPLED),
+            image_features=largest["img"],
+            num_texts=min(count, _SAMPLED) if rows.texts is not None else 0,
+            text_features=largest["text"] if rows.texts is not None else None,
+            bound=0.0,
+            notes=notes,
+        )
+    ]

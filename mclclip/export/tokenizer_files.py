@@ -1,0 +1,111 @@
+"""The tokenizers of exports, as files that transformers reads: CLIP's own, or the model's."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+from mclclip import files
+from mclclip.models import config_check, tokenizer, weights
+from mclclip.models.model import Model
+
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+def write_clips(own: Any, context_length: int, out: Path, pad: str = _END) -> None:
+    """Writes CLIP's own tokenizer as the files of transformers' ``CLIPTokenizer``.
+
+    ``pad`` is the token after the end of a text; open_clip's has the number 0, which is ``!``, and
+    transformers' CLIP has the end itself. Only a model that reads what follows an end tells them
+    apart. Raises ValueError for another tokenizer.
+    """
+    words, merges = getattr(own, "encoder", None), getattr(own, "bpe_ranks", None)
+    if not isinstance(words, dict) or not isinstance(merges, dict):
+        raise ValueError("the model's tokenizer is not CLIP's own, as transformers' CLIPModel has")
+    last = len(words) - 1
+    names = {number: word for word, number in words.items()} | {last - 1: _START, last: _END}
+    vocabulary = {names[number]: number for number in range(len(names))}
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in sorted(merges, key=merges.__getitem__))]
+    special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": pad}
+    described = {
+        "tokenizer_class": "CLIPTokenizer",
+        "model_max_length": context_length,
+        "do_lower_case": True,
+        "errors": "replace",
+    }
+    for name, content in {
+        "vocab.json": json.dumps(vocabulary, ensure_ascii=False),
+        "merges.txt": "\n".join(lines) + "\n",
+        "special_tokens_map.json": json.dumps(special, indent=2),
+        "tokenizer_config.json": json.dumps(described | special, indent=2),
+    }.items():
+        files.write_bytes(out / name, content.encode())
+
+
+def write(source: Path, own: Any, out: Path) -> None:
+    """Writes the tokenizer ``own`` of the model in ``source``: CLIP's, padded as open_clip pads, or
+    another one's files, from ``source`` or the hub's cache. Raises FileNotFoundError for one that
+    is in neither."""
+    if hasattr(own, "bpe_ranks"):
+        write_clips(own, int(own(["a"]).shape[1]), out, pad="!")
+        return
+    fetched = _fetched(source, own)
+    weights.copy_tokenizer(source, out)
+    if not (out / config_check.TOKENIZER_CONFIG).is_file():
+        fetched.save_pretrained(str(out))
+
+
+def _fetched(source: Path, own: Any) -> Any:
+    """The tokenizer ``own`` itself, which its model fetches when it is used. Raises
+    FileNotFoundError, which says what to do, where it is neither in ``source`` nor to be had."""
+    try:
+        return tokenizer.fetched(own)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{source} has no files of its tokenizer, without which it is not converted: {error}; "
+            f"or put {config_check.TOKENIZER_CONFIG} and tokenizer.json into {source}"
+        ) from error
+
+
+def write_cleaning(source: Path, model: Model, out: Path) -> None:
+    """Writes a SigLIP model's tokenizer, which first does to a text what open_clip does.
+
+    SigLIP was trained on texts in lower case without punctuation (`clean: canonicalize`), and the
+    files of its tokenizer do not say so. What the format cannot express is the repair of broken
+    Unicode and of HTML's entities; the certificate counts texts whose tokens differ. Raises
+    FileNotFoundError where the tokenizer cannot be had.
+    """
+    own = _fetched(source, model.tokenizer)
+    inner: Any = getattr(own, "tokenizer", None)
+    if getattr(inner, "backend_tokenizer", None) is None:  # CLIP's, or one without this format
+        write(source, own, out)
+        return
+    from tokenizers import Regex, Tokenizer, normalizers
+
+    transformers = config_check.library()
+    options = model.config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}
+    clean = options.get("clean", "whitespace")
+    steps: list[Any] = [normalizers.NFC()]  # open_clip's function of the name `clean`
+    if clean == "canonicalize":
+        marks = "".join(f"\\{mark}" for mark in string.punctuation if mark != "_")
+        steps += [normalizers.Replace("_", " "), normalizers.Replace(Regex(f"[{marks}]"), "")]
+    if clean != "whitespace":
+        steps.append(normalizers.Lowercase())
+    steps += [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    whole = Tokenizer.from_str(inner.backend_tokenizer.to_str())
+    whole.no_padding()
+    whole.no_truncation()
+    whole.normalizer = normalizers.Sequence([*steps, *filter(None, [whole.normalizer])])
+    named = {name: getattr(inner, name, None) for name in _SPECIAL}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=whole,
+        padding_side=inner.padding_side,
+        model_max_length=own.context_length,
+        **{name: str(token) for name, token in named.items() if token is not None},
+    ).save_pretrained(str(out))
+    path = out / config_check.TOKENIZER_CONFIG
+    record = files.read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files.write_json(path, record)  # under the name that version 4 of transformers knows too

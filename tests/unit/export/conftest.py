@@ -1,0 +1,24 @@
+"""What the tests of exports share."""
+
+from __future__ import annotations
+
+import pytest
+
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import open_clip.timm_model
+import timm
+
+
+@pytest.fixture
+def narrow_siglip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives SigLIP's architecture in timm two narrow blocks."""
+    create = timm.create_model
+    small = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+    monkeypatch.setattr(
+        open_clip.timm_model.timm, "create_model",
+        lambda name, *args, **given: create(
+            name, *args, **(small if "siglip" in str(name) else {}) | given
+        ),
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""The own image processor of exports for transformers, and the code that lies beside weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mclclip
+from mclclip.data.decode import decode_image
+from mclclip.export import certificate, convert
+from mclclip.export.image_pixels import own_processor
+from mclclip.export.targets import hf
+from tests.unit.export.models import exported, joined, the_certificate
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_the_code_in_an_export_is_not_run(tmp_path: Path) -> None:
+    """What lies beside the weights is for others; certificates use the installed module."""
+    out = convert.run("hf", joined(tmp_path), tmp_path / "hf")
+    for path in out.glob("*.py"):
+        path.write_text("raise SystemExit('it ran')")
+    hf.load_stages(out)
+    own_processor(out)
+    clip = convert.run("hf", tmp_path / "stage_0", tmp_path / "clip")
+    for path in clip.glob("*.py"):
+        path.write_text("raise SystemExit('it ran')")
+    mclclip.load_model(f"hf:{clip}")
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash"])
+def test_the_own_image_processor_gives_open_clips_pixels(tmp_path: Path, mode: str) -> None:
+    """Bit for bit, at every remainder of the crop; the stock one is a pixel off at some."""
+    look = {"size": [32, 32], "resize_mode": mode}
+    source = exported(tmp_path / "own", preprocess_cfg=look)
+    out = convert.run("hf", source, tmp_path / "hf")
+    own, processor = mclclip.load_model(source), own_processor(out)
+    random, moved = np.random.default_rng(0), 0
+    stock = transformers.CLIPImageProcessor.from_pretrained(out)
+    for side in range(33, 45):
+        for shape in ((32, side), (side, 32), (2 * side, 64)):
+            image = Image.fromarray(random.integers(0, 256, (*shape, 3), dtype=np.uint8))
+            wanted = own.preprocess_val(image)
+            found = processor(images=image, return_tensors="pt")["pixel_values"][0]
+            assert torch.equal(found, wanted)
+            other = stock(images=image, return_tensors="pt")["pixel_values"][0]
+            moved += int((other - wanted).abs().max() > 0.5)
+    if mode == "squash":
+        assert moved == 0  # nothing is cut off, so the stock one is equal too
+    else:
+        assert moved >= 6
+    stock_proof, own_proof = the_certificate(out), the_certificate(out, 1)
+    assert own_proof["pixels"] == 0.0 and own_proof["image_features_own_pixels"] <= 1e-5
+    assert own_proof["runtime"].endswith("OpenClipImageProcessor")
+    assert stock_proof["runtime"].endswith("its own image processor")
+
+
+def test_the_own_image_processor_turns_pictures_upright(tmp_path: Path) -> None:
+    """As mclclip's decoding does, whose pixels it gives of a file as Pillow opens it."""
+    source = exported(tmp_path / "own")
+    processor = own_processor(convert.run("hf", source, tmp_path / "hf"))
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = tmp_path / "turned.png"
+    Image.fromarray(pixels).save(path, exif=exif)
+    upright = decode_image(path.read_bytes(), 10_000)
+    assert upright.size == (40, 64)
+    wanted = mclclip.load_model(source).preprocess_val(upright)
+    with Image.open(path) as image:
+        found = processor(images=image, return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(found, wanted)
+
+
+def test_the_file_in_the_export_is_that_processor(tmp_path: Path) -> None:
+    """For those who have no mclclip and trust the code; without trust, it is the stock one."""
+    out = convert.run("hf", exported(tmp_path / "own"), tmp_path / "hf")
+    shutil.copytree(out, tmp_path / "elsewhere")
+    load = transformers.AutoImageProcessor.from_pretrained
+    image = certificate.drawn_images()["edges 50x40"]
+    trusted = load(tmp_path / "elsewhere", trust_remote_code=True)
+    assert type(trusted).__name__ == "OpenClipImageProcessor"
+    wanted = mclclip.load_model(tmp_path / "own").preprocess_val(image)
+    found = trusted(images=image, return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(found, wanted)
+    assert type(load(tmp_path / "elsewhere")).__name__.startswith("CLIPImageProcessor")

@@ -1,0 +1,336 @@
+"""The contract of every export target: equal features in the other library, or one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+import mclclip
+import mclclip.torchvision_fix  # noqa: F401
+from mclclip import cli
+from mclclip.export import certificate, convert, targets
+from mclclip.models import weights
+from mclclip.models.encoder import save_concat
+from mclclip.models.loading import load_towers
+from mclclip.run import artifacts
+from tests.matrix import kept
+from tests.unit.export.models import (
+    CONFIGS,
+    exported,
+    joined,
+    siglip,
+    source_of,
+    the_certificate,
+    timm_tower,
+)
+
+transformers = pytest.importorskip("transformers")
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("narrow_siglip")
+
+
+def by_onnxruntime(out: Path) -> list[Callable[[Tensor], Tensor]]:
+    """The graphs of images and texts, which give unit features."""
+
+    def graph(name: str, given: str) -> Callable[[Tensor], Tensor]:
+        session = onnxruntime.InferenceSession(str(out / name))
+        return lambda rows: torch.from_numpy(session.run(None, {given: rows.numpy()})[0])
+
+    pairs = (("image.onnx", "pixels"), ("text.onnx", "tokens"))
+    return [graph(name, given) for name, given in pairs if (out / name).is_file()]
+
+
+def by_transformers(out: Path) -> list[Callable[[Tensor], Tensor]]:
+    model = transformers.AutoModel.from_pretrained(out).eval()  # StagesModel is registered
+
+    def rows(features: Any) -> Tensor:
+        return features if isinstance(features, Tensor) else features.pooler_output
+
+    return [
+        lambda pixels: rows(model.get_image_features(pixel_values=pixels)),
+        lambda tokens: rows(model.get_text_features(input_ids=tokens)),
+    ]
+
+
+def by_timm(out: Path) -> list[Callable[[Tensor], Tensor]]:
+    """timm's folder, after its list of models and a file gave the same."""
+    model: Any = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    config = json.loads((out / "config.json").read_text())
+    path = str(out / "model.safetensors")
+    again: Any = timm.create_model(
+        config["architecture"], checkpoint_path=path, **config["model_args"]
+    )
+    pixels = torch.randn(1, *config["pretrained_cfg"]["input_size"])
+    assert torch.equal(model(pixels), again.eval()(pixels))
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    assert transform.transforms[-1].std.tolist() == pytest.approx(config["pretrained_cfg"]["std"])
+    return [model]
+
+
+def by_open_clip(out: Path) -> list[Callable[[Tensor], Tensor]]:
+    import open_clip
+
+    model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out}")
+    return [model.eval().encode_image, model.encode_text]
+
+
+LIBRARIES = {
+    "hf": by_transformers,
+    "onnx": by_onnxruntime,
+    "timm": by_timm,
+    "open_clip": by_open_clip,
+}
+CASES = [
+    ("hf", "vit"), ("hf", "quick_gelu"), ("hf", "siglip"), ("hf", "siglip_flat"),
+    ("hf", "apart_weighted"), ("onnx", "vit"), ("onnx", "resnet"), ("onnx", "concat_weighted"),
+    ("timm", "test_vit"), ("timm", "test_convnext"), ("timm", "quick_gelu"), ("open_clip", "vit"),
+    ("hf", "concat_raw"), ("hf", "apart_stage_norm"), ("onnx", "image_encoder"),
+    ("onnx", "concat_raw"), ("onnx", "concat_stage_norm"), ("onnx", "test_convnext"),
+    ("onnx", "test_vit"), ("timm", "vit"), ("timm", "test_resnet"),
+]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("to", "kind"), kept(CASES, *range(12)))
+def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str) -> None:
+    source = source_of(kind, tmp_path)
+    own, out = mclclip.load_model(source), convert.run(to, source, tmp_path / "out")
+    encode = LIBRARIES[to](out)
+    image = own.preprocess_val(certificate.drawn_images()["noise 50x40"])
+    for batch in (1, 3):  # of any size
+        pixels = torch.randn(batch, *image.shape, generator=torch.Generator().manual_seed(batch))
+        wanted = own.encode_image(pixels)
+        found = torch.nn.functional.normalize(encode[0](pixels), dim=-1)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    assert wanted.std() > 0.01  # the towers do something
+    if len(encode) == 2:
+        tokens = own.tokenizer(["a dog", "two cups", "a"])
+        found = torch.nn.functional.normalize(encode[1](tokens), dim=-1)
+        torch.testing.assert_close(found, own.encode_text(tokens), atol=1e-5, rtol=0)
+    proof = the_certificate(out)
+    assert proof["image_features"] <= 1e-5 and (proof["text_features"] or 0.0) <= 1e-5
+    assert (proof["text_features"] is None) == (len(encode) == 1) and proof["num_images"] == 15
+    if to == "open_clip":
+        assert proof["image_features"] == proof["text_features"] == proof["pixels"] == 0.0
+        assert proof["tokens"] == 0
+    names = {path.name for path in out.iterdir()} - {artifacts.MANIFEST}
+    assert {*artifacts.read_manifest(out, "converted").records} == names
+
+
+def test_every_module_of_the_folder_is_a_target() -> None:
+    for name in targets.names():
+        target = targets.find(name)
+        assert callable(target.write) and callable(target.certify)
+        assert isinstance(target.IS_MODEL, bool) and {*target.CARD} <= {
+            "library_name",
+            "pipeline_tag",
+        }
+        words = ["export", "--to", name, "--model", "model", "--out", "out"]
+        assert cli._parse(words).to == name
+    assert {"hf", "onnx", "timm", "llava", "open_clip", "clip_retrieval"} <= {*targets.names()}
+
+
+# --- what they cannot hold ---------------------------------------------------------------------
+
+PLAIN = {"no_causal_mask": False, "pool_type": "argmax", "proj_bias": False}
+REFUSED: dict[str, tuple[Any, str, Callable[[Path], Path]]] = {
+    "resnet in CLIPModel": (
+        "hf", "has no place in transformers' CLIPModel", lambda path: source_of("resnet", path),
+    ),
+    "timm's tower in CLIPModel": (
+        "hf", "has no place in transformers' CLIPModel", lambda path: source_of("test_vit", path),
+    ),
+    "a logit bias in CLIPModel": (
+        "hf", "leave init_logit_bias out of the model's configuration",
+        lambda path: exported(path / "own", init_logit_bias=-10.0),
+    ),
+    "a way to resize": (
+        "hf", "by their longest side have no image processor",
+        lambda path: exported(
+            path / "own", preprocess_cfg={"size": [32, 32], "resize_mode": "longest"}
+        ),
+    ),
+    "no class token": (  # averaging patches changes no tensor: the certificate finds it
+        "hf", "is not converted: features in transformers .* differ by",
+        lambda path: exported(path / "own", vision_cfg={"pool_type": "avg"}),
+    ),
+    "SigLIP's text tower": (
+        "hf", 'set no_causal_mask: true, pool_type: "last", proj_bias: true in text_cfg of',
+        lambda path: siglip(path / "own", custom_text=None, text=PLAIN),
+    ),
+    "SigLIP's projection": (
+        "hf", "set proj_bias: true in text_cfg of",
+        lambda path: siglip(path / "own", text={"proj_bias": False}),
+    ),
+    "SigLIP's logit bias": (
+        "hf", "set init_logit_bias: -10 in the model's configuration",
+        lambda path: siglip(path / "own", init_logit_bias=None),
+    ),
+    "a tower of one block": (
+        "llava", "has one block, and LLaVA reads the state before",
+        lambda path: exported(path / "own", vision_cfg={"layers": 1}),
+    ),
+    "resnets, joined": (
+        "llava", "has no place in transformers' CLIPModel", lambda path: joined_resnets(path),
+    ),
+    "a concat in timm": ("timm", "is a joined encoder, which timm cannot hold", joined),
+    "a resnet in timm": (
+        "timm", "is a ModifiedResNet, which timm has not", lambda path: source_of("resnet", path),
+    ),
+    "no linear projection": (
+        "timm", "is no linear layer .*it cannot hold this tower",
+        lambda path: timm_tower(path / "mlp", "test_vit", timm_proj="mlp", image_size=160),
+    ),
+    "a concat in open_clip": (
+        "open_clip", "is a joined encoder, which plain open_clip cannot hold", joined,
+    ),
+}  # fmt: skip
+
+
+def joined_resnets(folder: Path) -> Path:
+    load_towers(CONFIGS / "tiny_resnet.json").save(folder / "resnet")
+    save_concat([folder / "resnet"] * 2, "raw", folder / "concat")
+    return folder / "concat"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_library_cannot_hold_is_one_line(tmp_path: Path, case: str) -> None:
+    to, message, make = REFUSED[case]
+    source = make(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(ValueError, match=message) as error:
+        convert.run(to, source, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+# --- transformers ------------------------------------------------------------------------------
+
+
+def test_logits_and_tokens_are_those_of_the_model(tmp_path: Path) -> None:
+    """transformers reads a text at its eos_token_id, and by a rule of older models where it is 2,
+    which gives the same features."""
+    source = exported(tmp_path / "own")
+    out = convert.run("hf", source, tmp_path / "hf")
+    model, own = transformers.CLIPModel.from_pretrained(out).eval(), mclclip.load_model(source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    text = json.loads((out / "config.json").read_text())["text_config"]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert text[name] == getattr(tokenizer, name)
+    texts = ["a photo of a dog", "two red cups", "a"]
+    length = text["max_position_embeddings"]
+    tokens = tokenizer(
+        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    )
+    pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = model(**tokens, pixel_values=pixels).logits_per_image
+    words = own.encode_text(own.tokenizer(texts))
+    wanted = own.logit_scale * own.encode_image(pixels) @ words.T
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+    again = mclclip.load_model(f"hf:{out}").encode_image(pixels)
+    torch.testing.assert_close(again, own.encode_image(pixels), atol=1e-5, rtol=0)
+
+
+def test_a_joined_encoder_holds_its_trunk_once_and_is_saved_again(tmp_path: Path) -> None:
+    out = convert.run("hf", joined(tmp_path), tmp_path / "hf")
+    model = transformers.AutoModel.from_pretrained(out).eval()
+    held = sum(t.numel() for t in weights.read_tensors(out / "model.safetensors").values())
+    assert held == sum(p.numel() for p in model.parameters())
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "again").eval()
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(again.get_image_features(pixels), model.get_image_features(pixels))
+    proof = the_certificate(out)
+    assert proof["pixels"] == 0.0 and proof["logits"] <= 1e-4
+
+
+def test_siglips_logits_have_its_bias(tmp_path: Path) -> None:
+    source = siglip(tmp_path / "own")
+    out = convert.run("hf", source, tmp_path / "hf")
+    model, own = transformers.SiglipModel.from_pretrained(out).eval(), mclclip.load_model(source)
+    pixels = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    tokens = own.tokenizer(["a dog", "two cups"])
+    with torch.no_grad():
+        found = model(input_ids=tokens, pixel_values=pixels).logits_per_image
+    wanted = own.logit_scale * own.encode_image(pixels) @ own.encode_text(tokens).T - 10.0
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+    assert the_certificate(out, 1)["pixels"] == 0.0
+
+
+def with_a_tokenizer_of_its_own(folder: Path, clean: str) -> Path:
+    """A SigLIP whose texts are read by a tokenizer of the hub, with `clean` first."""
+    source = siglip(folder)
+    path = source / "open_clip_config.json"
+    tree = json.loads(path.read_text())
+    tree["model_cfg"]["text_cfg"] |= {
+        "hf_tokenizer_name": "timm/ViT-B-16-SigLIP", "tokenizer_kwargs": {"clean": clean},
+    }  # fmt: skip
+    path.write_text(json.dumps(tree))
+    return source
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of whole words, which knows nothing of cases and punctuation."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = "<pad> </s> <unk> a photo of the dog DOG cat it s its two , ! red_cups".split()
+    vocabulary = {word: number for number, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("clean", kept(["canonicalize", "lower", "whitespace"], 0))
+def test_siglips_own_tokenizer_reads_texts_as_open_clip_does(tmp_path: Path, clean: str) -> None:
+    """In lower case and without punctuation, which the files of the tokenizer do not say."""
+    source = with_a_tokenizer_of_its_own(tmp_path / "own", clean)
+    with pytest.raises(FileNotFoundError, match="own has no files of its tokenizer, .*SigLIP.*put"):
+        convert.run("hf", source, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    save_tokenizer(source)
+    out = convert.run("hf", source, tmp_path / "hf")
+    texts = ["A photo, of the DOG!", "  it's\ta  cat ", "two red_cups", "", "dog " * 50]
+    own = mclclip.load_model(source).tokenizer(texts)
+    read = transformers.AutoTokenizer.from_pretrained(out)
+    found = read(texts, padding="max_length", truncation=True, return_tensors="pt")
+    assert torch.equal(found["input_ids"], own) and len({*own[0].tolist()}) > 4
+    assert the_certificate(out)["tokens_of"] == ["rock &amp; roll"]  # HTML's entities
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+# --- onnx --------------------------------------------------------------------------------------
+
+
+def test_a_graph_says_what_it_takes_and_has_the_trunk_once(tmp_path: Path) -> None:
+    source = joined(tmp_path)
+    out = convert.run("onnx", source, tmp_path / "onnx")
+    own, config = mclclip.load_model(source), json.loads((out / "encoder.json").read_text())
+    assert config["image"]["shape"] == ["batch", 3, 32, 32]
+    assert config["features"]["width"] == own.embed_dim
+    assert config["logit_scale"] == pytest.approx(own.logit_scale)
+    graph = onnx.load(str(out / "image.onnx")).graph  # two shared blocks, and one of each stage
+    assert [node.op_type for node in graph.node].count("Softmax") == 2 + 3
+    images = convert.run("onnx", source_of("image_encoder", tmp_path), tmp_path / "images")
+    config = json.loads((images / "encoder.json").read_text())
+    assert not (images / "text.onnx").exists() and "logit_scale" not in config
+    proof = the_certificate(images)
+    assert proof["pixels"] is None and proof["runtime"].startswith("onnxruntime ")
+    session = onnxruntime.InferenceSession(str(images / "image.onnx"))
+    (found,) = session.run(None, {"pixels": np.ones((5, 3, 32, 32), np.float32)})
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
