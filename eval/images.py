@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mclclip.data.sample_index import join_rows
+from mclclip.data.shard_check import join_rows
 from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.files import MAX_JSON_BYTES, Roots, parse_json, read_bounded
 

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mclclip.config import Config, load
 from mclclip.config.plain_yaml import read_yaml
+from mclclip.data.options import PlanConfig
 from mclclip.data.training_images import TrainingImages, path_of, run_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
@@ -318,7 +319,7 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
         try:
             own = TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
         except (ValueError, OSError):  # an older run's options may have other names
-            own = TrainingImages(Layout(run_dir).index, {"": {}})
+            own = TrainingImages(Layout(run_dir).index, {"": PlanConfig()})
         images.append(own)
     return [one for one in images if one is not None]
 

@@ -32,12 +32,18 @@ from mclclip.data.sample_index import (
     SHARDS,
     SampleIndex,
     Shard,
-    join_rows,
     read_shards,
     read_table,
     write_tables,
 )
-from mclclip.data.shard_check import check_shards, look_at, note_times, scan_shards, times_of
+from mclclip.data.shard_check import (
+    check_shards,
+    join_rows,
+    look_at,
+    note_times,
+    scan_shards,
+    times_of,
+)
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.shard_scan import (
     IMAGE_CRC,
@@ -87,7 +93,6 @@ def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
 def _index(config: Config, directory: Path, force: Force) -> None:
     filters = _filters(config.data.sources)
     wanted = _wanted_shards(config.data.sources, filters, config.data.remote)
-    workers, remote = config.data.index_workers, config.data.remote
     known, new = _known_and_new(directory, wanted, config.data, force)
     old = read_manifest(directory, KIND) if is_finished(directory) else None
     pixels = config.data.verify == "full"
@@ -108,7 +113,7 @@ def _index(config: Config, directory: Path, force: Force) -> None:
     before = old.counts["sources"] if old is not None else {}
     left_out = {s: Counter(before.get(s, {}).get("left_out", {})) for s in filters}
     times, rows, scanned = times_of(to_scan), [], []
-    scans = scan_shards(to_scan, workers, pixels=pixels, remote=remote, filters=filters)
+    scans = scan_shards(to_scan, config.data, pixels=pixels, filters=filters)
     with closing(scans):
         seen = progress(scans, total=len(to_scan), description="index")
         for shard, scan in zip(to_scan, seen, strict=True):
@@ -151,7 +156,7 @@ def _known_and_new(
                 raise ValueError("it is made again")
             if force == "unfit" and (damage := damage_of(directory)) is not None:
                 raise ValueError(damage)
-            check_shards(directory, known, data.index_workers, data.remote)
+            check_shards(directory, known, data)
     except (ValueError, FileNotFoundError, RuntimeError) as error:
         if not force:
             raise type(error)(f"{error} (--force moves the old index aside)") from error

@@ -204,11 +204,7 @@ class Run:
         from mclclip.data.samples import TarDataset
 
         data = DataConfig() if self.config is None else self.config.data
-        return TarDataset(
-            self.index, transform=None, reads_captions=False,
-            max_image_pixels=data.max_image_pixels, max_open_files=data.max_open_files,
-            check_pixels=data.verify == "full", remote=data.remote,
-        )  # fmt: skip
+        return TarDataset(self.index, data)
 
     def captions(self, ids: Ids) -> list[list[str]]:
         """All captions of each sample, none for one without captions.
@@ -225,7 +221,7 @@ class Run:
         from mclclip.data.decode import DecodeError, decode
         from mclclip.data.samples import BadSample
 
-        found = []
+        found, most = [], self.dataset.options.max_image_pixels
         for raw in self.dataset.read_many(ids):
             if isinstance(raw, BadSample):
                 raise RuntimeError(
@@ -233,7 +229,7 @@ class Run:
                     "its shard has changed since it was indexed, put it back"
                 )
             try:
-                found.append(decode(raw.image, self.dataset.max_image_pixels, reads_arrays=True))
+                found.append(decode(raw.image, most, reads_arrays=True))
             except DecodeError as error:
                 raise RuntimeError(
                     f"sample {self.index.keys([raw.sample_id])[0]} cannot be decoded ({error}): "

@@ -207,9 +207,7 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
     for name, options in config.trainings.items():
         reads, reader = options.objective.reads, options.reader(name)
         lacking = samples.left_out(reader, captions=reads.captions, attribute=reads.attribute)
-        weights = SampleWeights.open(
-            samples, **config.weight_options(options), option=f"{name}.plan"
-        )
+        weights = SampleWeights.open(samples, config.data, options.plan, f"{name}.plan")
         draws = None if weights is None else weights.num_draws
         batch, policy = options.global_batch, options.plan.policy
         check_samples(name, batch, policy, most, len(samples), len(lacking), draws)

@@ -44,7 +44,8 @@ from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.locations import GROUPS, KIND, MEMBERS, SIZES, Located, Locations, shard_name
-from mclclip.data.remote import Remote, RemoteOptions, protocol_of
+from mclclip.data.options import DataConfig
+from mclclip.data.remote import RemoteOptions, protocol_of
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_check import check_shards
 from mclclip.data.shard_reader import ShardReader
@@ -142,7 +143,7 @@ def _begin(
     )  # fmt: skip
     if open_artifact(write=False).finished:
         return None
-    check_shards(index.directory, index.shards, config.data.index_workers, config.data.remote)
+    check_shards(index.directory, index.shards, config.data)
     _check_room(directory, index, config.reshard.samples_per_shard)
     blocks = LabelBlocks(labels, radices)
     sizes = blocks.sizes()
@@ -256,7 +257,8 @@ class _Source:
         self.index = SampleIndex(of.index, of.index_digest)
         self.sample_ids = GroupedIndex.mapped(of.grouped).sample_ids
         self.locations = Locations(self.index)
-        self.reader = ShardReader(self.locations.places, of.max_open_files, Remote(of.remote))
+        data = DataConfig(max_open_files=of.max_open_files, remote=of.remote)
+        self.reader = ShardReader(self.locations.places, data)
 
     def read(self, ids: Integers) -> Iterator[tuple[int, list[bytes]]]:
         """Yields for each sample 0 and its image and captions (empty: there are none), or a number

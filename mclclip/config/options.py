@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
@@ -190,11 +190,6 @@ class Config:
         """The trainings that a run has, by the name of their option: ``base``, ``train``."""
         base = {} if self.base is None else {"base": self.base}
         return base | ({"train": self.train} if self.has_stages else {})
-
-    def weight_options(self, training: TrainConfig, share: float = 1.0) -> dict[str, Any]:
-        """How often a training draws samples: arguments of ``SampleWeights.open``."""
-        by_source = {name: source.weight for name, source in self.data.sources.items()}
-        return training.plan.weight_options(by_source, share)
 
     def model_of(self, training: str) -> ModelConfig:
         """Options of the encoder that the training ``base`` or ``train`` starts from."""

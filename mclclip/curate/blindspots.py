@@ -261,11 +261,7 @@ class _Pictures:
     def __init__(self, config: Config, index: SampleIndex) -> None:
         data = config.data
         self.index, self.max_image_pixels = index, data.max_image_pixels
-        self._dataset = TarDataset(
-            index, transform=None, reads_captions=False,
-            max_image_pixels=data.max_image_pixels, max_open_files=data.max_open_files,
-            check_pixels=data.verify == "full", remote=data.remote,
-        )  # fmt: skip
+        self._dataset = TarDataset(index, data)
 
     def key(self, sample_id: int) -> str:
         """The key of a sample."""

@@ -35,23 +35,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from mclclip.data.captions import Tokenizer
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
-from mclclip.data.locations import Resharded
-from mclclip.data.options import Order, Policy
-from mclclip.data.remote import RemoteOptions
-from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import (
-    BadSample,
-    RawSample,
-    Sample,
-    TarDataset,
-    TextFeatures,
-    Tokenizer,
-    Transform,
-)
-from mclclip.data.trunk_rows import TrunkRows
+from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, Transform
 from mclclip.randomness import mix
 
 # Purposes of the randomness, part of its key.
@@ -182,12 +169,10 @@ class TrainingBatches(Dataset[Batch]):
     A resumed run uses another ``start``; with another world size a rank takes another slice of the
     same global batches.
 
-    index, transform, reads_captions, tokenizer, text_features, max_image_pixels, max_open_files,
-    check_pixels, remote, resharded, trunk  see `TarDataset`; the transform is that of training
+    dataset       the samples; its transform is that of training
+    plan          the plan of any epoch of the stage; its seed and stage also key augmentation and
+                  captions
     num_views     how many times each image is transformed, each time with other random draws
-    grouped       the stage's grouped index, made for this index
-    global_batch  samples per step over all ranks
-    policy, order, seed, stage, block   see `EpochPlan`; seed also keys augmentation and captions
     rank, world_size   this process takes columns [rank * b, (rank + 1) * b), b = global_batch / W
     class_labels  gives the classes of samples; None: batches have no classes
     bad_ids       samples known to be unusable: never tried as a replacement
@@ -197,69 +182,37 @@ class TrainingBatches(Dataset[Batch]):
     samples have weights, both are keyed by the sample's occurrence in the epoch too.
     The head of this module says how undecodable samples are replaced. Where captions are read, a
     sample without one counts as undecodable.
-    Raises ValueError where world_size does not divide global_batch, rank is outside the world,
-    num_views is below 1, or captions are read and there is nothing to read them with.
+    Raises ValueError where world_size does not divide global_batch, rank is outside the world, or
+    num_views is below 1.
     """
 
     def __init__(
         self,
+        dataset: TarDataset,
+        plan: EpochPlan,
         *,
-        index: SampleIndex,
-        grouped: GroupedIndex,
-        transform: Transform,
-        reads_captions: bool,
-        tokenizer: Tokenizer | None = None,
-        text_features: TextFeatures | None = None,
         num_views: int = 1,
-        global_batch: int,
-        policy: Policy,
-        order: Order,
-        seed: int,
-        stage: int,
         rank: int = 0,
         world_size: int = 1,
         class_labels: ClassLabels | AttributeClasses | None = None,
         bad_ids: Iterable[int] | npt.NDArray[np.int64] = (),
-        max_image_pixels: int,
-        max_open_files: int = 64,
-        check_pixels: bool = False,
-        remote: RemoteOptions | None = None,
-        resharded: Resharded | None = None,
-        trunk: TrunkRows | None = None,
-        block: int = 1,
     ) -> None:
-        if world_size < 1 or global_batch % world_size != 0:
+        self.dataset, self._plan = dataset, plan
+        self.grouped, self.global_batch = plan.grouped, plan.global_batch
+        if world_size < 1 or self.global_batch % world_size != 0:
             raise ValueError(
-                f"global_batch is {global_batch} and world_size {world_size}: wanted a multiple, "
-                "change the global batch or start another number of processes"
+                f"global_batch is {self.global_batch} and world_size {world_size}: wanted a "
+                "multiple, change the global batch or start another number of processes"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, wanted 0 <= rank < world_size = {world_size}")
         if num_views < 1:
             raise ValueError(f"num_views is {num_views}: wanted at least 1")
-        self.dataset = TarDataset(
-            index,
-            transform,
-            reads_captions=reads_captions,
-            tokenizer=tokenizer,
-            text_features=text_features,
-            max_image_pixels=max_image_pixels,
-            max_open_files=max_open_files,
-            check_pixels=check_pixels,
-            remote=remote,
-            resharded=resharded,
-            trunk=trunk,
-        )
-        self.num_views = num_views
-        self._only_torch = _draws_from_torch_alone(transform, tokenizer)
-        self.grouped, self._class_labels = grouped, class_labels
-        self.global_batch = global_batch
-        self.local_batch = global_batch // world_size
-        self.rank = rank
-        self._seed, self._stage = seed, stage
+        self.num_views, self.rank, self._class_labels = num_views, rank, class_labels
+        self.local_batch = self.global_batch // world_size
+        self.steps_per_epoch = plan.steps_per_epoch
+        self._only_torch = _draws_from_torch_alone(dataset.transform, dataset.tokenizer)
         self._bad_ids = frozenset(int(sample_id) for sample_id in bad_ids)
-        self._plan = EpochPlan(grouped, global_batch, policy, order, seed, stage, 0, block)
-        self.steps_per_epoch = self._plan.steps_per_epoch
 
     def plan(self, epoch: int) -> EpochPlan:
         """The plan of an epoch; only the last one is kept in memory."""
@@ -331,7 +284,7 @@ class TrainingBatches(Dataset[Batch]):
         *further: int | npt.NDArray[np.int64],
     ) -> npt.NDArray[np.uint64]:
         ids = np.asarray(sample_ids, dtype=np.int64)
-        words = mix(self._seed, self._stage, epoch, purpose, ids, *further)
+        words = mix(self._plan.seed, self._plan.stage, epoch, purpose, ids, *further)
         return np.asarray(words, dtype=np.uint64)
 
     def _view_keys(
@@ -412,7 +365,7 @@ class TrainingBatches(Dataset[Batch]):
         """
         start, stop = self.grouped.group_range(label, prefix_length)
         own = self.grouped.position(sample_id, start, stop)
-        key = int(mix(self._seed, epoch, _REPLACEMENT, sample_id))
+        key = int(mix(self._plan.seed, epoch, _REPLACEMENT, sample_id))
         tried = range(0)
         for length in range(len(self.grouped.radices), -1, -1):
             start, stop = self.grouped.group_range(self._label_at(own, length), length)
@@ -429,7 +382,7 @@ class TrainingBatches(Dataset[Batch]):
         return int(truncate(label, self.grouped.radices, prefix_length)[0])
 
 
-def _draws_from_torch_alone(transform: Transform, tokenizer: Tokenizer | None) -> bool:
+def _draws_from_torch_alone(transform: Transform | None, tokenizer: Tokenizer | None) -> bool:
     """Whether the transform says so, as `models.transforms` does, and the tokenizer draws nothing:
     one of open_clip's with a ``reduction_mask`` draws words from Python's generator."""
     masks = getattr(tokenizer, "reduction_fn", None) is not None

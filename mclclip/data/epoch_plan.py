@@ -195,8 +195,8 @@ class EpochPlan:
             raise ValueError(f"order is {order!r}: wanted one of {', '.join(get_args(Order))}")
         if block < 1:
             raise ValueError(f"block is {block}: wanted at least 1")
-        self._grouped, self._global_batch, self._policy = grouped, global_batch, policy
-        self._order, self._block = order, block
+        self.grouped, self.global_batch, self.seed, self.stage = grouped, global_batch, seed, stage
+        self._policy, self._order, self._block = policy, order, block
         self.levels = build_levels(grouped, global_batch, policy)
         self.steps_per_epoch = require_steps(self.levels, global_batch, policy)
         self.scheduled = num_scheduled(self.levels, global_batch, policy)
@@ -239,12 +239,12 @@ class EpochPlan:
             place = int(permute(step, self.steps_per_epoch, key))
         depth = int(self.depth[place])
         leaf, position = self._resolve(depth, int(self._node[place]), int(self._number[place]))
-        grouped, length = self._grouped, self.levels[depth].prefix_length
+        grouped, length = self.grouped, self.levels[depth].prefix_length
         labels = truncate(grouped.group_labels[leaf], grouped.radices, length)
-        group_size = self._global_batch
+        group_size = self.global_batch
         if self._policy == "mask" and depth > 0:
             counts = np.unique(labels, return_counts=True)[1]
-            group_size = round(float((counts**2).sum()) / self._global_batch)
+            group_size = round(float((counts**2).sum()) / self.global_batch)
         keys = mix(*self._key, _DRAW, grouped.group_labels[leaf])
         rows, occurrence = grouped.rows(leaf, position, np.asarray(keys))
         ids = np.asarray(grouped.sample_ids[rows], dtype=np.int64)
@@ -256,7 +256,7 @@ class EpochPlan:
         Walks down the tree with all elements at once: a position of a node is shuffled, then found
         among the leftovers of its children, which are the last positions of each child.
         """
-        size = self._global_batch
+        size = self.global_batch
         nodes = np.full(size, node, dtype=np.int64)
         position = number * size + np.arange(size, dtype=np.int64)
         if self._policy == "carry":
@@ -284,7 +284,7 @@ class EpochPlan:
         that crosses the end of a round may hold a sample twice.
         """
         level = self.levels[0]
-        begun = self.epoch * int(level.batches[leaf]) * self._global_batch
+        begun = self.epoch * int(level.batches[leaf]) * self.global_batch
         rounds, position = np.divmod(begun + position, level.sizes[leaf])
         key = mix(*self._key[:2], rounds, _SAMPLES, level.prefix_length, level.labels[leaf])
         return shuffled(position, level.sizes[leaf], key, self._block)
@@ -293,7 +293,7 @@ class EpochPlan:
         """Leaves in the order in which "mask" pools their leftovers, and where those start in the
         pool. Both are drawn anew for every epoch, when its first mixed batch is asked for."""
         if self._mixed is None:
-            num_groups, key = self._grouped.num_groups, mix(*self._key, _GROUP_ORDER)
+            num_groups, key = self.grouped.num_groups, mix(*self._key, _GROUP_ORDER)
             order = permute(np.arange(num_groups), num_groups, key)
             self._mixed = order, _starts(self.levels[0].leftovers[order])
         return self._mixed

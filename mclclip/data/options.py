@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -102,12 +101,6 @@ class PlanConfig:
         drawn = {"samples_per_epoch": self.samples_per_epoch} if self.samples_per_epoch else {}
         drawn |= {"block": self.block} if self.block > 1 else {}
         return {"policy": self.policy, "order": self.order, **drawn}
-
-    def weight_options(self, by_source: Mapping[str, float], share: float = 1.0) -> dict[str, Any]:
-        """Arguments of ``SampleWeights.open`` beside the index and the option's name; ``share`` is
-        that of the samples which a pilot draws from."""
-        per_epoch = self.samples_per_epoch and max(1, round(share * self.samples_per_epoch))
-        return {"path": self.weights, "by_source": by_source, "per_epoch": per_epoch}
 
 
 @checked_dataclass(frozen=True, config=STRICT)

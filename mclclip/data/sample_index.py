@@ -27,15 +27,10 @@ from mclclip.data.remote import Look, Place
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import (
     IMAGE_CRC,
-    MAX_EXAMPLES,
     RANGES,
     ROW,
     TEXT_CRC,
-    Findings,
-    parse_captions,
-    scan_shard,
 )
-from mclclip.data.slow_samples import noted_twice
 from mclclip.files import (
     digest_array,
     digest_json,
@@ -48,10 +43,9 @@ from mclclip.files import (
 )
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 
-__all__ = ["SampleIndex", "Shard", "join_rows", "parse_captions", "scan_shard"]
-
 KIND = "index"
 SAMPLES, SHARDS, BAD_SAMPLES = "samples.arrow", "shards.json", "bad_samples.json"
+TIMEOUTS = "timeouts"  # 4f0c1a9be2d3507a.1.json, 4f0c1a9be2d3507a.2.json: see ``note_slow``
 SCHEMA = ROW.append(pa.field("shard", pa.int32()))
 _KEYS_AT_ONCE = 65_536
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
@@ -92,59 +86,7 @@ class Shard:
         return {k: v for k, v in fields.items() if v or k not in rare}
 
 
-# --- building --------------------------------------------------------------------------------
-
-
-def join_rows(
-    known: pa.Table | None, num_known: int, scanned: list[pa.RecordBatch], findings: Findings
-) -> pa.Table:
-    """The rows of known shards, then those of scanned shards, whose numbers follow ``num_known``.
-
-    Of rows with the same key the first stays; the others are counted as ``duplicate_key``. A row
-    has no value for attributes that only other shards have. The result has one chunk per column,
-    which zero-copy reading needs. ``scanned`` is emptied, so that a column's parts go as soon as
-    they are joined: millions of rows are never there twice.
-    """
-    tables = [] if known is None else [known]
-    for number, rows in enumerate(scanned, start=num_known):
-        shard = pa.array(np.full(len(rows), number, np.int32))
-        table = pa.Table.from_batches([rows])
-        tables.append(table.add_column(len(ROW), SCHEMA.field("shard"), shard))
-    table = pa.concat_tables(tables, promote_options="default")
-    tables.clear()
-    scanned.clear()
-    for number, field in enumerate(table.schema):
-        joined = table.column(number).unify_dictionaries().combine_chunks()
-        table = table.set_column(number, field, joined)
-    keys = table["key"].chunk(0) if len(table) else pa.array([], pa.large_string())
-    repeated = _repeated(keys)
-    if repeated.any():
-        examples = keys.take(pa.array(np.flatnonzero(repeated)[:MAX_EXAMPLES])).to_pylist()
-        findings.add("duplicate_key", *examples, count=int(repeated.sum()))
-        table = table.filter(pa.array(~repeated)).combine_chunks()
-    return table
-
-
-def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
-    """[N], True where the same key came before.
-
-    Keys of the same 64-bit hash are compared, so that of all keys hashes alone are held.
-    """
-    from pandas.util import hash_array
-
-    hashes = np.empty(len(keys), np.uint64)
-    for start in range(0, len(keys), _KEYS_AT_ONCE):
-        some = keys.slice(start, _KEYS_AT_ONCE).to_numpy(zero_copy_only=False)
-        hashes[start : start + len(some)] = hash_array(some, categorize=False)
-    ordered = np.sort(hashes)
-    several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    found = np.zeros(len(keys), bool)
-    alike = np.flatnonzero(np.isin(hashes, several)) if len(several) else several.astype(np.int64)
-    codes = keys.take(pa.array(alike)).dictionary_encode().indices.to_numpy()
-    # Codes are given in order of first appearance: a key is new where its code is a new maximum.
-    before = np.concatenate([[-1], np.maximum.accumulate(codes)[:-1]]) if len(codes) else codes
-    found[alike] = codes <= before
-    return found
+# --- tables ----------------------------------------------------------------------------------
 
 
 def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> str:
@@ -443,7 +385,7 @@ class SampleIndex:
             listed: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
             if not all(isinstance(listed[key]["reason"], str) for key in listed):
                 raise TypeError("its reasons are no texts")
-        listed |= noted_twice(self.directory)
+        listed |= self._noted_twice()
         if listed != self._listed:
             ids = dict(zip(listed, self.ids_of(list(listed)).tolist(), strict=True))
             now = self.bytes_of(list(ids.values()))
@@ -472,6 +414,45 @@ class SampleIndex:
         }
         merged = {**found, **self.bad_samples()}
         write_json(self.directory / BAD_SAMPLES, dict(sorted(merged.items())))
+
+    def note_slow(self, sample_id: int) -> str:
+        """Notes that the limit for waiting ended this process while it decoded a sample; returns
+        the sample's key and what becomes of it, as a part of the message.
+
+        The same command would meet the sample again and end again, so a sample that was noted twice
+        counts as undecodable. Any rank writes these files, each as a whole; without the folder all
+        samples are tried again.
+        """
+        (key,) = self.keys([sample_id])
+        entry = {"key": key, "bytes": self.bytes_of([sample_id])[sample_id]}
+        first, second = (
+            self.directory / TIMEOUTS / f"{digest_json(entry)[:16]}.{number}.json"
+            for number in (1, 2)
+        )
+        again = first.exists()
+        write_json(second if again else first, entry)
+        becomes = "it is left out from now on" if again else "it is left out if that happens again"
+        return f"sample {key} was being decoded, {becomes}"
+
+    def _noted_twice(self) -> dict[str, dict[str, str]]:
+        """The samples that were noted twice by key, as entries of ``bad_samples.json``; their bytes
+        may have changed since."""
+        found: dict[str, dict[str, str]] = {}
+        for path in sorted((self.directory / TIMEOUTS).glob("*.2.json")):
+            with own(path, "take it away: the sample is tried again"):
+                entry = read_json(path)
+                found[str(entry["key"])] = {"reason": "timeout", "bytes": str(entry["bytes"])}
+        return found
+
+    def slow_ids(self) -> frozenset[int]:
+        """The samples that were noted twice as slow and have not changed since: whoever decodes one
+        of them may wait for ever."""
+        noted = self._noted_twice()
+        ids = self.ids_of(list(noted)).tolist() if noted else []
+        now = self.bytes_of(ids)
+        return frozenset(
+            i for i, entry in zip(ids, noted.values(), strict=True) if entry["bytes"] == now[i]
+        )
 
     def check_bad_fraction(self, num_bad: int, max_bad_fraction: float) -> None:
         """Raises ValueError where more than ``data.max_bad_fraction`` of all samples are bad."""

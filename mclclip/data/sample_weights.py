@@ -22,7 +22,7 @@ they are taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_given_npy
-from mclclip.data.options import MOST_DRAWS
+from mclclip.data.options import MOST_DRAWS, DataConfig, PlanConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array, digest_json
 from mclclip.randomness import mix
@@ -65,22 +65,23 @@ class SampleWeights:
     def open(
         cls,
         index: SampleIndex,
-        *,
-        path: str | None,
-        by_source: Mapping[str, float],
-        per_epoch: int | None,
+        data: DataConfig,
+        plan: PlanConfig,
         option: str,
+        share: float = 1.0,
     ) -> SampleWeights | None:
-        """The weights of an index's samples; None where every sample weighs 1 and nothing is
-        scaled.
+        """The weights of an index's samples, by ``plan`` and by the sources of ``data``; None where
+        every sample weighs 1 and nothing is scaled.
 
-        path       ``.npy`` file of N numbers in index order, such as weights.npy of ``blindspots``;
-                   a manifest beside it must be of this index
-        by_source  factors of data sources by name
-        option     name of the training's plan in messages, such as ``train.plan``
+        option  name of the training's plan in messages, such as ``train.plan``
+        share   of the samples that a pilot draws from
+        A manifest beside the file ``plan.weights`` must be of this index.
         Raises FileNotFoundError or ValueError, one line, for a file that is not there or not of
         this index, for numbers that are no weights, and where all are 0.
         """
+        path, per_epoch = plan.weights, plan.samples_per_epoch
+        per_epoch = per_epoch and max(1, round(share * per_epoch))
+        by_source = {name: source.weight for name, source in data.sources.items()}
         factors = np.array([by_source.get(s.source, 1.0) for s in index.shards], np.float64)
         if path is None and per_epoch is None and bool((factors == 1.0).all()):
             return None

@@ -1,50 +1,41 @@
 """Reads and decodes samples by sample_id.
 
-`TarDataset` reads ranges of tar shards and turns them into images and captions, `TextFeatures`
-looks up text embeddings that ``mclclip embed --text`` has written. If a sample's bytes are
-unusable, the result is a `BadSample`; other faults (a missing shard, an I/O error) are raised,
+`TarDataset` reads ranges of tar shards and turns them into images and captions. If a sample's bytes
+are unusable, the result is a `BadSample`; other faults (a missing shard, an I/O error) are raised,
 since they say nothing about the sample.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
-from mclclip.data import slow_samples
-from mclclip.data.arrays import open_npy
-from mclclip.data.captions import tokenized
+from mclclip.data.captions import TextFeatures, Tokenizer, tokenized
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.locations import Located, Locations, Resharded
-from mclclip.data.remote import Remote, RemoteOptions
-from mclclip.data.row_store import rows_path
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.files import Checked, shown
+from mclclip.files import shown
 from mclclip.ranks import collectives, data_wait
-from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
 
 Integers = npt.NDArray[np.int64]
-Transform = Callable[[Image.Image], Tensor]
-Tokenizer = Callable[[list[str]], Tensor]
+Transform = Callable[[Any], Tensor]
+"""From an upright RGB PIL image, or an array of pixels, to a tensor [C, H, W]."""
 log = logging.getLogger("mclclip")
 _AT_ONCE = 4096  # captions that are asked for together
 
@@ -54,7 +45,7 @@ class BadSample:
     """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
     ``no_caption``; ``changed``, where its bytes are not those that were indexed; ``unfit``, where
     the model does not take such an image; ``not_cached``, where the trunk's cache has no row; or
-    ``timeout``, where decoding it has ended a process twice (`slow_samples`)."""
+    ``timeout``, where decoding it has ended a process twice (`SampleIndex.note_slow`)."""
 
     sample_id: int
     reason: str
@@ -89,136 +80,52 @@ class _Unfit(ValueError):
         self.sample_id = sample_id
 
 
-class TextFeatures:
-    """Text embeddings on disk, one row per caption, looked up by (sample_id, caption number).
-
-    ``directory`` holds one array per shard of the index, named by the shard's number: ``00007.npy``
-    [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
-    after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
-    first caption). Arrays are memory-mapped when first needed, at most ``max_open_files`` at once.
-    The blocks of a file that hold a row are compared with the artifact's records before the row is
-    given out, each once in a process.
-    """
-
-    def __init__(
-        self, directory: str | os.PathLike[str], index: SampleIndex, max_open_files: int = 64
-    ) -> None:
-        self._directory = Path(directory)
-        self._index = index
-        self._max_open_files = max_open_files
-        self._arrays: OrderedDict[int, npt.NDArray[np.floating]] = OrderedDict()
-        self._checked: dict[int, Checked] = {}
-        self._data_offsets: dict[int, int] = {}
-        if not self._directory.is_dir():
-            raise FileNotFoundError(
-                f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
-            )
-        self._manifest: Manifest | None = None
-        if (self._directory / MANIFEST).exists():
-            self._manifest = read_manifest(self._directory, "text_embeddings")
-
-    def get(self, sample_id: int, caption_number: int) -> Tensor:
-        """The text embedding, float32 [D].
-
-        Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
-        without text embeddings, ValueError for an array that does not fit the index.
-        """
-        num_captions = int(self._index.num_captions[sample_id])
-        if not 0 <= caption_number < num_captions:
-            raise IndexError(
-                f"caption {caption_number} of sample {sample_id} was asked for, it has "
-                f"{num_captions}"
-            )
-        shard = int(self._index.shard_of[sample_id])
-        # Not by the index's caption_start, which would take an array [N + 1] in every worker.
-        before = self._index.num_captions[self._index.shards[shard].start : sample_id]
-        row = int(before.sum()) + caption_number
-        array = self._array(shard)
-        first = self._data_offsets[shard] + row * (size := array.dtype.itemsize * array.shape[1])
-        self._checked[shard].check(first, first + size)
-        return torch.from_numpy(array[row].astype(np.float32))
-
-    def _array(self, shard: int) -> npt.NDArray[np.floating]:
-        if shard in self._arrays:
-            self._arrays.move_to_end(shard)
-            return self._arrays[shard]
-        while len(self._arrays) >= max(self._max_open_files, 1):
-            self._arrays.popitem(last=False)
-        path = rows_path(self._directory, shard)
-        if shard not in self._checked:
-            record = None if self._manifest is None else self._manifest.record(path.name)
-            again = "run 'mclclip embed --text --force' to make it again"
-            self._checked[shard] = Checked(path, record, again)
-            self._checked[shard].check(0, 1)  # the header
-        array: npt.NDArray[np.floating] = open_npy(path, "embed --text")
-        here = self._index.shards[shard]
-        wanted = int(self._index.num_captions[here.start : here.stop].sum())
-        if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
-            raise ValueError(
-                f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
-                f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
-            )
-        self._arrays[shard], self._data_offsets[shard] = array, int(getattr(array, "offset", 0))
-        return array
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A mapped array pickles as its content.
-        return {**self.__dict__, "_arrays": OrderedDict(), "_checked": {}}
-
-
 class TarDataset(Dataset["Sample | BadSample"]):
     """Random access to the samples of an index; item i is sample_id i.
 
-    ``transform`` takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
-    validation transform); one with an attribute ``reads_arrays`` that is true takes uint8 [H, W, C]
-    as well (`models.transforms`), and one whose ``reads_pixels`` is true takes pictures as arrays
-    only (`models.transforms`). It may be None where just `captions` and `read_many` are wanted.
-    ``remote`` says how shards behind urls are read. ``check_pixels`` compares every image with its
-    checksum in the index (``data.verify=full``); captions are compared always. ``reads_captions``
-    says whether samples carry text: False gives images alone, and caption members are not read.
-    With True it is tokenized with ``tokenizer`` (a list of captions -> int64 [n, context]) or
-    looked up in ``text_features``, which goes first; a sample without a caption is then a
-    `BadSample`. Copies of samples in ``resharded`` are read in the place of those of the index.
-    With ``trunk`` views are its rows, and neither images nor ``transform`` are needed.
+    transform      takes an upright RGB PIL image to a tensor [3, H, W] (open_clip's own train or
+                   validation transform). One with an attribute ``reads_arrays`` that is true takes
+                   uint8 [H, W, C] as well (`models.transforms`), and one whose ``reads_pixels`` is
+                   true takes pictures as arrays only (`models.transforms`). None: `captions` and
+                   `read_many` alone are wanted.
+    tokenizer      a list of captions -> int64 [n, context]. Without it and ``text_features`` a
+                   sample is an image alone, and caption members are not read; with either, a sample
+                   without a caption is a `BadSample`.
+    text_features  where text embeddings are looked up in the place of tokens
+    resharded      copies of samples, which are read in the place of those of the index
+    trunk          rows that stand for images; views are these, and no ``transform`` is needed
 
-    Through `__getitem__` and `__getitems__` a sample comes with one view and its first caption.
-    Raises ValueError where captions are to be read and there is nothing to read them with, and
-    where images are to be compared and the index has no checksums of them.
+    Captions are compared with their checksums in the index always, images where ``options.verify``
+    is ``full``. Through `__getitem__` and `__getitems__` a sample comes with one view and its first
+    caption. Raises ValueError where images are to be compared and the index has no checksums of
+    them.
     """
 
     def __init__(
         self,
-        index: SampleIndex | str | os.PathLike[str],
-        transform: Transform | None,
+        index: SampleIndex,
+        options: DataConfig,
+        transform: Transform | None = None,
         *,
-        reads_captions: bool,
         tokenizer: Tokenizer | None = None,
         text_features: TextFeatures | None = None,
-        max_image_pixels: int,
-        max_open_files: int = 64,
-        check_pixels: bool = False,
-        remote: RemoteOptions | None = None,
         resharded: Resharded | None = None,
         trunk: TrunkRows | None = None,
     ) -> None:
-        if reads_captions and tokenizer is None and text_features is None:
-            raise ValueError("reads_captions is True: wanted a tokenizer or text_features as well")
-        self.index = index if isinstance(index, SampleIndex) else SampleIndex.open(Path(index))
-        self.transform = transform
-        self.reads_captions = reads_captions
-        self.tokenizer = tokenizer if reads_captions and text_features is None else None
-        self.text_features = text_features if reads_captions else None
-        self.max_image_pixels = max_image_pixels
-        self.check_pixels = check_pixels
-        if check_pixels and self.index.image_crc32 is None:
+        self.index, self.options, self.transform = index, options, transform
+        self.tokenizer = tokenizer if text_features is None else None
+        self.text_features = text_features
+        self.reads_captions = tokenizer is not None or text_features is not None
+        self._compares_images = options.verify == "full" and trunk is None
+        if self._compares_images and self.index.image_crc32 is None:
             raise ValueError(
                 f"data.verify=full compares images with the index, and {self.index.directory} has "
                 "no checksums of them: run 'mclclip index' with data.verify=full, which adds them"
             )
         self.locations, self._has_warned = Locations(self.index, resharded, trunk), False
         self.trunk = trunk
-        self._too_slow = slow_samples.to_leave_out(self.index)
-        self.reader = ShardReader(self.locations.places, max_open_files, Remote(remote))
+        self._too_slow = index.slow_ids()
+        self.reader = ShardReader(self.locations.places, options)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -362,7 +269,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         arrays = bool(getattr(transform, "reads_arrays", False))
         pixels = bool(getattr(transform, "reads_pixels", False))
         try:
-            return decode(raw.image, self.max_image_pixels, arrays, pixels)
+            return decode(raw.image, self.options.max_image_pixels, arrays, pixels)
         except DecodeError:
             raise
         except ValueError as error:
@@ -388,14 +295,10 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
         with torch.random.fork_rng(devices=[]):
             # All ranks try the same samples, so that one of them notes what takes too long.
-            note = self.note_slow if collectives.rank() == 0 else data_wait.nothing
+            note = self.index.note_slow if collectives.rank() == 0 else data_wait.nothing
             data_wait.wait_for(
                 try_some, lambda: "the first sample has not been decoded by this process", note
             )
-
-    def note_slow(self, sample_id: int) -> str:
-        """Notes that decoding a sample has ended this process (`slow_samples.note`)."""
-        return slow_samples.note(self.index, sample_id)
 
     def _key(self, sample_id: int) -> str:
         return self.index.keys([sample_id])[0]
@@ -432,7 +335,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         of_text = self.index.text_crc32
         if text and of_text is not None and zlib.crc32(text) != of_text[sample_id]:
             return True
-        of_image = self.index.image_crc32 if self.check_pixels else None
+        of_image = self.index.image_crc32 if self._compares_images else None
         return (
             image is not None
             and of_image is not None

@@ -1,4 +1,4 @@
-"""Scans shards side by side, and tells whether those of an index are still what was indexed.
+"""Scans shards side by side, joins their rows, and compares the shards with those of an index.
 
 Opening an index compares the size of every shard and the time of its last change, which costs one
 look per file; of a shard behind a url, its size and its ETag. A shard with another time is scanned
@@ -17,38 +17,44 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
 from mclclip import files
+from mclclip.data.options import DataConfig
 from mclclip.data.remote import Look, Place, Remote, RemoteOptions, protocol_of
-from mclclip.data.sample_index import Shard
+from mclclip.data.sample_index import SCHEMA, Shard
 from mclclip.data.shard_filter import ShardFilter, metadata_path
-from mclclip.data.shard_scan import ShardScan, scan_shard
+from mclclip.data.shard_scan import MAX_EXAMPLES, ROW, Findings, ShardScan, scan_shard
 from mclclip.ranks.parent_death import map_in_pool
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 
 TIMES = "shard_times.json"
+_KEYS_AT_ONCE = 65_536
 
 
 def scan_shards(
     shards: Sequence[Shard],
-    workers: int,
+    options: DataConfig,
     *,
     pixels: bool = False,
-    remote: RemoteOptions | None = None,
     filters: Mapping[str, ShardFilter] | None = None,
 ) -> Generator[ShardScan, None, None]:
-    """Yields the scans of the shards, in their order, by up to ``workers`` processes.
+    """Yields the scans of the shards, in their order, by up to ``options.index_workers`` processes.
 
     ``filters``: those of sources, by name. Raises FileNotFoundError where one has conditions, and
     shards have no parquet beside them. Digests of scans do not depend on filters.
     """
+    remote = options.remote
     filled = _with_metadata(shards, filters or {}, remote)
     calls = [
         (s.path, s.source, s.captions, s.attributes, pixels, s.place.look, remote, chosen)
         for s, chosen in zip(shards, filled, strict=True)
     ]
-    return map_in_pool(scan_shard, calls, workers)
+    return map_in_pool(scan_shard, calls, options.index_workers)
 
 
 def _with_metadata(
@@ -98,16 +104,14 @@ def _read_times(directory: Path) -> dict[str, int]:
     return times
 
 
-def check_shards(
-    directory: Path, shards: Sequence[Shard], workers: int, remote: RemoteOptions | None = None
-) -> None:
+def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) -> None:
     """Compares the shards with what was indexed into ``directory``; call it on one rank.
 
     Raises FileNotFoundError where one is missing and ValueError where one has another size, tag, or
     other members, captions or attributes; the message names it; OSError where a store does not
     answer. Shards of an index that was made before digests were kept are compared by size alone.
     """
-    now = look_at([shard.path for shard in shards], remote)
+    now = look_at([shard.path for shard in shards], options.remote)
     for shard, look in zip(shards, now, strict=True):
         _check_look(shard, look, directory)
     times, noted = times_of(shards), _read_times(directory)
@@ -115,7 +119,7 @@ def check_shards(
     if not changed:
         return
     log.info("%d shard(s) have another time than when they were indexed: read again", len(changed))
-    with closing(scan_shards(changed, workers, remote=remote)) as scans:
+    with closing(scan_shards(changed, options)) as scans:
         shown = progress(scans, total=len(changed), description="check shards")
         for shard, scan in zip(changed, shown, strict=True):
             if scan.digest != shard.digest:
@@ -165,3 +169,55 @@ def _check_look(shard: Shard, now: Look | None, directory: Path) -> None:
 
 def _where(shard: Shard, directory: Path) -> str:
     return f"shard {files.shown(shard.path)} of source {shard.source} in {directory}"
+
+
+def join_rows(
+    known: pa.Table | None, num_known: int, scanned: list[pa.RecordBatch], findings: Findings
+) -> pa.Table:
+    """The rows of known shards, then those of scanned shards, whose numbers follow ``num_known``.
+
+    Of rows with the same key the first stays; the others are counted as ``duplicate_key``. A row
+    has no value for attributes that only other shards have. The result has one chunk per column,
+    which zero-copy reading needs. ``scanned`` is emptied, so that a column's parts go as soon as
+    they are joined: millions of rows are never there twice.
+    """
+    tables = [] if known is None else [known]
+    for number, rows in enumerate(scanned, start=num_known):
+        shard = pa.array(np.full(len(rows), number, np.int32))
+        table = pa.Table.from_batches([rows])
+        tables.append(table.add_column(len(ROW), SCHEMA.field("shard"), shard))
+    table = pa.concat_tables(tables, promote_options="default")
+    tables.clear()
+    scanned.clear()
+    for number, field in enumerate(table.schema):
+        joined = table.column(number).unify_dictionaries().combine_chunks()
+        table = table.set_column(number, field, joined)
+    keys = table["key"].chunk(0) if len(table) else pa.array([], pa.large_string())
+    repeated = _repeated(keys)
+    if repeated.any():
+        examples = keys.take(pa.array(np.flatnonzero(repeated)[:MAX_EXAMPLES])).to_pylist()
+        findings.add("duplicate_key", *examples, count=int(repeated.sum()))
+        table = table.filter(pa.array(~repeated)).combine_chunks()
+    return table
+
+
+def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
+    """[N], True where the same key came before.
+
+    Keys of the same 64-bit hash are compared, so that of all keys hashes alone are held.
+    """
+    from pandas.util import hash_array
+
+    hashes = np.empty(len(keys), np.uint64)
+    for start in range(0, len(keys), _KEYS_AT_ONCE):
+        some = keys.slice(start, _KEYS_AT_ONCE).to_numpy(zero_copy_only=False)
+        hashes[start : start + len(some)] = hash_array(some, categorize=False)
+    ordered = np.sort(hashes)
+    several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    found = np.zeros(len(keys), bool)
+    alike = np.flatnonzero(np.isin(hashes, several)) if len(several) else several.astype(np.int64)
+    codes = keys.take(pa.array(alike)).dictionary_encode().indices.to_numpy()
+    # Codes are given in order of first appearance: a key is new where its code is a new maximum.
+    before = np.concatenate([[-1], np.maximum.accumulate(codes)[:-1]]) if len(codes) else codes
+    found[alike] = codes <= before
+    return found

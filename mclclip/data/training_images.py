@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.data.remote import Remote, RemoteOptions
+from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.shard_reader import ShardReader
@@ -50,27 +50,24 @@ class Trained(HasRunDir, Protocol):
     """What is read of a configuration."""
 
     @property
-    def data(self) -> Any:
-        """Options of the data, of which ``remote`` is read."""
+    def data(self) -> DataConfig:
+        """Options of the data."""
 
     @property
     def trainings(self) -> Mapping[str, Any]:
         """The options of trainings by name."""
-
-    def weight_options(self, training: Any) -> dict[str, Any]:
-        """Arguments of ``SampleWeights.open``."""
 
 
 @dataclass(frozen=True)
 class TrainingImages:
     """The images that the trainings of a run draw.
 
-    weights  of each training by its name: arguments of ``SampleWeights.open``; none: it draws all
+    plans  of the trainings by name
     """
 
     directory: Path
-    weights: Mapping[str, dict[str, Any]]
-    remote: RemoteOptions | None = None
+    plans: Mapping[str, PlanConfig]
+    options: DataConfig = DataConfig()
 
     @classmethod
     def of(cls, config: Trained) -> TrainingImages | None:
@@ -78,8 +75,8 @@ class TrainingImages:
         directory = Layout.of(config).index
         if not config.trainings or not is_finished(directory):
             return None
-        weights = {name: config.weight_options(t) for name, t in config.trainings.items()}
-        return cls(directory, weights, config.data.remote)
+        plans = {name: training.plan for name, training in config.trainings.items()}
+        return cls(directory, plans, config.data)
 
     @cached_property
     def _index(self) -> SampleIndex:
@@ -92,7 +89,8 @@ class TrainingImages:
         Raises ValueError for weights that do not fit the index.
         """
         of_index = read_manifest(self.directory, KIND).digest
-        name = of_index + str(self.weights) + digest_keys(map(str, images))
+        weights = [source.weight for source in self.options.sources.values()]
+        name = of_index + str(self.plans) + str(weights) + digest_keys(map(str, images))
         if name not in _known:
             try:
                 _known[name] = self._count(images)
@@ -128,17 +126,15 @@ class TrainingImages:
     def _drawn(self, rows: Integers) -> npt.NDArray[np.bool_]:
         """Which of the samples some training draws."""
         drawn = np.zeros(len(rows), bool)
-        for name, options in self.weights.items():
-            weights = None
-            if options:
-                weights = SampleWeights.open(self._index, **options, option=f"{name}.plan")
+        for name, plan in self.plans.items():
+            weights = SampleWeights.open(self._index, self.options, plan, f"{name}.plan")
             drawn |= True if weights is None else weights.units(rows) > 0
         return drawn
 
     def _digests(self, rows: Integers) -> set[bytes]:
         """The digests of samples' images."""
         index = self._index
-        reader = ShardReader([s.place for s in index.shards], remote=Remote(self.remote))
+        reader = ShardReader([s.place for s in index.shards], self.options)
         columns = (index.shard_of[rows], index.image_offset[rows], index.image_size[rows])
         ranges = list(zip(*(column.tolist() for column in columns), strict=True))
         found = set()

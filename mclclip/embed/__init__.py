@@ -87,8 +87,7 @@ def run(
             rows = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
             collectives.together(partial(rows.start, model), "embed")
         model.to(context.device)
-        workers, remote = config.data.index_workers, config.data.remote
-        collectives.on_main(partial(check_shards, index.directory, index.shards, workers, remote))
+        collectives.on_main(partial(check_shards, index.directory, index.shards, config.data))
         images = ImagePass(config, context, index, model, rows)
         collectives.together(images.source.check, "embed")
         _embed(images, model, artifact)

@@ -87,16 +87,7 @@ class ImagePass:
         trunk: TrunkRows | None = None,
     ) -> None:
         self.config, self.context, self.index = config, context, index
-        self.source = TarDataset(
-            index,
-            transform=model.preprocess_val,
-            reads_captions=False,
-            max_image_pixels=config.data.max_image_pixels,
-            max_open_files=config.data.max_open_files,
-            check_pixels=config.data.verify == "full" and trunk is None,
-            remote=config.data.remote,
-            trunk=trunk,
-        )
+        self.source = TarDataset(index, config.data, model.preprocess_val, trunk=trunk)
         self.shape = (model.num_channels, *pair(model.image_size)) if trunk is None else trunk.shape
 
     def by_shard(self, shards: Sequence[Shard], encode: Callable[[Tensor], np.ndarray]) -> Passes:
@@ -122,7 +113,7 @@ class ImagePass:
 
         # No workers for a single batch.
         workers = min(self.config.data.num_workers, max(len(cuts) - 1, 0))
-        note_slow = self.source.note_slow
+        note_slow = self.index.note_slow
         return Loader(
             self.source, cuts, num_workers=workers, describe=describe, note_slow=note_slow,
             batched=True,

@@ -55,8 +55,7 @@ def write(
     if artifact.finished:
         log.info("%s is finished: skipped", artifact.directory)
         return
-    workers, remote = config.data.index_workers, config.data.remote
-    collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
+    collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
     images = image_pass.ImagePass(config, context, index, model)
     collectives.together(images.source.check, "embed")
     with torch.inference_mode():

@@ -261,15 +261,7 @@ def _images(config: Config, index: SampleIndex, model: Model) -> Iterator[Tensor
     ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
     order = np.random.default_rng([config.seed, 3]).permutation(ids)
     drawn = order[: soup.STATISTICS_IMAGES].tolist()
-    dataset = TarDataset(
-        index,
-        transform=model.preprocess_val,
-        reads_captions=False,
-        max_image_pixels=config.data.max_image_pixels,
-        max_open_files=config.data.max_open_files,
-        check_pixels=config.data.verify == "full",
-        remote=config.data.remote,
-    )
+    dataset = TarDataset(index, config.data, model.preprocess_val)
     for start in range(0, len(drawn), config.embed.batch_size):
         samples = dataset.__getitems__(drawn[start : start + config.embed.batch_size])
         good = [sample.views[0] for sample in samples if isinstance(sample, Sample)]

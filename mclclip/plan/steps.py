@@ -94,7 +94,7 @@ def _training(
     groups, epoch, coverage = (1, most), None, []
     weights = None
     if index is not None:
-        weights = SampleWeights.open(index, **config.weight_options(options), option=f"{name}.plan")
+        weights = SampleWeights.open(index, config.data, options.plan, f"{name}.plan")
     drawn = _drawn(options, weights, usable)
     if usable is not None:
         draws = None if drawn == usable else drawn

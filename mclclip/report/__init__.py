@@ -120,7 +120,7 @@ def _content(material: Material) -> dict[str, Any]:
     """All variables of the template."""
     data = DataConfig() if material.config is None else material.config.data
     thumbnails = Thumbnails(data.max_image_pixels)
-    samples = _section(lambda: Samples(material.index, data.max_image_pixels, data.remote), "")
+    samples = _section(lambda: Samples(material.index, data), "")
     verdicts = scores.verdicts(material)
     trainings = training.trainings(material)
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mclclip.data.decode import DecodeError, as_picture, decode
-from mclclip.data.remote import RemoteOptions
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.files import read_bounded
@@ -119,17 +119,11 @@ def data_uri(image: Image.Image, whole: bool) -> str:
 
 
 class Samples:
-    """Images and captions of the samples of an index; ``remote`` says how urls are read."""
+    """Images and captions of the samples of an index."""
 
-    def __init__(self, index: SampleIndex, max_image_pixels: int, remote: RemoteOptions) -> None:
+    def __init__(self, index: SampleIndex, options: DataConfig) -> None:
         self.index = index
-        self._dataset = TarDataset(
-            index,
-            transform=None,
-            reads_captions=False,
-            max_image_pixels=max_image_pixels,
-            remote=remote,
-        )
+        self._dataset = TarDataset(index, options)
         self._captions: dict[int, str] = {}
 
     def image(self, sample_id: int) -> bytes:

@@ -10,37 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mclclip.checkpoint import Stateful
+from mclclip.train.options import EvaluateConfig
 
 Evaluate = Callable[[int], Mapping[str, float]]
 """Figures by name of the checkpoint of a step, the same on all ranks; all ranks call it."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Judging:
-    """The evaluations of one training.
+    """The evaluations of one training of ``total`` steps, every ``every`` steps and after the last.
 
-    every     steps between two; one more follows the last step
-    total     steps of the training
-    metric    the figure that decides, by its name; None: figures are only recorded
-    mode      whether a larger or a smaller figure is better; an equal one is not
-    best      whether the checkpoint with the best figure is kept, to be exported
-    patience  evaluations in a row without a better figure after which the training ends; None: all
-              steps are taken
+    ``options`` name the figure that decides, ``metric``; without one, figures are only recorded.
+    An equal figure is not a better one.
     """
 
     evaluate: Evaluate
+    options: EvaluateConfig
     every: int
     total: int
-    metric: str | None = None
-    mode: Literal["max", "min"] = "max"
-    best: bool = False
-    patience: int | None = None
     values: list[float] = field(default_factory=list)
 
     def due(self, done: int) -> bool:
@@ -52,48 +44,44 @@ class Judging:
 
         Raises ValueError where ``metric`` is not measured.
         """
-        figures = self.evaluate(done)
-        if self.metric is None:
+        figures, metric = self.evaluate(done), self.options.metric
+        if metric is None:
             return figures
-        if self.metric not in figures:
+        if metric not in figures:
             raise ValueError(
-                f"evaluate.metric={self.metric!r} is not measured: name one of {', '.join(figures)}"
+                f"evaluate.metric={metric!r} is not measured: name one of {', '.join(figures)}"
             )
         # A resumed training evaluates its first step again.
-        self.values = [*self.values[: self._number(done)], float(figures[self.metric])]
+        before = (done - 1) // self.every
+        self.values = [*self.values[:before], float(figures[metric])]
         return figures
-
-    def _number(self, done: int) -> int:
-        """How many evaluations there are before that of ``done``."""
-        return (done - 1) // self.every
 
     @property
     def kept_step(self) -> int | None:
         """The step whose checkpoint is kept and exported; None for the last one."""
-        return self.best_step if self.best else None
+        return self.best_step if self.options.best else None
 
     @property
     def best_step(self) -> int | None:
         """The first step with the best figure so far; None without a metric or a figure."""
-        number = self._best()
-        return None if number is None else min((number + 1) * self.every, self.total)
+        return min((self._best + 1) * self.every, self.total) if self.values else None
 
-    def _best(self) -> int | None:
-        if not self.values:
-            return None
-        return self.values.index(max(self.values) if self.mode == "max" else min(self.values))
+    @property
+    def _best(self) -> int:
+        """Number of the first evaluation with the best figure."""
+        best = max(self.values) if self.options.mode == "max" else min(self.values)
+        return self.values.index(best)
 
     @property
     def patience_is_over(self) -> bool:
-        """Whether so many evaluations in a row have brought nothing better."""
-        best = self._best()
-        if self.patience is None or best is None:
+        """Whether ``patience`` evaluations in a row have brought nothing better."""
+        if self.options.patience is None or not self.values:
             return False
-        return len(self.values) - 1 - best >= self.patience
+        return len(self.values) - 1 - self._best >= self.options.patience
 
     def state_dict(self) -> dict[str, Tensor]:
         """The figures so far, in tensors whose shapes do not depend on their number."""
-        if self.metric is None:
+        if self.options.metric is None:
             return {}
         values = torch.zeros(-(-self.total // self.every), dtype=torch.float64)
         values[: len(self.values)] = torch.tensor(self.values, dtype=torch.float64)
@@ -101,7 +89,7 @@ class Judging:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads what ``state_dict`` returned."""
-        if self.metric is not None:
+        if self.options.metric is not None:
             count = int(state["evaluation.count"])
             self.values = state["evaluation.values"][:count].tolist()
 

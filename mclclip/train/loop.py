@@ -184,7 +184,7 @@ class Trainer:
         if self.judging.patience_is_over:
             log.info(
                 "step %d is the last: %s was best at step %s",
-                done, self.judging.metric, self.judging.best_step,
+                done, self.judging.options.metric, self.judging.best_step,
             )  # fmt: skip
         return self.judging.patience_is_over
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,15 +17,15 @@ from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, to_tree
 from mclclip.data.bad_samples import BadSamples
 from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.captions import TextFeatures
 from mclclip.data.decode import Pixels, jpeg_library
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
 from mclclip.data.loader import Loader
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
-from mclclip.data.samples import TextFeatures
+from mclclip.data.samples import TarDataset
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
@@ -45,7 +45,7 @@ from mclclip.run.artifacts import made_of
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
-from mclclip.train.judging import Evaluate, Judging
+from mclclip.train.judging import Judging
 from mclclip.train.loop import Trainee, Trainer
 from mclclip.train.options import TrainConfig
 
@@ -66,11 +66,6 @@ class Job:
     peaks: PeakMemory
     trunk: TrunkRows | None = None  # the rows that stand for images, where they do
     trunk_dtype: torch.dtype | None = None  # of the trunk's output in this training's precision
-
-    @property
-    def seed(self) -> int:
-        """The seed of the training; MCL and its controls have the same."""
-        return self.config.seed
 
     @property
     def model(self) -> ModelConfig:
@@ -112,14 +107,14 @@ class Job:
         share = self.config.pilot.share if self.layout.is_pilot else None
         if share is None:
             return np.zeros(0, dtype=np.int64)
-        return outside_of_share(len(self.index), share, self.seed)
+        return outside_of_share(len(self.index), share, self.config.seed)
 
     @cached_property
     def weights(self) -> SampleWeights | None:
         """How often an epoch draws each sample; None: once. Raises its errors (``open``)."""
         share = self.config.pilot.share if self.layout.is_pilot else None
-        given = self.config.weight_options(self.options, share or 1.0)
-        return SampleWeights.open(self.index, **given, option=f"{self.name}.plan")
+        plan, option = self.options.plan, f"{self.name}.plan"
+        return SampleWeights.open(self.index, self.config.data, plan, option, share or 1.0)
 
     @property
     def name(self) -> str:
@@ -207,14 +202,6 @@ class Job:
         self.trunk.start(model)
 
 
-def trunk_of(job: Job) -> TrunkRows | None:
-    """The rows that stand for images, where they do. All ranks call it together; raises the errors
-    of ``TrunkRows.open``."""
-    if not job.reads_trunk:
-        return None
-    return TrunkRows.open_together(job.layout, job.config.trunk_cache.folder, job.index)
-
-
 def trainee_of(job: Job, model: Model, objective: Objective) -> Trainee:
     """Model and objective as one module, on the device."""
     trainee = Trainee(model, objective, job.options.precision).to(job.context.device)
@@ -255,7 +242,7 @@ def objective_of(job: Job, model: Model) -> Objective:
         Setting(
             model=model,
             context=job.context,
-            seed=int(mix(job.seed, job.stage) >> np.uint64(33)),
+            seed=int(mix(job.config.seed, job.stage) >> np.uint64(33)),
             precision=options.precision,
             betas=options.betas,
             eps=options.eps,
@@ -321,7 +308,7 @@ def trainer_of(
             normalization=tuple(v.to(context.device) for v in trainee.model.normalization),
             trunk_dtype=job.trunk_dtype,
         ),
-        seed_words=(job.seed, job.stage),
+        seed_words=(job.config.seed, job.stage),
         checkpoint_every=options.checkpoint.every,
         steps_per_epoch=plan.steps_per_epoch,
         profiler=StepProfiler(folder, options.profile_steps, total, context.device, context.rank),
@@ -329,37 +316,26 @@ def trainer_of(
     )
 
 
-def judging_of(
-    options: TrainConfig, evaluate: Evaluate | None, steps_per_epoch: int, total: int
-) -> Judging | None:
-    """The evaluations of a training of ``total`` steps; None where the options ask for none."""
-    how = options.evaluate
-    if how.every is None:
-        return None
-    assert evaluate is not None, "whoever calls train.run with evaluations passes what makes them"
-    return Judging(
-        evaluate=evaluate,
-        every=how.every * (steps_per_epoch if how.unit == "epochs" else 1),
-        total=total,
-        metric=how.metric,
-        mode=how.mode,
-        best=how.best,
-        patience=how.patience,
-    )
+def checkpoints_of(job: Job, identity: str) -> Checkpoints:
+    """The checkpoints of a training, whose inputs and options have the digest ``identity``.
 
-
-def checkpoint_options(job: Job, identity: str) -> dict[str, Any]:
-    """Arguments of Checkpoints; every training has its own folder in the mirror.
-
-    ``identity`` is a part of the folder's name, so that a training with other options or inputs
+    It is a part of the folder's name in the mirror, so that a training with other options or inputs
     does not find these checkpoints.
     """
-    options = to_tree(job.options.checkpoint)
-    del options["every"]
-    if options["mirror"] is not None:
-        inside = (job.directory / "checkpoints").relative_to(job.layout.run_dir)
-        options["mirror"] = f"{options['mirror'].rstrip('/')}/{inside}/{identity[:12]}"
-    return options
+    options, folder = job.options.checkpoint, job.directory / "checkpoints"
+    mirror = options.mirror
+    if mirror is not None:
+        inside = folder.relative_to(job.layout.run_dir)
+        mirror = f"{mirror.rstrip('/')}/{inside}/{identity[:12]}"
+    return Checkpoints(
+        folder,
+        keep=options.keep,
+        keep_every=options.keep_every,
+        asynchronous=options.asynchronous,
+        mirror=mirror,
+        on_error=options.on_error,
+        identity={"stage": job.stage, "variant": job.layout.variant, "digest": identity},
+    )
 
 
 def build_model(
@@ -392,38 +368,32 @@ def build_model(
 
 
 def loader_of(
-    job: Job, grouped: GroupedIndex, known_bad: np.ndarray, model: Model, steps: range
+    job: Job, plan: EpochPlan, known_bad: np.ndarray, model: Model, steps: range
 ) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order."""
-    options, data, reads = job.options, job.config.data, job.options.objective.reads
+    data, objective = job.config.data, job.options.objective
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.uses_cached_text else None
-    batches = TrainingBatches(
-        index=job.index,
-        grouped=grouped,
-        transform=transform_of(job.pixels, model),
-        num_views=options.objective.num_views,
-        reads_captions=reads.captions,
-        tokenizer=fetched(model.tokenizer) if reads.captions and text is None else None,
+    train = model.preprocess_train
+    dataset = TarDataset(
+        job.index,
+        data,
+        fast_transform(train) if job.pixels == "fast" else train,
+        tokenizer=fetched(model.tokenizer) if objective.reads.captions and text is None else None,
         text_features=text,
-        global_batch=options.global_batch,
-        policy=options.plan.policy,
-        order=options.plan.order,
-        seed=job.seed,
-        stage=job.stage,
+        resharded=job.resharded,
+        trunk=job.trunk,
+    )
+    batches = TrainingBatches(
+        dataset,
+        plan,
+        num_views=objective.num_views,
         rank=job.context.rank,
         world_size=job.context.world_size,
         class_labels=job.class_labels,
         bad_ids=known_bad,
-        max_image_pixels=data.max_image_pixels,
-        max_open_files=data.max_open_files,
-        check_pixels=data.verify == "full" and job.trunk is None,
-        remote=data.remote,
-        resharded=job.resharded,
-        trunk=job.trunk,
-        block=job.block,
     )
-    batches.dataset.check()
-    paths = [shown(place.path) for place in batches.dataset.locations.places]
+    dataset.check()
+    paths = [shown(place.path) for place in dataset.locations.places]
 
     def describe(step: int, shard: int) -> str:
         where = f", at shard {paths[shard]}" if 0 <= shard < len(paths) else ""
@@ -434,7 +404,7 @@ def loader_of(
         steps,
         num_workers=data.num_workers,
         describe=describe,
-        note_slow=batches.dataset.note_slow,
+        note_slow=job.index.note_slow,
         pin_memory=choose_memory(job.context.device) == "pinned",
     )
 
@@ -444,11 +414,6 @@ def check_pixels(config: Config, trainings: Iterable[str]) -> None:
     package that is missing."""
     if any(config.pixels_of(name) == "fast" for name in trainings):
         jpeg_library()
-
-
-def transform_of(pixels: Pixels, model: Model) -> Callable[[Any], Tensor]:
-    """The training transform, from a PIL image or (``fast``) from an array of pixels."""
-    return fast_transform(model.preprocess_train) if pixels == "fast" else model.preprocess_train
 
 
 def prepared(

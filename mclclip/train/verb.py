@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mclclip.checkpoint import Checkpoints, path_of
+from mclclip.checkpoint import path_of
 from mclclip.config import Config, to_tree
 from mclclip.data import trunk_rows
 from mclclip.data.coverage import coverage_report, plan_groups
@@ -23,6 +23,7 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_check import check_shards
+from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import move_aside
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -31,7 +32,7 @@ from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
 from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
-from mclclip.train.judging import Evaluate, Together
+from mclclip.train.judging import Evaluate, Judging, Together
 from mclclip.train.loop import Trainee
 from mclclip.train.options import TrainConfig
 from mclclip.train.parts import Job
@@ -78,9 +79,9 @@ def run(
     job.class_labels = collectives.on_main(lambda: job.class_labels)
     given = collectives.on_main(lambda: job.resharded and job.resharded.arguments)
     job.resharded = collectives.together(lambda: given and Resharded.mapped(*given))
-    job.trunk = parts.trunk_of(job)
-    workers, remote = config.data.index_workers, config.data.remote
-    collectives.on_main(lambda: check_shards(index.directory, index.shards, workers, remote))
+    if job.reads_trunk:
+        job.trunk = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
+    collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
     model = parts.build_model(config, layout, stage, options, context)
     collectives.together(lambda: job.start_from_trunk(model))
     objective = parts.objective_of(job, model)
@@ -139,7 +140,7 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
     config = {
         "stage": job.stage,
         "variant": job.layout.variant,
-        "seed": job.seed,
+        "seed": job.config.seed,
         "model": to_tree(job.model),
         "train": options,
     }
@@ -235,7 +236,7 @@ def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
         labels[left_out] = -1
         if job.weights is not None:  # so that groups keep their numbers of samples that are drawn
             labels[job.weights.units(np.arange(len(labels))) == 0] = -1
-        labels = permute_labels(labels, job.seed, job.stage)
+        labels = permute_labels(labels, job.config.seed, job.stage)
     return LabelBlocks(labels, radices, np.union1d(left_out, bad_ids), weights=job.weights)
 
 
@@ -273,21 +274,27 @@ def _train(
 
     ``identity`` is the digest of all that the weights depend on.
     """
-    options, context, how = job.options, job.context, job.options.plan
+    options, context = job.options, job.context
     grouped, known_bad = collectives.on_main(groups.read)
     engine = parts.engine_of(job, trainee)
     plan = EpochPlan(
-        grouped, options.global_batch, how.policy, how.order, job.seed, job.stage, 0, job.block
+        grouped,
+        options.global_batch,
+        options.plan.policy,
+        options.plan.order,
+        seed=job.config.seed,
+        stage=job.stage,
+        epoch=0,
+        block=job.block,
     )
     total = collectives.on_main(lambda: _controlled_steps(job)) or total_steps(
         options.steps, options.epochs, plan.steps_per_epoch
     )
-    checkpoints = Checkpoints(
-        job.directory / "checkpoints",
-        identity={"stage": job.stage, "variant": job.layout.variant, "digest": identity},
-        **parts.checkpoint_options(job, identity),
-    )
-    judging = parts.judging_of(options, evaluate, plan.steps_per_epoch, total)
+    checkpoints, judging = parts.checkpoints_of(job, identity), None
+    if (when := options.evaluate).every is not None:
+        assert evaluate is not None, "whoever asks for evaluations passes what makes them"
+        every = when.every * (plan.steps_per_epoch if when.unit == "epochs" else 1)
+        judging = Judging(evaluate, when, every, total)
     start = checkpoints.resume(Together(engine, judging) if judging else engine)
     if judging:
         checkpoints.best = judging.kept_step
@@ -302,6 +309,6 @@ def _train(
     )  # fmt: skip
     if start < total or judging:  # a resumed training evaluates its first step again
         trainer = parts.trainer_of(job, trainee, engine, checkpoints, plan, start, total, judging)
-        loader = parts.loader_of(job, grouped, known_bad, trainee.model, range(start, total))
+        loader = parts.loader_of(job, plan, known_bad, trainee.model, range(start, total))
         total = trainer.run(loader, start, total, f"stage {job.stage}")
     return total, judging.kept_step if judging else None

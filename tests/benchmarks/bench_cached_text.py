@@ -23,10 +23,10 @@ import yaml
 
 from mclclip import cluster, embed, export, index
 from mclclip.config import from_tree
-from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.batches import Batch
+from mclclip.data.captions import TextFeatures
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TextFeatures
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
@@ -37,6 +37,7 @@ from mclclip.run.layout import Layout
 from mclclip.train import verb as train
 from mclclip.train.loop import Trainee
 from tests import tiny
+from tests.batches import training_batches
 from tests.benchmarks import timing
 from tests.benchmarks.bench_reading import photographs
 
@@ -191,17 +192,15 @@ def time_reading(title: str, options: dict[str, Any], size: int, rounds: int) ->
         "index": opened,
         "grouped": grouped,
         "transform": model.preprocess_train,
-        "reads_captions": True,
         "global_batch": size,
         "policy": "backoff",
         "order": "proportional",
         "seed": 0,
         "stage": 1,
-        "max_image_pixels": 100_000_000,
     }
-    fly = TrainingBatches(**fixed, tokenizer=model.tokenizer)
+    fly = training_batches(**fixed, tokenizer=model.tokenizer)
     text = TextFeatures(layout.text_embeddings, opened)
-    cached = TrainingBatches(**fixed, text_features=text)
+    cached = training_batches(**fixed, text_features=text)
     variants: dict[str, Callable[[], object]] = {
         "read, tokenize": lambda: fly[3],
         "read, look up": lambda: cached[3],

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mclclip.data.batches import TrainingBatches
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.sample_index import SAMPLES, SCHEMA, SHARDS, SampleIndex, Shard
 from mclclip.files import write_json
+from tests.batches import training_batches
 from tests.benchmarks import timing
 from tests.benchmarks.bench_plan import RADICES, write_labels
 
@@ -67,11 +67,10 @@ def of_a_process(handed: tuple[Any, ...], rank: int, ranks: int, batch: int, ste
     before, start_s = resident_mib(), time.perf_counter()
     index = SampleIndex(*handed[:2])
     grouped = handed[2](*handed[3])
-    batches = TrainingBatches(
+    batches = training_batches(
         index=index,
         grouped=grouped,
         transform=lambda image: image,  # type: ignore[arg-type,return-value]
-        reads_captions=False,
         global_batch=batch,
         policy="backoff",
         order="proportional",
@@ -79,7 +78,6 @@ def of_a_process(handed: tuple[Any, ...], rank: int, ranks: int, batch: int, ste
         stage=1,
         rank=rank,
         world_size=ranks,
-        max_image_pixels=1,
     )
     first_s = 0.0
     for step in range(steps):

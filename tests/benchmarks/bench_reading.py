@@ -38,10 +38,12 @@ from mclclip import index, make_dataset, pack
 from mclclip.config import from_tree
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.groups import GroupedIndex
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
+from tests.batches import training_batches
 from tests.benchmarks import peers, pixels, timing
 
 BATCH = 32
@@ -59,30 +61,23 @@ class Reading:
         self.size = len(self.index) // BATCH * BATCH
         self.transform = image_transform_v2(PreprocessCfg(size=image_size), is_train=True)
         self.tokenizer = open_clip.get_tokenizer("ViT-B-32")
-        self.dataset = TarDataset(
-            self.index,
-            self.transform,
-            reads_captions=True,
-            tokenizer=self.tokenizer,
-            max_image_pixels=MAX_PIXELS,
-        )
+        options = DataConfig(max_image_pixels=MAX_PIXELS)
+        self.dataset = TarDataset(self.index, options, self.transform, tokenizer=self.tokenizer)
         self.batches = self._training_batches()
         self.image_size, self.index_folder = image_size, Path(config.run_dir) / "index"
         self.ids = np.random.default_rng(0).permutation(len(self.index))[: self.size].tolist()
 
     def _training_batches(self) -> TrainingBatches:
-        return TrainingBatches(
+        return training_batches(
             index=self.index,
             grouped=GroupedIndex.build(np.zeros(len(self.index), np.int64), ()),
             transform=self.transform,
-            reads_captions=True,
             tokenizer=self.tokenizer,
             global_batch=BATCH,
             policy="backoff",
             order="proportional",
             seed=0,
             stage=0,
-            max_image_pixels=MAX_PIXELS,
         )
 
     def cuts(self) -> list[list[int]]:

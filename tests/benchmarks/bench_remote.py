@@ -29,8 +29,10 @@ from mclclip.config import from_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.loader import Loader
+from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.ranks.process_group import SINGLE
+from tests.batches import training_batches
 from tests.benchmarks import timing
 
 BATCH, WORKERS = 64, 2
@@ -111,18 +113,16 @@ def batches(shards: Sequence[str], work: Path, size: int, remote: RemoteOptions)
     """One group of all samples of the shards, through an index in ``work``."""
     tree: Any = {"sources": {"bench": {"shards": list(shards)}}, "index_workers": 1}
     found = index.run(from_tree({"run_dir": str(work), "data": tree}), SINGLE)
-    return TrainingBatches(
+    return training_batches(
         index=found,
         grouped=GroupedIndex.build(np.zeros(len(found), np.int64), ()),
         transform=image_transform_v2(PreprocessCfg(size=size), is_train=True),
-        reads_captions=False,
         global_batch=BATCH,
         policy="backoff",
         order="proportional",
         seed=0,
         stage=1,
-        max_image_pixels=10**8,
-        remote=remote,
+        options=DataConfig(remote=remote),
     )
 
 

@@ -25,6 +25,7 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.locations import Resharded
+from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
@@ -80,8 +81,7 @@ def reader(
     if copies is not None:
         found = Resharded.open(copies, layout.pseudo_labels(1), samples, url, remote)
     dataset = TarDataset(
-        samples, None, reads_captions=True, tokenizer=lambda texts: texts,  # type: ignore[arg-type]
-        max_image_pixels=1, remote=remote, resharded=found,
+        samples, DataConfig(remote=remote), tokenizer=lambda texts: texts, resharded=found,  # type: ignore[arg-type,return-value]
     )  # fmt: skip
     return lambda: _read(dataset, plan, steps)
 

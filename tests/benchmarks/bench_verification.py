@@ -24,6 +24,7 @@ from mclclip import files, index, make_dataset
 from mclclip.config import from_tree
 from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
+from mclclip.data.options import DataConfig
 from mclclip.data.remote import Place
 from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.data.sample_index import KIND, SAMPLES, SHARDS, SampleIndex, Shard, write_tables
@@ -119,7 +120,7 @@ def opening(
 
     return {
         "index": (lambda: SampleIndex.open(directory), lambda: SampleIndex(directory, "")),
-        "times of shards": (lambda: check_shards(directory, shards, 1), lambda: None),
+        "times of shards": (lambda: check_shards(directory, shards, DataConfig()), lambda: None),
         "clusters": (
             lambda: arrays(clusters, "clusters", True), lambda: arrays(clusters, "clusters", False)
         ),
@@ -168,8 +169,8 @@ def batches(root: Path, num_samples: int) -> dict[str, Callable[[], object]]:
         opened = SampleIndex(samples.directory, samples.digest)
         opened.text_crc32 = opened.text_crc32 if check_captions else None
         dataset = TarDataset(
-            opened, np.asarray, reads_captions=True, tokenizer=lambda texts: [len(texts[0])],  # type: ignore[arg-type,return-value]
-            max_image_pixels=10**8, check_pixels=check_pixels,
+            opened, DataConfig(verify="full" if check_pixels else "captions"), np.asarray,  # type: ignore[arg-type]
+            tokenizer=lambda texts: [len(texts[0])],  # type: ignore[arg-type,return-value]
         )  # fmt: skip
         for some in ids:
             dataset.__getitems__(some.tolist())

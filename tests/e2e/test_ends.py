@@ -411,13 +411,12 @@ def test_a_process_that_starts_ends_well(data: Path, tmp_path: Path, kind: Kind)
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+from mclclip.data.options import DataConfig
 from mclclip.data.loader import Loader
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 
-data = TarDataset(
-    SampleIndex.open(Path(sys.argv[1])), None, reads_captions=False, max_image_pixels=10**6
-)
+data = TarDataset(SampleIndex.open(Path(sys.argv[1])), DataConfig())
 data.prepare = lambda raw, *_: raw
 ids = [[n, n + 1] for n in range(0, 40, 2)]
 loader = Loader(data, ids, num_workers=2, batched=True, describe=lambda item, place: "it")

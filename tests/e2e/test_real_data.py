@@ -22,6 +22,7 @@ import torch
 
 import mclclip
 from mclclip.data.decode import decode_image
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.eval import results
@@ -131,7 +132,7 @@ def test_every_photograph_and_caption_is_packed_and_indexed(ucm: Path, checkout:
     assert (manifest.counts["samples"], manifest.counts["captions"]) == (1680, 8398)
     assert not manifest.counts["findings"]
     wanted = captions_by_file(ucm / "captions.csv")
-    samples = TarDataset(index, None, reads_captions=False, max_image_pixels=10**6)
+    samples = TarDataset(index, DataConfig())
     found = {}
     for sample_id, raw in enumerate(samples.read_many(range(len(index)))):
         captions = samples.captions(sample_id)
@@ -217,7 +218,7 @@ def test_a_cc12m_shard_is_indexed(cc12m: Path, cc12m_run: Path) -> None:
     assert not manifest.counts["findings"]
     keys = index.keys(range(len(index)))
     assert sorted(keys) == [f"cc12m/{stem}" for stem in stems]
-    samples = TarDataset(index, None, reads_captions=False, max_image_pixels=10**8)
+    samples = TarDataset(index, DataConfig())
     for sample_id, raw in enumerate(samples.read_many(range(32))):
         stem = keys[sample_id].removeprefix("cc12m/")
         assert raw.image == members[f"{stem}.jpg"]
@@ -249,7 +250,7 @@ def _check_against_open_clip(stage: Path, index: SampleIndex, count: int = 2) ->
     where = f"local-dir:{stage / 'export'}"
     model, _, transform = open_clip.create_model_and_transforms(where)
     model.eval()
-    samples = TarDataset(index, None, reads_captions=False, max_image_pixels=10**8)
+    samples = TarDataset(index, DataConfig())
     raws = samples.read_many(range(count))
     images = torch.stack([transform(decode_image(raw.image, 10**8)) for raw in raws])
     texts = open_clip.get_tokenizer(where)([samples.captions(i)[0] for i in range(count)])

@@ -13,11 +13,12 @@ from PIL import Image
 from mclclip import config as configuration
 from mclclip import index
 from mclclip.data import remote
-from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.batches import Batch
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.loader import Loader
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
+from tests.batches import training_batches
 from tests.e2e.conftest import Shell
 from tests.matrix import kept
 from tests.shard_server import Handler, ShardServer, serving
@@ -55,10 +56,10 @@ def test_reading_ahead_asks_for_one_batch_more_per_worker(
     """Another guess of the next batch than the right one would ask for every batch twice."""
     monkeypatch.setattr(remote, "GAP_BYTES", -1)  # a request per sample: their number is known
     samples = index.run(configuration.load(config(tmp_path, server)), SINGLE)
-    batches = TrainingBatches(
+    batches = training_batches(
         index=samples, grouped=GroupedIndex.build(np.zeros(len(samples), np.int64), ()),
-        transform=_tensor, reads_captions=False, global_batch=16, policy="backoff",
-        order="proportional", seed=0, stage=1, max_image_pixels=10**6,
+        transform=_tensor, global_batch=16, policy="backoff",
+        order="proportional", seed=0, stage=1,
     )  # fmt: skip
     steps = range(2, 2 * batches.steps_per_epoch)
     before = server.seen["GET"]

@@ -64,7 +64,7 @@ def batch_digests(directory: Path) -> Iterator[tuple[str, str]]:
         batches = make(index, policy=policy, transform=transform, order="proportional")
         yield f"batches {policy}", _of_batches(batches)
     grouped = GroupedIndex.build(LABELS // 2, RADICES[:1])
-    batches = make(index, grouped=grouped, reads_captions=False, rank=1, world_size=2, seed=2**35)
+    batches = make(index, grouped=grouped, tokenizer=None, rank=1, world_size=2, seed=2**35)
     yield "batches without captions", _of_batches(batches)
 
 

@@ -24,6 +24,7 @@ from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import Context, start_loader_worker
 from mclclip.run.layout import Layout
 from tests import tiny
+from tests.batches import training_batches
 from tests.gpu.checks import Skip, Where, check, close, same_bits
 
 CPU = torch.device("cpu")
@@ -48,18 +49,16 @@ def _batches(where: Where) -> TrainingBatches:
     labels[samples.bad_ids()] = -1
     grouped = GroupedIndex.build(labels, (3,))
     model = load_towers(tiny.MODEL, seed=0)
-    return TrainingBatches(
+    return training_batches(
         index=samples,
         grouped=grouped,
         transform=model.preprocess_train,
-        reads_captions=True,
         tokenizer=model.tokenizer,
         global_batch=24,
         policy="backoff",
         order="proportional",
         seed=0,
         stage=1,
-        max_image_pixels=10_000_000,
     )
 
 

@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"ranks", "run"},
     "eval": {"ranks", "run", "data", "models"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
-    "train/judging": {"checkpoint"},
+    "train/judging": {"checkpoint", "train/options"},
     "train/options": {"data", "models", "objectives", "engines", "checkpoint"},
     "config": {"data", "models", "objectives", "clustering", "eval", "train/options"},
     # A run directory, opened for whoever reads one: above the rooms whose files lie there.

@@ -16,11 +16,11 @@ import pytest
 from mclclip import cluster, embed, export, files, index
 from mclclip.config import Config
 from mclclip.data.arrays import save_npy
+from mclclip.data.captions import TextFeatures
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TextFeatures
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished, made_of
 from mclclip.run.layout import Layout

@@ -20,11 +20,12 @@ import torch
 from mclclip import cluster, files
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config
+from mclclip.data.captions import TextFeatures
 from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.data.labels import ClassLabels, read_pseudo_labels
+from mclclip.data.options import DataConfig
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TextFeatures
 from mclclip.data.shard_check import check_shards
 from mclclip.models.loading import load_towers
 from mclclip.models.weights import digest_tensors
@@ -38,7 +39,7 @@ SEED = 12
 
 def index_of(config: Config) -> SampleIndex:
     samples = SampleIndex.open(Layout.of(config).index)
-    check_shards(samples.directory, samples.shards, 1)
+    check_shards(samples.directory, samples.shards, DataConfig())
     return samples
 
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mclclip import config, embed, export, index
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_check import check_shards
 from mclclip.data.shard_filter import UID
@@ -308,11 +309,11 @@ def test_a_shard_is_told_from_a_changed_one_without_its_filter(tmp_path: Path, p
         path.unlink()
     path = pool.folder / "00001.tar"
     os.utime(path, ns=(1, 1))
-    check_shards(found.directory, found.shards, 1)
+    check_shards(found.directory, found.shards, DataConfig())
     data = path.read_bytes()
     path.write_bytes(data.replace(b"caption 0", b"Caption 0"))  # of all samples
     with pytest.raises(ValueError, match=r"00001\.tar .* has changed"):
-        check_shards(found.directory, found.shards, 1)
+        check_shards(found.directory, found.shards, DataConfig())
 
 
 def test_checksums_of_pixels_come_later_for_the_same_samples(tmp_path: Path, pool: Pool) -> None:

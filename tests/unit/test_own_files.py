@@ -16,6 +16,7 @@ import pytest
 
 from mclclip import files
 from mclclip import index as verb
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.eval import results
@@ -116,7 +117,7 @@ def test_a_damaged_index_is_one_line(indexed: Path, tmp_path: Path, how: str) ->
     record_again(directory)
     with pytest.raises((RuntimeError, ValueError)) as caught:
         index = SampleIndex.open(directory)
-        data = TarDataset(index, None, reads_captions=False, max_image_pixels=10**6)
+        data = TarDataset(index, DataConfig())
         data.read_many(range(len(index)))
     line = failures.line_of(caught.value)
     assert failures.is_for_the_user(caught.value)

@@ -19,6 +19,7 @@ from PIL import Image
 from mclclip import index, reshard
 from mclclip.config import Config, from_tree
 from mclclip.data.locations import Locations, Resharded
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
@@ -110,8 +111,7 @@ def opened(config: Config) -> tuple[SampleIndex, Resharded]:
 def raw_samples(config: Config, resharded: Resharded | None = None) -> list[Any]:
     samples = SampleIndex.open(Layout.of(config).index)
     dataset = TarDataset(
-        samples, None, reads_captions=True, tokenizer=lambda texts: texts,  # type: ignore[arg-type]
-        max_image_pixels=10**6, resharded=resharded,
+        samples, DataConfig(), tokenizer=lambda texts: texts, resharded=resharded,  # type: ignore[arg-type,return-value]
     )  # fmt: skip
     return dataset.read_many(range(len(samples)))
 
@@ -154,9 +154,7 @@ def test_samples_are_the_same_in_either_form(config: Config) -> None:
     # Those that were not copied come from the index's own shards; the others need none of these.
     for shard in samples.shards:
         Path(shard.path).rename(f"{shard.path}.away")
-    dataset = TarDataset(
-        samples, None, reads_captions=False, max_image_pixels=10**6, resharded=resharded
-    )
+    dataset = TarDataset(samples, DataConfig(), resharded=resharded)
     inside = np.flatnonzero(LABELS >= 0)
     for found, number in zip(dataset.read_many(inside), inside, strict=True):
         wanted = before[number]

@@ -16,6 +16,7 @@ import torch
 
 from mclclip import cluster, embed, export, index, pipeline
 from mclclip.config import Config
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.trunk_rows import TrunkRows
@@ -76,7 +77,7 @@ def embeddings(config: Config, stage: int) -> np.ndarray:
 def read(config: Config, rows: TrunkRows, ids: list[int]) -> list[Sample | BadSample]:
     samples = SampleIndex.open(Layout.of(config).index)
     found = TarDataset(
-        samples, None, reads_captions=False, max_image_pixels=10**6, trunk=pickle.loads(
+        samples, DataConfig(), trunk=pickle.loads(
             pickle.dumps(rows)
         ),
     )  # fmt: skip
@@ -115,9 +116,7 @@ def test_rows_are_the_output_of_the_frozen_blocks(
     assert rows.folder.parent == tmp_path / "rows" / "run"
     encoder = load_towers(Layout.of(config).export(0)).eval()
     samples = SampleIndex.open(Layout.of(config).index)
-    images = TarDataset(
-        samples, encoder.preprocess_val, reads_captions=False, max_image_pixels=10**6
-    )
+    images = TarDataset(samples, DataConfig(max_image_pixels=10**6), encoder.preprocess_val)
     ids = [51, 3, 59, 0, 48, 47]  # of both shards, in no order
     for number, found in zip(ids, read(config, rows, ids), strict=True):
         picture = images[number]

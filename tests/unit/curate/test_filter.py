@@ -18,6 +18,7 @@ from mclclip.curate import filter as filtering
 from mclclip.curate import near
 from mclclip.curate.filter import CODES, Within
 from mclclip.data.groups import GroupedIndex, LabelBlocks
+from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
@@ -316,7 +317,7 @@ def test_training_reads_the_weights_and_draws_nothing_that_is_left_out(config: C
     directory = done(config, near_duplicates=0.95, within="all")
     samples = SampleIndex.open(Path(config.run_dir) / "index")
     weights = SampleWeights.open(
-        samples, path=str(directory / "weights.npy"), by_source={}, per_epoch=None, option="plan"
+        samples, DataConfig(), PlanConfig(weights=str(directory / "weights.npy")), "plan"
     )
     assert weights is not None and weights.num_draws == COUNT - 6
     # Replacements of undecodable samples are taken from the grouped index too.

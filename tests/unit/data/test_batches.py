@@ -23,13 +23,15 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from mclclip.data.batches import Batch, KeyedRng, TrainingBatches, kept_rng
+from mclclip.data.captions import TextFeatures
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import truncate
-from mclclip.data.sample_index import SampleIndex, Shard, join_rows, scan_shard, write_tables
-from mclclip.data.samples import TextFeatures
-from mclclip.data.shard_scan import Findings
+from mclclip.data.sample_index import SampleIndex, Shard, write_tables
+from mclclip.data.shard_check import join_rows
+from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
+from tests.batches import training_batches
 from tests.benchmarks import memory
 from tests.matrix import kept
 from tests.unit.data.test_grouping import written
@@ -106,16 +108,14 @@ def make(index: SampleIndex, **changes: Any) -> TrainingBatches:
         index=index,
         grouped=GroupedIndex.build(LABELS, RADICES),
         transform=augment,
-        reads_captions=True,
         tokenizer=tokenize,
         global_batch=16,
         policy="backoff",
         order="round_robin",
         seed=3,
         stage=1,
-        max_image_pixels=10_000,
     )
-    return TrainingBatches(**(options | changes))
+    return training_batches(**(options | changes))
 
 
 def assert_equal(left: Batch, right: Batch) -> None:
@@ -375,7 +375,7 @@ def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_pa
 
 def test_images_alone_and_no_labels(index: SampleIndex) -> None:
     grouped = GroupedIndex.build(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
-    batch = make(index, reads_captions=False, grouped=grouped)[0]
+    batch = make(index, tokenizer=None, grouped=grouped)[0]
     assert batch.text is None and batch.text_features is None
     assert batch.labels.tolist() == [[0]] * 16
 
@@ -594,7 +594,7 @@ def test_replacements_follow_the_rule(
 
 
 def test_replacements_are_spread_and_change_with_the_epoch(bad_index: SampleIndex) -> None:
-    batches = make(bad_index, global_batch=4, transform=plain, reads_captions=False)
+    batches = make(bad_index, global_batch=4, transform=plain, tokenizer=None)
     by_sample: dict[int, set[int]] = {}
     for step in steps_of(batches, 12):
         epoch, epoch_step = divmod(step, batches.steps_per_epoch)

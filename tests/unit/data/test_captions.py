@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import mclclip.torchvision_fix  # noqa: F401
 import open_clip
 
 from mclclip.data.captions import tokenized
+from mclclip.data.options import DataConfig
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.unit.data.test_samples import LIMIT, build_index, png, to_tensor
@@ -68,7 +68,7 @@ def test_a_data_set_cuts_what_it_tokenises(tmp_path: Path) -> None:
     paths = write_shards([sample], tmp_path / "shards", 5)
     index = build_index(tmp_path / "index", paths, "json:captions")
     recording = Recording(77)
-    arguments: Any = {"reads_captions": True, "max_image_pixels": LIMIT}
-    data = TarDataset(index, to_tensor, tokenizer=recording, **arguments)
+    options = DataConfig(max_image_pixels=LIMIT)
+    data = TarDataset(index, options, to_tensor, tokenizer=recording)
     assert isinstance(data[0], Sample) and recording.lengths == [8191]
     assert len(data.captions(0)[0]) == 2 * 10**6 - 1  # what is not tokenised is whole

@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 
 from mclclip.data.decode import DecodeError, decode_array, is_array
-from mclclip.data.sample_index import SampleIndex, Shard, join_rows, write_tables
+from mclclip.data.options import DataConfig
+from mclclip.data.sample_index import SampleIndex, Shard, write_tables
 from mclclip.data.samples import BadSample, Sample, TarDataset
+from mclclip.data.shard_check import join_rows
 from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.transforms import PixelFormat, PlainTransform
@@ -129,21 +131,21 @@ def test_arrays_and_pictures_of_one_shard(tmp_path: Path) -> None:
         PackedSample("c", npy(four)[:-9], "npy", []),
     ]
     index = make_index(tmp_path, samples)
-    data = TarDataset(index, Pixels(), reads_captions=False, max_image_pixels=LIMIT)
+    data = TarDataset(index, DataConfig(max_image_pixels=LIMIT), Pixels())
     first, second, third = data.__getitems__([0, 1, 2])
     assert isinstance(first, Sample) and isinstance(second, Sample)
     assert torch.equal(first.views[0] * 255, torch.from_numpy(four.transpose(2, 0, 1)).float())
     assert second.views[0].shape == (3, 8, 8)
     assert third == BadSample(2, "truncated")
     pictures_only = TarDataset(
-        index, lambda image: torch.zeros(3, *image.size), reads_captions=False, max_image_pixels=99
+        index, DataConfig(max_image_pixels=99), lambda image: torch.zeros(3, *image.size)
     )
     assert isinstance(pictures_only[1], Sample)
     assert pictures_only[0] == BadSample(0, "unfit")
     with pytest.raises(ValueError, match="sample s/a: it is an array of 4 channels"):
         pictures_only.check()
     plain = PlainTransform(PixelFormat((8, 8), [0.5], [0.5], channels=4))
-    four_only = TarDataset(index, plain, reads_captions=False, max_image_pixels=LIMIT)
+    four_only = TarDataset(index, DataConfig(max_image_pixels=LIMIT), plain)
     four_only.check()
     assert four_only[1] == BadSample(1, "unfit")
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.data import batches as module
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan, PlannedBatch
 from mclclip.data.groups import GroupedIndex
@@ -25,8 +24,9 @@ GROUPED = GroupedIndex.build(LABELS, (5,))
 class Numbers:
     """Stands for the reader of shards: a sample is its number."""
 
-    def __init__(self, index: Any, transform: Any, **options: Any) -> None:
-        self.index, self.reader = index, SimpleNamespace(has_urls=False)
+    def __init__(self) -> None:
+        self.index = SimpleNamespace(num_captions=np.ones(SAMPLES, np.int32))
+        self.reader, self.transform, self.tokenizer = SimpleNamespace(has_urls=False), None, None
 
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
         return [int(i) for i in sample_ids]
@@ -36,21 +36,10 @@ class Numbers:
 
 
 def of_ranks(world_size: int, policy: Any, order: Any) -> list[TrainingBatches]:
+    dataset: Any = Numbers()
+    plan = EpochPlan(GROUPED, RANKS, policy, order, seed=3, stage=1, epoch=0)
     return [
-        TrainingBatches(
-            index=SimpleNamespace(num_captions=np.ones(SAMPLES, np.int32)),  # type: ignore[arg-type]
-            grouped=GROUPED,
-            transform=lambda image: image,
-            reads_captions=False,
-            global_batch=RANKS,
-            policy=policy,
-            order=order,
-            seed=3,
-            stage=1,
-            rank=rank,
-            world_size=world_size,
-            max_image_pixels=1,
-        )
+        TrainingBatches(dataset, plan, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
 
@@ -82,7 +71,6 @@ def test_a_thousand_ranks_share_every_batch_and_go_on_on_any_number(
     """Two epochs: each rank has the same steps; their columns are the plan's batch, without overlap
     and gap; from a step on, other numbers of ranks, which plan anew, have the same global batches.
     """
-    monkeypatch.setattr(module, "TarDataset", Numbers)
     ranks = of_ranks(RANKS, policy, order)
     assert {batches.steps_per_epoch for batches in ranks} == {EPOCH}
     plan = EpochPlan(GROUPED, RANKS, policy, order, 3, 1, 0)

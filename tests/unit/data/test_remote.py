@@ -20,6 +20,7 @@ import torch
 
 from mclclip.data import remote as remote_module
 from mclclip.data.loader import Loader
+from mclclip.data.options import DataConfig
 from mclclip.data.remote import (
     GAP_BYTES,
     ChangedShard,
@@ -31,8 +32,7 @@ from mclclip.data.remote import (
     open_whole,
 )
 from mclclip.data.samples import Sample, TarDataset
-from mclclip.data.shard_cache import BLOCK_BYTES, ShardCache, read_copy
-from mclclip.data.shard_reader import ShardReader
+from mclclip.data.shard_reader import BLOCK_BYTES, ShardCache, ShardReader, read_copy
 from mclclip.index import expand_shards
 from tests.shard_server import Handler, ShardServer, serving
 from tests.unit.data.test_samples import make_index, to_tensor, tokenize
@@ -293,8 +293,7 @@ def test_no_message_about_a_bad_shard_holds_the_secret_of_its_url(
     with serving(folder) as server:
         url = server.url("0.tar?me=1&signature=s3cret")
         found = run_index(tmp_path / "run", s=url)
-        served = TarDataset(found, to_tensor, reads_captions=False, max_image_pixels=10_000,
-                            remote=FAST)  # fmt: skip
+        served = TarDataset(found, DataConfig(remote=FAST), to_tensor)
         BAD[fault](server)
         fresh = told(lambda: run_index(tmp_path / "fresh", s=url, bad=1.0))
         known = told(lambda: run_index(tmp_path / "run", s=url))
@@ -319,16 +318,15 @@ def test_braces_expand_urls_and_http_has_no_globs() -> None:
 
 def datasets(tmp_path: Path, **options: Any) -> tuple[TarDataset, Any]:
     """The samples of one index, from a disk and with a function that gives them from a server."""
-    reading: Any = {"reads_captions": True, "tokenizer": tokenize, "max_image_pixels": 10_000}
     index = make_index(tmp_path)
-    local = TarDataset(index, to_tensor, **reading)
+    local = TarDataset(index, DataConfig(), to_tensor, tokenizer=tokenize)
 
     def over(server: ShardServer) -> TarDataset:
-        remote = RemoteOptions(retries=4, timeout_s=60.0, **options)
-        served = TarDataset(index, to_tensor, **reading, remote=remote)
+        over_urls = DataConfig(remote=RemoteOptions(retries=4, timeout_s=60.0, **options))
+        served = TarDataset(index, over_urls, to_tensor, tokenizer=tokenize)
         urls = [server.url(Path(shard.path).name) for shard in index.shards]
         places = [Place(url, look(server, url.rpartition("/")[2])) for url in urls]
-        served.reader = ShardReader(places, remote=Remote(remote))
+        served.reader = ShardReader(places, over_urls)
         return served
 
     return local, over
@@ -434,20 +432,20 @@ def test_a_damaged_copy_is_not_read_and_fetched_again(
 ) -> None:
     options = RemoteOptions(retries=4, timeout_s=5.0, cache=str(tmp_path / "cache"))
     places = [Place(server.url("a.tar"), look(server))]
-    first = ShardReader(places, remote=Remote(options))
+    first = ShardReader(places, DataConfig(remote=options))
     first.read(0, 0, 1)
     assert first._cache is not None
     first._cache.wait()
     (copy,) = (tmp_path / "cache").glob("*.tar")
     good = copy.read_bytes()
-    reader = ShardReader(places, remote=Remote(options))
+    reader = ShardReader(places, DataConfig(remote=options))
     assert reader.read(0, 3 * BLOCK_BYTES, 10) == DATA[3 * BLOCK_BYTES :][:10]  # it is open now
     stored = server.seen["GET"]
     bad = bytearray(good)
     bad[40_000] ^= 1
     written = {"bit": bytes(bad), "cut": good[:-1], "older version": DATA}[damage]
     copy.write_bytes(written)
-    for one in (reader, ShardReader(places, remote=Remote(options))):
+    for one in (reader, ShardReader(places, DataConfig(remote=options))):
         assert one.read(0, 40_000, 9) == DATA[40_000:40_009]
         one.prefetch([(0, 30_000, 20_000)])
         assert one.read(0, 30_000, 20_000) == DATA[30_000:50_000]
@@ -538,7 +536,7 @@ _KILLED = """
 import sys, time
 from pathlib import Path
 from mclclip.data.remote import Look, Remote
-from mclclip.data.shard_cache import BLOCK_BYTES, ShardCache, read_copy
+from mclclip.data.shard_reader import BLOCK_BYTES, ShardCache, read_copy
 cache = ShardCache(Path(sys.argv[1]), 10_000_000, Remote())
 cache.path_of(sys.argv[2], Look(int(sys.argv[3]), sys.argv[4]))
 while not list(Path(sys.argv[1]).glob("*.part")):
@@ -594,7 +592,7 @@ def test_a_process_forked_while_a_cache_looks_for_room_does_not_keep_its_lock(
 
 
 def test_what_a_forked_process_prefetches_it_reads(server: ShardServer) -> None:
-    reader = ShardReader([Place(server.url("a.tar"), look(server))], remote=Remote(FAST))
+    reader = ShardReader([Place(server.url("a.tar"), look(server))], DataConfig(remote=FAST))
     reader._pid = -1  # as after a fork
     reader.prefetch([(0, 0, 100), (0, 200, 100)])
     before = server.seen["GET"]
@@ -603,7 +601,7 @@ def test_what_a_forked_process_prefetches_it_reads(server: ShardServer) -> None:
 
 
 def test_what_was_begun_is_taken_by_who_asks_for_the_same(server: ShardServer) -> None:
-    reader = ShardReader([Place(server.url("a.tar"), look(server))], remote=Remote(FAST))
+    reader = ShardReader([Place(server.url("a.tar"), look(server))], DataConfig(remote=FAST))
     ranges, far = [(0, 0, 100), (0, 200, 100)], [(0, 900, 10)]
     reader.start_prefetch(ranges)
     reader.prefetch(far)  # something else, which a replaced sample needs meanwhile
@@ -680,7 +678,7 @@ def test_s3(bucket: Any, tmp_path: Path) -> None:
     found = run_index(tmp_path / "run", s="s3://shards/train/*.tar")
     assert all_keys(found) == ["s/a", "s/b", "s/c"]
     assert [shard.path for shard in found.shards] == [f"s3://shards/train/{n}.tar" for n in (0, 1)]
-    reader = ShardReader([shard.place for shard in found.shards], remote=Remote(FAST))
+    reader = ShardReader([shard.place for shard in found.shards], DataConfig(remote=FAST))
     for number, name in enumerate(("0.tar", "1.tar")):
         wanted = (local / name).read_bytes()
         assert reader.read(number, 512, 700) == wanted[512 : 512 + 700]

@@ -17,11 +17,11 @@ from mclclip.data.sample_index import (
     SHARDS,
     SampleIndex,
     Shard,
-    join_rows,
     read_shards,
     read_table,
     write_tables,
 )
+from mclclip.data.shard_check import join_rows
 from mclclip.data.shard_scan import ROW, Findings
 from mclclip.files import digest_keys
 from mclclip.run.artifacts import Artifact

@@ -14,7 +14,7 @@ import pytest
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
-from mclclip.data.options import Policy
+from mclclip.data.options import DataConfig, PlanConfig, Policy, SourceConfig
 from mclclip.data.sample_weights import UNIT, SampleWeights, drawn_rows
 from mclclip.files import write_json
 from mclclip.run.artifacts import INTENT
@@ -210,9 +210,9 @@ def opened(tmp_path: Path) -> Callable[..., SampleWeights | None]:
         elif values is not None:
             np.save(path, np.array(values), allow_pickle=True)
         given = None if values is None else str(path)
-        return SampleWeights.open(
-            index, path=given, by_source=by_source, per_epoch=per_epoch, option="train.plan"
-        )
+        sources = {n: SourceConfig(shards="", weight=w) for n, w in by_source.items()}
+        plan = PlanConfig(weights=given, samples_per_epoch=per_epoch)
+        return SampleWeights.open(index, DataConfig(sources=sources), plan, "train.plan")
 
     return open_
 
@@ -268,6 +268,6 @@ def test_files_of_another_index_or_missing(tmp_path: Path, opened: Callable[...,
         opened([1, 2, 3, 4, 5, 6])
     (tmp_path / "w.npy").unlink()
     with pytest.raises(FileNotFoundError, match=r"train.plan.weights: there is no file at .*w.npy"):
-        SampleWeights.open(SimpleNamespace(shards=[], directory=tmp_path),  # type: ignore[arg-type]
-                           path=str(tmp_path / "w.npy"), by_source={}, per_epoch=None,
-                           option="train.plan")  # fmt: skip
+        nothing: Any = SimpleNamespace(shards=[], directory=tmp_path)
+        plan = PlanConfig(weights=str(tmp_path / "w.npy"))
+        SampleWeights.open(nothing, DataConfig(), plan, "train.plan")

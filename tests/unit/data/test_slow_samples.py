@@ -15,7 +15,7 @@ from tests.unit.data.test_samples import IMAGES, make_index, to_tensor
 def opened(tmp_path: Path) -> TarDataset:
     """As a later start opens the index."""
     index = SampleIndex(tmp_path / "index", "")
-    return TarDataset(index, to_tensor, **IMAGES)
+    return TarDataset(index, transform=to_tensor, **IMAGES)
 
 
 def test_what_is_noted_twice_is_bad_until_it_changes(
@@ -25,11 +25,11 @@ def test_what_is_noted_twice_is_bad_until_it_changes(
     key = index.keys([7])[0]
     index.add_bad({2: "truncated"})
     wanted = f"sample {key} was being decoded, it is left out if that happens again"
-    assert opened(tmp_path).note_slow(7) == wanted
+    assert opened(tmp_path).index.note_slow(7) == wanted
     assert opened(tmp_path).index.bad_ids().tolist() == [2]
     assert isinstance(opened(tmp_path)[7], Sample)
-    assert opened(tmp_path).note_slow(8).endswith("if that happens again")
-    assert opened(tmp_path).note_slow(7).endswith("it is left out from now on")
+    assert opened(tmp_path).index.note_slow(8).endswith("if that happens again")
+    assert opened(tmp_path).index.note_slow(7).endswith("it is left out from now on")
 
     third = opened(tmp_path)
     assert third.index.bad_ids().tolist() == [2, 7]

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from mclclip.data import samples as samples_module
 from mclclip.data.batches import _AUGMENTATION, Batch, KeyedRng, TrainingBatches, kept_rng
+from mclclip.data.captions import TextFeatures
 from mclclip.data.decode import decode_image
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TextFeatures
 from mclclip.randomness import mix
 from tests.unit.data.test_batches import (
     LABELS,
@@ -47,7 +47,7 @@ def batches_of(batches: TrainingBatches, num_steps: int = 4) -> list[Batch]:
 
 
 def test_the_first_view_is_the_only_one_and_others_are_drawn_anew(index: SampleIndex) -> None:
-    one, three = make(index, reads_captions=False), make(index, reads_captions=False, num_views=3)
+    one, three = make(index, tokenizer=None), make(index, tokenizer=None, num_views=3)
     for alone, batch in zip(batches_of(one), batches_of(three), strict=True):
         assert len(alone.views) == 1 and len(batch.views) == 3
         assert torch.equal(batch.views[0], alone.views[0]) and batch.replaced == alone.replaced
@@ -81,7 +81,7 @@ def test_an_image_is_decoded_once_for_all_views(
     found = []
     for num_views in (1, 4):
         decoded[0] = 0
-        batches_of(make(index, reads_captions=False, num_views=num_views))
+        batches_of(make(index, tokenizer=None, num_views=num_views))
         found.append(decoded[0])
     assert found[0] == found[1] > 4 * 16  # replaced samples are decoded too
 
@@ -99,7 +99,7 @@ def test_views_do_not_depend_on_ranks_or_workers(index: SampleIndex) -> None:
 
 
 def test_every_view_is_cut_and_moved(index: SampleIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make(index, num_views=2, reads_captions=False)[0]
+    batch = make(index, num_views=2, tokenizer=None)[0]
     part = batch.rows(3, 7)
     assert [view.tolist() for view in part.views] == [view[3:7].tolist() for view in batch.views]
     assert all(tensor.is_meta for tensor in batch.to("meta").tensors())
@@ -118,7 +118,7 @@ def test_no_view_is_refused(index: SampleIndex) -> None:
 
 
 def test_without_captions_every_image_is_used(index: SampleIndex) -> None:
-    batches = make(index, reads_captions=False, transform=plain)
+    batches = make(index, tokenizer=None, transform=plain)
     found = [batches[step] for step in range(batches.steps_per_epoch)]
     used = {int(i) for batch in found for i in batch.sample_id}
     assert len(used & BARE) > 0.8 * len(BARE - BAD)

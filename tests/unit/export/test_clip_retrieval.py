@@ -17,6 +17,7 @@ import yaml
 
 from mclclip import config, embed, export, files, index
 from mclclip.data import row_store
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.eval.results import Result
@@ -281,9 +282,7 @@ def test_an_index_of_a_joined_encoder_serves_all_weights(joined: Path, tmp_path:
     queried = load_model(layout.joined("concat_stage_norm"))
     assert isinstance(weighted, Encoder) and isinstance(queried, Encoder)
     samples = SampleIndex.open(layout.index)
-    data = TarDataset(
-        samples, transform=weighted.preprocess_val, reads_captions=False, max_image_pixels=10_000
-    )
+    data = TarDataset(samples, DataConfig(), weighted.preprocess_val)
     ids = [int(number) for number in samples.ids_of(list(table["key"][:12]))]
     drawn = data.__getitems__(ids)
     pixels = torch.stack([sample.views[0] for sample in drawn])  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mclclip import cluster, config, index, report
-from mclclip.data.remote import RemoteOptions
+from mclclip.data.options import DataConfig
 from mclclip.eval.results import Reference, Result
 from mclclip.ranks.process_group import SINGLE
 from mclclip.report import material, scores, thumbnails, training
@@ -397,7 +397,7 @@ def test_a_sum_that_lacks_a_part_is_unknown() -> None:
 
 
 def test_thumbnails_of_samples_carry_their_captions(made: Path) -> None:
-    samples = thumbnails.Samples(report.read(str(made)).index, 10_000, RemoteOptions())
+    samples = thumbnails.Samples(report.read(str(made)).index, DataConfig(max_image_pixels=10_000))
     found = Thumbnails(10_000)
     assert found.of_sample(samples, 0).text.startswith("a scarlet thing")
     for _ in range(2):

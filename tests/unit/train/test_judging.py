@@ -9,12 +9,14 @@ import torch
 
 from mclclip import config
 from mclclip.train.judging import Judging, Together
+from mclclip.train.options import EvaluateConfig
 
 
 def judging(values: dict[int, float], **options: Any) -> Judging:
     """Of a training of 10 steps, evaluated after 3, 6, 9 and 10."""
-    settled: dict[str, Any] = {"every": 3, "total": 10, "metric": "pairs/average"} | options
-    return Judging(evaluate=lambda step: {"pairs/average": values[step]}, **settled)
+    settled: dict[str, Any] = {"every": 3, "metric": "pairs/average"} | options
+    when = EvaluateConfig(**settled)
+    return Judging(lambda step: {"pairs/average": values[step]}, when, settled["every"], total=10)
 
 
 def until_it_ends(judged: Judging, start: int = 0) -> int:

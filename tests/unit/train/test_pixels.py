@@ -15,15 +15,17 @@ from torch.utils.data import DataLoader
 from mclclip import checkpoint, index, pipeline
 from mclclip.config import Config
 from mclclip.data import decode
-from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.batches import Batch
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.loading import load_towers
+from mclclip.models.transforms import fast_transform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.train import parts
 from mclclip.train import verb as train
 from tests import tiny
+from tests.batches import training_batches
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +61,20 @@ def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 
 def batches_of(config: Config, pixels: decode.Pixels, model: Any, **options: Any) -> Any:
     samples = SampleIndex.open(Path(config.run_dir) / "index")
+    train = model.preprocess_train
     given: dict[str, Any] = dict(
         index=samples,
         grouped=GroupedIndex.build(torch.zeros(len(samples), dtype=torch.int64).numpy(), ()),
-        transform=parts.transform_of(pixels, model),
+        transform=fast_transform(train) if pixels == "fast" else train,
         num_views=2,
-        reads_captions=True,
         tokenizer=model.tokenizer,
         global_batch=24,
         policy="backoff",
         order="proportional",
         seed=5,
         stage=1,
-        max_image_pixels=10_000,
     )
-    return TrainingBatches(**(given | options))
+    return training_batches(**(given | options))
 
 
 def prepared(batch: Batch, config: Config, model: Any) -> Batch:

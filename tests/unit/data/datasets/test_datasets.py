@@ -16,7 +16,6 @@ import torch
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip import config, index, make_dataset
 from mclclip.data import datasets
-from mclclip.data.batches import TrainingBatches
 from mclclip.data.datasets.celeba import balanced
 from mclclip.data.datasets.imagenet_subset import SUBSETS
 from mclclip.data.datasets.readers import CIFAR10_CLASSES
@@ -25,6 +24,7 @@ from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from tests.batches import training_batches
 from tests.matrix import in_soak
 from tests.unit.data.datasets import fakes
 
@@ -298,7 +298,6 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
         index=opened,
         grouped=GroupedIndex.build(labels, (1,)),
         transform=Noisy(),
-        reads_captions=False,
         num_views=2,
         global_batch=8,
         policy="backoff",
@@ -306,15 +305,14 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
         seed=0,
         stage=0,
         class_labels=classes,
-        max_image_pixels=10_000,
     )
-    whole = TrainingBatches(**options)[1]
+    whole = training_batches(**options)[1]
     assert [view.shape for view in whole.views] == [(8, 4, 32, 32)] * 2
     assert not torch.equal(*whole.views)
     assert whole.classes is not None and whole.classes.dtype == torch.int64
     assert whole.classes.tolist() == codes[whole.sample_id.numpy()][:, None].tolist()
     for rank in range(2):  # as loader workers get it: pickled
-        batches = pickle.loads(pickle.dumps(TrainingBatches(**options, rank=rank, world_size=2)))
+        batches = pickle.loads(pickle.dumps(training_batches(**options, rank=rank, world_size=2)))
         part, wanted = batches[1], whole.rows(4 * rank, 4 * rank + 4)
         for left, right in zip(part.tensors(), wanted.tensors(), strict=True):
             assert torch.equal(left, right)
