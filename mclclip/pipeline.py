@@ -114,7 +114,7 @@ def _check(config: Config, context: Context) -> None:
         _benchmarks(config, options)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
-    _check_objectives(config, context)
+    _check_objectives(config)
     if config.reshard.enabled and config.has_stages:
         reshard.check(config)
         if config.reshard.url is not None:
@@ -131,8 +131,8 @@ def _check(config: Config, context: Context) -> None:
     _check_tokenizers(config)
 
 
-def _check_objectives(config: Config, context: Context) -> None:
-    """Checks what objectives want of the device, and of an encoder with a start of its own."""
+def _check_objectives(config: Config) -> None:
+    """Checks what objectives want of an encoder with a start of its own."""
     with_text = [n for n, b in config.eval.suite.items() if evaluator(b.kind).reads_text]
     for name, options in config.trainings.items():
         if options.objective.reads.captions and not _reads_texts(config.model_of(name)):
@@ -151,7 +151,7 @@ def _check_objectives(config: Config, context: Context) -> None:
         clustered = replace(config.model, projector=[])  # embeddings lie before it
         widths, one_architecture = (_width(clustered), _width(own)), given == trained
     for options in config.trainings.values():
-        facts = replace(config.facts(options), device=context.device, widths=widths)
+        facts = replace(config.facts(options), widths=widths)
         options.objective.check(facts)
     if not one_architecture and (config.export.concat or config.export.soup):
         raise ValueError(

@@ -120,7 +120,6 @@ class Facts:
     num_clusters  fewest clusters of any stage
     stored        clusters that are stored of every sample
     engine        name of the engine
-    device        where it will run
     widths        of the features that were clustered, and of those that are trained
     global_batch  samples per step over all ranks
     zero_stage    how much deepspeed shares out, where that is the engine
@@ -131,7 +130,6 @@ class Facts:
     stored: int
     precision: str
     engine: str
-    device: torch.device | None = None
     widths: tuple[int, int] | None = None
     global_batch: int | None = None
     zero_stage: int | None = None

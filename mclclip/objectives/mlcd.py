@@ -22,9 +22,8 @@ from torch import Tensor
 
 from mclclip.objectives.base import Cost, Facts, Objective, ObjectiveOptions, Reads, Setting, Sizes
 from mclclip.objectives.class_centers import cost
-from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.objectives.class_centers.sums import Sums, class_sums
+from mclclip.objectives.class_centers.sums import Margin, class_sums
 from mclclip.options import STRICT, Cosine, Share
 from mclclip.randomness import mix, permute
 from mclclip.ranks.outside import OutsideParameters
@@ -147,11 +146,6 @@ class Options(ObjectiveOptions):
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
         return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin)
 
-    @property
-    def _num_positives(self) -> int:
-        one = self.kind == "single_label" or self.attribute is not None
-        return 1 if one else self.labels_per_sample
-
     def cost(self, sizes: Sizes) -> Cost:
         """Class centers, their moments and gradient, and what a step moves between ranks.
 
@@ -159,12 +153,13 @@ class Options(ObjectiveOptions):
         """
         # The values of an attribute are counted by the index, which may not be there yet.
         classes = sizes.num_classes if self.attribute is None else _ASSUMED_CLASSES
+        one_label = self.kind == "single_label" or self.attribute is not None
         found = cost.measure(
             sizes.local_batch * sizes.num_ranks,
             sizes.dim,
             classes,
             sizes.num_ranks,
-            labels_per_sample=self._num_positives,
+            labels_per_sample=1 if one_label else self.labels_per_sample,
             sample_rate=self.sample_rate,
             rule=self.negatives,
         )
@@ -253,7 +248,7 @@ class ClassCenterLoss(Objective):
             classes = classes[:, :1]
         if image_features.dtype != torch.float64:
             image_features = image_features.float()
-        sums: Sums = class_sums(
+        sums: tuple[Tensor, Tensor, Tensor, dict[str, Tensor]] = class_sums(
             image_features,
             classes,
             self.centers,
@@ -261,26 +256,25 @@ class ClassCenterLoss(Objective):
             margin=self.margin,
             tile=self.tile,
         )
-        counted = sums.counted.to(sums.log_p.dtype)
-        num_rows = counted.sum().clamp_min(1.0)
+        log_p, log_n, has_label, figures = sums
+        num_rows = has_label.to(log_p.dtype).sum().clamp_min(1.0)
 
         def mean(terms: Tensor) -> Tensor:
-            kept: Tensor = torch.where(sums.counted, terms, torch.zeros_like(terms))
+            kept: Tensor = torch.where(has_label, terms, torch.zeros_like(terms))
             return kept.sum() / num_rows
+
+        def softplus(x: Tensor) -> Tensor:  # torch's is not exact for large x, in float64
+            result: Tensor = torch.logaddexp(x, torch.zeros_like(x))
+            return result
 
         terms: dict[str, Tensor] = {}
         if self.kind == "mlcd":
-            positive, negative = mean(_softplus(sums.log_p)), mean(_softplus(sums.log_n))
-            loss, pull = positive + negative, sums.log_p
+            positive, negative = mean(softplus(log_p)), mean(softplus(log_n))
+            loss, pull = positive + negative, log_p
             terms = {"positive_loss": positive.detach(), "negative_loss": negative.detach()}
         else:
-            pull = sums.log_p + sums.log_n
-            loss = mean(_softplus(pull))
+            pull = log_p + log_n
+            loss = mean(softplus(pull))
         saturated = torch.sigmoid(pull.detach()) < _SATURATED
         terms["saturated_share"] = mean(saturated.to(loss.dtype)).detach()
-        return {"loss": loss} | terms | sums.figures
-
-
-def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), exact for large x too (torch's softplus is not, in float64)."""
-    return torch.logaddexp(x, torch.zeros_like(x))
+        return {"loss": loss} | terms | figures

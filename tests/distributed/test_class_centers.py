@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
+from mclclip.objectives.class_centers.sums import Margin
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context

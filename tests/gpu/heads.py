@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.class_centers.batch import starts_of, weighted_sums
-from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import (
     HeadOptimizer,
     Rule,
     ShardedClassCenters,
     normal_rows,
 )
+from mclclip.objectives.class_centers.sums import Margin, starts_of, weighted_sums
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, Kind, NegativeDraw
 from mclclip.pair_products import pair_products

@@ -34,7 +34,14 @@ def measure(
     positives = math.ceil(batch * labels / ranks)
     # Of k classes, B rows with l different ones each leave k (1 - l / k)^B out.
     distinct = num_classes * -math.expm1(batch * math.log1p(-min(labels / num_classes, 0.999999)))
-    negatives, touched = _taking_part(rule, sample_rate, rows, distinct / ranks)
+    # Negatives and touched classes of this rank, by the rules of ShardedClassCenters.
+    own, drawn = distinct / ranks, rows * sample_rate
+    touched = min(rows, math.ceil(drawn + own * (1.0 - sample_rate)))
+    if rule == "exclude_positives":
+        drawn -= own * sample_rate
+    negatives = math.ceil(drawn)
+    if rule == "partial_fc":
+        negatives = touched = min(rows, math.ceil(max(drawn, own)))
     features = batch * dim * _FLOAT
     tile = min(_TILE, batch) * min(_TILE, max(negatives, 1)) * _FLOAT
     collectives = {
@@ -68,16 +75,3 @@ def measure(
         "operations": products,
         "seconds": seconds,
     }
-
-
-def _taking_part(rule: Rule, sample_rate: float, rows: int, distinct: float) -> tuple[int, int]:
-    """(negatives, touched classes) of a rank with ``rows`` classes, ``distinct`` of them positive,
-    by the rules of ShardedClassCenters."""
-    drawn = rows * sample_rate
-    if rule == "partial_fc":
-        most = min(rows, math.ceil(max(drawn, distinct)))
-        return most, most
-    union = drawn + distinct * (1.0 - sample_rate)
-    if rule == "exclude_positives":
-        drawn -= distinct * sample_rate
-    return math.ceil(drawn), min(rows, math.ceil(union))

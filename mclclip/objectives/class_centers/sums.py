@@ -14,31 +14,62 @@ both exp(-scale) and exp(scale): so no largest score has to be agreed on first.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from mclclip.objectives.class_centers.batch import ClassBatch, starts_of, weighted_sums
-from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import ShardedClassCenters
 from mclclip.pair_products import pair_products
 from mclclip.ranks import collectives
+from mclclip.ranks.transfer import to_device
+
+_NEAR_ONE = 1.0 - 1e-4  # the angle's derivative has no bound at a cosine of 1
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Sums of the global batch, alike on every rank: log P and log N [B], and which rows count.
+class Margin:
+    """phi(c), what takes the place of a positive cosine c, and its derivative.
 
-    A row without a positive does not count. ``figures``: what this rank saw; mean over ranks, or
-    the largest for names with ``max``.
+    ``arc``: cos(arccos c + size), and c - size * sin(size) where the angle would pass pi, so that
+    phi goes on falling with the angle (ArcFace, Deng et al., 2019); ``cos``: c - size (CosFace,
+    Wang et al., 2018); ``none``: c. MLCD says "m = 0.3 for the positive classes, following ArcFace"
+    and no more. ``gradient``: ``straight_through`` takes the derivative as 1, as PartialFC's code
+    does. Arc's cosines are clamped to 1 - 1e-4. Raises ValueError for a size outside [0, pi / 2].
     """
 
-    log_p: Tensor
-    log_n: Tensor
-    counted: Tensor
-    figures: dict[str, Tensor]
+    kind: Literal["arc", "cos", "none"] = "arc"
+    size: float = 0.3
+    gradient: Literal["exact", "straight_through"] = "exact"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.size <= math.pi / 2:
+            raise ValueError(f"margin is {self.size}: wanted 0 to {math.pi / 2:.3f}, such as 0.3")
+
+    def __call__(self, cosine: Tensor) -> Tensor:
+        """phi of each cosine."""
+        if self.kind == "none":
+            return cosine
+        if self.kind == "cos":
+            return cosine - self.size
+        c = cosine.clamp(-_NEAR_ONE, _NEAR_ONE)
+        turned = c * math.cos(self.size) - (1.0 - c.square()).sqrt() * math.sin(self.size)
+        beyond_pi = c < -math.cos(self.size)
+        return torch.where(beyond_pi, c - self.size * math.sin(self.size), turned)
+
+    def derivative(self, cosine: Tensor) -> Tensor:
+        """d phi / d c of each cosine."""
+        if self.kind != "arc" or self.gradient == "straight_through":
+            return torch.ones_like(cosine)
+        c = cosine.clamp(-_NEAR_ONE, _NEAR_ONE)
+        exact = math.cos(self.size) + c / (1.0 - c.square()).sqrt() * math.sin(self.size)
+        beyond_pi = c < -math.cos(self.size)
+        slope = torch.where(beyond_pi, torch.ones_like(c), exact)
+        return torch.where(cosine.abs() <= _NEAR_ONE, slope, torch.zeros_like(c))
 
 
 # A compiler would unroll the loops over tiles, and compile again for every step's negatives.
@@ -51,7 +82,7 @@ def class_sums(
     scale: float,
     margin: Margin,
     tile: int | None = None,
-) -> Sums:
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """log P and log N of every row of the global batch (see the head of this module).
 
     Args:
@@ -63,56 +94,38 @@ def class_sums(
         tile: rows and classes of the scores that are computed at a time.
 
     Returns:
-        Sums, differentiable once. The gradient of ``features`` is world_size times that of a loss
-        of the global batch which every rank computes alike, for engines that average over ranks.
+        log P and log N [B], alike on every rank, differentiable once. The gradient of ``features``
+        is world_size times that of a loss of the global batch which every rank computes alike, for
+        engines that average over ranks. Bool [B]: the row has a positive; others do not count. By
+        name, what this rank saw of the classes: a mean over ranks is that of the global batch, and
+        for names with ``max`` the largest.
     """
     with torch.autocast(features.device.type, enabled=False):
         every = collectives.gather(labels.cpu().int()).long()
-        batch = ClassBatch(centers, every, scale, margin, tile or _tile(features.device))
+        size = tile or (8192 if features.device.type == "cuda" else 2048)
+        batch = _ClassBatch(centers, every, scale, margin, size)
         log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
-    return Sums(log_p, log_n, batch.counted, batch.figures)
-
-
-def _tile(device: torch.device) -> int:
-    return 8192 if device.type == "cuda" else 2048
-
-
-def _positive_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of P, float64 [B], and the cosines of its pairs [n]."""
-    cosine = pair_products(features, batch.centers.rows, batch.row_starts, batch.positives)
-    cosine *= batch.inverse[batch.of_positives]
-    terms = torch.exp(-batch.scale * batch.margin(cosine).double())
-    sums = terms.new_zeros(batch.shape).masked_scatter_(batch.own, terms).sum(dim=1)
-    return sums, cosine
-
-
-def _negative_sums(batch: ClassBatch, features: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of N, float64 [B], and the largest cosine of a negative."""
-    scaled = features * batch.scale
-    memory = batch.memory(features)
-    sums = features.new_zeros(len(features), dtype=torch.float64)
-    largest = features.new_full((), -batch.scale)
-    for centers, _, tiles in batch.negative_blocks():
-        for rows, number in tiles:
-            scores = batch.scores(scaled[rows], centers, number, memory)
-            top = scores.amax(dim=1).clamp_min_(-batch.scale)  # -inf where none counts
-            largest = torch.maximum(largest, top.amax())
-            terms = scores.sub_(top[:, None]).exp_().sum(dim=1)
-            sums[rows] += terms.double() * top.double().exp_()
-    return sums, largest / batch.scale
+    return log_p, log_n, batch.counted, batch.figures
 
 
 class _ClassSums(torch.autograd.Function):
     """See ``class_sums``."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, batch: ClassBatch) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, features: Tensor, batch: _ClassBatch) -> tuple[Tensor, Tensor]:
         every = collectives.gather(features)
-        positive, cosine = _positive_sums(batch, every)
-        negative, largest = _negative_sums(batch, every)
+        positive, cosine = batch.positive_sums(every)
+        negative, largest = batch.negative_sums(every)
         sums = collectives.all_reduce_sum(torch.stack([positive, negative], dim=1))
         log_p, log_n = (column.log().to(every.dtype) for column in sums.unbind(dim=1))
-        batch.figures = _figures(batch, cosine, largest)
+        ranks = collectives.world_size()
+        batch.figures = {
+            "positive_cosine": cosine.sum() * ranks / batch.num_positives,
+            "max_negative_cosine": largest,
+            "positives_per_row": batch.num_positives / batch.counted.sum().clamp_min(1),
+            "distinct_positives": (batch.uses > 0).sum() * ranks,
+            "conflicts": (batch.uses[batch.of_negatives] > 0).sum() * ranks,
+        }
         ctx.save_for_backward(every, cosine, log_p, log_n)
         ctx.batch = batch
         return log_p, log_n
@@ -125,71 +138,174 @@ class _ClassSums(torch.autograd.Function):
                 "no second derivative; leave create_graph out"
             )
         every, cosine, log_p, log_n = ctx.saved_tensors
-        batch: ClassBatch = ctx.batch
+        batch: _ClassBatch = ctx.batch
         with torch.autocast(every.device.type, enabled=False):
-            weights = _positive_weights(batch, cosine, log_p, grad_p)
-            grad = weighted_sums(batch.centers.rows, batch.positives, batch.row_starts, weights)
-            of_centers = _pull_centers(batch, every, cosine, weights)
-            _pull_negatives(batch, every, _finite(log_n), grad_n, grad, of_centers)
+            grad, of_centers = batch.pull_positives(every, cosine, log_p, grad_p)
+            batch.pull_negatives(every, log_n, grad_n, grad, of_centers)
             batch.centers.add_gradient(batch.touched_here, of_centers)
             # Engines average over the ranks what is a sum here.
             own = collectives.sum_to_owner(grad) * collectives.world_size()
         return own, None
 
 
-def _finite(log_sum: Tensor) -> Tensor:
-    """An empty sum has no terms: their share of it becomes 0, not inf."""
-    return log_sum.masked_fill(log_sum == float("-inf"), float("inf"))
+class _ClassBatch:
+    """A batch beside the classes of this rank: its positives, its negatives, tiles of their scores.
+
+    All of it follows from ``labels`` [B, l], which are in main memory: what is sorted and counted
+    is so there, and only results go to the device, where lengths that depend on values would make
+    the host wait. Classes are numbered by their rows on this rank, or by their place among the t
+    that are ``touched``, as positives or negatives. ``touched_here`` is the same in main memory.
+    """
+
+    def __init__(
+        self, centers: ShardedClassCenters, labels: Tensor, scale: float, margin: Margin, tile: int
+    ) -> None:
+        self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
+        self.shape, rows = labels.shape, centers.rows
+        self.figures: dict[str, Tensor] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            on_device: Tensor = to_device(tensor, rows.device)
+            return on_device
+
+        self.counted = moved((labels >= 0).any(dim=1))
+        self.num_positives = moved((labels >= 0).sum().clamp_min(1))
+        # The pairs of a row and a positive class, by row, and their order by class.
+        own = (labels >= centers.start) & (labels < centers.stop)
+        row, positives = own.nonzero()[:, 0], labels[own] - centers.start
+        self.own, self.row, self.positives = moved(own), moved(row), moved(positives)
+        self.row_starts = moved(starts_of(own.sum(dim=1)))
+        self.by_class = moved(positives.argsort(stable=True))
+        # The classes that take part, and where negatives and positives are among them.
+        negatives, uses = centers.negatives(labels), torch.bincount(positives, minlength=len(rows))
+        takes_part = uses > 0
+        takes_part[negatives] = True
+        self.touched_here = takes_part.nonzero()[:, 0]
+        place = takes_part.cumsum(0) - 1
+        self.touched, self.uses = moved(self.touched_here), moved(uses[self.touched_here])
+        self.of_negatives, self.of_positives = moved(place[negatives]), moved(place[positives])
+        squares = pair_products(rows, rows, starts_of(moved(takes_part)), self.touched)
+        self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
+        # Where a row's own positive was drawn as a negative, in the order of the tiles.
+        column = torch.full((len(rows),), -1)
+        column[negatives] = torch.arange(len(negatives))
+        column = column[positives]
+        row, column = row[column >= 0], column[column >= 0]
+        per_block = -(-len(labels) // tile)
+        number = column // tile * per_block + row // tile
+        order = number.argsort(stable=True)
+        self._drawn = moved(row[order] % tile), moved(column[order] % tile)
+        num_tiles = per_block * -(-len(negatives) // tile)
+        self._ends = [0, *torch.bincount(number, minlength=num_tiles).cumsum(0).tolist()]
+
+    # --- sums ----------------------------------------------------------------------------------
+
+    def positive_sums(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of P, float64 [B], and the cosines of its pairs [n]."""
+        cosine = pair_products(features, self.centers.rows, self.row_starts, self.positives)
+        cosine *= self.inverse[self.of_positives]
+        terms = torch.exp(-self.scale * self.margin(cosine).double())
+        sums = terms.new_zeros(self.shape).masked_scatter_(self.own, terms).sum(dim=1)
+        return sums, cosine
+
+    def negative_sums(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of N, float64 [B], and the largest cosine of a negative."""
+        sums = features.new_zeros(len(features), dtype=torch.float64)
+        largest = features.new_full((), -self.scale)
+        for _, _, tiles in self._negative_blocks(features):
+            for rows, scores in tiles:
+                top = scores.amax(dim=1).clamp_min_(-self.scale)  # -inf where none counts
+                largest = torch.maximum(largest, top.amax())
+                terms = scores.sub_(top[:, None]).exp_().sum(dim=1)
+                sums[rows] += terms.double() * top.double().exp_()
+        return sums, largest / self.scale
+
+    def _negative_blocks(
+        self, features: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Iterator[tuple[slice, Tensor]]]]:
+        """Unit class centers [m, D] of some negatives, their places [m] among the touched, and, by
+        tiles of ``features``, rows and their scores [r, m], valid until the next tile."""
+        scaled = features * self.scale
+        count = min(self.tile, len(scaled)) * min(self.tile, len(self.of_negatives))
+        memory = features.new_empty(count)
+        for block, first in enumerate(range(0, len(self.of_negatives), self.tile)):
+            places = self.of_negatives[first : first + self.tile]
+            centers = self.centers.rows.index_select(0, self.touched[places])
+            centers.mul_(self.inverse[places, None])
+            yield centers, places, self._scores(scaled, centers, block, memory)
+
+    def _scores(
+        self, scaled: Tensor, centers: Tensor, block: int, memory: Tensor
+    ) -> Iterator[tuple[slice, Tensor]]:
+        starts = range(0, len(scaled), self.tile)
+        for number, start in enumerate(starts, block * len(starts)):
+            rows = slice(start, start + self.tile)
+            shape = len(scaled[rows]), len(centers)
+            scores = memory[: shape[0] * shape[1]].view(shape)
+            torch.mm(scaled[rows], centers.T, out=scores)
+            first, stop = self._ends[number], self._ends[number + 1]
+            if first < stop:  # a row's own positives are no negatives of it
+                row, column = (index[first:stop] for index in self._drawn)
+                scores[row, column] = float("-inf")
+            yield rows, scores
+
+    # --- gradients -----------------------------------------------------------------------------
+
+    def pull_positives(
+        self, features: Tensor, cosine: Tensor, log_p: Tensor, grad_p: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients through P: of the features [B, D], and of the touched class centers [t, D], out
+        of the loss scale."""
+        shares = torch.exp(-self.scale * self.margin(cosine) - log_p[self.row])
+        slope = self.margin.derivative(cosine) * self.inverse[self.of_positives]
+        weights = -self.scale * grad_p[self.row] * shares * slope
+        rows = self.centers.rows
+        of_features = weighted_sums(rows, self.positives, self.row_starts, weights)
+        pairs, starts = self.by_class, starts_of(self.uses)
+        weights = weights[pairs] / self.centers.loss_scale
+        of_centers = weighted_sums(features, self.row[pairs], starts, weights)
+        # Gradient of w / |w|: only the part orthogonal to w remains.
+        along = weighted_sums(cosine[:, None], pairs, starts, weights) * self.inverse[:, None]
+        for first in range(0, len(of_centers), self.tile):
+            part = slice(first, first + self.tile)
+            touched = rows.index_select(0, self.touched[part])
+            of_centers[part].addcmul_(touched, along[part], value=-1.0)
+        return of_features, of_centers
+
+    def pull_negatives(
+        self,
+        features: Tensor,
+        log_n: Tensor,
+        grad_n: Tensor,
+        of_features: Tensor,
+        of_centers: Tensor,
+    ) -> None:
+        """Adds the gradients through N to those of the features and the touched class centers."""
+        # An empty sum has no terms: their share of it becomes 0, not inf.
+        log_n = log_n.masked_fill(log_n == float("-inf"), float("inf"))
+        weights = self.scale * grad_n
+        for centers, places, tiles in self._negative_blocks(features):
+            grad = torch.zeros_like(centers)
+            for rows, scores in tiles:
+                shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows, None])
+                of_features[rows].addmm_(shares, centers)
+                grad.addmm_(shares.T, features[rows])
+            along = (grad * centers).sum(dim=1, keepdim=True)
+            grad.addcmul_(centers, along, value=-1.0)
+            grad.mul_(self.inverse[places, None] / self.centers.loss_scale)
+            of_centers.index_add_(0, places, grad)  # no place twice: in any order
 
 
-def _positive_weights(batch: ClassBatch, cosine: Tensor, log_p: Tensor, grad_p: Tensor) -> Tensor:
-    """[n]: the gradient, through P, of the products (feature . class center) of the pairs."""
-    shares = torch.exp(-batch.scale * batch.margin(cosine) - log_p[batch.row])
-    slope = batch.margin.derivative(cosine) * batch.inverse[batch.of_positives]
-    return -batch.scale * grad_p[batch.row] * shares * slope
+def starts_of(counts: Tensor) -> Tensor:
+    """[n + 1]: where each of n runs of these lengths starts, and where the last one ends."""
+    return functional.pad(counts.cumsum(0), (1, 0))
 
 
-def _pull_centers(batch: ClassBatch, features: Tensor, cosine: Tensor, weights: Tensor) -> Tensor:
-    """[t, D]: the gradient of the touched class centers through P, out of the loss scale."""
-    pairs, starts = batch.by_class, starts_of(batch.uses)
-    weights = weights[pairs] / batch.centers.loss_scale
-    grad = weighted_sums(features, batch.row[pairs], starts, weights)
-    # The normalisation lets through what is across a class center, and not what is along it.
-    along = weighted_sums(cosine[:, None], pairs, starts, weights) * batch.inverse[:, None]
-    for first in range(0, len(grad), batch.tile):
-        part = slice(first, first + batch.tile)
-        rows = batch.centers.rows.index_select(0, batch.touched[part])
-        grad[part].addcmul_(rows, along[part], value=-1.0)
-    return grad
+def weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
 
-
-def _pull_negatives(
-    batch: ClassBatch, features: Tensor, log_n: Tensor, grad_n: Tensor, grad: Tensor, out: Tensor
-) -> None:
-    """Adds the gradients through N: of the features to ``grad``, of the touched class centers to
-    ``out``."""
-    weights, scaled = batch.scale * grad_n, features * batch.scale
-    memory = batch.memory(features)
-    for centers, places, tiles in batch.negative_blocks():
-        of_centers = torch.zeros_like(centers)
-        for rows, number in tiles:
-            scores = batch.scores(scaled[rows], centers, number, memory)
-            shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows, None])
-            grad[rows].addmm_(shares, centers)
-            of_centers.addmm_(shares.T, features[rows])
-        along = (of_centers * centers).sum(dim=1, keepdim=True)
-        of_centers.addcmul_(centers, along, value=-1.0)
-        of_centers.mul_(batch.inverse[places, None] / batch.centers.loss_scale)
-        out.index_add_(0, places, of_centers)  # no place twice: in any order
-
-
-def _figures(batch: ClassBatch, cosine: Tensor, largest: Tensor) -> dict[str, Tensor]:
-    """This rank's share of what tells how the classes are doing; without any collective."""
-    ranks = collectives.world_size()
-    return {
-        "positive_cosine": cosine.sum() * ranks / batch.num_positives,
-        "max_negative_cosine": largest,
-        "positives_per_row": batch.num_positives / batch.counted.sum().clamp_min(1),
-        "distinct_positives": (batch.uses > 0).sum() * ranks,
-        "conflicts": (batch.uses[batch.of_negatives] > 0).sum() * ranks,
-    }
+    Rows are read where they are, too, and always added in the same order.
+    """
+    return functional.embedding_bag(
+        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )

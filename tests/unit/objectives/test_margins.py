@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mclclip.objectives.class_centers.margins import Margin
+from mclclip.objectives.class_centers.sums import Margin
 
 COSINES = torch.linspace(-0.999, 0.999, 1999, dtype=torch.float64)
 

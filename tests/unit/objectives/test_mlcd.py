@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.base import Reads, Setting
-from mclclip.objectives.class_centers.margins import Margin
 from mclclip.objectives.class_centers.rows import ShardedClassCenters
+from mclclip.objectives.class_centers.sums import Margin
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw, Options
 from mclclip.ranks.process_group import SINGLE
 from tests.slow_heads import dense_loss
