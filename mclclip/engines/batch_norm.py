@@ -26,12 +26,6 @@ class _GlobalStatistics(_BatchNorm):
         """[b, C, ...] -> the same shape, normalised over all ranks' b and all further axes."""
         if not self.training or collectives.world_size() == 1:
             return super().forward(input)
-        return self._activated(self._normalised(input))
-
-    def _activated(self, output: Tensor) -> Tensor:
-        return output
-
-    def _normalised(self, input: Tensor) -> Tensor:
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         axes = (0, *range(2, x.ndim))
         channel = (slice(None), *[None] * (x.ndim - 2))
@@ -43,10 +37,15 @@ class _GlobalStatistics(_BatchNorm):
         variance = collectives.all_reduce_with_grad(squares) / count
         self._track(mean.detach(), variance.detach() * count / (count - 1))
         scale = torch.rsqrt(variance + self.eps)
-        if not self.affine:
-            return (centred * scale[channel]).to(input.dtype)
-        output = centred * (scale * self.weight)[channel] + self.bias[channel]
-        return output.to(input.dtype)
+        if self.affine:
+            output = centred * (scale * self.weight)[channel] + self.bias[channel]
+        else:
+            output = centred * scale[channel]
+        result: Tensor = output.to(input.dtype)
+        if hasattr(self, "act"):  # timm's BatchNormAct2d: DropBlock and an activation after it
+            activated: Any = self
+            result = activated.act(activated.drop(result))
+        return result
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         """Moves the running statistics as torch's batch norms do (unbiased variance)."""
@@ -61,52 +60,9 @@ class _GlobalStatistics(_BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
-class GlobalBatchNorm1d(_GlobalStatistics, nn.BatchNorm1d):
-    """BatchNorm1d, as projectors have it, over the global batch."""
-
-
-class GlobalBatchNorm2d(_GlobalStatistics, nn.BatchNorm2d):
-    """BatchNorm2d over the global batch."""
-
-
-class _WithActivation(_GlobalStatistics):
-    """timm's BatchNormAct2d, which applies DropBlock and an activation after the norm."""
-
-    drop: nn.Module
-    act: nn.Module
-
-    def _activated(self, output: Tensor) -> Tensor:
-        activated: Tensor = self.act(self.drop(output))
-        return activated
-
-
 @functools.cache
-def _with_activation(kind: Any) -> type[Any]:
-    return type(f"Global{kind.__name__}", (_WithActivation, kind), {})
-
-
-def _global_kind(module: nn.Module) -> type[Any] | None:
-    """The global class for a batch norm; None for other modules, and if it has that class already.
-
-    Raises ValueError for an unknown kind of batch norm, unless it is in eval mode.
-    """
-    kind: Any = type(module)
-    known: dict[Any, type[Any]] = {
-        nn.BatchNorm1d: GlobalBatchNorm1d,
-        nn.BatchNorm2d: GlobalBatchNorm2d,
-    }
-    if kind in known:
-        return known[kind]
-    if not isinstance(module, _BatchNorm) or isinstance(module, _GlobalStatistics):
-        return None
-    if kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm."):
-        return _with_activation(kind)
-    if not module.training:
-        return None
-    raise ValueError(
-        f"the model has a {kind.__module__}.{kind.__name__}, whose statistics cannot be taken over "
-        "several ranks: train it on one rank, or lock it"
-    )
+def _global_class(kind: Any) -> type[Any]:
+    return type(f"Global{kind.__name__}", (_GlobalStatistics, kind), {})
 
 
 def synchronize_batch_norms(module: nn.Module) -> None:
@@ -116,6 +72,14 @@ def synchronize_batch_norms(module: nn.Module) -> None:
     Raises ValueError for a batch norm of an unknown kind that is in training mode.
     """
     for child in module.modules():
-        kind = _global_kind(child)
-        if kind is not None:
-            child.__class__ = kind
+        kind: Any = type(child)
+        if not isinstance(child, _BatchNorm) or isinstance(child, _GlobalStatistics):
+            continue
+        of_timm = kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.")
+        if of_timm or kind in (nn.BatchNorm1d, nn.BatchNorm2d):
+            child.__class__ = _global_class(kind)
+        elif child.training:
+            raise ValueError(
+                f"the model has a {kind.__module__}.{kind.__name__}, whose statistics cannot be "
+                "taken over several ranks: train it on one rank, or lock it"
+            )

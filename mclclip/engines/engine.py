@@ -4,14 +4,14 @@ The training loop hands over a module and calls ``update``; it does not know whi
 Engines differ in how they wrap the module, reduce gradients, and name their state.
 
 The module maps a batch to ``{"loss": ..., parts}``; for gradient caching it also returns features
-and pulls gradients back through them (``gradient_cache.Cacheable``). It sets its own autocast, so
+and pulls gradients back through them (``gradient_cache``). It sets its own autocast, so
 that precision does not depend on the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mclclip.engines import gradient_cache
 from mclclip.engines.batch_norm import synchronize_batch_norms
-from mclclip.engines.moving_average import MovingAverage
 from mclclip.ranks.outside import OutsideParameters
 from mclclip.ranks.process_group import Context
 
@@ -264,6 +264,34 @@ class Engine:
             values["scale"] = float(state["scaler.scale"])
             values["_growth_tracker"] = int(state["scaler.growth_tracker"])
             self.scaler.load_state_dict(values)
+
+
+class MovingAverage:
+    """``tensors[name] <- decay * tensors[name] + (1 - decay) * parameters[name]``, in fp32.
+
+    ``parameters``: this rank's part of each trained parameter (all or a shard), read at updates.
+    Raises ValueError for a decay outside (0, 1).
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            raise ValueError(
+                f"ema_decay is {decay}: wanted a number between 0 and 1, such as 0.999"
+            )
+        self._parameters = dict(parameters)
+        self.tensors = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the average one step towards the parameters."""
+        averages = list(self.tensors.values())
+        self._average(averages, list(self._parameters.values()), torch.tensor(0))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies the average from a checkpoint's tensors."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(tensors[name])
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

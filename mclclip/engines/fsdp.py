@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mclclip.engines.engine import HALF, Engine, MakeOptimizer
@@ -39,7 +39,17 @@ class FsdpEngine(Engine):
         **options: Any,
     ) -> None:
         self._blocks = list(blocks)
-        self._mesh = _mesh(context, shard_ranks)
+        world = context.world_size
+        if shard_ranks is None or shard_ranks == world:
+            self._mesh = choose_mesh(context)
+        elif world % shard_ranks:
+            raise ValueError(
+                f"engine.shard_ranks={shard_ranks} does not divide the {world} ranks: give a "
+                "divisor, such as the number of GPUs of a node"
+            )
+        else:
+            shape, names = (world // shard_ranks, shard_ranks), ("copies", "shards")
+            self._mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
         half = HALF.get(precision)
         self._policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32 if half else None)
         super().__init__(module, make_optimizer, context, precision=precision, **options)
@@ -64,17 +74,3 @@ class FsdpEngine(Engine):
             yield
         finally:
             root.set_requires_gradient_sync(True)
-
-
-def _mesh(context: Context, shard_ranks: int | None) -> DeviceMesh:
-    """A device mesh with one axis of all ranks, or with two axes: copies and shards."""
-    world = context.world_size
-    if shard_ranks is None or shard_ranks == world:
-        return choose_mesh(context)
-    if world % shard_ranks:
-        raise ValueError(
-            f"engine.shard_ranks={shard_ranks} does not divide the {world} ranks: give a divisor, "
-            "such as the number of GPUs of a node"
-        )
-    shape, names = (world // shard_ranks, shard_ranks), ("copies", "shards")
-    return init_device_mesh(context.device.type, shape, mesh_dim_names=names)

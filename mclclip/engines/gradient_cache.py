@@ -6,20 +6,25 @@ under Memory Limited Setup", 2021) cuts the graph at the features, which are sma
 without graph gives all features; the loss of the whole batch gives the gradient of each; a second
 pass, with the random state of the first, pulls them back micro-batch by micro-batch. Only one
 micro-batch's activations exist at a time.
+
+The module that is run so (``train.loop.Trainee``) has an ``objective`` and can be called in three
+ways. ``module(batch)`` returns ``{"loss": ..., parts}``. ``module(batch, only_features=True)``
+returns the features by name: tensors [b, ...] have one row per sample, 0-dimensional ones belong to
+the whole batch. ``module(batch, pullback=P)`` returns ``{"loss": s}``, where s is the sum of the
+products of all features and parameters in ``P`` and their gradients there. ``module.loss(features,
+batch)`` maps features of the whole local batch to ``{"loss": ..., parts}``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-
-from mclclip.ranks.process_group import Context
 
 
 @dataclass
@@ -28,37 +33,6 @@ class Pullback:
 
     features: dict[str, Tensor]
     parameters: list[Tensor | None]
-
-
-class Cacheable(Protocol):
-    """A module that an engine runs.
-
-    ``module(batch)`` returns ``{"loss": ..., parts}``. ``module(batch, only_features=True)``
-    returns the features by name: tensors [b, ...] have one row per sample, 0-dimensional ones
-    belong to the whole batch. ``module(batch, pullback=P)`` returns ``{"loss": s}``, where s is the
-    sum of the products of all features and parameters in ``P`` and their gradients there. ``loss``
-    maps features of the whole local batch to ``{"loss": ..., parts}``.
-    """
-
-    objective: nn.Module
-
-    def loss(self, features: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """This rank's loss and its parts."""
-
-
-class Runner(Protocol):
-    """The methods of an engine that gradient caching needs."""
-
-    module: nn.Module
-    context: Context
-    run: Callable[..., Any]
-    phase_ended: Callable[[str], None]
-
-    def reducing(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of one of a step's backward passes; only the last reduces over the ranks."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of ``loss``."""
 
 
 def check(module: nn.Module) -> None:
@@ -71,60 +45,47 @@ def check(module: nn.Module) -> None:
             )
 
 
-def backward(engine: Runner, batch: Any, micro_batch: int) -> dict[str, Tensor]:
+def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
     """Adds the gradient of the global batch's loss to ``engine``'s; returns the loss and parts."""
-    module: Any = engine.module
+    module, device = engine.module, engine.context.device
     starts = range(0, len(batch), micro_batch)
     pieces = [batch.rows(start, start + micro_batch) for start in starts]
+    states, passes = [], []
     with torch.no_grad():
-        states, features = _first_pass(engine, pieces)
+        for piece in pieces:
+            on_gpu = device.type != "cpu"
+            state = torch.get_device_module(device).get_rng_state(device) if on_gpu else None
+            states.append((torch.get_rng_state(), state))
+            passes.append(engine.run(piece, only_features=True))
+        features = {
+            name: torch.cat([each[name] for each in passes]) if value.ndim else value.clone()
+            for name, value in passes[0].items()
+        }
     engine.phase_ended("forward")
     leaves = {n: f.requires_grad_() for n, f in features.items() if f.is_floating_point()}
     own = [p for p in module.objective.parameters() if p.requires_grad]
     parts: dict[str, Tensor] = module.loss(features, batch)
     wanted = [*leaves.values(), *own]
     gradients = torch.autograd.grad(parts["loss"], wanted, allow_unused=True)
-    found = {n: g for n, g in zip(leaves, gradients, strict=False) if g is not None}
+    of_features = {n: g for n, g in zip(leaves, gradients, strict=False) if g is not None}
     for number, start in enumerate(starts):
         last = number == len(starts) - 1
         pullback = Pullback(
-            {n: g[start : start + micro_batch] for n, g in found.items() if g.ndim}, []
+            {n: g[start : start + micro_batch] for n, g in of_features.items() if g.ndim}, []
         )
         if last:  # features of the whole batch and parameters are pulled back only once
-            pullback.features |= {n: g for n, g in found.items() if not g.ndim}
+            pullback.features |= {n: g for n, g in of_features.items() if not g.ndim}
             pullback.parameters = list(gradients[len(leaves) :])
-        with _replay(states[number], engine.context.device), engine.reducing(last):
+        with _replay(*states[number], device), engine.reducing(last):
             engine.backward(engine.run(pieces[number], pullback=pullback)["loss"])
     return parts
 
 
-def _first_pass(engine: Runner, pieces: list[Any]) -> tuple[list[_State], dict[str, Tensor]]:
-    """The random state before each micro-batch, and the features of the whole local batch."""
-    states, found = [], []
-    for piece in pieces:
-        states.append(_random_state(engine.context.device))
-        found.append(engine.run(piece, only_features=True))
-    joined = {
-        name: torch.cat([features[name] for features in found]) if value.ndim else value.clone()
-        for name, value in found[0].items()
-    }
-    return states, joined
-
-
-_State = tuple[Tensor, Tensor | None]
-
-
-def _random_state(device: torch.device) -> _State:
-    on_gpu = device.type != "cpu"
-    state = torch.get_device_module(device).get_rng_state(device) if on_gpu else None
-    return torch.get_rng_state(), state
-
-
 @contextmanager
-def _replay(state: _State, device: torch.device) -> Iterator[None]:
-    """Runs the block with the random generators in ``state``; restores them afterwards."""
+def _replay(state: Tensor, on_gpu: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Runs the block with the random generators in these states; restores them afterwards."""
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.get_device_module(device).set_rng_state(state[1], device)
+        torch.set_rng_state(state)
+        if on_gpu is not None:
+            torch.get_device_module(device).set_rng_state(on_gpu, device)
         yield

@@ -54,16 +54,12 @@ def per_rank(
         # Two blocks, since the next one is gathered early; and one block's gradients in fp32.
         gathered = 2 * sizes.largest_block // (2 if half else 1)
         return parts | {"engine": sizes.outside + gathered + sizes.largest_block}
-    return _zero(sizes, whole, world_size, zero_stage)
-
-
-def _zero(sizes: Sizes, whole: dict[str, int], world_size: int, stage: int) -> dict[str, int]:
     bucket = min(BUCKET * _FP32, sizes.trained)
     # At every stage the optimizer works on a copy of this rank's part of the weights.
     parts = whole | {"optimizer": (sizes.moments + sizes.trained) // world_size}
-    if stage >= 2:
+    if zero_stage >= 2:
         parts["gradients"] = sizes.trained // world_size + bucket
-    if stage < 3:
+    if zero_stage < 3:
         return parts | {"engine": bucket}
     parts |= {part: whole[part] // world_size for part in ("parameters", "ema")}
     return parts | {"engine": bucket + min(sizes.parameters, _ZERO_3_LIVE * _FP32)}

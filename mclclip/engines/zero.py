@@ -185,8 +185,12 @@ class DeepspeedEngine(Engine):
                 loaded = state[f"optimizer.{name}.{moment}"]
                 if _is_flat(value):
                     self._moment(parameter, moment).take(loaded)
-                else:
-                    self._set_count(moment, loaded)
+                    continue
+                for flat in self._inner.state.values():  # one number, such as the step
+                    if isinstance(flat[moment], Tensor):
+                        flat[moment].copy_(loaded)
+                    else:
+                        flat[moment] = type(flat[moment])(loaded.item())
         self._load_extra_state(state)
 
     # --- the optimizer's state -----------------------------------------------------------------
@@ -228,14 +232,6 @@ class DeepspeedEngine(Engine):
         start, numel = found.hp_fragment_address.start, found.hp_fragment_address.numel
         values = self._inner.state[flat][moment][start : start + numel]
         return Piece(found.lp_fragment_address.start, values)
-
-    def _set_count(self, moment: str, value: Tensor) -> None:
-        """Sets a state that is one number, such as the step, for all flat tensors."""
-        for state in self._inner.state.values():
-            if isinstance(state[moment], Tensor):
-                state[moment].copy_(value)
-            else:
-                state[moment] = type(state[moment])(value.item())
 
     # --- the rest of the state -----------------------------------------------------------------
 

@@ -42,7 +42,7 @@ MODEL = "model"  # name of the model within a Trainee, and so in checkpoints
 class Trainee(nn.Module):
     """Model and objective as one module, so that engine and optimizer see both's parameters.
 
-    It can be trained in micro-batches (``engines.gradient_cache.Cacheable``). ``precision``:
+    It can be trained in micro-batches (``engines.gradient_cache``). ``precision``:
     ``bf16`` and ``fp16`` are autocast around the model.
     """
 
@@ -55,7 +55,7 @@ class Trainee(nn.Module):
     def forward(
         self, batch: Batch, only_features: bool = False, pullback: Pullback | None = None
     ) -> dict[str, Tensor]:
-        """This rank's loss and parts by name; or features; or the pulled-back loss (``Cacheable``).
+        """This rank's loss and parts by name; or features; or the pulled-back loss.
 
         ``only_features`` returns the features by name; ``pullback`` the sum of products with it.
         """

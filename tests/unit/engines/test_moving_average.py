@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mclclip.engines.moving_average import MovingAverage
+from mclclip.engines.engine import MovingAverage
 
 
 def test_it_is_the_formula_written_out() -> None:
