@@ -111,9 +111,14 @@ def rows_of(batch: Batch, between: str, num_views: int = 2) -> list[list[Row]]:
 
 
 def loss(rows: list[list[Row]], of_row: Callable[[Row], Tensor | None]) -> Tensor:
-    """The mean over directions of the mean over the rows that have a loss."""
+    """The mean over directions of the mean over the rows that have a loss; 0 where none has."""
     found = [[x for x in map(of_row, direction) if x is not None] for direction in rows]
-    return torch.stack([torch.stack(losses).mean() for losses in found]).mean()
+    means = [torch.stack(losses).mean() for losses in found if losses]
+    return (
+        torch.stack(means).mean()
+        if means
+        else torch.zeros((), dtype=torch.float64).requires_grad_()
+    )
 
 
 def _sum(terms: Iterator[Tensor]) -> Any:

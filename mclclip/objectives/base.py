@@ -37,13 +37,10 @@ _PARTS = (
     "base",
     "class_centers",
     "contrast",
-    "gated_cosine",
+    "class_pairs",
     "label_filter",
-    "label_pairs",
-    "momentum",
     "row_losses",
     "temperature",
-    "viewmaker",
 )
 
 
@@ -84,33 +81,28 @@ class Classes(Protocol):
         """[K, D], memory-mapped; RuntimeError where the classes are no clusters."""
 
 
-class HasFeatures(Protocol):
-    """The model that an objective is built for."""
-
-    @property
-    def feature_dim(self) -> int:
-        """Width of the features that the objective sees."""
-
-    @property
-    def has_logit_bias(self) -> bool:
-        """Whether ``logit_bias`` is among them."""
-
-
 @dataclass(frozen=True)
 class Setting:
     """Surroundings that an objective is built for.
 
-    ``betas`` and ``eps`` are those of the training's AdamW; ``seed`` depends on the stage too.
-    ``classes`` are there where the objective reads clusters or an attribute.
+    ``model`` has the width of its features, ``feature_dim``, and says whether ``logit_bias`` is
+    among them, ``has_logit_bias`` (``models.model.Model``). ``betas`` and ``eps`` are those of
+    the training's AdamW; ``seed`` depends on the stage too. ``classes`` are there where the
+    objective reads clusters or an attribute.
     """
 
-    model: HasFeatures
+    model: Any
     context: Context
     seed: int
     precision: str = "fp32"
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
     classes: Classes | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of trained weights."""
+        return torch.float64 if self.precision == "float64" else torch.float32
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,7 @@ class ContrastOptions(ObjectiveOptions):
 
     def build(self, setting: Setting) -> Objective:
         """The loss; a learnable temperature is its only parameter."""
-        double = setting.precision == "float64"
-        return self.objective(self.new_temperature(torch.float64 if double else torch.float32))
+        return self.objective(self.new_temperature(setting.dtype))
 
     def new_temperature(self, dtype: torch.dtype) -> Temperature:
         """The temperature that the options give; a trained one is a parameter of ``dtype``."""
@@ -112,13 +111,9 @@ class Contrasted:
     tile: int
     classes: tuple[Tensor, Tensor] | None = None
 
-    def own_keys(self) -> Tensor:
-        """The keys of the queries' own pairs, [b, D]."""
-        return self.keys[self.pairs.first : self.pairs.first + len(self.queries)]
-
     def positives(self) -> Tensor:
         """Logits of the own pairs, [b]."""
-        return (self.queries * self.own_keys()).sum(dim=1)
+        return (self.queries * self.pairs.own(self.keys)).sum(dim=1)
 
     def log_sums(self, *factors: float) -> tuple[Tensor, ...]:
         """Log of the sum of exp(factor * logit) over each query's negatives, [b], by factor.
@@ -141,7 +136,7 @@ class Contrast(Objective):
 
     def __init__(
         self,
-        between: Between,
+        between: Between = "captions",
         temperature: Temperature | None = None,
         *,
         direction: Direction = "both",

@@ -1,9 +1,12 @@
 """Feature dropout: NT-Xent between views that an adversary changes to make the loss larger.
 
 Source: Tamkin et al., "Feature Dropout: Revisiting the Role of Augmentations in Contrastive
-Learning" (2022), with the adversary of "Viewmaker Networks" (2021): a network that adds at most
-epsilon to a pixel on average (`viewmaker`), min over the encoder and max over the network of
-SimCLR's loss of two views with independent noise. A baseline of MCL's Table 2.
+Learning" (2022), with the adversary of "Viewmaker Networks: Learning Views for Unsupervised
+Representation Learning" (Tamkin, Wu and Goodman, 2021, section 3): a network that adds at most
+epsilon to a pixel on average, min over the encoder and max over the network of SimCLR's loss of two
+views with independent noise. Its layers are those of style transfer (Johnson, Alahi and Fei-Fei,
+2016), with a channel of noise beside the image and one more before every residual block. A baseline
+of MCL's Table 2.
 
 A pixel lies between 0 and 1. The change is made to what the augmentation gives, before it is
 normalised, and the sum is cut to [0, 1]. In the authors' code that is the picture itself: theirs is
@@ -11,31 +14,37 @@ an augmentation of ``kind: none``.
 
 Departures from that code. Both players move along the gradient of one forward pass, where theirs
 runs a second one for the adversary, after the encoder has moved. The loss is NT-Xent in both
-directions with MCL's mask; theirs has one direction, and a view among its own negatives.
+directions with MCL's mask; theirs has one direction, and a view among its own negatives. Noise is
+keyed by the sample, so that neither ranks nor resuming change it. Images of any size keep it; the
+paper's are multiples of four pixels.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mclclip.objectives.base import Batch, Cost, Facts, Objective, Setting, Sizes
 from mclclip.objectives.contrast import Between, Contrast, ContrastOptions
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.temperature import AnyTemperature, Temperature
-from mclclip.objectives.viewmaker import SMALLEST_SIDE, Viewmaker, bounded, keyed_noise
 from mclclip.options import STRICT
+from mclclip.randomness import mix_tensors
 from mclclip.ranks import collectives
 from mclclip.ranks.outside import OutsideParameters
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_SMALLEST_SIDE = 5  # of an image, in pixels: the first layer mirrors four at each border
+_KERNEL = 9  # of the first and the last layer
+_NOISE_BITS = 24  # fp32 holds so many
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -69,38 +78,34 @@ class Options(ContrastOptions):
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss of the changed views, with its temperature."""
-        return InfoNCE(temperature=temperature, between="views")
+        return InfoNCE("views", temperature)
 
     def build(self, setting: Setting) -> Objective:
         """The loss and a new adversary, which is the same on every rank.
 
         Raises ValueError for images that are too small for it.
         """
-        return self._around(self._network(setting).to(setting.context.device), setting)
+        model: Any = setting.model
+        size = model.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        if min(height, width) < _SMALLEST_SIDE:
+            raise ValueError(
+                f"objective.kind=feature_dropout changes images of at least {_SMALLEST_SIDE} "
+                f"pixels a side, and the model takes {height} x {width}: set a larger image_size"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(setting.seed)
+            network = self._viewmaker(model.num_channels, setting.dtype)
+        adversary = Adversary(network.to(setting.context.device), self.adversary_lr, setting.seed)
+        loss = self.objective(self.new_temperature(setting.dtype))
+        return FeatureDropout(loss, adversary, self.epsilon, model.normalization)
 
     def outline(self, setting: Setting) -> Objective:
         """The objective itself: its views carry the adversary's graph."""
-        return self._around(self._network(setting), setting)
-
-    def _network(self, setting: Setting) -> Viewmaker:
-        model: Any = setting.model
-        _check_size(model.image_size)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(setting.seed)
-            return self._viewmaker(model.num_channels, _dtype(setting))
+        return self.build(setting)
 
     def _viewmaker(self, num_channels: int, dtype: torch.dtype) -> Viewmaker:
         return Viewmaker(num_channels, self.width, self.residual_blocks, dtype=dtype)
-
-    def _around(self, network: Viewmaker, setting: Setting) -> Objective:
-        """The objective with this network."""
-        model: Any = setting.model
-        return FeatureDropout(
-            self.objective(self.new_temperature(_dtype(setting))),
-            Adversary(network, self.adversary_lr, setting.seed),
-            self.epsilon,
-            model.normalization,
-        )
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the loss, and of the adversary's weights and two moments; its gradient is
@@ -109,19 +114,6 @@ class Options(ContrastOptions):
             weights = list(self._viewmaker(sizes.num_channels, sizes.dtype).parameters())
         own = 3 * sum(weight.nbytes for weight in weights)
         return dataclasses.replace(super().cost(sizes), lasting={"adversary": own}, checkpoint=own)
-
-
-def _dtype(setting: Setting) -> torch.dtype:
-    return torch.float64 if setting.precision == "float64" else torch.float32
-
-
-def _check_size(size: int | tuple[int, int]) -> None:
-    height, width = (size, size) if isinstance(size, int) else size
-    if min(height, width) < SMALLEST_SIDE:
-        raise ValueError(
-            f"objective.kind=feature_dropout changes images of at least {SMALLEST_SIDE} pixels a "
-            f"side, and the model takes {height} x {width}: set a larger image_size"
-        )
 
 
 class Adversary:
@@ -272,3 +264,130 @@ class FeatureDropout(Objective):
         if view_change is not None:
             parts["view_change"] = view_change.detach().mean()
         return parts
+
+
+# --- the network ---------------------------------------------------------------------------------
+
+
+class Viewmaker(nn.Module):
+    """Pixels [b, C, H, W] and noise [b, `num_noise`] -> [b, C, H, W], not yet `bounded`.
+
+    width            channels of the first layer; twice as many at half the size, and again
+    residual_blocks  at a quarter of the size; each gets a channel of noise of its own
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        width: int = 32,
+        residual_blocks: int = 3,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.residual_blocks = residual_blocks
+        inner = 4 * width
+        self.down = nn.Sequential(
+            _Layer(num_channels + 1, width, _KERNEL, dtype),
+            _Layer(width, 2 * width, 3, dtype, stride=2),
+            _Layer(2 * width, inner, 3, dtype, stride=2),
+        )
+        channels = [inner + number for number in range(1, residual_blocks + 1)]
+        self.blocks = nn.ModuleList(_Residual(number, dtype) for number in channels)
+        self.to_half = _Layer(inner + residual_blocks, 2 * width, 3, dtype)
+        self.to_whole = _Layer(2 * width, width, 3, dtype)
+        self.last = _Mirrored(width, num_channels, _KERNEL, dtype=dtype)
+
+    def num_noise(self, height: int, width: int) -> int:
+        """Numbers of noise for an image of this size."""
+        return sum(high * wide for high, wide in self._noise_sizes(height, width))
+
+    def _noise_sizes(self, height: int, width: int) -> Iterator[tuple[int, int]]:
+        yield height, width
+        for _ in range(self.residual_blocks):
+            yield -(-height // 4), -(-width // 4)
+
+    def forward(self, pixels: Tensor, noise: Tensor) -> Tensor:
+        """See above; the sides are at least `_SMALLEST_SIDE`."""
+        height, width = pixels.shape[-2:]
+        sizes = list(self._noise_sizes(height, width))
+        parts = torch.split(noise, [high * wide for high, wide in sizes], dim=1)
+        first, *others = (
+            part.reshape(-1, 1, *size) for part, size in zip(parts, sizes, strict=True)
+        )
+        hidden = self.down(torch.cat([pixels, first], dim=1))
+        for block, channel in zip(self.blocks, others, strict=True):
+            hidden = block(torch.cat([hidden, channel], dim=1))
+        half = (height + 1) // 2, (width + 1) // 2
+        hidden = self.to_half(functional.interpolate(hidden, size=half, mode="nearest"))
+        hidden = functional.interpolate(hidden, size=(height, width), mode="nearest")
+        changes: Tensor = self.last(self.to_whole(hidden))
+        return changes
+
+
+def bounded(raw: Tensor, epsilon: float) -> Tensor:
+    """Changes of pixels whose mean size is at most ``epsilon`` in each image.
+
+    tanh(raw) epsilon / (mean |tanh(raw)| + 1e-4), [b, C, H, W]: a mean just below ``epsilon``
+    wherever the tanh is not small.
+    """
+    changes = torch.tanh(raw)
+    means = changes.abs().mean(dim=(1, 2, 3), keepdim=True)
+    return changes * (epsilon / (means + 1e-4))
+
+
+def keyed_noise(seed: int, step: int, view: int, sample_id: Tensor, count: int) -> Tensor:
+    """float32 [b, count], uniform in [0, 1): a function of (seed, step, view, sample_id, place).
+
+    It is drawn where ``sample_id`` [b] lies, and is the same on every device.
+    """
+    step_word, view_word = (torch.full_like(sample_id[:1], word) for word in (step, view))
+    places = torch.arange(count, device=sample_id.device)
+    bits = mix_tensors(seed, step_word, view_word, sample_id[:, None], places)
+    high = (bits >> (64 - _NOISE_BITS)) & ((1 << _NOISE_BITS) - 1)
+    numbers: Tensor = high.to(torch.float32) / (1 << _NOISE_BITS)
+    return numbers
+
+
+class _Mirrored(nn.Conv2d):
+    """A convolution over an image that is mirrored at its borders.
+
+    As torch's reflection padding, whose gradient on a GPU differs from run to run.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        border = self.kernel_size[0] // 2
+        for axis in (-2, -1):
+            size = input.shape[axis]
+            before = input.narrow(axis, 1, border).flip(axis)
+            after = input.narrow(axis, size - 1 - border, border).flip(axis)
+            input = torch.cat([before, input, after], dim=axis)
+        return super().forward(input)
+
+
+class _Layer(nn.Sequential):
+    """Convolution, instance norm, ReLU: [b, C, H, W] -> [b, D, H / stride, W / stride], rounded
+    up."""
+
+    def __init__(
+        self, before: int, after: int, kernel: int, dtype: torch.dtype, stride: int = 1
+    ) -> None:
+        convolution = _Mirrored(before, after, kernel, stride, dtype=dtype)
+        norm = nn.InstanceNorm2d(after, affine=True, dtype=dtype)
+        super().__init__(convolution, norm, nn.ReLU())
+
+
+class _Residual(nn.Module):
+    """Two convolutions, whose result is added to their input."""
+
+    def __init__(self, channels: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            _Layer(channels, channels, 3, dtype),
+            _Mirrored(channels, channels, 3, dtype=dtype),
+            nn.InstanceNorm2d(channels, affine=True, dtype=dtype),
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = hidden + self.layers(hidden)
+        return result

@@ -73,21 +73,18 @@ class HardNegatives(Contrast):
         count = count_negatives(contrasted.pairs, contrasted.tile)
         alone, positives = count == 0, contrasted.positives()
         log_count = count.clamp_min(1).to(positives.dtype).log()
-        weights, weighted = (
-            torch.where(alone, 0.0, sums) for sums in self._log_sums(contrasted, log_count)
-        )
+        # Logs of the sums of e^beta and of e^(1 + beta) over each row's negatives.
+        if self.beta == 0.0:
+            sums = (log_count, *contrasted.log_sums(1.0))
+        else:
+            sums = contrasted.log_sums(self.beta, 1.0 + self.beta)
+        weights, weighted = (torch.where(alone, 0.0, each) for each in sums)
         negatives = self._corrected(log_count + weighted - weights, log_count + positives)
         negatives = torch.maximum(negatives, log_count - contrasted.scale)
         losses = excess(negatives, positives)
         return torch.where(alone, torch.zeros_like(losses), losses), {
             "rows_without_negatives": alone
         }
-
-    def _log_sums(self, contrasted: Contrasted, log_count: Tensor) -> tuple[Tensor, ...]:
-        """Logs of the sums of e^beta and of e^(1 + beta) over each row's negatives."""
-        if self.beta == 0.0:
-            return log_count, *contrasted.log_sums(1.0)
-        return contrasted.log_sums(self.beta, 1.0 + self.beta)
 
     def _corrected(self, weighted: Tensor, positives: Tensor) -> Tensor:
         """log((R - tau_plus P) / (1 - tau_plus)) of R and P given by their logs, [b].

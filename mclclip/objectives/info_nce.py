@@ -7,12 +7,12 @@ negative where its group is the row's and its sample is not.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
-from mclclip.objectives.contrast import TILE, Between, Contrast, Contrasted, ContrastOptions
+from mclclip.objectives.contrast import Between, Contrast, Contrasted, ContrastOptions
 from mclclip.objectives.row_losses import row_losses
 from mclclip.objectives.temperature import Temperature
 from mclclip.options import STRICT
@@ -29,7 +29,7 @@ class Options(ContrastOptions):
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        return InfoNCE(temperature=temperature)
+        return InfoNCE("captions", temperature)
 
 
 class InfoNCE(Contrast):
@@ -38,35 +38,8 @@ class InfoNCE(Contrast):
     With the model's temperature, the default, it has no parameters of its own.
     """
 
-    def __init__(
-        self,
-        tile: int = TILE,
-        temperature: Temperature | None = None,
-        between: Between = "captions",
-    ) -> None:
-        super().__init__(between, temperature, tile=tile)
-
     def rows(self, contrasted: Contrasted) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of the own pair among its row's kept pairs."""
         c = contrasted
         losses, alone = row_losses(c.queries, c.keys, c.pairs, c.tile)
         return losses, {"rows_without_negatives": alone}
-
-    def forward(  # type: ignore[override]
-        self,
-        image_features: Tensor,
-        text_features: Tensor | None = None,
-        logit_scale: Tensor | None = None,
-        labels: Tensor | None = None,
-        sample_id: Tensor | None = None,
-        **others: Any,
-    ) -> dict[str, Tensor]:
-        """As ``Contrast.forward``, with features by position too."""
-        return super().forward(
-            image_features=image_features,
-            text_features=text_features,
-            logit_scale=logit_scale,
-            labels=labels,
-            sample_id=sample_id,
-            **others,
-        )

@@ -141,7 +141,7 @@ class Options(ObjectiveOptions):
             optimizer=HeadOptimizer(
                 self.lr_scale, self.weight_decay, setting.betas, setting.eps, self.lazy
             ),
-            dtype=torch.float64 if setting.precision == "float64" else torch.float32,
+            dtype=setting.dtype,
         )
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
         return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin)

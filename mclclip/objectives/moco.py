@@ -26,10 +26,11 @@ the same keys.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -48,13 +49,13 @@ from mclclip.objectives.base import (
     Sizes,
 )
 from mclclip.objectives.ifm import Term, modified_losses, weights_of
-from mclclip.objectives.momentum import MomentumCopy, Schedule, check_engine
 from mclclip.objectives.row_losses import Pairs, log_sums, row_losses
 from mclclip.options import STRICT, Share
 from mclclip.ranks import collectives
 
 _TILE = 2048
 _QUEUE_SIZE = 65_536
+Schedule = Literal["constant", "cosine"]
 _NO_GROUP = torch.iinfo(torch.int64).min  # the group of keys that are no row's negative
 
 
@@ -118,26 +119,18 @@ class Options(ObjectiveOptions):
         base = (0.999 if v2 else 0.99) if self.momentum is None else self.momentum
         schedule = self.momentum_schedule or ("constant" if v2 else "cosine")
         temperature = self.temperature or (0.2 if v2 else 1.0)
-        copy = MomentumCopy(model, base, schedule)
-        row_loss = RowLoss(temperature, self.epsilon, self.term)
-        dtype = torch.float64 if setting.precision == "float64" else torch.float32
+        loss: dict[str, Any] = {
+            "copy": MomentumCopy(model, base, schedule),
+            "temperature": temperature,
+            "epsilon": self.epsilon,
+            "term": self.term,
+        }
         if v2:
-            return QueuedKeys(copy, model.feature_dim, self.num_queued, row_loss, dtype=dtype)
-        return BatchKeys(copy, self._predictor(setting).to(dtype), row_loss)
-
-    def _predictor(self, setting: Setting) -> nn.Module:
-        """The predictor, the same on every rank: its weights are drawn by the seed."""
-        width = setting.model.feature_dim
-        if not self.predictor:
-            return nn.Identity()
-        if self.predictor[-1] != width:
-            raise ValueError(
-                f"train.objective.predictor ends in {self.predictor[-1]}, but the model's features "
-                f"have {width} dimensions, and the two are compared: let it end in {width}"
-            )
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(setting.seed)
-            return predictor_of(width, self.predictor)
+            return QueuedKeys(model.feature_dim, self.num_queued, setting.dtype, **loss)
+        predictor: nn.Module = nn.Identity()
+        if self.predictor:
+            predictor = predictor_of(model.feature_dim, self.predictor, setting.seed)
+        return BatchKeys(predictor.to(setting.dtype), **loss)
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the copy, the queue and the keys that a row is compared with."""
@@ -151,13 +144,24 @@ class Options(ObjectiveOptions):
         )
 
 
-def predictor_of(dim: int, widths: Sequence[int]) -> nn.Sequential:
+def predictor_of(dim: int, widths: Sequence[int], seed: int) -> nn.Sequential:
     """[b, dim] -> [b, widths[-1]]: linear layers without bias, each followed by a batch norm, and a
-    ReLU between them; the last batch norm has no weights. As MoCo-v3's code has it."""
+    ReLU between them; the last batch norm has no weights. As MoCo-v3's code has it.
+
+    Its weights are drawn by the seed, the same on every rank. Raises ValueError where it does not
+    end in ``dim``.
+    """
+    if widths[-1] != dim:
+        raise ValueError(
+            f"train.objective.predictor ends in {widths[-1]}, but the model's features have {dim} "
+            f"dimensions, and the two are compared: let it end in {dim}"
+        )
     layers: list[nn.Module] = []
-    for before, after in itertools.pairwise([dim, *widths]):
-        layers += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU()]
-    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        for before, after in itertools.pairwise([dim, *widths]):
+            layers += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU()]
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(dim, affine=False))
 
 
 def _check_queue(size: int, global_batch: int) -> None:
@@ -168,37 +172,99 @@ def _check_queue(size: int, global_batch: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class RowLoss:
-    """Computes the loss of each row: the cross-entropy of its own key, or that of modified keys.
+def check_engine(facts: Facts) -> None:
+    """Raises ValueError where ranks hold parameters neither whole nor as a DTensor: ZeRO-3."""
+    if facts.engine == "deepspeed" and facts.zero_stage == 3:
+        raise ValueError(
+            "engine.zero_stage=3 shares out the parameters that a momentum copy has to follow: set "
+            "engine.zero_stage to 1 or 2, or engine.name=fsdp"
+        )
+
+
+class MomentumCopy(nn.Module):
+    """A copy of ``model`` (an encoder with its projector) that no gradient reaches.
+
+    Its weights follow those of the model as a moving average (MoCo, section 3.2, "Momentum
+    update"). It is a submodule of an objective, so that checkpoints hold it. The objective calls
+    ``begin`` before a step, the copy itself for features, and ``follow`` once the optimizer has
+    moved the model: ``weight <- m * weight + (1 - m) * model's weight``, for every trained
+    parameter.
+
+    Buffers are neither copied nor averaged, as in MoCo's code: the batch norms of the copy are in
+    the mode of the model's, so where those are trained the copy normalises by the statistics of its
+    own batch, and its running statistics are of its own features. MoCo shuffles the samples over
+    the GPUs, since statistics of one GPU alone would tell a query its key. Here engines compute the
+    statistics of all batch norms, the copy's too, over the global batch of all ranks, as MoCo-v3
+    does, and nothing is shuffled.
+
+    Frozen parameters are copied too, and so is a text tower, which is never run. Adapters (LoRA)
+    are averaged factor by factor. Blocks that torch has compiled run uncompiled in the copy. Under
+    FSDP2 the copy is sharded as the rest of the model outside of its blocks is: in one piece, whole
+    on every rank while a step runs. See ``check_engine`` for what cannot carry it.
+    """
+
+    def __init__(self, model: nn.Module, base: float, schedule: Schedule = "constant") -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.base, self.schedule = base, schedule
+        self.momentum = base
+
+    def train(self, mode: bool = True) -> Self:
+        """Leaves the modules of the copy in the modes that the model's had when it was copied."""
+        self.training = mode
+        return self
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """[b, C, H, W] -> [b, D], unit length, without gradient."""
+        features: Tensor = self.model(image=images)["image_features"]
+        return features
+
+    def keys(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The features [b, D] of two views as ``keys`` and ``keys_1``, without gradient."""
+        first, second = views
+        return {"keys": self(first), "keys_1": self(second)}
+
+    def begin(self, step: int, total: int) -> None:
+        """Sets the momentum of the update after ``step``, of which there are ``total``.
+
+        ``constant``: ``base``; ``cosine``: 1 - (1 - base) (1 + cos(pi done / total)) / 2, which
+        rises from ``base`` to 1 (BYOL; MoCo-v3). MoCo-v3's code moves the copy before a step and
+        counts the steps before it, which is the same sequence.
+        """
+        self.momentum = self.base
+        if self.schedule == "cosine":
+            left = (1.0 + math.cos(math.pi * (step + 1) / total)) / 2.0
+            self.momentum = 1.0 - (1.0 - self.base) * left
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> None:
+        """Moves the copy towards the weights of ``model``, from which it was copied."""
+        both = zip(self.model.parameters(), model.parameters(), strict=True)
+        moved = [(old, new) for old, new in both if new.requires_grad]
+        if moved:
+            old, new = map(list, zip(*moved, strict=True))
+            torch._foreach_lerp_(old, new, 1.0 - self.momentum)
+
+
+class _WithCopy(Objective):
+    """Base of both versions: holds the momentum copy, moves it with the model, compares with keys.
 
     ``temperature`` divides cosines; ``epsilon`` and ``term`` are those of ``Options``; ``tile`` is
     how many rows and columns of the similarities are computed at a time.
     """
 
-    temperature: float
-    epsilon: float = 0.0
-    term: Term = "both"
-    tile: int = _TILE
-
-    def losses(self, features: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Losses [b] of features [b, D] against keys [B, D], and which rows have no negatives."""
-        queries = features / self.temperature
-        if not self.epsilon:
-            losses, alone = row_losses(queries, keys, pairs, self.tile)
-            return losses, alone
-        (negatives,) = log_sums(queries, keys, pairs, self.tile).unbind()
-        positives = (queries * keys[pairs.first : pairs.first + len(queries)]).sum(dim=1)
-        shift, weights = self.epsilon / self.temperature, weights_of(self.term)
-        return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
-
-
-class _WithCopy(Objective):
-    """Base of both versions: holds the momentum copy and moves it with the model."""
-
-    def __init__(self, copy: MomentumCopy, row_loss: RowLoss) -> None:
+    def __init__(
+        self,
+        copy: MomentumCopy,
+        temperature: float,
+        epsilon: float = 0.0,
+        term: Term = "both",
+        tile: int = _TILE,
+    ) -> None:
         super().__init__()
-        self.copy, self.row_loss = copy, row_loss
+        self.copy, self.temperature, self.epsilon, self.tile = copy, temperature, epsilon, tile
+        self.term: Term = term
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Sets the momentum of this step."""
@@ -207,6 +273,18 @@ class _WithCopy(Objective):
     def stepped(self, model: nn.Module) -> None:
         """Moves the copy towards the model."""
         self.copy.follow(model)
+
+    def _row_losses(self, features: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """The cross-entropies [b] of the own keys of features [b, D] among keys [B, D], or those of
+        modified keys; and which rows have no negatives."""
+        queries = features / self.temperature
+        if not self.epsilon:
+            losses, alone = row_losses(queries, keys, pairs, self.tile)
+            return losses, alone
+        (negatives,) = log_sums(queries, keys, pairs, self.tile).unbind()
+        positives = (queries * pairs.own(keys)).sum(dim=1)
+        shift, weights = self.epsilon / self.temperature, weights_of(self.term)
+        return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
 
 
 class QueuedKeys(_WithCopy):
@@ -224,15 +302,9 @@ class QueuedKeys(_WithCopy):
     position: Tensor
 
     def __init__(
-        self,
-        copy: MomentumCopy,
-        dim: int,
-        size: int,
-        row_loss: RowLoss,
-        *,
-        dtype: torch.dtype = torch.float32,
+        self, dim: int, size: int, dtype: torch.dtype = torch.float32, **loss: Any
     ) -> None:
-        super().__init__(copy, row_loss)
+        super().__init__(**loss)
         self.register_buffer("queue", torch.zeros(size, dim, dtype=dtype))
         for name in ("groups", "sample_ids", "prefix_lengths"):
             self.register_buffer(f"queue_{name}", torch.full((size,), -1))
@@ -283,7 +355,7 @@ class QueuedKeys(_WithCopy):
             first=0,
         )
         columns = torch.cat([keys, self.queue])
-        losses, alone = self.row_loss.losses(image_features, columns, pairs)
+        losses, alone = self._row_losses(image_features, columns, pairs)
         return {
             "loss": losses.mean(),
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
@@ -309,8 +381,8 @@ class QueuedKeys(_WithCopy):
 class BatchKeys(_WithCopy):
     """MoCo-v3's loss: each view against the copy's other view of the global batch."""
 
-    def __init__(self, copy: MomentumCopy, predictor: nn.Module, row_loss: RowLoss) -> None:
-        super().__init__(copy, row_loss)
+    def __init__(self, predictor: nn.Module, **loss: Any) -> None:
+        super().__init__(**loss)
         self.predictor = predictor
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -347,9 +419,9 @@ class BatchKeys(_WithCopy):
         alone = torch.zeros(())
         for view, others in ((image_features, keys_1), (image_features_1, keys)):
             queries = functional.normalize(self.predictor(view), dim=-1)
-            losses, alone = self.row_loss.losses(queries, collectives.gather(others), pairs)
+            losses, alone = self._row_losses(queries, collectives.gather(others), pairs)
             total = total + losses.mean()
         return {
-            "loss": 2.0 * self.row_loss.temperature * total,
+            "loss": 2.0 * self.temperature * total,
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
         }

@@ -29,4 +29,4 @@ class Options(ContrastOptions):
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        return InfoNCE(temperature=temperature, between="views")
+        return InfoNCE("views", temperature)

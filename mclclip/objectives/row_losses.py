@@ -43,6 +43,10 @@ class Pairs:
     all_sample_ids: Tensor
     first: int
 
+    def own(self, keys: Tensor) -> Tensor:
+        """[b, D]: of the columns' keys [B, D], those of the rows' own pairs."""
+        return keys[self.first : self.first + len(self.groups)]
+
     def masked(self, rows: slice, columns: slice) -> Tensor:
         """Bool [r, c]: the column is no negative of the row."""
         found = self.groups[rows, None] != self.all_groups[columns]
@@ -95,8 +99,8 @@ def sum_negatives(keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
 def count_negatives(pairs: Pairs, tile: int) -> Tensor:
     """How many negatives each row has, int64 [b]."""
     counts = torch.zeros_like(pairs.sample_id)
-    for rows in _blocks(len(pairs.groups), tile):
-        for columns in _blocks(len(pairs.all_groups), tile):
+    for rows in blocks(len(pairs.groups), tile):
+        for columns in blocks(len(pairs.all_groups), tile):
             counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
     return counts
 
@@ -106,8 +110,8 @@ class Tiles:
 
     def __init__(self, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> None:
         self.queries, self.keys, self.pairs = queries, keys, pairs
-        self.row_blocks = _blocks(len(queries), tile)
-        self.column_blocks = _blocks(len(keys), tile)
+        self.row_blocks = blocks(len(queries), tile)
+        self.column_blocks = blocks(len(keys), tile)
         self._memory = queries.new_empty(min(tile, len(queries)) * min(tile, len(keys)))
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
@@ -117,44 +121,38 @@ class Tiles:
         out = torch.mm(queries, keys.T, out=self._memory[: shape[0] * shape[1]].view(shape))
         return out.masked_fill_(self.pairs.masked(rows, columns), float("-inf"))
 
-    def own_keys(self) -> Tensor:
-        """[b, D]: the keys of the rows' own pairs."""
-        return self.keys[self.pairs.first : self.pairs.first + len(self.queries)]
 
-
-def _blocks(length: int, size: int) -> list[slice]:
+def blocks(length: int, size: int) -> list[slice]:
+    """Slices of at most ``size`` that cover ``length``."""
     return [slice(first, first + size) for first in range(0, length, size)]
 
 
 def _stream(
-    tiles: Tiles, rows: slice, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
+    tiles: Tiles, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Streams one block of rows over the negatives, from ``weight`` times the exp of ``start`` [r].
+    """Streams all rows over their negatives, from ``weight`` times the exp of ``start`` [b].
 
-    Returns m [r] and l [r, f], with factor * m + l the log of the sum of exp(factor * logit), and
+    Returns m [b] and l [b, f], with factor * m + l the log of the sum of exp(factor * logit), and
     the rows without a negative.
     """
-    hardest = torch.full_like(start, float("-inf"))  # highest logit of a negative so far
-    maximum = start
-    totals = [torch.full_like(start, weight) for _ in factors]
-    for columns in tiles.column_blocks:
-        logits = tiles.logits(rows, columns)
-        hardest = torch.maximum(hardest, logits.amax(dim=1))
-        previous, maximum = maximum, torch.maximum(start, hardest)
-        logits.sub_(maximum[:, None])
-        for total, factor in zip(totals, factors, strict=True):
-            total.mul_(((previous - maximum) * factor).exp_())
-            scaled = logits if len(factors) == 1 and factor == 1.0 else logits * factor
-            total.add_(scaled.exp_().sum(dim=1))
-    return maximum, torch.stack(totals, dim=1).log(), hardest == float("-inf")
-
-
-def _streamed(
-    tiles: Tiles, start: Tensor, weight: float, factors: Sequence[float] = (1.0,)
-) -> tuple[Tensor, ...]:
-    """``_stream`` of all rows."""
-    found = [_stream(tiles, rows, start[rows], weight, factors) for rows in tiles.row_blocks]
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+    found = []
+    for rows in tiles.row_blocks:
+        first = start[rows]
+        hardest = torch.full_like(first, float("-inf"))  # highest logit of a negative so far
+        maximum = first
+        totals = [torch.full_like(first, weight) for _ in factors]
+        for columns in tiles.column_blocks:
+            logits = tiles.logits(rows, columns)
+            hardest = torch.maximum(hardest, logits.amax(dim=1))
+            previous, maximum = maximum, torch.maximum(first, hardest)
+            logits.sub_(maximum[:, None])
+            for total, factor in zip(totals, factors, strict=True):
+                total.mul_(((previous - maximum) * factor).exp_())
+                scaled = logits if len(factors) == 1 and factor == 1.0 else logits * factor
+                total.add_(scaled.exp_().sum(dim=1))
+        found.append((maximum, torch.stack(totals, dim=1).log(), hardest == float("-inf")))
+    maximum, log_totals, alone = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return maximum, log_totals, alone
 
 
 def _pull(
@@ -175,15 +173,15 @@ def _pull(
             del share  # before the next one is made
 
 
-def _refuse_second_derivative() -> None:
+def refuse_second_derivative(loss: str = "the contrastive loss") -> None:
     """Raises RuntimeError in a backward that prepares another.
 
     torch's once_differentiable is silent where the incoming gradient is a constant.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "the contrastive loss was differentiated with create_graph=True: it has no second "
-            "derivative; leave create_graph out"
+            f"{loss} was differentiated with create_graph=True: it has no second derivative; leave "
+            "create_graph out"
         )
 
 
@@ -196,8 +194,8 @@ class _RowLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, pairs, tile)
-            positive = torch.linalg.vecdot(queries, tiles.own_keys())
-            maximum, log_totals, alone = _streamed(tiles, positive, 1.0)
+            positive = torch.linalg.vecdot(queries, pairs.own(keys))
+            maximum, log_totals, alone = _stream(tiles, positive, 1.0)
             log_total = log_totals[:, 0]
         losses = maximum - positive + log_total
         ctx.save_for_backward(queries, keys, losses, maximum + log_total)
@@ -209,7 +207,7 @@ class _RowLosses(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         queries, keys, losses, normalizers = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
@@ -223,10 +221,9 @@ class _RowLosses(torch.autograd.Function):
             _pull(tiles, shares, weighted, grad_queries, grad_keys)
             own = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
             if grad_queries is not None:
-                grad_queries.addcmul_(own, tiles.own_keys()).mul_(grad[:, None])
+                grad_queries.addcmul_(own, ctx.pairs.own(keys)).mul_(grad[:, None])
             if grad_keys is not None:
-                first = ctx.pairs.first
-                grad_keys[first : first + len(queries)].addcmul_(own, weighted)
+                ctx.pairs.own(grad_keys).addcmul_(own, weighted)
         return grad_queries, grad_keys, None, None
 
 
@@ -240,7 +237,7 @@ class _LogSums(torch.autograd.Function):
         with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, pairs, tile)
             lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
-            maximum, log_totals, _ = _streamed(tiles, lowest, 0.0, factors)
+            maximum, log_totals, _ = _stream(tiles, lowest, 0.0, factors)
         sums = torch.stack([f * maximum + log_totals[:, i] for i, f in enumerate(factors)])
         ctx.save_for_backward(queries, keys, sums)
         ctx.pairs, ctx.tile, ctx.factors = pairs, tile, factors
@@ -248,7 +245,7 @@ class _LogSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         queries, keys, sums = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
@@ -276,18 +273,18 @@ class _Sums(torch.autograd.Function):
         ctx.pairs, ctx.tile, ctx.num_keys = pairs, tile, len(keys)
         sums = keys.new_zeros(len(pairs.groups), keys.shape[1])
         with choose_no_autocast(keys.device):
-            for rows in _blocks(len(sums), tile):
-                for columns in _blocks(len(keys), tile):
+            for rows in blocks(len(sums), tile):
+                for columns in blocks(len(keys), tile):
                     sums[rows].addmm_((~pairs.masked(rows, columns)).to(keys), keys[columns])
         return sums
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         pairs, grad_keys = ctx.pairs, grad.new_zeros(ctx.num_keys, grad.shape[1])
         with choose_no_autocast(grad.device):
-            for rows in _blocks(len(grad), ctx.tile):
-                for columns in _blocks(len(grad_keys), ctx.tile):
+            for rows in blocks(len(grad), ctx.tile):
+                for columns in blocks(len(grad_keys), ctx.tile):
                     kept = (~pairs.masked(rows, columns)).to(grad)
                     grad_keys[columns].addmm_(kept.T, grad[rows])
         return grad_keys, None, None

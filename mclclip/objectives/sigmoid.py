@@ -27,7 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
-from mclclip.objectives.row_losses import Pairs, Tiles, choose_no_autocast
+from mclclip.objectives.row_losses import (
+    Pairs,
+    Tiles,
+    choose_no_autocast,
+    refuse_second_derivative,
+)
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
 
@@ -62,11 +67,10 @@ class Options(ObjectiveOptions):
 
     def build(self, setting: Setting) -> Objective:
         """The loss, with the scale and bias that the model does not have."""
-        dtype = torch.float64 if setting.precision == "float64" else torch.float32
         if self.between == "views":
-            return Sigmoid("image_features_1", own_scale=True, own_bias=True).to(dtype)
+            return Sigmoid("image_features_1", own_scale=True, own_bias=True).to(setting.dtype)
         own_bias = not setting.model.has_logit_bias
-        return Sigmoid("text_features", own_scale=False, own_bias=own_bias).to(dtype)
+        return Sigmoid("text_features", own_scale=False, own_bias=own_bias).to(setting.dtype)
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory that the loss holds between the features and their gradients."""
@@ -257,11 +261,7 @@ class _SigmoidSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the sigmoid loss was differentiated with create_graph=True: it has no second "
-                "derivative; leave create_graph out"
-            )
+        refuse_second_derivative("the sigmoid loss")
         by_queries, by_keys, by_scale, by_bias = ctx.saved_tensors
         of_scale, of_bias = ctx.dtypes
         return (

@@ -45,7 +45,14 @@ from mclclip.objectives.base import (
     Sizes,
     with_prefix,
 )
-from mclclip.objectives.gated_cosine import ClassPairs, gated_queries, pair_losses
+from mclclip.objectives.class_pairs import (
+    ClassPairs,
+    Pairing,
+    closest_classes,
+    draw_partners,
+    gated_queries,
+    pair_losses,
+)
 from mclclip.objectives.label_filter import (
     LabelFilter,
     OpenGates,
@@ -54,8 +61,7 @@ from mclclip.objectives.label_filter import (
     gate_penalty,
     normed,
 )
-from mclclip.objectives.label_pairs import Pairing, closest_classes, draw_partners
-from mclclip.objectives.momentum import MomentumCopy, check_engine
+from mclclip.objectives.moco import MomentumCopy, check_engine
 from mclclip.objectives.temperature import AnyTemperature, Temperature
 from mclclip.options import STRICT, Share
 from mclclip.randomness import Integers, mix
@@ -126,17 +132,13 @@ class Options(ObjectiveOptions):
                 f"pairs=n_closest with attribute={self.attribute} has no class means: give "
                 "class_means=FILE.npy, or set closest_by=label_embeddings"
             )
-        if self.gates == "open":
-            self._check_open()
-
-    def _check_open(self) -> None:
-        """Raises ValueError for options that say something of a label filter."""
-        if self.penalty_weight:
+        if self.gates == "open" and self.penalty_weight:
             raise ValueError(
                 f"penalty_weight={self.penalty_weight} is for the gates of a label filter, and "
                 "gates=open has none: leave it out, or set gates=labels"
             )
-        if self.pairs == "n_closest" and self.closest_by == "label_embeddings":
+        by_embeddings = self.pairs == "n_closest" and self.closest_by == "label_embeddings"
+        if self.gates == "open" and by_embeddings:
             raise ValueError(
                 "gates=open has no label embeddings to say which classes are closest: set "
                 "closest_by=class_means"
@@ -172,7 +174,7 @@ class Options(ObjectiveOptions):
         """The loss with a new label filter, alike on all ranks."""
         assert setting.classes is not None
         num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
-        wide = torch.float64 if setting.precision == "float64" else torch.float32
+        wide = setting.dtype
         label_filter = self._filter(num_classes, dim, wide, setting.seed)
         options: dict[str, Any] = {
             "seed": setting.seed,
@@ -333,9 +335,8 @@ class SimLAP(Objective):
             sample_id: [b] int64; equal ids are one sample, never each other's positives.
             classes: [b, 1] int64, 0 or more.
             keys, keys_1: [b, D], a momentum copy's features of the first and the second view. With
-                both, each view is compared with the copy's other one, without gradient through the
-                copy, as in MoCo v3. ``keys`` alone are those of the second view, and only the first
-                view's rows count. Without them each view is compared with the other one.
+                them each view is compared with the copy's other one, without gradient through the
+                copy, as in MoCo v3; without, each view is compared with the other one.
             logit_scale: 0-dimensional, where the temperature is the model's.
             unused: what other objectives look at.
 
@@ -379,21 +380,20 @@ class SimLAP(Objective):
         """Pairs of rows [b, D] and their candidates [B, D]; ValueError for what is missing."""
         if tuple(classes.shape) != (len(first), 1):
             raise ValueError(f"classes {tuple(classes.shape)} must be [{len(first)}, 1]")
-        if second is None and (keys is None or keys_1 is not None):
+        if second is None:
             raise ValueError("simlap compares two views of an image, and image_features_1 is none")
-        rows = [self._normed(x) for x in (first, second) if x is not None]
-        if keys is None:
-            every = [collectives.gather_with_grad(view) for view in rows]
-            return [(rows[0], every[1]), (rows[1], every[0])]
-        momentum = [x for x in (keys_1, keys) if x is not None]
-        every = [collectives.gather(self._normed(x)) for x in momentum]
-        return list(zip(rows, every, strict=False))
 
-    def _normed(self, features: Tensor) -> Tensor:
-        """Features after the layer norm, if there is one; fp32 at least."""
-        if features.dtype != torch.float64:
-            features = features.float()
-        return normed(features, self.norm)
+        def wide(features: Tensor) -> Tensor:
+            if features.dtype != torch.float64:
+                features = features.float()
+            return normed(features, self.norm)
+
+        first, second = wide(first), wide(second)
+        if keys is None or keys_1 is None:
+            every = [collectives.gather_with_grad(view) for view in (first, second)]
+        else:
+            every = [collectives.gather(wide(view)) for view in (keys, keys_1)]
+        return [(first, every[1]), (second, every[0])]
 
     def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
         """The positives and negatives of this rank's rows, whose partners are drawn.
@@ -408,7 +408,16 @@ class SimLAP(Objective):
                 f"classes of a batch are {numbers.min()} to {numbers.max()}, and the label filter "
                 f"has those of 0 to {known - 1}: the labels are of other data"
             )
-        closest = self._closest_of(np.unique(numbers)) if self.pairs == "n_closest" else None
+        closest: Integers | None = None
+        if self.pairs == "n_closest":
+            present = torch.from_numpy(np.unique(numbers))
+            if self._closest is not None:
+                closest = self._closest[present].numpy()
+            else:
+                assert isinstance(self.filter, LabelFilter)
+                vectors = self.filter.labels.weight
+                rows = to_device(present, vectors.device)
+                closest = closest_classes(vectors, rows, self.num_closest).cpu().numpy()
         key = mix(self.seed, self.step)
         drawn = draw_partners(numbers, all_ids.cpu().numpy(), key, self.pairs, closest)
         first = collectives.rank() * len(own)
@@ -416,15 +425,6 @@ class SimLAP(Objective):
         own, every = to_device(own, device), to_device(every, device)
         everywhere = collectives.gather(groups)
         return ClassPairs(own, partners, ids, groups, every, all_ids, everywhere)
-
-    def _closest_of(self, present: Integers) -> Integers:
-        """The closest classes [P, N] of each of the classes ``present`` [P]."""
-        if self._closest is not None:
-            return self._closest[torch.from_numpy(present)].numpy()
-        assert isinstance(self.filter, LabelFilter)
-        vectors = self.filter.labels.weight
-        rows = to_device(torch.from_numpy(present), vectors.device)
-        return closest_classes(vectors, rows, self.num_closest).cpu().numpy()
 
     def _losses(
         self, scale: Tensor, rows: Tensor, gates: Tensor, candidates: Tensor, pairs: ClassPairs

@@ -80,7 +80,7 @@ class SupervisedContrast(Contrast):
         others = sum_negatives(c.keys, same, c.tile)
         if len(self.names) == 2:
             losses, alone = row_losses(c.queries, c.keys, c.pairs, c.tile)
-            own = c.own_keys()
+            own = c.pairs.own(c.keys)
             mean = (own + others) / (count + 1.0)[:, None]
             losses = losses + (c.queries * (own - mean)).sum(dim=1)
             left_out = torch.zeros_like(alone)
@@ -101,14 +101,10 @@ def _same_class(contrasted: Contrasted) -> Pairs:
     assert contrasted.classes is not None
     classes, all_classes = contrasted.classes
     num, pairs = all_classes.max() + 1, contrasted.pairs
-
-    def joint(groups: Tensor, classes: Tensor) -> Tensor:
-        return groups * num + classes
-
     return Pairs(
-        joint(pairs.groups, classes),
+        pairs.groups * num + classes,
         pairs.sample_id,
-        joint(pairs.all_groups, all_classes),
+        pairs.all_groups * num + all_classes,
         pairs.all_sample_ids,
         pairs.first,
     )

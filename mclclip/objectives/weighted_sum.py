@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -53,14 +53,12 @@ class Options(ObjectiveOptions):
         views = {term.objective.num_views for term in self.terms}
         if len(views) > 1:
             raise ValueError(f"terms want {sorted(views)} views of an image: wanted one number")
-        reads = [r for r in self._reads() if r.num_classes_per_sample]
+        every = [term.objective.reads for term in self.terms]
+        reads = [r for r in every if r.num_classes_per_sample]
         if len({(r.clusters, r.threshold, r.attribute) for r in reads}) > 1:
             raise ValueError(
                 "terms read different classes: give them one labels_per_sample, or one attribute"
             )
-
-    def _reads(self) -> list[Reads]:
-        return [term.objective.reads for term in self.terms]
 
     @property
     def num_views(self) -> int:  # type: ignore[override]
@@ -96,7 +94,7 @@ class Options(ObjectiveOptions):
     @property
     def reads(self) -> Reads:
         """Returns what any of the terms reads."""
-        every = self._reads()
+        every = [term.objective.reads for term in self.terms]
         return Reads(
             captions=any(r.captions for r in every),
             logit_scale=any(r.logit_scale for r in every),
@@ -137,7 +135,7 @@ class Options(ObjectiveOptions):
 
 def _makes_features(term: Objective) -> bool:
     if isinstance(term, WeightedSum):
-        return any(map(_makes_features, term._each()))
+        return any(map(_makes_features, term.terms))
     return type(term).features is not Objective.features
 
 
@@ -148,6 +146,8 @@ class WeightedSum(Objective):
     change what the model sees, or that add features, have to agree: each sees the features that the
     terms before it have made.
     """
+
+    terms: Any  # Objectives: a ModuleList is typed as one of modules
 
     def __init__(
         self, terms: Sequence[Objective], weights: Sequence[float], names: Sequence[str]
@@ -161,20 +161,17 @@ class WeightedSum(Objective):
                 "such as those of a momentum copy: leave all but one of them out"
             )
 
-    def _each(self) -> list[Objective]:
-        return [term for term in self.terms if isinstance(term, Objective)]
-
     def outside(self) -> Sequence[OutsideParameters]:
         """The parameters outside of all terms."""
-        return [part for term in self._each() for part in term.outside()]
+        return [part for term in self.terms for part in term.outside()]
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The features of the term that makes its own, and the model's of every view."""
-        own = next(filter(_makes_features, self._each()), None)
+        own = next(filter(_makes_features, self.terms), None)
         if own is None:
             return super().features(model, batch)
-        found = own.features(model, batch)
-        for number, view in enumerate(batch.views[1:], 1):  # a copy may have taken one for itself
+        found: dict[str, Tensor] = own.features(model, batch)
+        for number, view in enumerate(batch.views[1:], 1):  # a momentum copy may have taken it
             if (name := f"image_features_{number}") not in found and len(self.terms) > 1:
                 found[name] = model(image=view)["image_features"]
         return found
@@ -183,7 +180,7 @@ class WeightedSum(Objective):
         """Returns the weighted sum as ``loss``, and every term's parts by its name."""
         losses: list[Tensor] = []
         parts: dict[str, Tensor] = {}
-        for term, weight, name in zip(self._each(), self.weights, self.names, strict=True):
+        for term, weight, name in zip(self.terms, self.weights, self.names, strict=True):
             found = term(**features)
             losses.append(weight * found["loss"])
             parts |= {f"{name}/{part}": value for part, value in found.items()}
@@ -191,10 +188,10 @@ class WeightedSum(Objective):
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Begins a step of every term."""
-        for term in self._each():
+        for term in self.terms:
             term.begin(step, total, epoch)
 
     def stepped(self, model: nn.Module) -> None:
         """Ends a step of every term."""
-        for term in self._each():
+        for term in self.terms:
             term.stepped(model)

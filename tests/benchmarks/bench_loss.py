@@ -56,10 +56,24 @@ def step(loss: Loss, given: Sequence[Tensor]) -> list[Tensor]:
     return [output["loss"].detach(), *torch.autograd.grad(output["loss"], given[:3])]
 
 
+def in_tiles(
+    tile: int, image: Tensor, text: Tensor, scale: Tensor, labels: Tensor, sample_id: Tensor
+) -> dict[str, Tensor]:
+    """The product's loss."""
+    parts: dict[str, Tensor] = InfoNCE(tile=tile)(
+        image_features=image,
+        text_features=text,
+        logit_scale=scale,
+        labels=labels,
+        sample_id=sample_id,
+    )
+    return parts
+
+
 def ways(tiles: Sequence[int]) -> dict[str, Loss]:
     """What is compared."""
     found: dict[str, Loss] = {WHOLE: whole_matrix}
-    return found | {f"tiles of {tile:,}": InfoNCE(tile) for tile in tiles}
+    return found | {f"tiles of {tile:,}": partial(in_tiles, tile) for tile in tiles}
 
 
 def deviation(loss: Loss, given: Sequence[Tensor]) -> float:

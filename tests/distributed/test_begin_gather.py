@@ -190,7 +190,7 @@ class TwoViews(nn.Module):
 def loss_of_two_views(early: bool) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients, over the ranks, of two views of the images."""
     torch.manual_seed(0)
-    setting: Any = SimpleNamespace(precision="float64")
+    setting: Any = SimpleNamespace(dtype=torch.float64)
     model: Any = TwoViews()
     with patch.object(Contrast, "gathers_images", early):
         trainee = Trainee(model, parse({"kind": "nt_xent"}).build(setting))

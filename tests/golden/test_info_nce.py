@@ -25,7 +25,13 @@ def test_mask_of_ones_is_clip_loss(dtype: torch.dtype, tolerance: float, tile: i
     image, text, scale = inputs(dtype)
     labels, ids = torch.full((16, 1), 4), torch.arange(16)
     unit = (functional.normalize(image, dim=-1), functional.normalize(text, dim=-1))
-    found = InfoNCE(tile)(*unit, scale, labels, ids)
+    found = InfoNCE(tile=tile)(
+        image_features=unit[0],
+        text_features=unit[1],
+        logit_scale=scale,
+        labels=labels,
+        sample_id=ids,
+    )
     expected = open_clip.ClipLoss()(*unit, scale)
     torch.testing.assert_close(found["loss"], expected, atol=tolerance, rtol=tolerance)
     assert found["rows_without_negatives"] == 0

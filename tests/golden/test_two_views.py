@@ -34,7 +34,7 @@ def agree(batch: loops.Batch, objective: Objective, theirs: Any) -> None:
 @pytest.mark.parametrize("tile", [1024, 7])
 def test_nt_xent_is_that_of_lightly(temperature: float, tile: int) -> None:
     loss = pytest.importorskip("lightly.loss", reason="lightly is not installed")
-    objective = InfoNCE(tile, Temperature(temperature), between="views")
+    objective = InfoNCE("views", Temperature(temperature), tile=tile)
     theirs = loss.NTXentLoss(temperature, memory_bank_size=0)
     agree(loops.draw(0, rows=16, dim=8), objective, theirs)
 
@@ -48,7 +48,7 @@ def test_nt_xent_is_that_of_pytorch_metric_learning(temperature: float) -> None:
         found: Tensor = loss(torch.cat([first, second]), torch.arange(len(first)).repeat(2))
         return found
 
-    objective = InfoNCE(7, Temperature(temperature), between="views")
+    objective = InfoNCE("views", Temperature(temperature), tile=7)
     agree(loops.draw(1, rows=12, dim=8), objective, theirs)
 
 

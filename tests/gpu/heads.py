@@ -210,7 +210,13 @@ def info_nce(where: Where) -> str:
     def step(device: torch.device, dtype: torch.dtype, tile: int) -> list[Tensor]:
         inputs = [x.to(device, dtype, copy=True).requires_grad_() for x in (image, text)]
         scale = torch.tensor(30.0, device=device, dtype=dtype, requires_grad=True)
-        parts = InfoNCE(tile)(*inputs, scale, labels.to(device), sample_id.to(device))
+        parts = InfoNCE(tile=tile)(
+            image_features=inputs[0],
+            text_features=inputs[1],
+            logit_scale=scale,
+            labels=labels.to(device),
+            sample_id=sample_id.to(device),
+        )
         parts["loss"].backward()
         found = [parts["loss"], *(x.grad for x in inputs), scale.grad]
         return [x for x in found if x is not None]

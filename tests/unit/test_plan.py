@@ -17,7 +17,7 @@ import pytest
 from mclclip import config, plan
 from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.objectives.viewmaker import Viewmaker
+from mclclip.objectives.feature_dropout import Viewmaker
 from mclclip.plan import Machine, disk
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout

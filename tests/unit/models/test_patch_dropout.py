@@ -14,7 +14,7 @@ from torch import Tensor
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.model import Model
 from mclclip.models.patch_dropout import PatchDropout, drop_patches
-from mclclip.objectives.momentum import MomentumCopy
+from mclclip.objectives.moco import MomentumCopy
 from tests import tiny
 from tests.device_waits import DEVICE, following
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mclclip.models.memory import faked, peak_bytes
 from mclclip.objectives.base import Sizes, kinds, parse
 from mclclip.objectives.contrast import ContrastOptions, excess
 from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.row_losses import Pairs, row_losses
 from mclclip.objectives.supcon import SupervisedContrast
+from mclclip.objectives.temperature import Temperature
 from tests import contrast_loops as loops
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -132,6 +136,10 @@ def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
         loss(image_features=image, image_features_1=image[:2], logit_scale=scale, **marks)
     with pytest.raises(ValueError, match=r"classes \(3,\) must be \[3, l\]"):
         SupervisedContrast(num_views=1)(image_features=image, classes=torch.arange(3), **marks)
+    with pytest.raises(ValueError, match=r"labels \(3,\) and sample_id \(3,\)"):
+        loss(image_features=image, image_features_1=image, **marks | {"labels": torch.zeros(3)})
+    with pytest.raises(ValueError, match="tile is 0: wanted at least 1"):
+        InfoNCE(tile=0)
     with pytest.raises(ValueError, match="temperature=null takes the logit scale of the model"):
         loss(image_features=image, image_features_1=image, **marks)
 
@@ -145,3 +153,107 @@ def test_excess_is_exact_for_large_differences() -> None:
     found.sum().backward()
     assert negatives.grad is not None
     loops.close(negatives.grad[1:], torch.tensor([0.5, 1.0, 1.0, 0.0], dtype=torch.float64))
+
+
+# --- invariants of all of them -----------------------------------------------------------------
+
+
+def run(name: str, batch: loops.Batch) -> dict[str, Tensor]:
+    options = options_of(name)
+    loss = options.objective(options.new_temperature(batch.first.dtype))
+    second = "text_features" if options.between == "captions" else "image_features_1"
+    return batch.run(loss, second)
+
+
+TWO_SIDES = [name for name in KINDS if not name.startswith("supcon")]
+
+
+@pytest.mark.parametrize("name", TWO_SIDES)
+def test_mixed_batch_is_the_weighted_mean_of_pure_batches(name: str) -> None:
+    batch = loops.draw(2, 12, groups=3)
+    loss = run(name, batch)["loss"].detach()
+    total = torch.zeros((), dtype=torch.float64)
+    for label in batch.labels.unique():
+        chosen = (batch.labels == label).nonzero()[:, 0]
+        pure = batch.rows(chosen)
+        total += len(chosen) * run(name, pure)["loss"].detach()
+        for mixed, own in zip(batch.gradients()[:2], pure.gradients()[:2], strict=True):
+            loops.close(12 * mixed[chosen], len(chosen) * own)
+    loops.close(12 * loss, total)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_samples_and_views_may_change_places(name: str) -> None:
+    batch = loops.draw(3, 7, groups=2, classes=3)
+    loss = run(name, batch)["loss"]
+    exchanged = batch.rows([4, 2, 0, 6, 1, 5, 3])
+    if name != "supcon_1":
+        exchanged.first, exchanged.second = exchanged.second, exchanged.first
+    exchanged.classes = torch.tensor([900_000, 17, 5])[exchanged.classes]  # only names
+    loops.close(run(name, exchanged)["loss"], loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", TWO_SIDES)
+def test_rows_without_negatives_are_silent_and_counted(name: str, dtype: torch.dtype) -> None:
+    batch = loops.draw(4, 5, dtype=dtype)
+    batch.labels = torch.tensor([0, 1, 2, 3, 3])
+    assert run(name, batch)["rows_without_negatives"] == 3
+    for gradient in batch.gradients()[:2]:
+        assert torch.equal(gradient[:3], torch.zeros_like(gradient[:3]))
+        assert (gradient[3:] != 0).all()
+    one_sample = batch.rows(range(5))
+    one_sample.labels[:], one_sample.sample_id[:] = 0, 7
+    assert run(name, one_sample)["rows_without_negatives"] == 5
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_large_scales_stay_finite(name: str) -> None:
+    batch = loops.draw(5, 6, groups=2, scale=1000.0, dtype=torch.float32)
+    assert torch.isfinite(run(name, batch)["loss"])
+    assert all(torch.isfinite(gradient).all() for gradient in batch.gradients())
+
+
+def test_repeating_a_sample_leaves_its_own_row() -> None:
+    """Rows of the same group see the repeated sample once more; others do not."""
+    batch = loops.draw(3, 6, groups=2)
+    found = []
+    for chosen in (batch, batch.rows([0, 1, 2, 3, 4, 5, 2])):
+        image, text = chosen.unit()
+        pairs = Pairs(chosen.labels, chosen.sample_id, chosen.labels, chosen.sample_id, first=0)
+        sides = ((image, text), (text, image))
+        found.append(sum(row_losses(7.0 * one, other, pairs, tile=4)[0] for one, other in sides))
+    rows, repeated = found
+    loops.close(repeated[[2, 6]], rows[[2, 2]])
+    other = batch.labels != batch.labels[2]
+    loops.close(repeated[:6][other], rows[other])
+
+
+def test_half_precision_features_are_widened() -> None:
+    image, text = loops.draw(9, 6, dtype=torch.float32).unit()
+    ids = torch.arange(6)
+    output = InfoNCE()(
+        image_features=image.bfloat16(),
+        text_features=text.half(),
+        logit_scale=torch.tensor(7.0),
+        labels=ids[:, None] * 0,
+        sample_id=ids,
+    )
+    assert output["loss"].dtype == torch.float32
+
+
+def test_without_a_mask_a_row_between_views_has_2b_minus_2_negatives() -> None:
+    """Equal features everywhere: the loss is the log of the own pair and the negatives."""
+    batch = loops.draw(0, rows=5)
+    same = torch.ones(5, 3, dtype=torch.float64)
+    batch.first, batch.second = (same.clone().requires_grad_() for _ in range(2))
+    loops.close(run("nt_xent", batch)["loss"].detach(), torch.tensor(2.0 * 5 - 1).double().log())
+
+
+def test_views_without_a_temperature_have_half_of_one() -> None:
+    setting: Any = SimpleNamespace(dtype=torch.float64)
+    batch = loops.draw(5, 6)
+    expected = batch.run(InfoNCE(temperature=Temperature(0.5), between="views"))["loss"]
+    for options in ({"kind": "nt_xent"}, {"kind": "nt_xent", "temperature": None}):
+        found = batch.rows(slice(None)).run(parse(options).build(setting))
+        loops.close(found["loss"], expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.transforms import PixelFormat
 from mclclip.objectives.base import Facts, Objective, Setting, parse
-from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options
-from mclclip.objectives.viewmaker import Viewmaker
+from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options, Viewmaker
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 from tests import viewmaker_loops as loops
@@ -263,23 +261,6 @@ def test_its_optimizer_is_adam_upwards_with_a_rate_of_its_own() -> None:
             weights[number] = weights[number] + 0.02 * first / (1 - 0.9**step) / size
     for found, wanted in zip(maker.parameters(), weights, strict=True):
         torch.testing.assert_close(found.detach(), wanted, rtol=1e-10, atol=1e-12)
-
-
-def test_a_state_is_taken_over_whole() -> None:
-    trainee, other = trainee_of(), trainee_of(adversary_lr=1e-3)
-    engines = [engine_of(trainee), engine_of(other)]
-    for step in range(2):
-        engines[0].update(batch_of(step=step), 0.1)
-    state = {name: tensor.clone() for name, tensor in engines[0].state_dict().items()}
-    assert state.keys() == engines[1].state_dict().keys()
-    assert float(state["adversary.steps"]) == 2.0
-    assert not any("adversary" in name for name in state if name.startswith("model."))
-    engines[1].load_state_dict(copy.deepcopy(state))
-    for step in (2, 3):
-        parts = [engine.update(batch_of(step=step), 0.1) for engine in engines]
-        assert torch.equal(parts[0]["loss"], parts[1]["loss"])
-    assert same(bits_of(network(trainee)), bits_of(network(other)))
-    assert same(bits_of(trainee), bits_of(other))
 
 
 def test_in_a_sum_the_adversary_climbs_the_whole_loss() -> None:

@@ -1,9 +1,10 @@
-"""MoCo-v2 and v3: the papers written out with loops; queue, mask, resume, refusals."""
+"""MoCo: its cross-entropies, the queue, the momentum copy, and what is refused."""
 
 from __future__ import annotations
 
 import copy
-import io
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip import config
+from mclclip.models.loading import load_towers
+from mclclip.models.lora import add_lora
 from mclclip.objectives.base import Setting, parse
-from mclclip.objectives.moco import BatchKeys, QueuedKeys, predictor_of
-from mclclip.objectives.momentum import MomentumCopy
+from mclclip.objectives.moco import BatchKeys, MomentumCopy, QueuedKeys, predictor_of
 from mclclip.ranks.process_group import SINGLE
+from tests import tiny
 
 BATCH, DIM, STEPS = 4, 5, 7
+RESNET = Path(__file__).parents[2] / "configs" / "tiny_resnet.json"
+LOCK: dict[str, Any] = {"image_norm": True, "image_projection": True, "text": False}
+LOCK |= {"logit_scale": False}
 
 
 class Model(nn.Module):
@@ -76,112 +82,6 @@ def step_of(
     return parts | {"gradient": gradients[0]}
 
 
-# --- v2, written out ---------------------------------------------------------------------------
-
-
-class SlowQueue:
-    """MoCo's Algorithm 1 with a list for the queue, and MCL's Eq. 3 pair by pair; with ``epsilon``
-    IFM's mean of the loss and that of moved keys, or by ``weights`` one of them."""
-
-    def __init__(
-        self,
-        size: int,
-        momentum: float,
-        tau: float,
-        epsilon: float = 0.0,
-        weights: tuple[float, float] = (0.5, 0.5),
-    ) -> None:
-        self.epsilon, self.weights = epsilon, weights
-        self.weight = Model().weight.detach().clone().requires_grad_()
-        self.copy = self.weight.detach().clone()
-        self.size, self.momentum, self.tau = size, momentum, tau
-        self.entries: list[tuple[Tensor, int, int, int]] = []
-
-    def step(self, batch: Any, lr: float = 0.3) -> tuple[Tensor, int, Tensor]:
-        queries = functional.normalize(batch.views[0] @ self.weight.T, dim=-1)
-        keys = functional.normalize(batch.views[1] @ self.copy.T, dim=-1)
-        total, alone = torch.zeros((), dtype=torch.float64), 0
-        for row in range(BATCH):
-            own = queries[row] @ keys[row] / self.tau
-            negatives = [
-                queries[row] @ key / self.tau
-                for key, group, sample, length in self.entries
-                if length == batch.prefix_length
-                and group == int(batch.labels[row])
-                and sample != int(batch.sample_id[row])
-            ]
-            alone += not negatives
-            for weight, moved in zip(self.weights, (0.0, self.epsilon / self.tau), strict=True):
-                logits = [own - moved, *(each + moved for each in negatives)]
-                own_loss = torch.stack(logits).exp().sum().log() - logits[0]
-                total = total + weight * own_loss
-        loss = total / BATCH
-        (gradient,) = torch.autograd.grad(loss, self.weight)
-        with torch.no_grad():
-            self.weight.sub_(lr * gradient)
-            self.copy = self.momentum * self.copy + (1 - self.momentum) * self.weight
-        for row in range(BATCH):
-            entry = keys[row], int(batch.labels[row]), int(batch.sample_id[row])
-            self.entries.append((*entry, batch.prefix_length))
-        self.entries = self.entries[-self.size :]
-        return loss.detach(), alone, gradient
-
-
-@pytest.mark.parametrize("queue_size", [4, 6, 12, 100])
-@pytest.mark.parametrize("groups", [1, 3])
-def test_v2_is_the_definition(queue_size: int, groups: int) -> None:
-    """Also where the queue is no multiple of the batch, not yet full, and full many times."""
-    model, objective = built({"queue_size": queue_size, "momentum": 0.8})
-    slow = SlowQueue(queue_size, 0.8, tau=0.2)
-    alone = []
-    for step in range(STEPS):
-        batch = batch_of(step, groups)
-        found = step_of(model, objective, batch, step)
-        loss, count, gradient = slow.step(batch)
-        torch.testing.assert_close(found["loss"].detach(), loss, atol=1e-12, rtol=1e-12)
-        torch.testing.assert_close(found["gradient"], gradient, atol=1e-12, rtol=1e-12)
-        assert int(found["rows_without_negatives"]) == count
-        alone.append(count)
-    assert alone[0] == BATCH  # the queue starts empty
-    assert min(alone) < BATCH
-    kept = torch.stack([entry[0] for entry in slow.entries])
-    order = (torch.arange(queue_size) + objective.position) % queue_size  # oldest first
-    filled = objective.queue_prefix_lengths[order] >= 0
-    torch.testing.assert_close(objective.queue[order][filled], kept, atol=1e-12, rtol=0)
-    assert filled.sum() == len(kept)
-
-
-@pytest.mark.parametrize(("term", "weights"), [("both", (0.5, 0.5)), ("modified", (0.0, 1.0))])
-def test_v2_with_modified_keys_is_the_definition(term: str, weights: tuple[float, float]) -> None:
-    """IFM-MoCo-v2: the own key moved away by epsilon, and every negative of the queue nearer."""
-    model, objective = built({"queue_size": 6, "momentum": 0.8, "epsilon": 0.1, "term": term})
-    slow = SlowQueue(6, 0.8, 0.2, 0.1, weights)
-    plain, silent = [], 0
-    for step in range(STEPS):
-        batch = batch_of(step, groups=2)
-        found = step_of(model, objective, batch, step)
-        loss, count, gradient = slow.step(batch)
-        torch.testing.assert_close(found["loss"].detach(), loss, atol=1e-12, rtol=1e-12)
-        torch.testing.assert_close(found["gradient"], gradient, atol=1e-12, rtol=1e-12)
-        assert int(found["rows_without_negatives"]) == count
-        plain.append(float(loss))
-        silent += count == BATCH
-    assert silent and plain[0] == 0.0 < max(plain)
-
-
-def test_v3_with_modified_keys_is_the_definition() -> None:
-    model, objective = built({"version": "v3", "temperature": 0.4, "epsilon": 0.1})
-    batch = batch_of(0, groups=1, repeats=False)
-    features = objective.features(model, batch)
-    own, expected = torch.arange(BATCH), torch.zeros((), dtype=torch.float64)
-    for queries, keys in (("image_features", "keys_1"), ("image_features_1", "keys")):
-        cosines = features[queries] @ features[keys].T
-        for moved in (cosines, cosines + 0.1 - 0.2 * torch.eye(BATCH, dtype=torch.float64)):
-            expected = expected + functional.cross_entropy(moved / 0.4, own) / 2
-    found = objective(**features, labels=batch.labels, sample_id=batch.sample_id)
-    torch.testing.assert_close(found["loss"], 2 * 0.4 * expected)
-
-
 def test_a_modified_term_alone_wants_an_epsilon() -> None:
     with pytest.raises(ValueError, match="term=modified with epsilon=0 modifies nothing"):
         parse({"kind": "moco", "term": "modified"})
@@ -199,69 +99,6 @@ def test_v2_without_a_mask_is_the_cross_entropy_of_moco() -> None:
     expected = functional.cross_entropy(logits, torch.zeros(BATCH, dtype=torch.int64))
     found = objective(**features, labels=batch.labels, sample_id=batch.sample_id)
     torch.testing.assert_close(found["loss"], expected)
-
-
-def test_v2_keys_of_another_group_or_length_have_no_influence() -> None:
-    model, objective = built({"queue_size": 8})
-    step_of(model, objective, batch_of(1, groups=1, repeats=False), 1)
-    batch = batch_of(2, groups=1, repeats=False)
-
-    def loss(**changed: Any) -> dict[str, Tensor]:
-        given = SimpleNamespace(**(vars(batch) | changed))
-        features = objective.features(model, given)
-        found: dict[str, Tensor] = objective(
-            **features, labels=given.labels, sample_id=given.sample_id
-        )
-        return found
-
-    assert loss()["loss"] > 0
-    for changed in ({"labels": batch.labels + 5}, {"prefix_length": 0}):
-        found = loss(**changed)
-        assert (found["loss"].item(), int(found["rows_without_negatives"])) == (0.0, BATCH)
-        assert torch.equal(
-            torch.autograd.grad(found["loss"], model.weight)[0], torch.zeros_like(model.weight)
-        )
-
-
-# --- v3, written out ---------------------------------------------------------------------------
-
-
-def slow_symmetric(
-    queries: list[Tensor], keys: list[Tensor], batch: Any, tau: float
-) -> tuple[Tensor, int]:
-    """MoCo-v3's Algorithm 1, pair by pair: 2 tau (ctr(q1, k2) + ctr(q2, k1))."""
-    total, alone = torch.zeros((), dtype=torch.float64), 0
-    for view in range(2):
-        for row in range(BATCH):
-            own = queries[view][row] @ keys[1 - view][row] / tau
-            kept = [
-                queries[view][row] @ keys[1 - view][other] / tau
-                for other in range(BATCH)
-                if batch.labels[other] == batch.labels[row]
-                and batch.sample_id[other] != batch.sample_id[row]
-            ]
-            alone += view == 0 and not kept
-            total = total - own + torch.stack([own, *kept]).exp().sum().log()
-    return 2 * tau * total / BATCH, alone
-
-
-@pytest.mark.parametrize("predictor", [None, [7, DIM]])
-@pytest.mark.parametrize("groups", [1, 3])
-def test_v3_is_the_definition(groups: int, predictor: list[int] | None) -> None:
-    tree = {"version": "v3", "momentum": 0.7, "temperature": 0.4, "predictor": predictor}
-    model, objective = built(tree)
-    for step in range(STEPS):
-        batch = batch_of(step, groups)
-        slow, copied = copy.deepcopy(model), copy.deepcopy(objective)
-        queries = [slow(image=view)["image_features"] for view in batch.views]
-        queries = [functional.normalize(copied.predictor(q), dim=-1) for q in queries]
-        keys = [copied.copy(view) for view in batch.views]
-        loss, alone = slow_symmetric(queries, keys, batch, 0.4)
-        (gradient,) = torch.autograd.grad(loss, slow.weight)
-        found = step_of(model, objective, batch, step)
-        torch.testing.assert_close(found["loss"].detach(), loss.detach(), atol=1e-12, rtol=1e-12)
-        torch.testing.assert_close(found["gradient"], gradient, atol=1e-12, rtol=1e-12)
-        assert int(found["rows_without_negatives"]) == alone
 
 
 def test_v3_without_a_mask_is_the_cross_entropy_of_moco_v3() -> None:
@@ -288,48 +125,15 @@ def test_the_predictor_is_drawn_by_the_seed() -> None:
         assert mine.requires_grad and torch.equal(mine, theirs)
     kinds = [type(layer).__name__ for layer in one.predictor]
     assert kinds == ["Linear", "BatchNorm1d", "ReLU", "Linear", "BatchNorm1d"]
-    assert [p.shape for p in predictor_of(3, [4, 2])[-1].parameters()] == []
-
-
-# --- both --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"queue_size": 6},
-        {"queue_size": 8, "momentum_schedule": "cosine"},
-        {"version": "v3", "predictor": [7, DIM]},
-    ],
-    ids=str,
-)
-def test_a_saved_state_goes_on_bit_for_bit(tree: dict[str, Any]) -> None:
-    """Queue, position, copy and predictor come back from the state dict of the objective."""
-    model, objective = built(tree)
-    for step in range(4):
-        step_of(model, objective, batch_of(step), step)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "objective": objective.state_dict()}, file)
-    rest = [step_of(model, objective, batch_of(step), step) for step in range(4, STEPS)]
-
-    other_model, other = built(tree)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other_model.load_state_dict(saved["model"])
-    other.load_state_dict(saved["objective"])
-    again = [step_of(other_model, other, batch_of(step), step) for step in range(4, STEPS)]
-    for one, two in zip(rest, again, strict=True):
-        assert all(torch.equal(one[name], two[name]) for name in one)
-    for name, value in objective.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value), name
+    assert [p.shape for p in predictor_of(2, [4, 2], 0)[-1].parameters()] == []
 
 
 def test_defaults_are_those_of_the_papers() -> None:
     _, v2 = built({})
     _, v3 = built({"version": "v3"})
     assert isinstance(v2, QueuedKeys) and isinstance(v3, BatchKeys)
-    assert (len(v2.queue), v2.row_loss.temperature, v2.copy.base) == (65_536, 0.2, 0.999)
-    assert (v3.row_loss.temperature, v3.copy.base) == (1.0, 0.99)
+    assert (len(v2.queue), v2.temperature, v2.copy.base) == (65_536, 0.2, 0.999)
+    assert (v3.temperature, v3.copy.base) == (1.0, 0.99)
     assert (v2.copy.schedule, v3.copy.schedule) == ("constant", "cosine")
 
 
@@ -365,7 +169,132 @@ def test_options_that_belong_to_the_other_version_are_refused() -> None:
         built({"version": "v3", "predictor": [4, 4]})
 
 
-def test_momentum_of_a_step_is_that_of_the_schedule() -> None:
-    copied = MomentumCopy(Model(), 0.5, "cosine")
-    copied.begin(STEPS - 1, STEPS)
-    assert copied.momentum == 1.0
+# --- the momentum copy -------------------------------------------------------------------------
+
+
+def moved(model: nn.Module) -> None:
+    """Moves all trained weights as an optimizer would."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise.to(parameter), alpha=0.1)
+
+
+def pictures(number: int = 3) -> Tensor:
+    return torch.randn(number, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("base", [0.0, 0.9, 0.99])
+def test_schedules(base: float) -> None:
+    def momenta(schedule: Any, total: int) -> list[float]:
+        copied = MomentumCopy(Model(), base, schedule)
+        found = []
+        for done in range(total + 1):
+            copied.begin(done - 1, total)
+            found.append(copied.momentum)
+        return found
+
+    assert momenta("constant", 4) == [base] * 5
+    found = momenta("cosine", 100)
+    assert found[0] == pytest.approx(base, abs=1e-15) and found[-1] == 1.0
+    assert found[50] == pytest.approx((1.0 + base) / 2.0)
+    assert found == sorted(found)
+    for done, value in enumerate(found):  # BYOL, appendix J
+        assert value == pytest.approx(1 - (1 - base) * (math.cos(math.pi * done / 100) + 1) / 2)
+
+
+def test_the_copy_is_the_moving_average_of_the_trained_weights() -> None:
+    model = load_towers(tiny.MODEL, seed=1).double()
+    model.lock(1, **LOCK)
+    follower = MomentumCopy(model, 0.75, "cosine")
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    for step in range(3):
+        moved(model)
+        follower.begin(step, 4)
+        follower.follow(model)
+        share = 1.0 - 0.25 * (1.0 + math.cos(math.pi * (step + 1) / 4)) / 2.0
+        for name in trained:
+            new = model.get_parameter(name).detach()
+            expected[name] = share * expected[name] + (1.0 - share) * new
+    for name, parameter in follower.model.named_parameters():
+        assert not parameter.requires_grad
+        torch.testing.assert_close(parameter, expected[name], atol=1e-14, rtol=0)
+    assert 0 < len(trained) < len(expected)
+
+
+def test_a_copy_of_a_frozen_model_stays() -> None:
+    model = load_towers(tiny.MODEL, seed=1).requires_grad_(False)
+    follower = MomentumCopy(model, 0.5)
+    before = [parameter.clone() for parameter in follower.model.parameters()]
+    moved(model.requires_grad_(True))
+    follower.follow(model.requires_grad_(False))
+    assert all(map(torch.equal, follower.model.parameters(), before))
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_no_gradient_reaches_the_copy() -> None:
+    model = load_towers(tiny.MODEL, seed=1)
+    model.lock("all", **LOCK)
+    follower = MomentumCopy(model, 0.9)
+    keys = follower(pictures())
+    assert not keys.requires_grad
+    torch.testing.assert_close(keys, model(image=pictures())["image_features"].detach())
+    assert all(not p.requires_grad for p in follower.parameters())
+    assert any(p.requires_grad for p in model.parameters())
+
+
+def test_batch_norms_of_the_copy_keep_statistics_of_their_own() -> None:
+    model = load_towers(RESNET, seed=1)
+    model.lock("all", **LOCK)
+    model.train()
+    follower = MomentumCopy(model, 0.5).train()
+    first = {n: b.clone() for n, b in follower.named_buffers() if "running" in n}
+    moved(model)
+    model(image=pictures())
+    follower.follow(model)  # moves no buffer
+    assert all(torch.equal(follower.get_buffer(n), value) for n, value in first.items())
+    follower(pictures() + 1.0)  # of its own batch
+    assert first and not all(torch.equal(follower.get_buffer(n), b) for n, b in first.items())
+    norms = [m for m in follower.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert all(norm.training for norm in norms)
+
+
+def test_frozen_batch_norms_stay_in_eval_mode() -> None:
+    model = load_towers(RESNET, seed=1)
+    model.lock(2, **(LOCK | {"image_norm": False}))
+    model.train()
+    follower = MomentumCopy(model, 0.5).train()
+    assert not any(m.training for m in follower.modules() if isinstance(m, nn.BatchNorm2d))
+
+
+def adapted() -> Any:
+    model = load_towers(tiny.MODEL, seed=1)
+    model.lock(2, **LOCK)
+    add_lora(model, rank=2, alpha=4.0, seed=2)
+    return model.train()
+
+
+def test_a_model_with_adapters_is_followed() -> None:
+    model = adapted()
+    follower = MomentumCopy(model, 0.0)
+    moved(model)
+    features = model(image=pictures())["image_features"].detach()
+    assert not torch.allclose(follower(pictures()), features)
+    follower.follow(model)  # momentum 0: the copy is the model
+    torch.testing.assert_close(follower(pictures()), features)
+    assert [n for n, _ in follower.model.named_parameters()] == [
+        n for n, _ in model.named_parameters()
+    ]
+
+
+def test_a_model_with_compiled_blocks_is_copied_uncompiled() -> None:
+    model = load_towers(tiny.MODEL, seed=1)
+    model.lock("all", **LOCK)
+    model.compile_blocks(backend="eager")
+    follower = MomentumCopy(model, 0.5)
+    assert all(b._compiled_call_impl is None for b in follower.model.blocks())  # type: ignore[operator]
+    plain = copy.deepcopy(follower.model)
+    torch.testing.assert_close(follower(pictures()), plain(image=pictures())["image_features"])

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -65,65 +63,9 @@ def found(inputs: Inputs, image: Tensor, text: Tensor, tile: int = 1024) -> dict
     return result
 
 
-def slow(inputs: Inputs, image: Tensor, text: Tensor) -> Tensor:
-    """Eq. 1, pair by pair, of the pairs that count."""
-    total = torch.zeros((), dtype=torch.float64)
-    for i in range(len(image)):
-        for j in range(len(text)):
-            same_sample = bool(inputs.sample_id[i] == inputs.sample_id[j])
-            if i != j and (same_sample or inputs.labels[i] != inputs.labels[j]):
-                continue
-            logit = inputs.scale * image[i] @ text[j] + inputs.bias
-            total = total + torch.log1p(torch.exp(-logit if i == j else logit))
-    return total / len(image)
-
-
 def close(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-12) -> None:
     for mine, theirs in zip(one, other, strict=True):
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    seed=st.integers(0, 10_000),
-    rows=st.integers(1, 8),
-    groups=st.integers(1, 4),
-    tile=st.integers(1, 9),
-)
-def test_loss_and_gradient_are_the_definition(seed: int, rows: int, groups: int, tile: int) -> None:
-    inputs = Inputs(seed, rows, groups)
-    if rows > 3:
-        inputs.sample_id[0] = inputs.sample_id[3]
-    expected = inputs.run(slow)
-    close(inputs.run(lambda *given: fast(*given, tile=tile)), expected)
-    assert expected[0] >= 0
-
-
-def test_masked_pairs_have_exactly_no_influence() -> None:
-    """Sample 0 is alone in its group: of it the own pair alone counts."""
-    inputs = Inputs(4, 6)
-    inputs.labels = torch.tensor([1, 0, 0, 0, 0, 0])
-    loss, image, text, _, _ = inputs.run(fast)
-    changed = Inputs(4, 6)
-    changed.labels = inputs.labels
-    with torch.no_grad():
-        changed.image[0].neg_()
-        changed.text[0].neg_()
-    _, other_image, other_text, _, _ = changed.run(fast)
-    assert torch.equal(image[1:], other_image[1:]) and torch.equal(text[1:], other_text[1:])
-    assert loss > 0 and image[0].abs().max() > 0  # the own pair
-
-
-def test_groups_are_a_sum_of_pure_batches_over_the_global_batch() -> None:
-    inputs = Inputs(2, 12, groups=3)
-    total = torch.zeros((), dtype=torch.float64)
-    for label in inputs.labels.unique():
-        rows = (inputs.labels == label).nonzero()[:, 0]
-        pure = Inputs(2, 12)
-        pure.image, pure.text = (x.detach()[rows].requires_grad_() for x in (pure.image, pure.text))
-        pure.labels, pure.sample_id = inputs.labels[rows], inputs.sample_id[rows]
-        total += len(rows) * pure.run(fast)[0]
-    torch.testing.assert_close(12 * inputs.run(fast)[0], total)
 
 
 def test_rows_without_negatives_are_counted_and_keep_their_own_pair() -> None:

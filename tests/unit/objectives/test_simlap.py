@@ -1,4 +1,4 @@
-"""SimLAP: the loss written out with loops, its options, and what it refuses."""
+"""SimLAP: its draws, penalties and temperatures, its options, and what it refuses."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,17 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from mclclip.models.memory import peak_bytes
 from mclclip.objectives.base import Reads, Setting, Sizes, parse
 from mclclip.objectives.label_filter import LabelFilter, gate_penalty
-from mclclip.objectives.label_pairs import draw_partners
 from mclclip.objectives.simlap import SimLAP
 from mclclip.objectives.temperature import CosineSchedule, Learnable, Temperature
-from mclclip.randomness import mix
 from mclclip.ranks.process_group import Context
 
 CLASSES, DIM, ROWS = 4, 6, 9
@@ -45,99 +43,6 @@ def objective(**options: Any) -> SimLAP:
     return made.double()
 
 
-def slow(given: dict[str, Tensor], module: SimLAP, code: bool = False) -> tuple[Tensor, int]:
-    """Alg. 1 with Eq. 2's gates: the mean over rows with a positive; and the rows without."""
-    y1, ids = given["classes"][:, 0], given["sample_id"]
-    y2 = torch.tensor(draw_partners(y1.numpy(), ids.numpy(), mix(3, 17), module.pairs))
-    gates = module.filter(y1, y2)
-    terms = []
-    for rows, others in (("image_features", "image_features_1"),
-                         ("image_features_1", "image_features")):  # fmt: skip
-        z, k = given[rows], given[others]
-        if module.norm is not None:
-            z, k = (functional.layer_norm(x, (DIM,), eps=1e-5 / DIM) for x in (z, k))
-        for p in range(ROWS):
-            left, right = z[p] * gates[p], k * gates[p]
-            scores = functional.cosine_similarity(left[None], right, dim=1)
-            if code:
-                scores = (left * right).sum(dim=1) / (z[p].norm() * k.norm(dim=1))
-            scores = (scores / 0.2).exp()
-            negatives = scores[(y1 != y1[p]) & (y1 != y2[p])].sum()
-            positives = scores[(y1 == y2[p]) & (ids != ids[p])]
-            if len(positives):
-                terms.append(-(positives / (positives + negatives)).log().mean())
-    return torch.stack(terms).mean(), ROWS - len(terms) // 2
-
-
-@pytest.mark.parametrize("pairs", ["arbitrary", "identical", "distinct"])
-@pytest.mark.parametrize("score", ["exact", "code"])
-@pytest.mark.parametrize("norm", [True, False])
-def test_value_and_gradient_are_the_paper_with_loops(pairs: str, score: str, norm: bool) -> None:
-    given, module = batch(), objective(
-        pairs=pairs, score=score, norm=nn.LayerNorm(DIM) if norm else None, tile=4
-    )  # fmt: skip
-    found = module(**given)
-    expected, left_out = slow(given, module, score == "code")
-    leaves = [given["image_features"], given["image_features_1"], *module.filter.parameters()]
-    torch.testing.assert_close(found["loss"], expected, atol=1e-11, rtol=1e-11)
-    assert int(found["rows_without_positives"]) == left_out
-    assert pairs != "identical" or left_out == 1
-    mine = torch.autograd.grad(found["loss"], leaves)
-    theirs = torch.autograd.grad(expected, leaves)
-    for left, right in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-10, rtol=1e-10)
-
-
-def open_gates(module: SimLAP) -> SimLAP:
-    """All gates equal, which is one half."""
-    for parameter in module.filter.layers[-1].parameters():
-        nn.init.zeros_(parameter)
-    return module
-
-
-def test_equal_gates_and_one_class_are_infonce_with_one_positive_at_a_time() -> None:
-    given = batch()
-    found = open_gates(objective(pairs="identical"))(**given)
-    y, terms = given["classes"][:, 0], []
-    for rows, others in (("image_features", "image_features_1"),
-                         ("image_features_1", "image_features")):  # fmt: skip
-        logits = given[rows] @ given[others].T / 0.2
-        for p in range(ROWS):
-            negatives = logits[p][y != y[p]]
-            positives = [q for q in range(ROWS) if y[q] == y[p] and q != p]
-            losses = [
-                functional.cross_entropy(torch.cat([logits[p, q : q + 1], negatives])[None],
-                                         torch.zeros(1, dtype=torch.int64))
-                for q in positives
-            ]  # fmt: skip
-            terms += [torch.stack(losses).mean()] if losses else []
-    torch.testing.assert_close(found["loss"], torch.stack(terms).mean(), atol=1e-11, rtol=1e-11)
-
-
-@pytest.mark.parametrize("pairs", ["arbitrary", "identical"])
-def test_open_gates_compare_pairs_of_any_classes_in_all_dimensions(pairs: Any) -> None:
-    """No dimension is left out and nothing but the temperature is trained: SimLAP's Fig. 8."""
-    given, near = batch(), {"kind": "simlap", "pairs": pairs, "norm": "none", "temperature": 0.2}
-    module = parse(near | {"gates": "open"}).build(setting())
-    module.begin(17, 100, 0.0)
-    found, y1 = module(**given), given["classes"][:, 0]
-    y2 = torch.tensor(draw_partners(y1.numpy(), given["sample_id"].numpy(), mix(5, 17), pairs))
-    terms = []
-    for rows, others in (("image_features", "image_features_1"),
-                         ("image_features_1", "image_features")):  # fmt: skip
-        scores = (given[rows] @ given[others].T / 0.2).exp()
-        for p in range(ROWS):
-            negatives = scores[p][(y1 != y1[p]) & (y1 != y2[p])].sum()
-            positives = [scores[p, q] for q in range(ROWS) if y1[q] == y2[p] and q != p]
-            if positives:
-                losses = [-(each / (each + negatives)).log() for each in positives]
-                terms.append(torch.stack(losses).mean())
-    torch.testing.assert_close(found["loss"], torch.stack(terms).mean(), atol=1e-11, rtol=1e-11)
-    assert float(found["open_gates"]) == 1.0 and not list(module.parameters())
-    found["loss"].backward()
-    assert bool(given["image_features"].grad.abs().sum() > 0)
-
-
 def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
     given = batch()
     given["classes"] = torch.zeros(ROWS, 1, dtype=torch.int64)
@@ -147,80 +52,6 @@ def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
     found["loss"].backward()
     for leaf in (given["image_features"], *module.filter.parameters()):
         assert leaf.grad is not None and torch.equal(leaf.grad, torch.zeros_like(leaf))
-
-
-def test_groups_are_compared_within() -> None:
-    """Two groups at once are the mean of each alone, weighted by their rows (fixed gates)."""
-    given, module = batch(), open_gates(objective(pairs="identical"))
-    given["labels"][[0, 1, 3, 4, 8], 0] = 1
-    found, total, rows = module(**given), torch.zeros((), dtype=torch.float64), 0
-    for group in (0, 1):
-        own = given["labels"][:, 0] == group
-        alone = module(**{name: value[own] for name, value in given.items()})
-        counted = int(own.sum() - alone["rows_without_positives"])
-        total, rows = total + counted * alone["loss"], rows + counted
-    torch.testing.assert_close(found["loss"], total / rows)
-
-
-def test_keys_of_a_momentum_copy() -> None:
-    """With the copy's features of both views, the loss is that of two views, without gradient
-    through the candidates; with those of one view, only the first view's rows count."""
-    given, module = batch(), objective(norm=nn.LayerNorm(DIM))
-    expected = module(**given)["loss"]
-    second, first = given["image_features_1"], given["image_features"]
-    both = module(**given, keys=first, keys_1=second)["loss"]
-    torch.testing.assert_close(both, expected)
-    one = module(**{**given, "image_features_1": None}, keys=second)["loss"]
-    other = module(**{**given, "image_features": second, "image_features_1": None}, keys=first)
-    torch.testing.assert_close((one + other["loss"]) / 2, expected)
-    assert torch.autograd.grad(one, second, allow_unused=True) == (None,)
-
-
-class Model(nn.Module):
-    """A linear tower."""
-
-    feature_dim = DIM
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Linear(5, DIM, dtype=torch.float64)
-
-    def forward(self, image: Tensor, **unused: Any) -> dict[str, Tensor]:
-        return {"image_features": functional.normalize(self.tower(image))}
-
-
-def test_candidates_are_the_features_of_a_momentum_copy() -> None:
-    model, given = Model(), batch()
-    classes = SimpleNamespace(num_classes=CLASSES)
-    around = Setting(model, Context(), seed=5, precision="float64", classes=classes)  # type: ignore[arg-type]
-    plain = parse({"kind": "simlap"}).build(around)
-    module = parse({"kind": "simlap", "momentum": 0.9}).build(around)
-    generator = torch.Generator().manual_seed(0)
-    views = torch.randn(2, ROWS, 5, generator=generator, dtype=torch.float64).unbind()
-    seen: Any = SimpleNamespace(views=list(views), text=None, text_features=None)
-    rest = {name: given[name] for name in ("labels", "sample_id", "classes")}
-
-    def losses() -> tuple[Tensor, Tensor]:
-        for each in (plain, module):
-            each.begin(0, 100, 0.0)
-        return plain(**plain.features(model, seen), **rest)["loss"], module(
-            **module.features(model, seen), **rest
-        )["loss"]
-
-    two_views, with_copy = losses()
-    torch.testing.assert_close(with_copy, two_views)  # the copy is still the model
-    with_copy.backward()
-    assert model.tower.weight.grad is not None
-    assert all(p.grad is None for n, p in module.named_parameters() if n.startswith("copy."))
-    before = model.tower.weight.detach().clone()
-    change = torch.linspace(-2.0, 2.0, 5 * DIM, dtype=torch.float64).reshape(DIM, 5)
-    with torch.no_grad():
-        model.tower.weight.add_(change)
-    two_views, with_copy = losses()
-    assert not torch.isclose(with_copy, two_views)
-    module.stepped(model)
-    followed = dict(module.named_parameters())["copy.model.tower.weight"]
-    torch.testing.assert_close(followed.detach(), before + 0.1 * change, atol=1e-3, rtol=0)
 
 
 def test_the_draw_moves_with_the_step_and_not_otherwise() -> None:

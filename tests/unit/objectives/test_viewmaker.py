@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from mclclip.objectives import viewmaker
-from mclclip.objectives.base import kinds
-from mclclip.objectives.viewmaker import Viewmaker, bounded, keyed_noise
+from mclclip.objectives.feature_dropout import Viewmaker, _Mirrored, bounded, keyed_noise
 from tests import viewmaker_loops as loops
 
 
@@ -52,10 +50,13 @@ def test_values_and_gradients_are_those_of_loops(
 
 
 def test_borders_are_mirrored_as_torch_mirrors_them() -> None:
-    images = torch.rand(2, 3, 6, 9)
+    images = torch.rand(2, 3, 6, 9, dtype=torch.float64)
     for border in (1, 4, 5):
-        wanted = functional.pad(images, [border] * 4, mode="reflect")
-        assert torch.equal(viewmaker._mirrored(images, border), wanted)
+        layer = _Mirrored(3, 2, 2 * border + 1, dtype=torch.float64)
+        padded = functional.pad(images, [border] * 4, mode="reflect")
+        torch.testing.assert_close(
+            layer(images), functional.conv2d(padded, layer.weight, layer.bias)
+        )
 
 
 @settings(deadline=None, max_examples=30)
@@ -98,7 +99,3 @@ def test_noise_is_uniform() -> None:
     # Neither neighbouring places nor neighbouring samples go together.
     for pair in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1])):
         assert abs(float(torch.corrcoef(torch.stack([x.flatten() for x in pair]))[0, 1])) < 0.02
-
-
-def test_it_is_a_part_and_no_objective() -> None:
-    assert "feature_dropout" in kinds() and "viewmaker" not in kinds()

@@ -1,4 +1,5 @@
-"""Losses of rows against candidates of another class, by the cosine of gated features, in tiles.
+"""SimLAP's pairs of classes: which are drawn, and the loss of rows against candidates of another
+class by the cosine of gated features, in tiles.
 
 Source: SimLAP (Wu et al., "Rethinking Positive Pairs in Contrastive Learning", 2024), Eq. 2 with
 the logarithm that Eq. 1 and 2 intend. The cosine of z * g and k * g, with the gates g of the row,
@@ -12,15 +13,75 @@ forward and once more in the backward; memory is linear in rows and candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from mclclip.objectives.row_losses import blocks, refuse_second_derivative
+from mclclip.randomness import Integers, mix
 
 _TINY = 1e-24  # of a squared length
-_Tile = tuple[slice, slice]
+Pairing = Literal["arbitrary", "identical", "distinct", "n_closest"]
+
+
+def draw_partners(
+    classes: Integers,
+    sample_ids: Integers,
+    key: np.uint64,
+    pairing: Pairing = "arbitrary",
+    closest: Integers | None = None,
+) -> Integers:
+    """[B] int64: the class that each sample of the global batch is paired with; -1: there is none.
+
+    It is SimLAP's second label y2 (section 3.3, "one label from a mini-batch"; Fig. 8: pairs of the
+    N closest classes). A draw depends on the seed, the step and the sample alone, so all ranks make
+    the same one, and a resumed run makes it again.
+
+    classes, sample_ids   [B] of the global batch; equal ids get equal partners
+    key                   of the step: every key is another draw
+    pairing               ``arbitrary``: any class of the batch, uniformly; ``identical``: the
+                          sample's own; ``distinct``: any other; ``n_closest``: its own or one of
+                          its closest, those of them that the batch has, uniformly
+    closest               for ``n_closest``, of each class of the batch in order (``np.unique``) the
+                          classes closest to it, [P, n], its own not among them
+
+    -1 is given by ``distinct`` alone, where the batch has one class.
+    """
+    if pairing == "identical":
+        return classes.copy()
+    present, place = np.unique(classes, return_inverse=True)
+    numbers = np.asarray(mix(int(key), sample_ids))
+    if pairing == "n_closest":
+        assert closest is not None
+        near = np.sort(np.column_stack([present, closest]), axis=1)
+        reached = np.isin(near, present).cumsum(axis=1)  # present classes up to each column
+        wanted = (numbers % reached[:, -1][place].astype(np.uint64)).astype(np.int64) + 1
+        columns = (reached[place] < wanted[:, None]).sum(axis=1)
+        found: Integers = near[place, columns]
+        return found
+    count = len(present) - (pairing == "distinct")
+    if count == 0:
+        return np.full_like(classes, -1)
+    drawn = (numbers % np.uint64(count)).astype(np.int64)
+    if pairing == "distinct":
+        drawn += drawn >= place
+    return present[drawn]
+
+
+def closest_classes(vectors: Tensor, classes: Tensor, count: int) -> Tensor:
+    """[P, count] int64: the classes whose vectors have the largest cosine with a class's own.
+
+    ``vectors`` [K, E] has a row per class, ``classes`` [P] are the classes asked about; a class is
+    not among its own closest. ``count`` is below K.
+    """
+    unit = functional.normalize(vectors.detach(), dim=1)
+    cosine = unit[classes] @ unit.T
+    cosine.scatter_(1, classes[:, None], float("-inf"))
+    return cosine.topk(count, dim=1).indices
 
 
 @dataclass(frozen=True)
@@ -43,9 +104,8 @@ class ClassPairs:
     all_sample_ids: Tensor
     all_groups: Tensor
 
-    def masks(self, tile: _Tile) -> tuple[Tensor, Tensor]:
+    def masks(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """Positives and negatives of a tile, each bool [r, c]."""
-        rows, columns = tile
         theirs, partners = self.all_labels[columns], self.partners[rows, None]
         same_group = self.groups[rows, None] == self.all_groups[columns]
         positive = (partners == theirs) & same_group
@@ -100,17 +160,10 @@ class _Tiles:
         self, queries: Tensor, weights: Tensor | None, keys: Tensor, pairs: ClassPairs, tile: int
     ) -> None:
         self.queries, self.weights, self.keys, self.pairs = queries, weights, keys, pairs
-        self.tile = tile
+        self.row_blocks, self.column_blocks = blocks(len(queries), tile), blocks(len(keys), tile)
 
-    def row_blocks(self) -> list[slice]:
-        return _blocks(len(self.queries), self.tile)
-
-    def of(self, rows: slice) -> Iterator[_Tile]:
-        yield from ((rows, columns) for columns in _blocks(len(self.keys), self.tile))
-
-    def scores(self, tile: _Tile) -> tuple[Tensor, Tensor | None]:
+    def scores(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Scores [r, c], and what the products were multiplied by (None: nothing)."""
-        rows, columns = tile
         keys = self.keys[columns]
         products = self.queries[rows] @ keys.T
         if self.weights is None:
@@ -119,29 +172,25 @@ class _Tiles:
         return products.mul_(scale), scale
 
 
-def _blocks(length: int, size: int) -> list[slice]:
-    return [slice(first, first + size) for first in range(0, length, size)]
-
-
 def _stream(tiles: _Tiles, rows: slice) -> tuple[Tensor, ...]:
     """Of one row block, [r] each: sums over positives of their losses and of their pulls, the
     log-sum-exp of negatives, and the numbers of positives and negatives."""
     maximum = tiles.queries.new_full((len(tiles.queries[rows]),), float("-inf"))
     total, loss, pull = (torch.zeros_like(maximum) for _ in range(3))
     positives, negatives = (torch.zeros_like(maximum, dtype=torch.int64) for _ in range(2))
-    for tile in tiles.of(rows):
-        positive, negative = tiles.pairs.masks(tile)
+    for columns in tiles.column_blocks:
+        positive, negative = tiles.pairs.masks(rows, columns)
         positives += positive.sum(dim=1)
         negatives += negative.sum(dim=1)
-        scores = tiles.scores(tile)[0].masked_fill_(~negative, float("-inf"))
+        scores = tiles.scores(rows, columns)[0].masked_fill_(~negative, float("-inf"))
         previous, maximum = maximum, torch.maximum(maximum, scores.amax(dim=1))
         finite = maximum.clamp_min(torch.finfo(maximum.dtype).min)  # -inf minus itself is nan
         total.mul_((previous - finite).exp_())
         total.add_(scores.sub_(finite[:, None]).exp_().sum(dim=1))
     normalizer = maximum + total.log()
-    for tile in tiles.of(rows):
-        ahead = normalizer[:, None] - tiles.scores(tile)[0]
-        ahead.masked_fill_(~tiles.pairs.masks(tile)[0], float("-inf"))
+    for columns in tiles.column_blocks:
+        ahead = normalizer[:, None] - tiles.scores(rows, columns)[0]
+        ahead.masked_fill_(~tiles.pairs.masks(rows, columns)[0], float("-inf"))
         loss += torch.logaddexp(ahead, torch.zeros_like(ahead)).sum(dim=1)
         pull += ahead.sigmoid_().sum(dim=1)
     return loss, pull, normalizer, positives, negatives
@@ -160,7 +209,7 @@ class _PairLosses(torch.autograd.Function):
         tile: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _Tiles(queries, weights, keys, pairs, tile)
-        found = [_stream(tiles, rows) for rows in tiles.row_blocks()]
+        found = [_stream(tiles, rows) for rows in tiles.row_blocks]
         loss, pull, normalizer, positives, negatives = map(torch.cat, zip(*found, strict=True))
         share = positives.clamp_min(1).to(loss.dtype).reciprocal()
         ctx.save_for_backward(queries, weights, keys, pull * share, normalizer, share)
@@ -172,23 +221,22 @@ class _PairLosses(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor, *_: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the loss of gated pairs was differentiated with create_graph=True: it has no "
-                "second derivative; leave create_graph out"
-            )
+        refuse_second_derivative("the loss of gated pairs")
         queries, weights, keys, pull, normalizer, share = ctx.saved_tensors
         tiles = _Tiles(queries, weights, keys, ctx.pairs, ctx.tile)
         of_queries = torch.zeros_like(queries)
         of_weights = None if weights is None else torch.zeros_like(weights)
         of_keys = torch.zeros_like(keys) if ctx.needs_input_grad[2] else None
-        for rows in tiles.row_blocks():
-            for tile in tiles.of(rows):
-                columns, own = tile[1], keys[tile[1]]
-                scores, scale = tiles.scores(tile)
-                masks = tiles.pairs.masks(tile)
-                slope = _slope(scores, masks, normalizer[rows], pull[rows], share[rows])
-                slope.mul_(grad[rows, None])
+        for rows in tiles.row_blocks:
+            for columns in tiles.column_blocks:
+                own = keys[columns]
+                scores, scale = tiles.scores(rows, columns)
+                positive, negative = tiles.pairs.masks(rows, columns)
+                ahead = normalizer[rows, None] - scores
+                # Derivatives of the rows' losses by their scores.
+                slope = (-ahead).exp_().mul_(pull[rows, None]).masked_fill_(~negative, 0.0)
+                ahead = ahead.sigmoid_().mul_(share[rows, None]).masked_fill_(~positive, 0.0)
+                slope.sub_(ahead).mul_(grad[rows, None])
                 if scale is not None and of_weights is not None:
                     slope.mul_(scale)
                     of_squares = scores.mul_(slope).mul_(scale).mul_(-0.5)
@@ -199,17 +247,3 @@ class _PairLosses(torch.autograd.Function):
                 if of_keys is not None:
                     of_keys[columns].addmm_(slope.T, queries[rows])
         return of_queries, of_weights, of_keys, None, None
-
-
-def _slope(
-    scores: Tensor,
-    masks: tuple[Tensor, Tensor],
-    normalizer: Tensor,
-    pull: Tensor,
-    share: Tensor,
-) -> Tensor:
-    """[r, c]: derivatives of the rows' losses by their scores."""
-    positive, negative = masks
-    ahead = normalizer[:, None] - scores
-    slope = (-ahead).exp_().mul_(pull[:, None]).masked_fill_(~negative, 0.0)
-    return slope.sub_(ahead.sigmoid_().mul_(share[:, None]).masked_fill_(~positive, 0.0))

@@ -1,0 +1,365 @@
+"""What every objective keeps, each by its settings and loop in ``objective_loops.CASES``.
+
+Value and gradient are the paper's formula in float64; N ranks equal one on real processes under
+every engine; a state goes on bit for bit; samples of other groups have no influence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mclclip.data.batches import Batch
+from mclclip.engines import build_engine
+from mclclip.engines.engine import Engine
+from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives.base import Objective, ObjectiveOptions, Setting
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.train.loop import Trainee
+from tests import tiny
+from tests.contracts.objective_loops import CASES, NUM_CLASSES, SEED, Case, Step
+from tests.distributed.test_engines import assert_close, whole
+from tests.matrix import in_soak, kept
+
+Ranks = Callable[..., list[Any]]
+GLOBAL_BATCH, STEPS, DIM = 12, 4, 8
+RESNET = Path(__file__).parents[1] / "configs" / "tiny_resnet.json"
+
+
+class Classes:
+    """Classes with centroids, as clusters have them."""
+
+    num_classes = NUM_CLASSES
+
+    def centroids(self) -> Any:
+        return np.random.default_rng(5).standard_normal((NUM_CLASSES, DIM), np.float32)
+
+
+def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Batch:
+    """What the options read, of samples of which some are repeated; every third step is masked at
+    another length."""
+    random, reads = torch.Generator().manual_seed(seed), options.reads
+    drawn = [
+        torch.randn(rows, 3, 32, 32, generator=random).double() for _ in range(options.num_views)
+    ]
+    classes = torch.randint(0, NUM_CLASSES, (rows, max(reads.num_classes_per_sample, 1)),
+                            generator=random)  # fmt: skip
+    if classes.shape[1] > 1:  # distinct ones; some rows have fewer, one has none
+        classes[classes[:, 0] == classes[:, 1], 1] = -1
+        classes[seed % rows] = -1
+    return Batch(
+        views=drawn,
+        text=torch.randint(1, 400, (rows, 20), generator=random) if reads.captions else None,
+        labels=torch.randint(0, groups, (rows, 1), generator=random),
+        classes=classes,
+        sample_id=torch.randint(0, rows + 4, (rows,), generator=random),
+        step=seed,
+        group_size=rows,
+        prefix_length=seed // 3,
+    )
+
+
+# --- value and gradient ------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """One linear layer for images of 3 x 32 x 32 pixels, and one for 20 tokens."""
+
+    feature_dim, has_logit_bias, image_size, num_channels = DIM, True, 32, 3
+    normalization = torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.25)
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(1)
+        for name, width in (("image", 3 * 32 * 32), ("text", 20)):
+            weight = torch.randn(DIM, width, generator=random, dtype=torch.float64) / width**0.5
+            self.register_parameter(name, nn.Parameter(weight))
+        self.log_scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.logit_bias = nn.Parameter(torch.tensor(-2.0, dtype=torch.float64))
+
+    def forward(
+        self,
+        image: Tensor | None = None,
+        text: Tensor | None = None,
+        text_features: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        found = {"logit_scale": self.log_scale.exp(), "logit_bias": self.logit_bias}
+        for name, x in (("image", image), ("text", text)):
+            if x is not None:
+                features = x.flatten(1).double() @ self.get_parameter(name).T
+                found[f"{name}_features"] = functional.normalize(features, dim=-1)
+        return found
+
+
+def built(options: ObjectiveOptions, tile: int = 2048) -> tuple[Towers, Objective]:
+    model: Any = Towers()
+    objective = options.build(Setting(model, SINGLE, SEED, "float64", classes=Classes()))
+    for module in objective.modules():
+        if hasattr(module, "tile"):
+            module.tile = tile
+    return model, objective
+
+
+def forward(model: Towers, objective: Objective, batch: Batch, step: int) -> Any:
+    """The parts of a step, and the step as its loop gets it."""
+    objective.begin(step, STEPS, step / 2)
+    for part in objective.outside():
+        part.zero_grad()
+        part.begin(step)
+    features = objective.features(model, batch)
+    marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
+    parts = objective(**features, **marks)
+    seen = Step(objective, features, batch.labels[:, 0], batch.sample_id, batch.classes,
+                batch.prefix_length, step)  # type: ignore[arg-type]  # fmt: skip
+    return parts, seen
+
+
+def leaves_of(model: Towers, objective: Objective) -> dict[str, Tensor]:
+    """All that is trained, but for class centers, which have no graph."""
+    found = {n: p for m in (model, objective) for n, p in m.named_parameters() if p.requires_grad}
+    for part in objective.outside():
+        own: Any = part
+        if hasattr(own, "network"):
+            found |= dict(own.network.named_parameters())
+        found |= {n: v for n, v in vars(own).items() if isinstance(v, Tensor) and v.requires_grad}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(deadline=None, max_examples=5, phases=[Phase.explicit, Phase.generate])
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(2, 6),
+    groups=st.integers(1, 3),
+    tile=st.integers(1, 9),
+)
+def test_value_and_gradient_are_the_formula_with_loops(
+    name: str, seed: int, rows: int, groups: int, tile: int
+) -> None:
+    """Over steps, of which the later ones depend on what the earlier ones left."""
+    options, loop = CASES[name].options(), CASES[name].loop()
+    model, objective = built(options, tile)
+    leaves = leaves_of(model, objective)
+    for step in range(STEPS):
+        batch = batch_of(options, seed + step, rows, groups)
+        batch.step = step
+        parts, seen = forward(model, objective, batch, step)
+        expected = loop(seen)
+        torch.testing.assert_close(parts["loss"], expected, atol=1e-11, rtol=1e-11)
+        own = [leaf for leaf, _ in seen.found]
+        gradients = torch.autograd.grad(
+            expected, [*leaves.values(), *own], retain_graph=True, allow_unused=True
+        )
+        for leaf in leaves.values():
+            leaf.grad = None
+        parts["loss"].backward()
+        found = [*(leaf.grad for leaf in leaves.values()), *(of() for _, of in seen.found)]
+        for part, mine, theirs in zip([*leaves, *own], found, gradients, strict=True):
+            mine, theirs = (torch.zeros(()) if x is None else x for x in (mine, theirs))
+            if not mine.ndim or not theirs.ndim:
+                mine, theirs = torch.broadcast_tensors(mine.double(), theirs.double())
+            torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9, msg=f"{step}, {part}")
+        for outside in objective.outside():
+            outside.grad_square()
+            outside.step(0.05)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *objective.parameters()):
+                if parameter.requires_grad and parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+        objective.stepped(model)
+
+
+GROUPED = [n for n, case in CASES.items() if case.options().reads.groups and not case.coupled]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_samples_of_another_group_have_no_influence(name: str) -> None:
+    """Those of the second group are others, and the gradients of the first stay as they are; so do
+    those of a group of one, which has no negatives."""
+    options = CASES[name].options()
+    gradients = []
+    for changed in (False, True):
+        model, objective = built(options)
+        for step in range(2):  # a queue has keys in the second
+            batch = batch_of(options, 11 + step, 8, 1)
+            batch.labels[:, 0] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
+            batch.classes[:, 0] = torch.tensor([0, 0, 1, 1, 2, 0, 1, 2])
+            batch.sample_id, batch.prefix_length = torch.arange(8), 1
+            views = [view.requires_grad_() for view in batch.views]
+            if changed:
+                with torch.no_grad():
+                    for view in views:
+                        view[5:].neg_().add_(0.25)
+            parts, seen = forward(model, objective, batch, step)
+            objective.stepped(model)
+        names = [n for n in seen.features if n.startswith("image_features")]
+        found = torch.autograd.grad(parts["loss"], [seen.features[n] for n in names])
+        gradients.append([gradient[:5] for gradient in found])
+        assert all(bool((gradient[:5] != 0).any()) for gradient in found)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-14, rtol=1e-12)
+
+
+# --- ranks and engines -------------------------------------------------------------------------
+
+
+def make_engine(name: str, engine: str, precision: str, **options: Any) -> Engine:
+    """The objective beside a small CLIP under an engine, the same on every number of ranks."""
+    torch.set_num_threads(1)
+    case, context = CASES[name], Context(collectives.rank(), collectives.world_size())
+    own = case.options()
+    model = load_towers(RESNET if case.resnet else tiny.MODEL, seed=1)
+    lock = {"image_blocks": "all", "image_norm": True, "image_projection": True}
+    lock |= {"text": own.reads.captions and not case.frozen_text}
+    lock |= {"logit_scale": own.reads.logit_scale}
+    prepare_model(
+        model, lock=lock, lora=None, seed=0, precision=precision, grad_checkpointing=False
+    )
+    objective = own.build(
+        Setting(model, context, SEED, precision, classes=Classes())  # type: ignore[arg-type]
+    )
+    made = build_engine(
+        engine,
+        Trainee(model, objective, precision),
+        lambda module: build_optimizer(module, weight_decay=0.1),
+        context,
+        blocks=model.blocks(),
+        precision=precision,
+        outside=objective.outside(),
+        **options,
+    )
+    if made.scaler.is_enabled():  # a scale at which no step overflows
+        made.scaler.load_state_dict(made.scaler.state_dict() | {"scale": 256.0})
+    return made
+
+
+def columns(name: str, step: int, dtype: torch.dtype) -> Batch:
+    """This rank's columns of the global batch of a step."""
+    batch = batch_of(CASES[name].options(), step, GLOBAL_BATCH, 2)
+    batch.views = [view.to(dtype) for view in batch.views]
+    local = GLOBAL_BATCH // collectives.world_size()
+    return batch.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
+
+
+def train(engine: Engine, name: str, steps: range) -> list[dict[str, float]]:
+    """Each step's parts over all ranks: the largest of those named so, the mean of others."""
+    module: Any = engine.module
+    dtype = torch.float64 if module.precision == "float64" else torch.float32
+    found = []
+    for step in steps:
+        batch = columns(name, step, dtype)
+        if step == steps.start:
+            engine.settle(batch)
+        module.objective.begin(step, STEPS, step / 2)
+        parts = engine.update(batch, lr=1e-2)
+        module.objective.stepped(module.model)
+        every = {n: collectives.gather(v.double().reshape(1)) for n, v in parts.items()}
+        found.append({n: float(v.max() if "max_" in n else v.mean()) for n, v in every.items()})
+    return found
+
+
+def run(
+    name: str, engine: str, precision: str, options: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """What the steps give, and the state after them."""
+    made = make_engine(name, engine, precision, **options)
+    return train(made, name, range(STEPS)), whole(made.state_dict())
+
+
+def fits(case: Case, world_size: int, engine: str, options: dict[str, Any]) -> bool:
+    """Whether the objective can be trained so."""
+    if case.ring and engine == "fsdp" and world_size > 2:
+        return False
+    carried = engine in case.options().engines and (case.zero or engine != "deepspeed")
+    return carried and (case.cached or "micro_batch" not in options)
+
+
+def cells(variants: list[tuple[int, str, dict[str, Any]]]) -> list[Any]:
+    """Every case under each of the variants; the first that fits is in ``make test``."""
+    found = []
+    for name, case in CASES.items():
+        fitting = [(name, *v) for v in variants if fits(case, *v)]
+        found += kept(fitting, 0)
+    return found
+
+
+RANKS: list[tuple[int, str, dict[str, Any]]] = [
+    (3, "fsdp", {"clip_grad_norm": 0.5}),
+    (3, "ddp", {}),
+    (2, "ddp", {"clip_grad_norm": 0.5}),
+    (4, "fsdp", {"shard_ranks": 2}),
+    (2, "ddp", {"micro_batch": 4, "clip_grad_norm": 0.5}),
+    (2, "fsdp", {"micro_batch": 4, "ema_decay": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "engine", "options"), cells(RANKS), ids=str)
+def test_ranks_equal_one_process(
+    ranks: Ranks, name: str, world_size: int, engine: str, options: dict[str, Any]
+) -> None:
+    """Losses and parts, weights and moments, and all that the objective owns, in float64."""
+    alone = {n: v for n, v in options.items() if n in ("clip_grad_norm", "ema_decay")}
+    figures, state = ranks(1, run, name, "ddp", "float64", alone)[0]
+    assert len({parts["loss"] for parts in figures}) > STEPS // 2  # an empty queue gives 0
+    for got_figures, got in ranks(world_size, run, name, engine, "float64", options):
+        for parts, wanted in zip(got_figures, figures, strict=True):
+            if "micro_batch" in options:  # the change is that of the part that it was cut into
+                parts["view_change"] = wanted.get("view_change", 0.0)
+            assert {n: parts[n] for n in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+        assert_close(state, got, 1e-9)
+
+
+ZERO: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "deepspeed", {"zero_stage": stage, "clip_grad_norm": 0.5}) for stage in (2, 1, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "engine", "options"), cells(ZERO), ids=str)
+@in_soak
+def test_zero(
+    ranks: Ranks, name: str, world_size: int, engine: str, options: dict[str, Any]
+) -> None:
+    """In fp32, which DeepSpeed trains in; its clipping counts parameters outside too."""
+    pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
+    if options["zero_stage"] == 3 and "moco" in name:
+        pytest.skip("ZeRO-3 shares out what a momentum copy follows")
+    figures, state = ranks(1, run, name, "ddp", "fp32", {"clip_grad_norm": 0.5})[0]
+    got_figures, got = ranks(world_size, run, name, engine, "fp32", options)[0]
+    for parts, wanted in zip(got_figures, figures, strict=True):
+        for part in ("loss", "grad_norm"):
+            assert parts[part] == pytest.approx(wanted[part], rel=1e-3), part
+    assert state.keys() == got.keys()
+
+
+def resumed(name: str, engine: str) -> bool:
+    """Whether a training that goes on from the state after two steps gives the same bits."""
+    made = make_engine(name, engine, "fp32")
+    train(made, name, range(2))
+    state = {n: tensor.detach().clone() for n, tensor in made.state_dict().items()}
+    figures = train(made, name, range(2, STEPS))
+    other = make_engine(name, engine, "fp32")
+    other.load_state_dict(state)
+    assert train(other, name, range(2, STEPS)) == figures
+    one, two = whole(made.state_dict()), whole(other.state_dict())
+    return all(np.array_equal(one[n], two[n]) for n in one) and one.keys() == two.keys()
+
+
+RESUMED: list[tuple[int, str, dict[str, Any]]] = [(2, "ddp", {}), (2, "fsdp", {})]
+
+
+@pytest.mark.parametrize(("name", "world_size", "engine", "options"), cells(RESUMED), ids=str)
+def test_a_state_goes_on_bit_for_bit(
+    ranks: Ranks, name: str, world_size: int, engine: str, options: dict[str, Any]
+) -> None:
+    assert all(ranks(world_size, resumed, name, engine))
