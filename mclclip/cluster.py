@@ -22,7 +22,7 @@ from mclclip.clustering.kmeans import Clustering
 from mclclip.config import Config, to_tree
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import ami, combine_stages, group_statistics, size_statistics
-from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore, left_out
+from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array, records_of
 from mclclip.ranks import collectives
@@ -61,13 +61,17 @@ def run(
         log.info("%s is finished: skipped", artifact.directory)
     else:
         blocks = collectives.together(lambda: _read_rows(config, layout, stage, index))
-        common = _common(config, context, index, layout.embeddings(stage))
-        found = _fit(config, stage, blocks, common)
+        valid = np.ones(len(index), dtype=bool)
+        valid[collectives.on_main(index.bad_ids)] = False
+        # A sample that can be decoded again now may have no row yet.
+        valid[collectives.on_main(blocks.rows.left_out)] = False
+        common = {"algorithm": config.cluster.algorithm, "valid": valid, "context": context}
+        clustering = _fit(config, stage, blocks, common)
         # Opened for writing only now: settings that cannot be clustered leave nothing behind.
         artifact = open_artifact(write=True)
-        _save_centroids(artifact.directory / "centroids.npy", found, context)
-        tally = _save_nearest(artifact.directory, config, blocks, found, common)
-        collectives.on_main(lambda: _finish(artifact, layout, stage, index, found, tally))
+        _save_centroids(artifact.directory / "centroids.npy", clustering, context)
+        tally = _save_nearest(artifact.directory, config, blocks, clustering, common)
+        collectives.on_main(lambda: _finish(artifact, layout, stage, index, clustering, tally))
     if variant == "mcl" and config.train.objective.reads.groups:
         collectives.on_main(lambda: _write_pseudo_labels(config, layout, stage + 1, index, force))
     return artifact.directory
@@ -120,62 +124,47 @@ def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -
     return MeanBlocks(images, texts, index.num_captions)
 
 
-def _common(
-    config: Config, context: Context, index: SampleIndex, embeddings: Path
-) -> dict[str, Any]:
-    """Arguments shared by fit and assign: algorithm, valid mask, context."""
-    valid = np.ones(len(index), dtype=bool)
-    valid[collectives.on_main(index.bad_ids)] = False
-    # A sample that can be decoded again now may have no row yet.
-    valid[collectives.on_main(lambda: left_out(embeddings, len(index.shards)))] = False
-    return {"algorithm": config.cluster.algorithm, "valid": valid, "context": context}
-
-
 def _fit(config: Config, stage: int, blocks: RowBlocks, common: dict[str, Any]) -> Clustering:
+    """The centroids; ``common`` are the arguments that fit and assign share."""
     options = config.cluster
-    settings: dict[str, Any] = common | {
-        "seed": (config.seed, stage),
-        "restarts": options.restarts,
-        "max_iterations": options.max_iterations,
-        "tolerance": options.tolerance,
-        "init": options.init,
-        "init_samples": options.init_samples,
-    }
+    names = ("restarts", "max_iterations", "tolerance", "init", "init_samples")
+    settings = common | {name: getattr(options, name) for name in names}
+    settings["seed"] = (config.seed, stage)
     num_clusters = options.clusters_of(stage)
     if options.method == "two_level":
         return two_level.fit(blocks, num_clusters, num_splits=options.num_splits, **settings)
     return kmeans.fit(blocks, num_clusters, **settings)
 
 
-def _save_centroids(path: Path, found: Clustering, context: Context) -> None:
+def _save_centroids(path: Path, clustering: Clustering, context: Context) -> None:
     """Writes all centroids, a pass at a time, so that rank 0 never holds all of a sharded set.
 
     All ranks have to call it, as each may hold some.
     """
 
     def write(parts: Iterator[Tensor]) -> None:
-        shape = found.num_clusters, found.centroids.shape[1]
+        shape = clustering.num_clusters, clustering.centroids.shape[1]
         with write_npy_parts(path, shape, np.float32) as append:
             for part in parts:
                 append(part.numpy())
 
-    _on_main_of_all(kmeans.each_pass(found, context), write, context)
+    _on_main_of_all(kmeans.each_pass(clustering, context), write, context)
 
 
 def _save_nearest(
     directory: Path,
     config: Config,
     blocks: RowBlocks,
-    found: Clustering,
+    clustering: Clustering,
     common: dict[str, Any],
 ) -> Tally:
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
     Returns the counts of the clusters and the sum of the distances.
     """
     options, shape = config.cluster, (len(common["valid"]), config.cluster.labels_per_sample)
-    tally = Tally(found.num_clusters)
+    tally = Tally(clustering.num_clusters)
     nearest = assign_blocks(
-        blocks, found.centroids, labels_per_sample=shape[1], held=found.held, **common
+        blocks, clustering.centroids, labels_per_sample=shape[1], held=clustering.held, **common
     )
     share = 1.0 if options.algorithm == "spherical" else 0.5
 
@@ -220,11 +209,11 @@ def _on_main_of_all(
     if error is not None and making:
         raise error
 
-    def tell() -> None:
+    def raise_error() -> None:
         if error is not None:
             raise error
 
-    collectives.together(tell)
+    collectives.together(raise_error)
 
 
 def _finish(
@@ -232,7 +221,7 @@ def _finish(
     layout: Layout,
     stage: int,
     index: SampleIndex,
-    found: Clustering,
+    clustering: Clustering,
     tally: Tally,
 ) -> None:
     """Writes the manifest: sizes of clusters, inertia, agreement with earlier stages."""
@@ -252,15 +241,15 @@ def _finish(
         statistics["num_groups"],
         *(f"{statistics[name]:,.0f}" for name in ("smallest", "largest", "median")),
         tally.inertia,
-        found.iterations,
+        clustering.iterations,
         "".join(f", AMI with {name} {value:.2f}" for name, value in agreement.items()),
     )
     counts = {
         "samples": len(index),
         "bad_samples": len(index) - int(sizes.sum()),
         "inertia": tally.inertia,
-        "iterations": found.iterations,
-        "restart": found.restart,
+        "iterations": clustering.iterations,
+        "restart": clustering.restart,
         "empty_clusters": empty,
         "sizes": statistics,
         "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,

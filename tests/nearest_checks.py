@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mclclip.clustering.arithmetic import Arithmetic, Products, Rounding, Scores, Tile
+from mclclip.clustering.centroids import Assignment, assign_blocks
 from mclclip.clustering.nearest import NOTHING, Search, unpack
 from mclclip.clustering.options import Algorithm
+from mclclip.data.arrays import Floats
 
 Data = Literal["whole_numbers", "unit_vectors"]
 ROUNDINGS: list[tuple[Products, Rounding]] = [
@@ -30,6 +32,14 @@ def every_arithmetic() -> list[Arithmetic]:
             ROUNDINGS, get_args(Scores), get_args(Tile)
         )
     ]
+
+
+def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assignment:
+    """The assignment of all N rows at once; arguments are those of ``assign_blocks``."""
+    every = [near for _, near in assign_blocks(blocks, centroids, **options)]
+    return Assignment(
+        torch.cat([near.labels for near in every]), torch.cat([near.distances for near in every])
+    )
 
 
 def check_nearest(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -343,17 +342,6 @@ def assign_blocks(
     shards = int(rows.total(torch.tensor(int(held is not None and len(held) < num_clusters))))
     holder = hold(rows, num_clusters, sharded=shards > 0)
     return _in_order(holder, centroids, labels_per_sample)
-
-
-def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assignment:
-    """The assignment of all N rows at once, on every rank; they have to fit into its memory.
-
-    Arguments are those of ``assign_blocks``.
-    """
-    every = [near for _, near in assign_blocks(blocks, centroids, **options)]
-    return Assignment(
-        torch.cat([near.labels for near in every]), torch.cat([near.distances for near in every])
-    )
 
 
 class Tally:

@@ -15,7 +15,7 @@ import torch
 from mclclip import cluster as verb
 from mclclip.clustering import centroids, kmeans, two_level
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
-from mclclip.clustering.centroids import Tally, assign, assign_blocks
+from mclclip.clustering.centroids import Tally, assign_blocks
 from mclclip.config import from_tree
 from mclclip.data import arrays
 from mclclip.data.row_store import RowBlocks, RowStore
@@ -23,6 +23,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.distributed.conftest import RankPool
 from tests.matrix import SOAK, fuller_in_soak, in_soak, kept
+from tests.nearest_checks import assign
 from tests.unit.clustering.test_assignment import LIMIT_MIB, growth_mib
 from tests.unit.test_cluster import BAD, contents, make_run
 from tests.unit.test_cluster import SIZES as SAMPLES

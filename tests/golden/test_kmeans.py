@@ -9,8 +9,8 @@ import torch
 from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.centroids import assign
 from mclclip.data.arrays import cut_blocks
+from tests.nearest_checks import assign
 
 NUM_CLUSTERS, DIM, UPDATES = 12, 24, 15
 

@@ -13,7 +13,7 @@ import torch
 
 from mclclip.clustering import kmeans, two_level
 from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
-from mclclip.clustering.centroids import Assignment, assign
+from mclclip.clustering.centroids import Assignment
 from mclclip.clustering.nearest import Search, half_squares
 from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import cut_blocks
@@ -21,7 +21,7 @@ from mclclip.eval import ranking
 from mclclip.ranks.process_group import Context
 from mclclip.search import Pairs, choose_index, near_rows, nearest, nearest_to_few
 from tests.gpu.checks import Skip, Where, check, close, no_faiss, random, same_bits, unit
-from tests.nearest_checks import check_nearest, every_arithmetic
+from tests.nearest_checks import assign, check_nearest, every_arithmetic
 
 CPU = torch.device("cpu")
 ALGORITHMS: tuple[Algorithm, ...] = ("spherical", "euclidean")

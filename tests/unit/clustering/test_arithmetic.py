@@ -9,11 +9,10 @@ import torch
 
 from mclclip.clustering import arithmetic, kmeans, two_level
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
-from mclclip.clustering.centroids import assign
 from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import num_threads
 from tests.matrix import in_soak, kept
-from tests.nearest_checks import ROUNDINGS
+from tests.nearest_checks import ROUNDINGS, assign
 from tests.unit.clustering.test_kmeans import ALGORITHMS, noise
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

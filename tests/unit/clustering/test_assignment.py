@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.centroids import Assignment, Tally, assign, assign_blocks
+from mclclip.clustering.centroids import Assignment, Tally, assign_blocks
 from mclclip.data.arrays import cut_blocks
 from tests.benchmarks import memory
+from tests.nearest_checks import assign
 from tests.unit.clustering.test_kmeans import ALGORITHMS, BLOCK, noise, slow_distances
 
 

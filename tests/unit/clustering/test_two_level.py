@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.clustering import kmeans, two_level
-from mclclip.clustering.centroids import Assignment, Tally, assign, assign_blocks
+from mclclip.clustering.centroids import Assignment, Tally, assign_blocks
 from mclclip.data.arrays import cut_blocks
 from tests.matrix import kept
+from tests.nearest_checks import assign
 
 ALGORITHMS = ("spherical", "euclidean")
 
