@@ -1,6 +1,5 @@
 """k-means in one process, against definitions written out slowly."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import hold
 from mclclip.clustering.rows import Rows
 from mclclip.data.arrays import cut_blocks
-from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks.process_group import Context, num_threads
 from tests.nearest_checks import assign
 
@@ -329,21 +327,3 @@ def test_blocks_never_cross_two_arrays() -> None:
     assert [len(block) for block in blocks] == [2, 2, 1, 2, 1, 2, 2]
     assert np.array_equal(np.concatenate(blocks), np.concatenate(arrays))
     assert all(block.base is not None for block in blocks)
-
-
-def test_npy_blocks_equal_arrays_and_hold_no_files(tmp_path: Path) -> None:
-    arrays = [noise(5), noise(0, seed=2), noise(4, seed=3)]
-    paths = [tmp_path / f"{number}.npy" for number in range(len(arrays))]
-    for path, array in zip(paths, arrays, strict=True):
-        np.save(path, array)
-    blocks = RowBlocks(RowStore(paths), 2)
-    assert blocks.rows.num_rows == [5, 0, 4]
-    for found, wanted in zip(blocks, cut_blocks(arrays, 2), strict=True):
-        assert np.array_equal(found, wanted)
-    assert [len(block) for block in blocks[1:3]] == [2, 1]
-    with pytest.raises(IndexError):
-        blocks[len(blocks)]
-    del found
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        assert str(tmp_path) not in maps.read_text()

@@ -1,28 +1,42 @@
-"""Embeddings on disk, cut and chosen like one array."""
+"""Rows per shard on disk: written with their notes, cut and chosen like one array, in blocks."""
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mclclip.data.row_store import RowStore, rows_path
+from mclclip.clustering import kmeans
+from mclclip.data.row_store import (
+    MeanBlocks,
+    RowBlocks,
+    RowStore,
+    join_checksums,
+    left_out,
+    rows_path,
+    shards_done,
+    write_shard,
+)
 from mclclip.files import records_of
 from mclclip.run.artifacts import Manifest
+from tests.unit.data.test_samples import PER_SHARD, make_index
 
 SIZES = (4, 0, 1, 7, 3)
+CAPTIONS = np.array([1, 2, 0, 1, 3, 0, 1, 0, 0, 1, 2, 1])
 
 
-def write(directory: Path, rows: np.ndarray) -> Manifest:
-    """Rows in files of ``SIZES``, and the manifest with their records."""
-    ends = np.cumsum(SIZES)
-    names = []
-    for number, part in enumerate(np.split(rows, ends[:-1])):
-        np.save(rows_path(directory, number), part)
-        names.append(rows_path(directory, number).name)
-    records = {name: vars(record) for name, record in records_of(directory, *names).items()}
-    return Manifest("embeddings", {}, {}, {}, "", records=records)
+def save(folder: Path, rows: np.ndarray, sizes: Any = SIZES) -> Manifest:
+    """Rows in files of these sizes, and the manifest with their records."""
+    folder.mkdir(exist_ok=True)
+    paths = [rows_path(folder, number) for number in range(len(sizes))]
+    for path, part in zip(paths, np.split(rows, np.cumsum(sizes)[:-1]), strict=True):
+        np.save(path, part)
+    records = records_of(folder, *(path.name for path in paths))
+    plain = {name: vars(record) for name, record in records.items()}
+    return Manifest("embeddings", {}, {}, {}, "", records=plain)
 
 
 @pytest.fixture
@@ -30,8 +44,61 @@ def rows() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(sum(SIZES), 3)).astype(np.float16)
 
 
-def test_they_are_cut_and_chosen_like_the_array(tmp_path: Path, rows: np.ndarray) -> None:
-    stored = RowStore.open(tmp_path, write(tmp_path, rows), len(SIZES))
+# --- writing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, PER_SHARD])
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_shard_is_the_same_wherever_its_batches_are_cut(
+    tmp_path: Path, size: int, checksums: bool
+) -> None:
+    index = make_index(tmp_path)
+    rows = np.random.default_rng(0).standard_normal((len(index), 3, 2), np.float32)
+    bad = {1: "truncated", 5: "broken", 8: "bomb", 9: "timeout", 21: "broken"}
+    for number, shard in enumerate(index.shards):
+        cuts = [
+            range(start, min(start + size, shard.stop))
+            for start in range(shard.start, shard.stop, size)
+        ]
+        batches = [(rows[c.start : c.stop], {i: bad[i] for i in c if i in bad}) for c in cuts]
+        reasons = write_shard(
+            tmp_path, number, batches, index,
+            num_rows=shard.stop - shard.start, dtype="float32", checksums=checksums,
+        )  # fmt: skip
+        assert reasons == {i: bad[i] for i in bad if shard.start <= i < shard.stop}
+    assert np.array_equal(np.load(tmp_path / "00001.npy"), rows[5:10])
+    mine = range(len(index.shards))
+    assert shards_done(tmp_path, index, mine) == (bad, [])
+    assert left_out(tmp_path, len(mine)).tolist() == sorted(bad)
+    if checksums:
+        join_checksums(tmp_path / "checksums.npy", tmp_path, index)
+        sums = [-1 if i in bad else zlib.crc32(row.tobytes()) for i, row in enumerate(rows)]
+        assert np.load(tmp_path / "checksums.npy").tolist() == sums
+    (tmp_path / "00002.json").write_text("{")  # damaged
+    (tmp_path / "00003.npy").write_bytes(b"short")
+    assert shards_done(tmp_path, index, mine)[1] == [2, 3]
+    with pytest.raises(RuntimeError, match="00002.json is damaged: run 'mclclip embed --force'"):
+        left_out(tmp_path, len(mine))
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_another_number_of_rows_makes_no_shard(tmp_path: Path, more: int) -> None:
+    index = make_index(tmp_path)
+    batches = [(np.zeros((PER_SHARD + more, 2), np.float32), {})]
+    with pytest.raises(ValueError, match=r"numbers, wanted shape \(5, 2\)"):
+        write_shard(tmp_path, 0, batches, index, num_rows=PER_SHARD, dtype="float16")
+    assert shards_done(tmp_path, index, [0]) == ({}, [0]) and not [*tmp_path.glob("*.npy")]
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [0, 1024])
+def test_they_are_cut_and_chosen_like_the_array(
+    tmp_path: Path, rows: np.ndarray, gap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mclclip.data.row_store._GAP", gap)
+    stored = RowStore.open(tmp_path, save(tmp_path, rows), len(SIZES))
     assert len(stored) == 15
     for start in range(16):
         for stop in range(start, 18):
@@ -46,7 +113,7 @@ def test_they_are_cut_and_chosen_like_the_array(tmp_path: Path, rows: np.ndarray
 def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
     """Block by block: rows of an intact block of the same file are given out."""
     rows = np.random.default_rng(0).normal(size=(sum(SIZES), 120_000)).astype(np.float32)
-    manifest = write(tmp_path, rows)
+    manifest = save(tmp_path, rows)
     path = rows_path(tmp_path, 3)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -56,14 +123,86 @@ def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
     for wanted in (slice(9, 12), np.array([0, 11])):
         with pytest.raises(RuntimeError, match="00003.npy is damaged.*mclclip embed --force"):
             stored[wanted]
+    data[data.index(b"(7,") + 1] -= 1  # the header, at the same size of the file
+    path.write_bytes(bytes(data))
+    with pytest.raises(RuntimeError, match="00003.npy is damaged.*header has changed"):
+        RowStore.open(tmp_path, manifest, len(SIZES))
     path.unlink()
     with pytest.raises(FileNotFoundError, match="no .*00003.npy: run 'mclclip embed --force'"):
         RowStore.open(tmp_path, manifest, len(SIZES))
 
 
 def test_files_of_other_widths_are_refused(tmp_path: Path, rows: np.ndarray) -> None:
-    write(tmp_path, rows)
+    save(tmp_path, rows)
     np.save(rows_path(tmp_path, 2), np.zeros((1, 5), np.float16))
     bare = Manifest("embeddings", {}, {}, {}, "")
     with pytest.raises(RuntimeError, match=r"rows of the shapes \[\(3,\), \(5,\)\], wanted one"):
         RowStore.open(tmp_path, bare, len(SIZES))
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+def test_blocks_never_cross_two_files_and_hold_none(tmp_path: Path, rows: np.ndarray) -> None:
+    blocks = RowBlocks(RowStore.open(tmp_path, save(tmp_path, rows), len(SIZES)), 2)
+    assert [len(block) for block in blocks] == [2, 2, 1, 2, 2, 2, 1, 2, 1]
+    assert np.array_equal(np.concatenate(list(blocks)), rows)
+    assert blocks.layouts() == [(block.shape, block.dtype) for block in blocks]
+    assert [len(block) for block in blocks[1:3]] == [2, 1]
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
+
+
+def means(
+    folder: Path, sizes: Any = (8, 0, 4), dim: int = 6, rows_per_block: int = 100
+) -> tuple[MeanBlocks, list[np.ndarray]]:
+    """Means of 12 images in three files and of their captions; and the same, row by row."""
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(12, 6)).astype(np.float16)
+    texts = rng.normal(size=(sum(sizes), dim)).astype(np.float32)
+    save(folder / "images", images, (7, 0, 5))
+    save(folder / "texts", texts, sizes)
+    stores = (RowStore(sorted((folder / name).glob("*.npy"))) for name in ("images", "texts"))
+    slowly, caption = [], 0
+    for image, count in zip(images, CAPTIONS, strict=True):
+        row = image.astype(np.float64) / np.linalg.norm(image.astype(np.float64))
+        if count:
+            row = row + texts[caption][:6] / np.linalg.norm(texts[caption])
+            row /= np.linalg.norm(row)
+        slowly.append(row)
+        caption = min(caption + count, len(texts) - 1)
+    return MeanBlocks(*stores, CAPTIONS, rows_per_block), slowly
+
+
+@pytest.mark.parametrize("rows_per_block", (1, 2, 3, 100))
+def test_the_mean_with_the_first_caption_or_the_image_alone(
+    tmp_path: Path, rows_per_block: int
+) -> None:
+    blocks, slowly = means(tmp_path, rows_per_block=rows_per_block)
+    assert blocks.layouts() == [(block.shape, block.dtype) for block in blocks]
+    assert {block.dtype for block in blocks} == {np.dtype(np.float32)}
+    assert max(map(len, blocks)) <= rows_per_block
+    np.testing.assert_allclose(np.concatenate(list(blocks)), slowly, atol=1e-6)
+    wanted = kmeans.fit([np.array(block) for block in blocks], 4)
+    assert np.array_equal(kmeans.fit(blocks, 4).centroids, wanted.centroids)
+
+
+def test_zeros_stay_zeros(tmp_path: Path) -> None:
+    """An undecodable sample, which takes no part anyway, makes no NaN."""
+    np.save(tmp_path / "images.npy", np.zeros((2, 3), np.float16))
+    np.save(tmp_path / "texts.npy", np.zeros((1, 3), np.float16))
+    images, texts = (RowStore([tmp_path / f"{name}.npy"]) for name in ("images", "texts"))
+    assert (MeanBlocks(images, texts, np.array([0, 1]))[0] == 0.0).all()
+
+
+def test_texts_that_do_not_fit_the_images(tmp_path: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match="have 11 rows, the index has 12 captions .*embed --text"
+    ):
+        means(tmp_path, (8, 0, 3))
+    with pytest.raises(RuntimeError, match="compared per shard"):
+        means(tmp_path, (7, 1, 4))
+    with pytest.raises(ValueError, match=r"cluster.feature=mean: .*\[\(5,\), \(6,\)\]: wanted one"):
+        means(tmp_path, dim=5)
