@@ -102,8 +102,8 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
         try:
             with closing(map_in_pool(write_shard, calls, config.data.index_workers)) as written:
                 what = "reshard, shards"
-                for found in runlog.progress(written, total=len(mine), description=what):
-                    left |= found
+                for of_shard in runlog.progress(written, total=len(mine), description=what):
+                    left |= of_shard
                     index.check_bad_fraction(len(left), config.data.max_bad_fraction)
         finally:
             _opened.cache_clear()

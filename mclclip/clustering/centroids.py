@@ -177,9 +177,9 @@ class WholeCentroids:
         """
         taken = torch.empty((len(self.held), self.rows.dim), device=self.rows.context.device)
         for some in passes(self.num_clusters):
-            found = self.rows.gather(ids[some.start : some.stop])
+            gathered = self.rows.gather(ids[some.start : some.stop])
             if some.start in self.held:
-                taken[some.start - self.held.start : some.stop - self.held.start] = found
+                taken[some.start - self.held.start : some.stop - self.held.start] = gathered
         return taken
 
     def passes(self) -> list[slice]:
@@ -371,11 +371,11 @@ def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator
     """
     rows, num_blocks, bad = holder.rows, len(holder.rows.blocks), 0
     with rows.torch_settings():
-        found = holder.nearest(rows.to_device(centroids), count)
+        searched = holder.nearest(rows.to_device(centroids), count)
         for first in range(0, num_blocks, rows.context.world_size):
             packed = torch.zeros((0, count), dtype=torch.int64, device=rows.context.device)
             # In the last round a rank may have no block, but other ranks may need its centroids.
-            if (own := next(found, None)) is not None:
+            if (own := next(searched, None)) is not None:
                 _, block, by_score = own
                 scores, nearest = unpack(by_score)
                 packed = pack(_distances(block, scores, rows.algorithm), nearest)

@@ -191,14 +191,14 @@ def _squared_distances(centroids: Tensor, part: tuple[Tensor, Tensor]) -> Tensor
     return distances
 
 
-def each_pass(found: Clustering, context: Context) -> Iterator[Tensor]:
+def each_pass(clustering: Clustering, context: Context) -> Iterator[Tensor]:
     """Yields all centroids in order, in parts [p, D], on every rank. All ranks have to call it."""
-    for some in passes(found.num_clusters):
-        part = torch.zeros((len(some), found.centroids.shape[1]))
-        if some.start in found.held:
-            first = some.start - found.held.start
-            part = found.centroids[first : first + len(some)]
-        whole = len(found.held) == found.num_clusters
+    for some in passes(clustering.num_clusters):
+        part = torch.zeros((len(some), clustering.centroids.shape[1]))
+        if some.start in clustering.held:
+            first = some.start - clustering.held.start
+            part = clustering.centroids[first : first + len(some)]
+        whole = len(clustering.held) == clustering.num_clusters
         yield part if whole else all_reduce_sum(part.to(context.device)).cpu()
 
 
@@ -294,12 +294,12 @@ def _restart(
     log.info("k-means: %d of %d empty clusters restart", len(donors), len(empty))
     ids = farthest.numpy()[donors]
     order = np.argsort(ids)
-    places = empty[: len(ids)][order] - holder.held.start
+    targets = empty[: len(ids)][order] - holder.held.start
     for first in range(0, len(ids), ROWS_PER_PASS):
         some = slice(first, first + ROWS_PER_PASS)
-        found = holder.rows.gather(ids[order][some])
-        here = (places[some] >= 0) & (places[some] < len(updated))
-        updated[torch.from_numpy(places[some][here])] = found[torch.from_numpy(here)]
+        farthest_rows = holder.rows.gather(ids[order][some])
+        here = (targets[some] >= 0) & (targets[some] < len(updated))
+        updated[torch.from_numpy(targets[some][here])] = farthest_rows[torch.from_numpy(here)]
     return len(ids)
 
 

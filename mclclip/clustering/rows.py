@@ -150,22 +150,22 @@ class Rows:
 
     def gather(self, ids: Integers) -> Tensor:
         """The prepared rows [S, D] with these ascending row numbers, on every rank."""
-        found = torch.zeros((len(ids), self.dim), device=self.context.device)
+        gathered = torch.zeros((len(ids), self.dim), device=self.context.device)
 
         def take(part: tuple[int, slice, Integers]) -> None:
-            number, place, local = part
-            found[place] = self.prepare(torch.from_numpy(np.array(self.blocks[number][local])))
+            number, target, local = part
+            gathered[target] = self.prepare(torch.from_numpy(np.array(self.blocks[number][local])))
 
         rank, world_size = self.context.rank, self.context.world_size
         self.each(take, [part for part in self._parts(ids) if part[0] % world_size == rank])
-        return self.total(found) + 0.0  # no negative zeros, which a sum over ranks would lose
+        return self.total(gathered) + 0.0  # no negative zeros, which a sum over ranks would lose
 
     def read(self, ids: Integers) -> Floats:
         """The rows [S, D] with these ascending numbers as stored; not a collective."""
-        found: Floats = np.empty((len(ids), self.dim), dtype=self._dtype)
-        for number, place, local in self._parts(ids):
-            found[place] = self.blocks[number][local]
-        return found
+        read_rows: Floats = np.empty((len(ids), self.dim), dtype=self._dtype)
+        for number, target, local in self._parts(ids):
+            read_rows[target] = self.blocks[number][local]
+        return read_rows
 
     def _parts(self, ids: Integers) -> list[tuple[int, slice, Integers]]:
         """Ascending ids by block: its number, the slice of the ids in it, their rows within it."""
@@ -292,8 +292,8 @@ def _width(layouts: Sequence[BlockLayout]) -> int:
     """Returns D. Raises ValueError unless the shapes and types are those of float rows [n, D]."""
     widths = {shape[1:] for shape, _ in layouts}
     if len(widths) != 1 or len(min(widths)) != 1 or any(kind.kind != "f" for _, kind in layouts):
-        found = sorted({f"{kind} {('n', *shape[1:])}" for shape, kind in layouts})
+        kinds = sorted({f"{kind} {('n', *shape[1:])}" for shape, kind in layouts})
         raise ValueError(
-            f"got blocks of {', '.join(found) or 'nothing'}: wanted float rows (n, D) of one width"
+            f"got blocks of {', '.join(kinds) or 'nothing'}: wanted float rows (n, D) of one width"
         )
     return int(min(widths)[0])

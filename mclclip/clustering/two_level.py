@@ -77,10 +77,10 @@ def fit(
         "k-means: %d groups of up to %d rows, of up to %d clusters each",
         splits, max(len(ids) for ids in groups), shares.max(),
     )  # fmt: skip
-    found = _cluster_groups(rows, groups, shares, words, options)
+    of_groups = _cluster_groups(rows, groups, shares, words, options)
     held = hold(rows, num_clusters, sharded).held
-    centroids = _exchange(rows, found, shares, held)
-    most = torch.tensor(max((result.iterations for result in found.values()), default=0))
+    centroids = _exchange(rows, of_groups, shares, held)
+    most = torch.tensor(max((result.iterations for result in of_groups.values()), default=0))
     return kmeans.Clustering(
         centroids=centroids,
         held=held,
@@ -111,9 +111,9 @@ def _split(rows: Rows, splits: int, words: list[int], options: dict[str, Any]) -
     """Clusters all rows into groups; returns the ascending row numbers of each group."""
     common: dict[str, Any] = {"algorithm": rows.algorithm, "valid": rows.valid}
     common |= {"context": rows.context, "arithmetic": rows.arithmetic}
-    found = kmeans.fit(rows.blocks, splits, seed=[*words, _SPLIT], **common, **options)
+    level = kmeans.fit(rows.blocks, splits, seed=[*words, _SPLIT], **common, **options)
     labels = np.empty(rows.num_rows, dtype=np.int32)
-    for some, near in assign_blocks(rows.blocks, found.centroids, held=found.held, **common):
+    for some, near in assign_blocks(rows.blocks, level.centroids, held=level.held, **common):
         labels[some] = near.labels[:, 0]
     order = np.argsort(labels, kind="stable")
     bounds = np.searchsorted(labels[order], np.arange(splits + 1))
@@ -147,14 +147,18 @@ def _cluster_groups(
     return cluster_own() if context.world_size == 1 else collectives.together(cluster_own)
 
 
-def _exchange(rows: Rows, found: dict[int, kmeans.KMeans], shares: Integers, held: range) -> Tensor:
+def _exchange(
+    rows: Rows, of_groups: dict[int, kmeans.KMeans], shares: Integers, held: range
+) -> Tensor:
     """Sends the centroids of one group after the other to all ranks, and returns those with the ids
     ``held``, which this rank keeps.
     """
     own = torch.empty((len(held), rows.dim))
     first = 0
     for group, share in enumerate(shares.tolist()):
-        centroids = found[group].centroids if group in found else torch.zeros(share, rows.dim)
+        centroids = (
+            of_groups[group].centroids if group in of_groups else torch.zeros(share, rows.dim)
+        )
         centroids = rows.total(centroids).cpu() + 0.0
         start, stop = max(first, held.start), min(first + share, held.stop)
         if start < stop:

@@ -233,12 +233,12 @@ class EpochPlan:
         """The global batch of a step of this epoch; ValueError for a step outside of it."""
         if not 0 <= step < self.steps_per_epoch:
             raise ValueError(f"step is {step}: wanted 0 <= step < {self.steps_per_epoch}")
-        place = step
+        turn = step
         if self._order == "proportional":
             key = mix(*self._key, _STEP_ORDER)
-            place = int(permute(step, self.steps_per_epoch, key))
-        depth = int(self.depth[place])
-        leaf, position = self._resolve(depth, int(self._node[place]), int(self._number[place]))
+            turn = int(permute(step, self.steps_per_epoch, key))
+        depth = int(self.depth[turn])
+        leaf, position = self._resolve(depth, int(self._node[turn]), int(self._number[turn]))
         grouped, length = self.grouped, self.levels[depth].prefix_length
         labels = truncate(grouped.group_labels[leaf], grouped.radices, length)
         group_size = self.global_batch

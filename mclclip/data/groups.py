@@ -150,12 +150,12 @@ class LabelBlocks:
                 for total, amount in zip(sums[1:], amounts[1:], strict=True):
                     # Sums of a block stay far below 2^53, up to which float64 is exact.
                     total += np.bincount(labels, amount, space).astype(np.int64)
-            found = np.flatnonzero(sums[0])
-            sums = sums[:, found]
+            present = np.flatnonzero(sums[0])
+            sums = sums[:, present]
         else:
-            found, sums = _add_sparse(self._amounts(), 1 if self.weights is None else 2)
+            present, sums = _add_sparse(self._amounts(), 1 if self.weights is None else 2)
         draws = None if self.weights is None else self.weights.draws(sums[1])
-        return GroupSizes(np.append(0, np.cumsum(sums[0])), found, self.radices, draws=draws)
+        return GroupSizes(np.append(0, np.cumsum(sums[0])), present, self.radices, draws=draws)
 
     def sorted_ids(self, sizes: GroupSizes, runs: BufferedRandom) -> Iterator[Integers]:
         """Yields the ids of the samples by label, ties by id, in parts of any size.
@@ -339,15 +339,15 @@ class GroupedIndex(GroupSizes):
     def positions(self, sample_ids: Integers, labels: Integers) -> Integers:
         """Where samples of these full labels lie in sample_ids: int64 [n], -1 for those that are in
         no group. Reads few of the ids."""
-        found = np.full(len(sample_ids), -1, dtype=np.int64)
+        result = np.full(len(sample_ids), -1, dtype=np.int64)
         for label in np.unique(labels):
             start, stop = self.group_range(int(label), len(self.radices))
             rows = np.flatnonzero(labels == label)
             at = start + np.searchsorted(self.sample_ids[start:stop], sample_ids[rows])
             rows, at = rows[at < stop], at[at < stop]
             inside = self.sample_ids[at] == sample_ids[rows]
-            found[rows[inside]] = at[inside]
-        return found
+            result[rows[inside]] = at[inside]
+        return result
 
     @classmethod
     def open(cls, directory: str | Path, verb: str = "train") -> GroupedIndex:
@@ -489,9 +489,9 @@ class StageGroups:
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """The grouped index (memory-mapped) and the ids that were left out of it."""
         path = self.directory / _KNOWN_BAD
-        found = read_json(path)
+        content = read_json(path)
         # Older versions wrote the list alone.
         known_bad = (
-            found if isinstance(found, list) else _read_sealed(path, "known_bad")["known_bad"]
+            content if isinstance(content, list) else _read_sealed(path, "known_bad")["known_bad"]
         )
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

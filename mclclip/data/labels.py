@@ -238,8 +238,8 @@ class ClassLabels:
         stored = manifest.config["labels_per_sample"]
         for array in self._arrays:
             self._check(array.shape == (len(index), stored), f"rows of {list(array.shape)}")
-        found = self.centroids()
-        self._check(len(found) == self.num_classes, f"{len(found):,} centroids")
+        centroids = self.centroids()
+        self._check(len(centroids) == self.num_classes, f"{len(centroids):,} centroids")
         if stored < labels_per_sample:
             raise ValueError(
                 f"clusters at {directory} have {stored} labels per sample, wanted "
@@ -263,10 +263,10 @@ class ClassLabels:
             labels[~near] = -1
         return labels
 
-    def _check(self, fits: bool, found: str) -> None:
+    def _check(self, fits: bool, what: str) -> None:
         if not fits:
             raise RuntimeError(
-                f"clusters at {self.directory} hold {found}, and their manifest tells of "
+                f"clusters at {self.directory} hold {what}, and their manifest tells of "
                 f"{self.num_classes:,} clusters: run 'mclclip cluster --force' to make them again"
             )
 

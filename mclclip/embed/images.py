@@ -66,8 +66,8 @@ def write_missing(
                 index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
         return bad
 
-    found = collectives.together(work, "embed")
-    return BadSamples(index, config.data.max_bad_fraction).share(found)
+    reasons = collectives.together(work, "embed")
+    return BadSamples(index, config.data.max_bad_fraction).share(reasons)
 
 
 class ImagePass:

@@ -202,8 +202,8 @@ def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) ->
         return is_damaged(folder, number, checksums[shard.start : shard.stop].tolist())
 
     with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(damaged_in, range(len(index.shards)))
-        damaged = [number for number, is_so in enumerate(found) if is_so]
+        checked = pool.map(damaged_in, range(len(index.shards)))
+        damaged = [number for number, is_so in enumerate(checked) if is_so]
     if damaged:
         log.warning("%s: %d shards of rows are damaged and made again", folder, len(damaged))
         for number in damaged:
