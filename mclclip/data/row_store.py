@@ -80,9 +80,9 @@ def write_shard(
 ) -> dict[int, str]:
     """Writes ``num_rows`` rows of a shard batch by batch, then the note; returns all reasons.
 
-    ``empty`` is the shape of a row where there is none. With ``checksums``, which say what each
-    sample's row is, the file's own blocks are not digested: of terabytes of rows that are read one
-    by one such digests would be a gigabyte, and each would cost the reading of a block. Raises
+    ``empty`` is the shape of a row where there is none. With ``checksums`` the CRC-32 of each row
+    is written, for rows that are read one by one, and the blocks of the file are not digested:
+    digests of terabytes would be a gigabyte, and comparing one row would read a whole block. Raises
     ValueError for another number of rows.
     """
     first_id, path = index.shards[number].start, rows_path(directory, number)

@@ -48,8 +48,9 @@ def write_missing(
     """Writes the shards that ``directory`` lacks, of which each rank takes its part; returns the
     number of the index's samples that cannot be used. All ranks call it.
 
-    ``passes`` makes the batches of these shards, ``how`` are further arguments of ``write_shard``.
-    Errors of a full disk are raised through ``full_disk``.
+    ``passes`` makes the batches of these shards: a row per sample, or per caption where ``kind`` is
+    ``text_embeddings``. ``how`` are further arguments of ``write_shard``. Errors of a full disk are
+    raised through ``full_disk``.
     """
 
     def work() -> dict[int, str]:
