@@ -161,15 +161,15 @@ def means(
     """Means of 12 images in three files and of their captions; and the same, row by row."""
     rng = np.random.default_rng(0)
     images = rng.normal(size=(12, 6)).astype(np.float16)
-    texts = rng.normal(size=(sum(sizes), dim)).astype(np.float32)
+    texts = rng.normal(size=(sum(sizes), 6)).astype(np.float32)
     save(folder / "images", images, (7, 0, 5))
-    save(folder / "texts", texts, sizes)
+    save(folder / "texts", texts[:, :dim], sizes)
     stores = (RowStore(sorted((folder / name).glob("*.npy"))) for name in ("images", "texts"))
     slowly, caption = [], 0
     for image, count in zip(images, CAPTIONS, strict=True):
         row = image.astype(np.float64) / np.linalg.norm(image.astype(np.float64))
         if count:
-            row = row + texts[caption][:6] / np.linalg.norm(texts[caption])
+            row = row + texts[caption] / np.linalg.norm(texts[caption])
             row /= np.linalg.norm(row)
         slowly.append(row)
         caption = min(caption + count, len(texts) - 1)
