@@ -18,6 +18,7 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.paired import Difference
 from mclclip.eval.results import Result
 from mclclip.files import shown, write_bytes
+from mclclip.opened_run import Run
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -169,24 +170,26 @@ def read_runs(runs: Sequence[Path]) -> list[Row]:
     Raises FileNotFoundError for a run without results.
     """
     found: list[Row] = []
-    for number, run_dir in enumerate(runs):
-        path = Path(run_dir) / "results.jsonl"
-        own = results.read(path)
-        if not own:
-            raise FileNotFoundError(f"no results in {path}: run 'mclclip eval' first")
-        prefix = f"{_name(runs, number)}:" if len(runs) > 1 else ""
-        for row in own:
-            name = row.protocol.get("outcomes")
-            known = isinstance(name, str) and Path(name).name == name
-            file = path.parent / outcomes.FOLDER / str(name) if known else None
-            found.append((replace(row, model=prefix + row.model), file))
+    last = [Path(run_dir).resolve().name for run_dir in runs]
+    for run_dir, name in zip(runs, last, strict=True):
+        own = Run(run_dir)
+        if not own.result_rows:
+            raise FileNotFoundError(f"no results in {own.layout.results}: run 'mclclip eval' first")
+        # A run is called by its last folder, or by its whole path where another's is the same.
+        prefix = f"{name if last.count(name) == 1 else run_dir}:" if len(runs) > 1 else ""
+        found += [(replace(row, model=prefix + row.model), path) for row, path in rows_of(own)]
     return found
 
 
-def _name(runs: Sequence[Path], number: int) -> str:
-    """A run's last folder, or its whole path where another run's is the same."""
-    last = [Path(run_dir).resolve().name for run_dir in runs]
-    return last[number] if last.count(last[number]) == 1 else str(runs[number])
+def rows_of(run: Run) -> list[Row]:
+    """The rows of a run, each with the file of its items where its protocol names one."""
+    found: list[Row] = []
+    for row in run.result_rows:
+        name = row.protocol.get("outcomes")
+        known = isinstance(name, str) and Path(name).name == name
+        folder = run.layout.results.parent / outcomes.FOLDER
+        found.append((row, folder / str(name) if known else None))
+    return found
 
 
 class Reader:

@@ -17,58 +17,53 @@ from numpy.typing import ArrayLike
 from mclclip.files import shown
 
 WIDTH, HEIGHT = 340, 180
+MOST_SIZES = 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 16, 8, 34
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a chart; ``colour`` is a variable of the page's style, such as ``stage``."""
+def lines(
+    title: str, x: str, series: Sequence[tuple[str, Sequence[tuple[float, float]]]]
+) -> Markup:
+    """Lines over a common pair of axes, of which ``x`` names the lower one.
 
-    name: str
-    points: Sequence[tuple[float, float]]
-    colour: str
-
-
-def lines(title: str, x: str, series: Sequence[Line], *, log: bool = False) -> Markup:
-    """Lines over a common pair of axes, of which ``x`` names the lower one; ``log``: y is
-    logarithmic. Points that are not finite, and with ``log`` not positive, are left out."""
+    ``series``: the colour of each line, a variable of the page's style such as ``stage``, and its
+    points, of which those that are not finite are left out.
+    """
     kept = [
-        Line(
-            line.name,
-            [p for p in line.points if all(map(math.isfinite, p)) and (p[1] > 0 or not log)],
-            line.colour,
-        )
-        for line in series
+        (colour, [point for point in points if all(map(math.isfinite, point))])
+        for colour, points in series
     ]
-    points = [point for line in kept for point in line.points]
-    if not points:
+    if not (every := [point for _, points in kept for point in points]):
         return Markup("")
-    xs, ys = ([point[axis] for point in points] for axis in (0, 1))
-    across, up = _Scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT), _vertical(ys, log)
+    xs, ys = zip(*every, strict=True)
+    across = _Scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
+    room = 0.05 * (max(ys) - min(ys))
+    up = _Scale(min(ys) - room, max(ys) + room, HEIGHT - _BOTTOM, _TOP)
     body = [_axes(across, up, x)]
-    for line in kept:
+    for colour, points in kept:
         # A line of one point would not be seen; one from it to itself is a dot.
-        drawn = [*line.points, *line.points] if len(line.points) == 1 else line.points
+        drawn = points * 2 if len(points) == 1 else points
         path = " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in drawn)
-        body.append(
-            Markup('<polyline class="line" style="stroke:var(--{})" points="{}"/>').format(
-                line.colour, path
-            )
-        )
+        line = Markup('<polyline class="line" style="stroke:var(--{})" points="{}"/>')
+        body.append(line.format(colour, path))
     return _svg(title, body)
 
 
-def steps(title: str, x: str, heights: Sequence[float], colour: str) -> Markup:
-    """Heights side by side as one filled outline, with y from 0 on; a bar for each of a few."""
+def sizes(title: str, x: str, numbers: ArrayLike, colour: str) -> Markup:
+    """Sizes side by side as one filled outline, largest first and from 0 on; a bar for each of a
+    few. Of more than ``MOST_SIZES`` as many are drawn that lie evenly over their order."""
+    heights = np.sort(np.asarray(numbers, dtype=np.float64))[::-1]
     if not len(heights):
         return Markup("")
+    if len(heights) > MOST_SIZES:
+        heights = heights[np.linspace(0, len(heights) - 1, MOST_SIZES).astype(np.int64)]
     across = _Scale(0.0, float(len(heights)), _LEFT, WIDTH - _RIGHT, whole=True)
-    up = _Scale(0.0, float(max(heights)), HEIGHT - _BOTTOM, _TOP)
+    up = _Scale(0.0, float(heights[0]), HEIGHT - _BOTTOM, _TOP)
     gap = 1.5 if len(heights) <= 40 else 0.0
     bars = "".join(
         f"M{across(place) + gap / 2:.1f},{up(0):.1f}V{up(height):.1f}"
         f"H{across(place + 1) - gap / 2:.1f}V{up(0):.1f}Z"
-        for place, height in enumerate(heights)
+        for place, height in enumerate(heights.tolist())
     )
     filled = Markup('<path style="fill:var(--{})" d="{}"/>').format(colour, bars)
     return _svg(title, [_axes(across, up, x), filled])
@@ -120,43 +115,24 @@ class _Scale:
     high: float
     start: float
     stop: float
-    log: bool = False
     whole: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, at = (
-            (math.log10(number) for number in (self.low, self.high, value))
-            if self.log
-            else (self.low, self.high, value)
-        )
-        share = (at - low) / (high - low) if high > low else 0.5
+        width = self.high - self.low
+        share = (value - self.low) / width if width > 0 else 0.5
         return self.start + share * (self.stop - self.start)
 
     def ticks(self) -> list[float]:
         """Round numbers within the scale, two to six of them where it has a width."""
-        if self.log:
-            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            powers = [10.0**n for n in range(first, last + 1)]
-            if len(powers) >= 2:
-                return powers[:: max(1, len(powers) // 4)]
         if self.high <= self.low:
             return [self.low]
-        step = _round_up((self.high - self.low) / 4)
+        least = (self.high - self.low) / 4
+        power = 10.0 ** math.floor(math.log10(least))
+        steps = (power * size for size in (1, 2, 2.5, 5, 10))
+        step = next(step for step in steps if step >= least * (1 - 1e-9))
         step = max(step, 1.0) if self.whole else step
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-
-def _round_up(step: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(power * size for size in (1, 2, 2.5, 5, 10) if power * size >= step * (1 - 1e-9))
-
-
-def _vertical(values: Sequence[float], log: bool) -> _Scale:
-    low, high = min(values), max(values)
-    room = 0.0 if log else 0.05 * (high - low)
-    return _Scale(low - room, high + room, HEIGHT - _BOTTOM, _TOP, log)
 
 
 def _axes(across: _Scale, up: _Scale, x: str) -> Markup:
@@ -197,12 +173,3 @@ def _svg(title: str, body: Sequence[Markup]) -> Markup:
     return Markup(
         '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
     ).format(WIDTH, HEIGHT, shown(title), Markup("").join(body))
-
-
-def largest_first(sizes: ArrayLike, count: int = 200) -> list[float]:
-    """Sizes, largest first; of more than ``count`` as many that lie evenly over their order."""
-    order = np.sort(np.asarray(sizes, dtype=np.float64))[::-1]
-    if len(order) > count:
-        order = order[np.linspace(0, len(order) - 1, count).astype(np.int64)]
-    found: list[float] = order.tolist()
-    return found

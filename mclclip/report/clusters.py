@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,15 @@ from numpy.typing import NDArray
 
 from mclclip import files
 from mclclip.data.labels import ami
+from mclclip.opened_run import Run, numbers_in, spread
 from mclclip.report import charts
-from mclclip.report.caption_words import Word, dominant_words
-from mclclip.report.material import Material, numbers_in, spread
-from mclclip.report.thumbnails import Picture, Samples, Thumbnails
-from mclclip.run.artifacts import Manifest
+from mclclip.report.caption_words import dominant_words
+from mclclip.report.thumbnails import Thumbnails
+
+Integers = NDArray[np.int64]
+
+LABEL_ROWS = 200_000
+"""Rows at most of which the clusters are read: pieces spread evenly over the index."""
 
 CLUSTERS = 6
 """Clusters shown of a stage."""
@@ -42,88 +45,75 @@ _MOST_TERMS = 50_000_000  # samples times labels, to which the time of AMI is pr
 
 
 @dataclass(frozen=True)
-class Gallery:
-    """One cluster: its share of the rows that were read, its words, and some of its pictures."""
-
-    cluster: int
-    share: float
-    words: Sequence[Word]
-    pictures: Sequence[Picture]
-
-
-@dataclass(frozen=True)
 class Clustered:
-    """The clusters of a stage: its manifest's counts and configuration, galleries, sizes."""
+    """The clusters of a stage.
+
+    counts, options  of their manifest
+    galleries        of some clusters: ``cluster``, its ``share`` of the rows that were read, its
+                     ``words``, and some ``pictures``
+    sizes            a chart of the samples by cluster
+    """
 
     stage: int
     counts: Mapping[str, Any]
     options: Mapping[str, Any]
-    galleries: Sequence[Gallery]
+    galleries: Sequence[Mapping[str, Any]]
     sizes: Markup
 
     def words(self) -> list[str]:
         """The first word of every gallery, each once."""
-        return list(dict.fromkeys(found.words[0].text for found in self.galleries if found.words))
+        return list(dict.fromkeys(one["words"][0].text for one in self.galleries if one["words"]))
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Adjusted mutual information of stages' clusters (rows) with others (columns); None: not
-    computed. ``note`` says of what it was computed."""
-
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float | None]]
-    note: str
+def _labels(run: Run, ids: Integers) -> dict[int, Integers]:
+    """The nearest clusters of samples by stage, of the stages that are clustered; -1: none."""
+    return {
+        stage.number: stage.clusters_of(ids)[:, 0].astype(np.int64)
+        for stage in run.stages
+        if stage.has("clusters")
+    }
 
 
-def clustered(material: Material, samples: Samples, thumbnails: Thumbnails) -> list[Clustered]:
+def clustered(run: Run, thumbnails: Thumbnails) -> list[Clustered]:
     """The clusters of every stage that is clustered. Raises RuntimeError where they are damaged."""
-    found = []
-    for stage, labels in material.clusters.items():
-        manifest = material.index.manifest_of(material.layout.clusters(stage), "clusters")
-        random = np.random.default_rng([material.seed, stage, 11])
-        galleries = _galleries(material.label_ids, labels, samples, thumbnails, random)
-        sizes = _sizes(f"stage {stage}: samples by cluster", manifest, labels)
-        found.append(Clustered(stage, manifest.counts, manifest.config, galleries, sizes))
+    found, ids = [], run.spread_ids(LABEL_ROWS)
+    for stage, labels in _labels(run, ids).items():
+        manifest = run.stage(stage).manifest("clusters")
+        # Of more clusters than are recorded, the sizes are of the rows that were read.
+        sizes = manifest.counts.get("cluster_sizes")
+        if sizes is None:
+            sizes = np.unique(labels[labels >= 0], return_counts=True)[1]
+        title = f"stage {stage}: samples by cluster"
+        chart = charts.sizes(title, "clusters, largest first", sizes, "stage")
+        random = np.random.default_rng([run.seed, stage, 11])
+        galleries = _galleries(ids, labels, thumbnails, random)
+        found.append(Clustered(stage, manifest.counts, manifest.config, galleries, chart))
     return found
 
 
-def _sizes(title: str, manifest: Manifest, labels: NDArray[np.int64]) -> Markup:
-    """Sizes of all clusters, as recorded; of more clusters than are recorded, of the rows read."""
-    recorded = manifest.counts.get("cluster_sizes")
-    if recorded is None:
-        recorded = np.unique(labels[labels >= 0], return_counts=True)[1]
-    return charts.steps(title, "clusters, largest first", charts.largest_first(recorded), "stage")
-
-
 def _galleries(
-    ids: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    samples: Samples,
-    thumbnails: Thumbnails,
-    random: np.random.Generator,
-) -> list[Gallery]:
+    ids: Integers, labels: Integers, thumbnails: Thumbnails, random: np.random.Generator
+) -> list[dict[str, Any]]:
     chosen = some_clusters(labels, CLUSTERS)
     members = {c: random.permutation(ids[labels == c])[:CAPTIONS].tolist() for c in chosen}
     others = ids[(labels >= 0) & ~np.isin(labels, chosen)]
-    captions = {c: [samples.caption(i) for i in own] for c, own in members.items()}
     # Clusters that are not shown stand beside them, so that a word of all of these is none of one.
-    background = {-1: [samples.caption(i) for i in random.permutation(others)[:OTHERS].tolist()]}
-    words = dominant_words(captions | background, WORDS)
+    groups = members | {-1: random.permutation(others)[:OTHERS].tolist()}
+    captions = {c: [thumbnails.caption(i) for i in own] for c, own in groups.items()}
+    words = dominant_words(captions, WORDS)
     total = max(int((labels >= 0).sum()), 1)
     return [
-        Gallery(
-            cluster,
-            float((labels == cluster).sum()) / total,
-            words[cluster],
-            [thumbnails.of_sample(samples, i) for i in members[cluster][:PICTURES]],
-        )
+        {
+            "cluster": cluster,
+            "share": float((labels == cluster).sum()) / total,
+            "words": words[cluster],
+            "pictures": [thumbnails.of_sample(i) for i in members[cluster][:PICTURES]],
+        }
         for cluster in chosen
     ]
 
 
-def some_clusters(labels: NDArray[np.int64], count: int) -> list[int]:
+def some_clusters(labels: Integers, count: int) -> list[int]:
     """At most ``count`` clusters of ``labels``, from the largest to the smallest that has some
     members, evenly over the order of their sizes."""
     names, sizes = np.unique(labels[labels >= 0], return_counts=True)
@@ -138,56 +128,54 @@ def some_clusters(labels: NDArray[np.int64], count: int) -> list[int]:
 # --- agreement -----------------------------------------------------------------------------------
 
 
-def agreement(material: Material) -> Agreement | None:
-    """The agreement of clusters with each other and with attributes: the figure of ``mclclip
-    analyse`` where there is one; else what ``mclclip cluster`` recorded of stages, and attributes
-    by some of the rows that were read. None where there is nothing to compare."""
-    path = material.run_dir / "analysis" / "agreement.json"
+def agreement(run: Run) -> list[dict[str, Any]]:
+    """Adjusted mutual information of stages' clusters (``rows``) with others (``columns``): a
+    ``table``, with None where it was not computed, and a ``note`` of what it was computed.
+
+    It is the figure of ``mclclip analyse`` where there is one; else what ``mclclip cluster``
+    recorded of stages, and of attributes by some of the rows that are read. Empty where there is
+    nothing to compare.
+    """
+    path = run.directory / "analysis" / "agreement.json"
     if path.is_file():
-        return _analysed(path)
-    stages, attributes = [*material.clusters], _attributes(material)
-    if len(stages) + len(attributes) < 2 or not stages:
-        return None
-    places = numbers_in(spread(len(material.label_ids), AMI_ROWS))
-    codes = [material.index.attribute(name)[0][material.label_ids[places]] for name in attributes]
-    values = [
-        [_recorded(material, stage, other) for other in stages]
-        + [_ami(material.clusters[stage][places], own) for own in codes]
-        for stage in stages
+        with files.own(path, "run 'mclclip analyse --figures agreement' to make it again"):
+            drawn = files.read_json(path)
+            table = [[float(value) for value in row] for row in drawn["ami"]]
+            rows, columns = ([str(name) for name in drawn[key]] for key in ("rows", "columns"))
+            if len(table) != len(rows) or any(len(row) != len(columns) for row in table):
+                raise ValueError("its table has another shape than its names")
+        note = "From 'mclclip analyse', of all samples."
+        return [{"rows": rows, "columns": columns, "table": table, "note": note}]
+    ids = run.spread_ids(LABEL_ROWS)
+    labels, places = _labels(run, ids), numbers_in(spread(len(ids), AMI_ROWS))
+    attributes = sorted({name for shard in run.index.shards for name in shard.attributes})
+    if len(labels) + len(attributes) < 2 or not labels:
+        return []
+    codes = [run.index.attribute(name)[0][ids[places]] for name in attributes]
+    computed: list[list[float | None]] = [
+        [_recorded(run, stage, other) for other in labels]
+        + [_ami(labels[stage][places], own) for own in codes]
+        for stage in labels
     ]
     note = "Of stages: of all samples, as 'mclclip cluster' recorded it."
     if attributes:
         note += f" Of attributes: computed of {len(places):,} samples."
-    names = [f"stage_{stage}" for stage in stages]
-    return Agreement(names, [*names, *attributes], values, note)
+    names = [f"stage_{stage}" for stage in labels]
+    columns = [*names, *attributes]
+    return [{"rows": names, "columns": columns, "table": computed, "note": note}]
 
 
-def _analysed(path: Path) -> Agreement:
-    with files.own(path, "run 'mclclip analyse --figures agreement' to make it again"):
-        found = files.read_json(path)
-        values = [[float(value) for value in row] for row in found["ami"]]
-        rows, columns = ([str(name) for name in found[key]] for key in ("rows", "columns"))
-        if len(values) != len(rows) or any(len(row) != len(columns) for row in values):
-            raise ValueError("its table has another shape than its names")
-    return Agreement(rows, columns, values, "From 'mclclip analyse', of all samples.")
-
-
-def _attributes(material: Material) -> list[str]:
-    return sorted({name for shard in material.index.shards for name in shard.attributes})
-
-
-def _recorded(material: Material, stage: int, other: int) -> float | None:
+def _recorded(run: Run, stage: int, other: int) -> float | None:
     """The agreement of two stages, which the later one's manifest has; None where it was not
     computed, because there are too many clusters."""
     if stage == other:
         return 1.0
-    directory = material.layout.clusters(max(stage, other))
-    manifest = material.index.manifest_of(directory, "clusters")
-    found = manifest.counts.get("ami", {}).get(f"stage_{min(stage, other)}")
+    counts = run.stage(max(stage, other)).manifest("clusters").counts
+    found = counts.get("ami", {}).get(f"stage_{min(stage, other)}")
     return None if found is None else float(found)
 
 
-def _ami(own: NDArray[np.int64], other: NDArray[np.integer]) -> float | None:
+def _ami(own: Integers, other: NDArray[np.integer]) -> float | None:
     """The agreement; None where it is not cheap, or no sample has both labels."""
     fewer = min(int(labels.max(initial=0)) + 1 for labels in (own, other))
     if fewer * len(own) > _MOST_TERMS or not ((own >= 0) & (other >= 0)).any():

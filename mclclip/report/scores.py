@@ -14,8 +14,8 @@ from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import paired, results
 from mclclip.eval.outcomes import PERCENT
 from mclclip.eval.results import Reference, Result
+from mclclip.opened_run import Run
 from mclclip.report import charts
-from mclclip.report.material import Material
 
 MINIMAL_PAIRS = "mmvp_vlm"
 """The protocol whose metrics are Types of minimal pairs."""
@@ -47,19 +47,11 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A model's figures by metric; ``source`` of published ones, else empty."""
-
-    model: str
-    cells: Mapping[str, Cell]
-    source: str = ""
-
-
-@dataclass(frozen=True)
 class Table:
     """The figures of a benchmark.
 
     metrics     the columns, each with its number of trials, and its unit unless it is percent
+    figures     by model and source (of published ones, else empty) the figures by metric
     is_pairs    whether metrics are Types of minimal pairs, shown as a heat map
     headline    the metric of the strips, and for each of our models its strip
     notes       what a reader must know, as the table of ``eval`` has it
@@ -67,7 +59,7 @@ class Table:
 
     benchmark: str
     metrics: Mapping[str, str]
-    rows: Sequence[Row]
+    figures: Mapping[tuple[str, str], Mapping[str, Cell]]
     is_pairs: bool
     headline: str
     strips: Mapping[str, Markup]
@@ -107,7 +99,7 @@ def _table(benchmark: str, rows: Sequence[Result], references: Sequence[Referenc
     return Table(
         benchmark,
         trials,
-        [Row(model, cells, source) for (model, source), cells in models.items()],
+        models,
         any(row.protocol.get("name") == MINIMAL_PAIRS for row in rows),
         head,
         strips,
@@ -153,7 +145,7 @@ def references() -> list[Reference]:
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class Comparisons:
     """Comparisons of the run's encoders with stage 0, and with the ungrouped control's; each with
     the reason where there are none."""
 
@@ -167,31 +159,34 @@ class Verdicts:
         return [found for found in self.with_base if found.row.model == model]
 
 
-def verdicts(material: Material) -> Verdicts:
+def comparisons(run: Run) -> Comparisons:
     """Compares what was measured, in the metrics of the level ``headline``."""
-    models = list(dict.fromkeys(row.model for row in material.rows))
+    models = list(dict.fromkeys(row.model for row in run.result_rows))
     twins = {name: _UNGROUPED + name for name in models if _UNGROUPED + name in models}
+    own = [name for name in models if name != "stage_0" and not name.startswith("control_")]
     no_base = "" if "stage_0" in models else "stage_0 was not evaluated."
-    if all(name == "stage_0" or name.startswith("control_") for name in models):
+    if not own:
         no_base = "Only stage_0 was evaluated."
     no_control = "" if twins else "No ungrouped control was evaluated (controls=[ungrouped])."
     base, control = [], []
     try:
-        every = compare.read_runs([material.run_dir])
+        rows = compare.read_runs([run.directory])
+    except FileNotFoundError as error:
+        return Comparisons([], [], f"{error}.", no_control)
+    try:
         if not no_base:
-            own = [name for name in models if name != "stage_0" and not name.startswith("control_")]
-            base = compare.compare(every, own, "stage_0")
+            base = compare.compare(rows, own, "stage_0")
     except (ValueError, FileNotFoundError) as error:
         no_base = f"{error}."
     try:
         for name, twin in twins.items():
-            control += compare.compare(compare.read_runs([material.run_dir]), [name], twin)
+            control += compare.compare(rows, [name], twin)
     except (ValueError, FileNotFoundError) as error:
         control, no_control = [], f"{error}."
     # Those with controls were compared one by one: here they are corrected for their number.
     corrected = paired.holm([found.difference.p_value for found in control])
     control = [replace(c, corrected=p) for c, p in zip(control, corrected, strict=True)]
-    return Verdicts(base, control, no_base, no_control)
+    return Comparisons(base, control, no_base, no_control)
 
 
 def first_of_each(found: Sequence[Comparison]) -> tuple[list[Comparison], list[Comparison]]:

@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from mclclip.compare import Comparison
+from mclclip.opened_run import Run, Stage
 from mclclip.report.clusters import Clustered
-from mclclip.report.material import Material
-from mclclip.report.scores import Verdicts
+from mclclip.report.scores import Comparisons
 from mclclip.report.training import Training, duration
+from mclclip.run.artifacts import read_manifest
 
 _STARTS = {
     "base": "It started again from the base's weights",
     "random": "It started from random weights",
     "previous": "It went on from the weights of the stage before",
 }
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """A stage's part of the story: a title and sentences."""
-
-    title: str
-    sentences: Sequence[str]
-
-
-def chapters(
-    material: Material,
-    trainings: Sequence[Training],
-    clusters: Sequence[Clustered],
-    verdicts: Verdicts,
-) -> list[Chapter]:
-    """A chapter for every stage, one for the joined encoders and one for the controls."""
-    trained = {found.stage: found for found in trainings if found.variant == "mcl"}
-    of_stage = {found.stage: found for found in clusters}
-    found = []
-    for stage in material.stages:
-        sentences = _trained(material, stage, trained.get(stage))
-        sentences += _gained(verdicts, f"stage_{stage}")
-        if stage in of_stage:
-            sentences += _clustered(of_stage[stage])
-        title = "Stage 0, the base" if stage == 0 else f"Stage {stage}"
-        found.append(Chapter(title, sentences))
-    if joined := _joined(material, verdicts):
-        found.append(Chapter("All stages joined", joined))
-    if controls := [name for name in material.variants if name != "mcl"]:
-        found.append(Chapter("Controls", [_CONTROLS.get(name, f"{name}.") for name in controls]))
-    return found
 
 
 _CONTROLS = {
@@ -58,20 +25,59 @@ _CONTROLS = {
     "same sizes whose members were drawn at random.",
 }
 
+_JOINED = {
+    "concat_raw": "concat_raw joins the features of all stages.",
+    "concat_stage_norm": "concat_stage_norm joins them with each stage's at unit length.",
+    "concat_weighted": "concat_weighted joins them by weights fitted on held-out pairs.",
+    "soup_uniform": "soup_uniform averages the weights of all stages.",
+}
 
-def _trained(material: Material, stage: int, training: Training | None) -> list[str]:
+
+def chapters(
+    run: Run,
+    trainings: Sequence[Training],
+    clusters: Sequence[Clustered],
+    comparisons: Comparisons,
+) -> list[tuple[str, list[str]]]:
+    """A title and sentences for every stage, for the joined encoders and for the controls."""
+    trained = {found.stage: found for found in trainings if found.variant == "mcl"}
+    of_stage = {found.stage: found for found in clusters}
+    found = []
+    for stage in run.stages:
+        sentences = _trained(stage, trained.get(stage.number))
+        sentences += _gained(comparisons, stage.name)
+        if stage.number in of_stage:
+            sentences += _clustered(of_stage[stage.number])
+        title = "Stage 0, the base" if stage.number == 0 else f"Stage {stage.number}"
+        found.append((title, sentences))
+    models, joined = {row.model for row in run.result_rows}, []
+    for name, sentence in _JOINED.items():
+        if name in models or run.layout.joined(name).is_dir():
+            joined += [sentence, *_gained(comparisons, name)]
+    if joined:
+        found.append(("All stages joined", joined))
+    if run.controls:
+        found.append(("Controls", [_CONTROLS.get(name, f"{name}.") for name in run.controls]))
+    return found
+
+
+def _trained(stage: Stage, training: Training | None) -> list[str]:
     if training is None:
-        return [_given(material)] if stage == 0 else ["It is not trained yet."]
+        return ["It is not trained yet."] if stage.number else [_given(stage.run)]
     options = training.made_of.get("train", {})
     objective = options.get("objective", {}).get("kind")
-    start = "It was trained from scratch" if stage == 0 else _STARTS.get(options.get("start"), "")
+    start = (
+        "It was trained from scratch"
+        if stage.number == 0
+        else _STARTS.get(options.get("start"), "")
+    )
     batches = f" of {options['global_batch']:,} samples" if "global_batch" in options else ""
     by = f" by {objective}" if objective else ""
-    begun = f"{start} and was trained" if stage and start else start or "It was trained"
+    begun = f"{start} and was trained" if stage.number and start else start or "It was trained"
     done = "" if training.finished else " so far (it is not finished)"
     sentences = [f"{begun}{by} for {training.steps:,} steps{batches}{done}."]
-    if stage:
-        sentences += _groups(material, stage)
+    if stage.number:
+        sentences.append(_groups(stage))
     first, last = training.first_loss, training.last_loss
     if first is not None and last is not None and first != last:
         sentences.append(f"Its recorded loss went from {first:.3f} to {last:.3f}.")
@@ -80,30 +86,30 @@ def _trained(material: Material, stage: int, training: Training | None) -> list[
     return sentences
 
 
-def _given(material: Material) -> str:
-    if material.config is None:
+def _given(run: Run) -> str:
+    if run.config is None:
         return "It is the given encoder."
-    model = material.config.model
+    model = run.config.model
     name = model.name if isinstance(model.name, str) else "a model of its own configuration"
     weights = f"with the weights “{model.pretrained}”" if model.pretrained else "as given"
     return f"It is {name}, {weights}; it was not trained here."
 
 
-def _groups(material: Material, stage: int) -> list[str]:
-    manifest = material.manifest(material.layout.pseudo_labels(stage), "pseudo_labels")
-    if manifest is None:
-        return ["Its batches were not drawn from groups."]
-    counts: Mapping[str, Any] = manifest.counts
+def _groups(stage: Stage) -> str:
+    if not stage.has("pseudo_labels"):
+        return "Its batches were not drawn from groups."
+    manifest = read_manifest(stage.directory("pseudo_labels"), "pseudo_labels")
+    counts = manifest.counts
     earlier = len(counts.get("radices", ()))
     of = "the clusters of stage 0" if earlier == 1 else f"the clusters of {earlier} stages combined"
     if manifest.config.get("label_mode") == "last":
         of = "the clusters of the stage before"
     sizes = (int(counts[name]) for name in ("smallest", "largest"))
-    return [
+    return (
         f"Each of its batches came from one group where possible: there are "
         f"{counts['num_groups']:,} groups, which are {of}, with "
         f"{' to '.join(f'{size:,}' for size in sizes)} samples."
-    ]
+    )
 
 
 def _clustered(found: Clustered) -> list[str]:
@@ -121,10 +127,10 @@ def _clustered(found: Clustered) -> list[str]:
     return sentences
 
 
-def _gained(verdicts: Verdicts, model: str) -> list[str]:
+def _gained(comparisons: Comparisons, model: str) -> list[str]:
     """A sentence per benchmark, of its first metric."""
     first: dict[str, Comparison] = {}
-    for found in verdicts.of(model):
+    for found in comparisons.of(model):
         first.setdefault(found.row.benchmark, found)
     return [
         f"On {found.row.benchmark} ({found.row.metric}) it has {own} {found.row.unit.name}, which "
@@ -132,18 +138,3 @@ def _gained(verdicts: Verdicts, model: str) -> list[str]:
         for found in first.values()
         for own, _, change, *_ in [found.texts()]
     ]
-
-
-def _joined(material: Material, verdicts: Verdicts) -> list[str]:
-    kinds = {
-        "concat_raw": "concat_raw joins the features of all stages.",
-        "concat_stage_norm": "concat_stage_norm joins them with each stage's at unit length.",
-        "concat_weighted": "concat_weighted joins them by weights fitted on held-out pairs.",
-        "soup_uniform": "soup_uniform averages the weights of all stages.",
-    }
-    models = {row.model for row in material.rows}
-    sentences = []
-    for name, sentence in kinds.items():
-        if name in models or material.layout.joined(name).is_dir():
-            sentences += [sentence, *_gained(verdicts, name)]
-    return sentences

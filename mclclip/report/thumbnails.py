@@ -14,9 +14,9 @@ from PIL import Image
 
 from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.options import DataConfig
-from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, TarDataset
+from mclclip.data.samples import BadSample
 from mclclip.files import read_bounded
+from mclclip.opened_run import Run
 
 SIDE = 96
 """Pixels of the longer side."""
@@ -44,22 +44,39 @@ class Picture:
 
 
 class Thumbnails:
-    """Makes the pictures of one page; counts those that cannot be shown, by reason."""
+    """Makes the pictures of the page of a run; counts those that cannot be shown, by reason."""
 
-    def __init__(self, max_image_pixels: int, budget_bytes: int = BUDGET_BYTES) -> None:
-        self.max_image_pixels, self.left_bytes = max_image_pixels, budget_bytes
+    def __init__(self, run: Run, budget_bytes: int = BUDGET_BYTES) -> None:
+        data = DataConfig() if run.config is None else run.config.data
+        self.run, self.max_image_pixels, self.left_bytes = run, data.max_image_pixels, budget_bytes
         self._made: dict[Hashable, Picture] = {}
+        self._captions: dict[int, str] = {}
         self._beyond = 0
 
-    def of_sample(self, samples: Samples, sample_id: int) -> Picture:
+    def of_sample(self, sample_id: int) -> Picture:
         """The picture of a sample, with its caption as its text."""
-        return self._picture(
-            sample_id, samples.caption(sample_id), lambda: samples.image(sample_id)
-        )
+
+        def stored() -> bytes:
+            (raw,) = self.run.dataset.read_many([sample_id])
+            if isinstance(raw, BadSample):
+                raise DecodeError(raw.reason, "it cannot be read")
+            return raw.image
+
+        return self._picture(sample_id, self.caption(sample_id), stored)
 
     def of_file(self, path: Path, text: str) -> Picture:
         """The picture in a file."""
         return self._picture(path, text, lambda: read_bounded(path, _MAX_FILE_BYTES))
+
+    def caption(self, sample_id: int) -> str:
+        """The first caption; empty where there is none, or it cannot be read any more."""
+        if sample_id not in self._captions:
+            try:
+                found = self.run.dataset.captions(sample_id)
+            except (OSError, RuntimeError):
+                found = []
+            self._captions[sample_id] = found[0] if found else ""
+        return self._captions[sample_id]
 
     def lost(self) -> dict[str, int]:
         """Number of pictures that cannot be shown, by reason; ``BEYOND`` counts every place."""
@@ -82,63 +99,23 @@ class Thumbnails:
             image = decode(read(), self.max_image_pixels, reads_arrays=True)
         except DecodeError as error:
             return Picture("", text, error.reason)
-        except (OSError, ValueError, RuntimeError) as error:
-            return Picture("", text, _Unread.reason_of(error))
+        except FileNotFoundError:
+            return Picture("", text, "missing file")
+        except (OSError, ValueError, RuntimeError):
+            return Picture("", text, "unreadable")
         if isinstance(image, np.ndarray):
             image = Image.fromarray(np.ascontiguousarray(as_picture(image)))
         small = max(image.size) <= _SMALL
-        return Picture(data_uri(image, small), text, small=small)
-
-
-class _Unread(RuntimeError):
-    """A sample that cannot be read, with one short word why."""
-
-    @staticmethod
-    def reason_of(error: Exception) -> str:
-        """One short word or two for an error of reading."""
-        if isinstance(error, _Unread):
-            return str(error)
-        return "missing file" if isinstance(error, FileNotFoundError) else "unreadable"
+        sink = io.BytesIO()
+        if small:
+            image.save(sink, "PNG", optimize=True)
+        else:
+            image.thumbnail((SIDE, SIDE))
+            image.save(sink, "JPEG", quality=80, optimize=True)
+        kind, data = "png" if small else "jpeg", base64.b64encode(sink.getvalue()).decode()
+        return Picture(f"data:image/{kind};base64,{data}", text, small=small)
 
 
 def shortened(text: str) -> str:
     """The first ``LONGEST`` characters, with three dots for the others."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def data_uri(image: Image.Image, whole: bool) -> str:
-    """The picture as a data URI: ``whole`` as a PNG, else as a JPEG of at most ``SIDE`` pixels."""
-    sink = io.BytesIO()
-    if whole:
-        image.save(sink, "PNG", optimize=True)
-    else:
-        image.thumbnail((SIDE, SIDE))
-        image.save(sink, "JPEG", quality=80, optimize=True)
-    kind = "png" if whole else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(sink.getvalue()).decode()}"
-
-
-class Samples:
-    """Images and captions of the samples of an index."""
-
-    def __init__(self, index: SampleIndex, options: DataConfig) -> None:
-        self.index = index
-        self._dataset = TarDataset(index, options)
-        self._captions: dict[int, str] = {}
-
-    def image(self, sample_id: int) -> bytes:
-        """The bytes of the image; OSError where its shard cannot be read, and ``_Unread``."""
-        (raw,) = self._dataset.read_many([sample_id])
-        if isinstance(raw, BadSample):
-            raise _Unread(raw.reason)
-        return raw.image
-
-    def caption(self, sample_id: int) -> str:
-        """The first caption; empty where there is none, or it cannot be read any more."""
-        if sample_id not in self._captions:
-            try:
-                found = self._dataset.captions(sample_id)
-            except (OSError, RuntimeError):
-                found = []
-            self._captions[sample_id] = found[0] if found else ""
-        return self._captions[sample_id]

@@ -9,14 +9,13 @@ from typing import Any
 
 from markupsafe import Markup
 
+from mclclip.opened_run import Run, Stage, thinned
 from mclclip.report import charts
-from mclclip.report.charts import Line
-from mclclip.report.material import Material
-from mclclip.run.artifacts import Manifest
-from mclclip.run.layout import Layout
 
 COLOURS = {"mcl": "stage", "ungrouped": "control"}
 """Colours of the variants, variables of the page's style; of others ``other``."""
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -43,85 +42,67 @@ class Training:
         return self.seconds * self.ranks / 3600
 
 
-@dataclass(frozen=True)
-class Curves:
-    """The loss and the learning rate of a stage's trainings over steps."""
-
-    stage: int
-    loss: Markup
-    lr: Markup
-
-
-def trainings(material: Material) -> list[Training]:
+def trainings(run: Run) -> list[Training]:
     """Every training that has records, stage 0 first, then MCL's stages, then the controls'."""
     found = []
-    for variant in material.variants:
-        stages = [stage for stage in material.stages if stage or variant == "mcl"]
-        for stage in stages:
-            rows = material.recorded(variant, stage)
-            if rows:
-                directory = Layout(material.run_dir, variant).train(stage)
-                manifest = material.manifest(directory, "train")
-                epochs = material.epochs(variant, stage)
-                found.append(_training(variant, stage, manifest, rows, epochs))
+    for variant, own in {"mcl": run, **run.controls}.items():
+        for number in range(len(run.stages)):
+            if number == 0 and variant != "mcl":
+                continue  # it is shared
+            stage = own.stage(number)
+            if rows := thinned(stage.records("metrics")[0]):
+                found.append(_training(variant, stage, rows))
     return found
 
 
-def _training(
-    variant: str,
-    stage: int,
-    manifest: Manifest | None,
-    rows: Sequence[Mapping[str, Any]],
-    epochs: Sequence[Mapping[str, Any]] | None,
-) -> Training:
-    last = rows[-1]
-    seconds = [_number(row.get("seconds")) for row in epochs or ()]
-    known = [value for value in seconds if value is not None]
-    speeds = (_number(last.get(name)) for name in ("samples_per_s", "samples_per_s_per_rank"))
-    every, each = speeds
-    losses = [value for row in rows if (value := _number(row.get("loss"))) is not None]
-    peaks = [value for row in rows if (value := _number(row.get("memory_gib"))) is not None]
+def _training(variant: str, stage: Stage, rows: Rows) -> Training:
+    manifest = stage.train if stage.has("train") else None
+    epochs, whole = stage.records("epochs")
+    seconds = _numbers(epochs, "seconds") if whole else []
+    last, losses = rows[-1], _numbers(rows, "loss")
+    every, each = (_number(last.get(f"samples_per_s{of}")) for of in ("", "_per_rank"))
     return Training(
         variant,
-        stage,
+        stage.number,
         manifest is not None,
         int(last["step"]),
         int(_number(last.get("samples_seen")) or 0),
-        sum(known) if known else None,
+        sum(seconds) if seconds else None,
         round(every / each) if every and each else None,
-        max(peaks, default=None),
+        max(_numbers(rows, "memory_gib"), default=None),
         losses[0] if losses else None,
         losses[-1] if losses else None,
         {} if manifest is None else manifest.config,
     )
 
 
-def curves(material: Material) -> list[Curves]:
-    """A pair of charts per stage that was trained, with a line per variant."""
+def curves(run: Run) -> list[dict[str, Any]]:
+    """Charts of the ``loss`` and the ``lr`` of each ``stage`` that was trained, with a line per
+    variant."""
     found = []
-    for stage in material.stages:
-        rows = {
-            variant: material.recorded(variant, stage)
-            for variant in (material.variants if stage else ["mcl"])
+    for number in range(len(run.stages)):
+        variants = {"mcl": run, **(run.controls if number else {})}
+        recorded = {
+            name: thinned(own.stage(number).records("metrics")[0]) for name, own in variants.items()
         }
-        if any(rows.values()):
-            loss = _chart(f"stage {stage}: loss", "loss", rows)
-            found.append(Curves(stage, loss, _chart(f"stage {stage}: learning rate", "lr", rows)))
+        if any(recorded.values()):
+            loss = _chart(f"stage {number}: loss", "loss", recorded)
+            rate = _chart(f"stage {number}: learning rate", "lr", recorded)
+            found.append({"stage": number, "loss": loss, "lr": rate})
     return found
 
 
-def _chart(title: str, name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Markup:
-    # MCL's line is drawn last, above the others.
-    series = [
-        Line(variant, _points(own, name), COLOURS.get(variant, "other"))
-        for variant, own in reversed([*rows.items()])
-    ]
+def _chart(title: str, name: str, recorded: Mapping[str, Rows]) -> Markup:
+    """A line per variant; MCL's is drawn last, above the others."""
+    series = []
+    for variant, rows in reversed([*recorded.items()]):
+        points = [
+            (float(row["step"]), value)
+            for row in rows
+            if (value := _number(row.get(name))) is not None
+        ]
+        series.append((COLOURS.get(variant, "other"), points))
     return charts.lines(title, "step", series)
-
-
-def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    pairs = [(float(row["step"]), _number(row.get(name))) for row in rows]
-    return [(step, value) for step, value in pairs if value is not None]
 
 
 def _number(value: Any) -> float | None:
@@ -129,6 +110,11 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def _numbers(rows: Rows, name: str) -> list[float]:
+    """The finite numbers of a name that rows have."""
+    return [value for row in rows if (value := _number(row.get(name))) is not None]
 
 
 def total(found: Sequence[Training], of: Callable[[Training], float | None]) -> float | None:

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from mclclip.report import charts
-from mclclip.report.charts import Line
 
 
 def polyline(svg: str) -> list[tuple[float, float]]:
@@ -18,7 +17,7 @@ def polyline(svg: str) -> list[tuple[float, float]]:
 
 
 def test_a_line_goes_through_its_points() -> None:
-    svg = charts.lines("t", "step", [Line("mcl", [(0, 1), (50, 3), (100, 2)], "stage")])
+    svg = charts.lines("t", "step", [("stage", [(0, 1), (50, 3), (100, 2), (200, math.nan)])])
     (x0, y0), (x1, y1), (x2, y2) = polyline(svg)
     assert x0 < x1 < x2 and x1 - x0 == pytest.approx(x2 - x1, abs=0.11)
     assert y1 < y2 < y0  # y grows downwards
@@ -27,29 +26,21 @@ def test_a_line_goes_through_its_points() -> None:
     assert "stroke:var(--stage)" in svg
 
 
-def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios() -> None:
-    points = [(1, 1.0), (2, 10.0), (3, 100.0), (4, 0.0), (5, math.nan)]
-    svg = charts.lines("t", "x", [Line("a", points, "stage")], log=True)
-    found = polyline(svg)
-    assert len(found) == 3
-    assert found[0][1] - found[1][1] == pytest.approx(found[1][1] - found[2][1], abs=0.11)
-
-
 def test_nothing_to_draw_is_nothing() -> None:
-    assert charts.lines("t", "x", [Line("a", [(1, math.inf)], "stage")]) == ""
-    assert charts.steps("t", "x", [], "stage") == ""
+    assert charts.lines("t", "x", [("stage", [(1, math.inf)])]) == ""
+    assert charts.sizes("t", "x", [], "stage") == ""
 
 
 def test_one_point_is_a_dot() -> None:
-    first, second = polyline(charts.lines("t", "x", [Line("a", [(3, 0.0)], "stage")]))
+    first, second = polyline(charts.lines("t", "x", [("stage", [(3, 0.0)])]))
     assert first == second
 
 
 def test_names_are_escaped() -> None:
     hostile = "<b>\x1b\"'"
     svgs = [
-        charts.lines(hostile, hostile, [Line(hostile, [(0, 1), (1, 2)], "stage")]),
-        charts.steps(hostile, hostile, [3, 2], "stage"),
+        charts.lines(hostile, hostile, [("stage", [(0, 1), (1, 2)])]),
+        charts.sizes(hostile, hostile, [3, 2], "stage"),
     ]
     for svg in svgs:
         assert "<b>" not in svg and "\x1b" not in svg and "&lt;b&gt;\\x1b" in svg
@@ -73,9 +64,14 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 
 def test_of_many_sizes_some_are_drawn_largest_first() -> None:
-    assert charts.largest_first([1, 3, 2]) == [3.0, 2.0, 1.0]
-    many = charts.largest_first(range(10_000))
-    assert len(many) == 200 and many[0] == 9_999.0 and many[-1] == 0.0
+    def heights(sizes: list[int]) -> list[float]:
+        (outline,) = re.findall(r'<path [^>]*d="([^"]*)"', charts.sizes("t", "x", sizes, "stage"))
+        bottom = charts.HEIGHT - charts._BOTTOM
+        return [bottom - float(top) for top in re.findall(r",[\d.]+V([\d.]+)H", outline)]
+
+    few, many = heights([1, 3, 2]), heights([*range(10_000)])
+    assert few == pytest.approx([3 * few[2], 2 * few[2], few[2]], abs=0.2)
+    assert len(many) == 200 and many[0] == few[0] and many[-1] == 0.0
     assert many == sorted(many, reverse=True)
 
 

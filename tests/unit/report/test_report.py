@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from mclclip import cluster, config, index, report
-from mclclip.data.options import DataConfig
 from mclclip.eval.results import Reference, Result
+from mclclip.opened_run import Run
 from mclclip.ranks.process_group import SINGLE
-from mclclip.report import material, scores, thumbnails, training
+from mclclip.report import clusters, samples, scores, training
 from mclclip.report.pairs import one_of_each
 from mclclip.report.thumbnails import Thumbnails
 from mclclip.run.artifacts import read_manifest
@@ -286,64 +286,35 @@ def test_a_wrong_row_of_results_stops_it(copied: Path) -> None:
 # --- large runs ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 199_999, 200_001, 12_000_000])
-def test_rows_are_spread_evenly_and_bounded(count: int) -> None:
-    cuts = material.spread(count, 200_000)
-    rows = material.numbers_in(cuts)
-    assert len(rows) == min(count, 200_000) and len(np.unique(rows)) == len(rows)
-    if count > 200_000:
-        assert len(cuts) == material.PIECES and rows[0] == 0 and rows[-1] == count - 1
-        assert np.diff([cut.start for cut in cuts]).max() <= count / (material.PIECES - 2)
-
-
 def test_of_many_samples_some_are_read_and_the_page_says_so(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(material, "LABEL_ROWS", 32)
-    monkeypatch.setattr(material, "FEATURE_ROWS", 16)
-    monkeypatch.setattr(material, "PIECES", 4)
-    monkeypatch.setattr(material.spread, "__defaults__", (4,))
-    found = report.read(str(copied))
-    assert [len(rows) for rows in found.clusters.values()] == [32, 32]
-    whole = np.load(copied / "stage_0" / "clusters" / "cluster_labels.npy")[:, 0]
-    np.testing.assert_array_equal(found.clusters[0], whole[found.label_ids])
-    rows = np.concatenate(
-        [np.load(copied / "stage_1" / "embeddings" / f"{n:05d}.npy") for n in (0, 1)]
-    )
-    np.testing.assert_array_equal(found.features[1], rows[found.feature_ids])
+    monkeypatch.setattr(clusters, "LABEL_ROWS", 32)
+    monkeypatch.setattr(samples, "FEATURE_ROWS", 16)
     assert "32 of 48 samples, spread evenly" in words_of_run(copied, "clusters")
     assert "among 16 of 48 samples" in words_of_run(copied, "nearest")
-
-
-def test_of_a_long_file_of_metrics_some_lines_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": n, "pad": "x" * 90}) + "\n" for n in range(9000)))
-    whole, is_whole = material.read_lines(path)
-    assert is_whole and [row["step"] for row in whole] == [*range(9000)]
-    rows, is_whole = material.read_lines(path, max_bytes=100_000)
-    steps = [row["step"] for row in rows]
-    assert not is_whole and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 8999
-    assert material.POINTS / 2 < len(steps) <= material.POINTS + 2
-    assert [row["step"] for row in material.thinned(whole, 3)] == [0, 4499, 8999]
 
 
 def test_pictures_stay_within_their_budget(tmp_path: Path) -> None:
     path = tmp_path / "0.jpg"
     path.write_bytes(made_run.picture(True, (80, 80)))
-    size = len(Thumbnails(10_000).of_file(path, "").uri)
-    made = Thumbnails(10_000, budget_bytes=2 * size + 1)
+    run = Run(tmp_path)
+    size = len(Thumbnails(run).of_file(path, "").uri)
+    made = Thumbnails(run, budget_bytes=2 * size + 1)
     # Every use counts, also of the same picture: each stands in the page again.
     shown = [bool(made.of_file(path, "text").uri) for _ in range(4)]
     assert shown == [True, True, False, False] and made.left_bytes == 1
     assert made.lost() == {"beyond the size of the page": 2}
-    assert Thumbnails(100).of_file(path, "").reason == "bomb"
-    assert Thumbnails(100).of_file(tmp_path / "none", "").reason == "missing file"
+    made = Thumbnails(run)
+    made.max_image_pixels = 100
+    assert made.of_file(path, "").reason == "bomb"
+    assert made.of_file(tmp_path / "none", "").reason == "missing file"
 
 
 def test_arrays_are_pictures_too(tmp_path: Path) -> None:
     path = tmp_path / "array.npy"
     np.save(path, np.zeros((20, 30, 4), np.uint8))
-    found = Thumbnails(10_000).of_file(path, "")
+    found = Thumbnails(Run(tmp_path)).of_file(path, "")
     assert found.small and found.uri.startswith("data:image/png")
 
 
@@ -351,14 +322,14 @@ def test_arrays_are_pictures_too(tmp_path: Path) -> None:
 
 
 def test_published_figures_stand_in_the_table_of_their_benchmark(made: Path) -> None:
-    rows = report.read(str(made)).rows
+    rows = Run(made).result_rows
     references = [Reference("theirs", "pairs", "average", 45.0, "a paper")]
     references += [Reference("theirs", "pairs", "unknown", 1.0, "a paper")]
     references += [Reference("theirs", "other", "average", 1.0, "a paper")]
     (table,) = scores.tables(rows, references)
-    published = table.rows[-1]
-    assert (published.model, published.source) == ("theirs", "a paper")
-    assert {metric: cell.text for metric, cell in published.cells.items()} == {"average": "45.0"}
+    assert [*table.figures][-1] == ("theirs", "a paper")
+    published = table.figures["theirs", "a paper"]
+    assert {metric: cell.text for metric, cell in published.items()} == {"average": "45.0"}
     assert "theirs" not in table.strips and table.headline == "average" and table.is_pairs
 
 
@@ -369,8 +340,9 @@ def test_a_loss_is_shown_in_nats() -> None:
         for name, value in values.items()
     ]
     (table,) = scores.tables(rows, [])
-    assert [row.cells["loss"].text for row in table.rows] == ["4.6051", "4.6049", "4.4000"]
-    assert table.rows[2].cells["loss"].interval == "4.3000-4.5000"
+    cells = [figures["loss"] for figures in table.figures.values()]
+    assert [cell.text for cell in cells] == ["4.6051", "4.6049", "4.4000"]
+    assert cells[2].interval == "4.3000-4.5000"
     assert table.metrics["loss"].endswith("(nats)")
     assert 'aria-label="4.4000, from 4.3000 to 4.5000"' in table.strips["stage_2"]
     assert 'x1="0.0%"' in table.strips["stage_2"] and 'x2="100.0%"' in table.strips["stage_0"]
@@ -397,11 +369,10 @@ def test_a_sum_that_lacks_a_part_is_unknown() -> None:
 
 
 def test_thumbnails_of_samples_carry_their_captions(made: Path) -> None:
-    samples = thumbnails.Samples(report.read(str(made)).index, DataConfig(max_image_pixels=10_000))
-    found = Thumbnails(10_000)
-    assert found.of_sample(samples, 0).text.startswith("a scarlet thing")
+    found = Thumbnails(Run.open(made))
+    assert found.of_sample(0).text.startswith("a scarlet thing")
     for _ in range(2):
-        assert found.of_sample(samples, made_run.BROKEN[0]).reason == "truncated"
+        assert found.of_sample(made_run.BROKEN[0]).reason == "truncated"
     assert found.lost() == {"truncated": 1}
 
 
