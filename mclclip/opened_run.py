@@ -213,26 +213,37 @@ class Run:
         """
         return self.dataset.captions_of([int(sample_id) for sample_id in ids])
 
-    def images(self, ids: Ids) -> list[Image | NDArray[np.uint8]]:
-        """The images of samples as they are stored: upright RGB pictures, or arrays [H, W, C].
+    def stored_images(self, ids: Ids) -> list[bytes]:
+        """The bytes of the images of samples, in whatever format they are stored.
 
-        Raises RuntimeError, one line, for the first that cannot be read or decoded.
+        Raises RuntimeError, one line, for the first that cannot be read.
         """
-        from mclclip.data.decode import DecodeError, decode
         from mclclip.data.samples import BadSample
 
-        found, most = [], self.dataset.options.max_image_pixels
+        found = []
         for raw in self.dataset.read_many(ids):
             if isinstance(raw, BadSample):
                 raise RuntimeError(
                     f"sample {self.index.keys([raw.sample_id])[0]} cannot be read ({raw.reason}): "
                     "its shard has changed since it was indexed, put it back"
                 )
+            found.append(raw.image)
+        return found
+
+    def images(self, ids: Ids) -> list[Image | NDArray[np.uint8]]:
+        """The images of samples as they are stored: upright RGB pictures, or arrays [H, W, C].
+
+        Raises RuntimeError, one line, for the first that cannot be read or decoded.
+        """
+        from mclclip.data.decode import DecodeError, decode
+
+        found, most = [], self.dataset.options.max_image_pixels
+        for sample_id, stored in zip(ids, self.stored_images(ids), strict=True):
             try:
-                found.append(decode(raw.image, most, reads_arrays=True))
+                found.append(decode(stored, most, reads_arrays=True))
             except DecodeError as error:
                 raise RuntimeError(
-                    f"sample {self.index.keys([raw.sample_id])[0]} cannot be decoded ({error}): "
+                    f"sample {self.index.keys([int(sample_id)])[0]} cannot be decoded ({error}): "
                     "run 'mclclip embed', which finds such samples and leaves them out"
                 ) from None
         return found

@@ -32,16 +32,14 @@ from mclclip.config import Config
 from mclclip.curate import confusions, near
 from mclclip.curate.confusions import BlindSpots, KeptPairs
 from mclclip.data.arrays import save_npy
-from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, TarDataset
 from mclclip.eval.minimal_pairs import MMVP_COLUMNS, MMVP_FOLDERS
+from mclclip.opened_run import Run
 from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, read_manifest
-from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -66,7 +64,6 @@ SIDE = 144
 
 _GAP, _LINE, _MARGIN = 4, 15, 14
 _LETTERS = 7  # pixels of a letter, more than the font's mean
-_SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png"}
 
 
 def run(
@@ -102,16 +99,15 @@ def _run(
     config: Config, stage: int, other: str | None, wanted: dict[str, Any], force: Force
 ) -> Path:
     _check(wanted)
-    layout = Layout.of(config)
-    index = SampleIndex.open(layout.index)
-    first = RowStore.of_stage(layout, stage, index)
-    second = _other_encoder(config, layout, stage, other, index)
+    opened = Run.of(config)
+    index, first = opened.index, opened.stage(stage).embeddings
+    second = _other_encoder(opened, config.num_stages, stage, other)
     if first.manifest.digest == second.manifest.digest:
         raise ValueError(
             f"--other: {second.directory} holds the same embeddings as {first.name}, in which "
             "nothing is told apart that it confuses: name another encoder"
         )
-    directory = layout.blindspots(f"{first.name}-{second.name}")
+    directory = opened.layout.blindspots(f"{first.name}-{second.name}")
     open_artifact = partial(
         Artifact.open,
         directory,
@@ -136,7 +132,7 @@ def _run(
     if not found.spots.found:
         raise ValueError(f"no blind spot: {_why_none(first.name, second.name, found, wanted)}")
     # Opened for writing only now: where there is nothing to write, nothing is left behind.
-    _write(open_artifact(write=True), config, index, found, usable)
+    _write(open_artifact(write=True), opened, found, usable)
     return directory
 
 
@@ -154,19 +150,17 @@ def _check(wanted: dict[str, Any]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {wanted[name]}, wanted 1 or more")
 
 
-def _other_encoder(
-    config: Config, layout: Layout, stage: int, other: str | None, index: SampleIndex
-) -> RowStore:
+def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> RowStore:
     if other is None or other.isdecimal():
-        number = config.num_stages if other is None else int(other)
+        number = num_stages if other is None else int(other)
         if number == stage:
             raise ValueError(
                 f"--other is stage {number}, and so is --stage: name another stage, or "
                 "[NAME=]FOLDER of another encoder's embeddings"
             )
-        return RowStore.of_stage(layout, number, index)
+        return run.stage(number).embeddings
     name, folder = named_path(other, "--other", "its encoder")
-    manifest = read_manifest(folder, "embeddings")
+    manifest, index = read_manifest(folder, "embeddings"), run.index
     if manifest.inputs.get("index") != index.digest:
         raise RuntimeError(
             f"--other: embeddings at {folder} were made from another index than {index.directory} "
@@ -192,26 +186,19 @@ def _why_none(first: str, second: str, found: BlindSpots, wanted: dict[str, Any]
 # --- what is written ---------------------------------------------------------------------------
 
 
-def _write(
-    artifact: Artifact,
-    config: Config,
-    index: SampleIndex,
-    found: BlindSpots,
-    usable: NDArray[np.bool_],
-) -> None:
+def _write(artifact: Artifact, run: Run, found: BlindSpots, usable: NDArray[np.bool_]) -> None:
     """Writes all files of the blind spots and finishes the artifact."""
     directory, options, spots = artifact.directory, artifact.config, found.spots
-    pictures = _Pictures(config, index)
     # An image counts once, and once more for each of its blind spots, up to the cap.
     times = 1 + np.minimum(found.counts, options["per_image"])
     save_npy(directory / WEIGHTS, np.where(usable, times, 0).astype(np.float32))
-    _write_pairs(directory / PAIRS, spots, index)
-    _write_pairs(directory / DUPLICATES, found.duplicates, index)
-    _write_gallery(directory / GALLERY, spots, options, pictures)
+    _write_pairs(directory / PAIRS, spots, run.index)
+    _write_pairs(directory / DUPLICATES, found.duplicates, run.index)
+    _write_gallery(directory / GALLERY, spots, options, run)
     pairs = _disjoint(spots.rows.tolist())
-    _write_benchmark(directory / BENCHMARK, pairs, pictures)
+    _write_benchmark(directory / BENCHMARK, pairs, run)
     counts: dict[str, Any] = {
-        "samples": len(index),
+        "samples": len(run.index),
         "left_out_samples": int((~usable).sum()),
         "confused": found.confused,
     }
@@ -255,62 +242,10 @@ def _write_pairs(path: Path, kept: KeptPairs, index: SampleIndex) -> None:
     files.write_bytes(path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
 
 
-class _Pictures:
-    """The stored images and captions of samples."""
-
-    def __init__(self, config: Config, index: SampleIndex) -> None:
-        data = config.data
-        self.index, self.max_image_pixels = index, data.max_image_pixels
-        self._dataset = TarDataset(index, data)
-
-    def key(self, sample_id: int) -> str:
-        """The key of a sample."""
-        return self.index.keys([sample_id])[0]
-
-    def caption(self, sample_id: int) -> str:
-        """The first caption; empty where there is none."""
-        return (self._dataset.captions(sample_id) or [""])[0]
-
-    def stored(self, sample_id: int) -> bytes:
-        """The bytes of an image. Raises RuntimeError where they are not those of the index."""
-        (raw,) = self._dataset.read_many([sample_id])
-        if isinstance(raw, BadSample):
-            raise RuntimeError(
-                f"sample {self.key(sample_id)} cannot be read ({raw.reason}): its shard has "
-                "changed since it was indexed, put it back"
-            )
-        return raw.image
-
-    def picture(self, sample_id: int) -> Image.Image:
-        """An image as a picture. Raises RuntimeError where it cannot be decoded."""
-        try:
-            found = decode(self.stored(sample_id), self.max_image_pixels, reads_arrays=True)
-        except DecodeError as error:
-            raise RuntimeError(
-                f"sample {self.key(sample_id)} cannot be decoded ({error}): its shard has changed "
-                "since it was embedded, run 'mclclip embed --force'"
-            ) from None
-        if isinstance(found, Image.Image):
-            return found
-        return Image.fromarray(np.ascontiguousarray(as_picture(found)))
-
-    def file(self, sample_id: int) -> tuple[str, bytes]:
-        """Suffix and bytes of a file of an image: as it is stored where it is a JPEG or a PNG."""
-        stored = self.stored(sample_id)
-        for begin, suffix in _SUFFIXES.items():
-            if stored.startswith(begin):
-                return suffix, stored
-        sink = io.BytesIO()
-        self.picture(sample_id).save(sink, "PNG")
-        return ".png", sink.getvalue()
-
-
 # --- gallery -------------------------------------------------------------------------------------
 
 
-def _write_gallery(
-    path: Path, spots: KeptPairs, options: dict[str, Any], pictures: _Pictures
-) -> None:
+def _write_gallery(path: Path, spots: KeptPairs, options: dict[str, Any], run: Run) -> None:
     """Writes a PNG with the first pairs: two pictures beside each other, and their cosines below
     them."""
     first, second = options["encoder"], options["other"]
@@ -331,8 +266,8 @@ def _write_gallery(
         draw.text((_MARGIN, _MARGIN + number * _LINE), line, "black", font)
     for number, (pair, (own, other)) in enumerate(zip(pairs, cosines, strict=True)):
         x, y = _MARGIN + number % columns * wide, top + number // columns * high
-        for place, sample_id in enumerate(pair):
-            sheet.paste(_tile(pictures.picture(sample_id)), (x + place * (SIDE + _GAP), y))
+        for place, picture in enumerate(run.pictures(pair)):
+            sheet.paste(_tile(Image.fromarray(picture)), (x + place * (SIDE + _GAP), y))
         draw.text((x, y + SIDE), f"{first} {own:.3f}", "black", font)
         draw.text((x, y + SIDE + _LINE), f"{second} {other:.3f}", "black", font)
     with files.whole_file(path) as file:
@@ -343,24 +278,34 @@ def _tile(picture: Image.Image) -> Image.Image:
     """The whole picture in a square of ``SIDE`` pixels."""
     small = max(picture.size) * 2 <= SIDE
     kind = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
-    return ImageOps.pad(picture.convert("RGB"), (SIDE, SIDE), kind, color="lightgrey")
+    return ImageOps.pad(picture, (SIDE, SIDE), kind, color="lightgrey")
 
 
 # --- benchmark -----------------------------------------------------------------------------------
 
 
-def _write_benchmark(directory: Path, pairs: list[list[int]], pictures: _Pictures) -> None:
-    """Writes minimal pairs in MMVP-VLM's layout without statements."""
-    sink = io.StringIO(newline="")
-    table = csv.writer(sink, lineterminator="\n")
+def _write_benchmark(directory: Path, pairs: list[list[int]], run: Run) -> None:
+    """Writes minimal pairs in MMVP-VLM's layout without statements. Images are written as they are
+    stored where they are JPEGs or PNGs, others as PNGs."""
+    lines = io.StringIO(newline="")
+    table = csv.writer(lines, lineterminator="\n")
     table.writerow([*MMVP_COLUMNS, "Caption", "Key"])
     sample_ids = [sample_id for pair in pairs for sample_id in pair]
     for number, sample_id in enumerate(sample_ids, start=1):
-        suffix, data = pictures.file(sample_id)
-        files.write_bytes(directory / MMVP_FOLDERS[0] / TYPE / f"{number}{suffix}", data)
-        about = files.shown(pictures.caption(sample_id)), files.shown(pictures.key(sample_id))
+        (stored,) = run.stored_images([sample_id])
+        if stored.startswith(b"\xff\xd8\xff"):
+            suffix = ".jpg"
+        else:
+            suffix = ".png"
+            if not stored.startswith(b"\x89PNG\r\n\x1a\n"):
+                sink = io.BytesIO()
+                Image.fromarray(run.pictures([sample_id])[0]).save(sink, "PNG")
+                stored = sink.getvalue()
+        files.write_bytes(directory / MMVP_FOLDERS[0] / TYPE / f"{number}{suffix}", stored)
+        caption = (run.captions([sample_id])[0] or [""])[0]
+        about = files.shown(caption), files.shown(run.index.keys([sample_id])[0])
         table.writerow([number, TYPE, "", *about])
-    files.write_bytes(directory / "Questions.csv", sink.getvalue().encode())
+    files.write_bytes(directory / "Questions.csv", lines.getvalue().encode())
 
 
 def _disjoint(pairs: list[list[int]]) -> list[list[int]]:

@@ -15,9 +15,10 @@ from mclclip import files
 from mclclip.config import Config
 from mclclip.curate.clip_scores import finite
 from mclclip.curate.near import cuts
-from mclclip.data.arrays import open_given_npy, open_npy
+from mclclip.data.arrays import open_given_npy
 from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
+from mclclip.opened_run import Run
 from mclclip.options import named_path
 from mclclip.run.artifacts import Manifest, is_finished, read_manifest
 from mclclip.run.layout import Layout, folders_above
@@ -74,29 +75,26 @@ def open_inputs(
     clusters  whether samples are compared within clusters; None: where there are some
     against   evaluation images, ``[NAME=]FOLDER`` or ``.npy``
     """
-    layout = Layout.of(config)
-    index = SampleIndex.open(layout.index)
-    images = RowStore.of_stage(layout, stage, index)
+    run = Run.of(config)
+    index, images = run.index, run.stage(stage).embeddings
     digests = {"index": index.digest, "embeddings": images.manifest.digest}
-    texts, no_scores = None, _why_no_scores(config, layout, stage, index, images)
+    texts, no_scores = None, _why_no_scores(run, config, stage, images)
     if no_scores and scores:
         raise ValueError(f"CLIP scores are asked for, and {no_scores}")
     if not no_scores:
-        manifest = read_manifest(layout.text_embeddings, "text_embeddings")
-        texts = RowStore.open(layout.text_embeddings, manifest, len(index.shards))
-        digests["text_embeddings"] = manifest.digest
-        if len(texts) != (wanted := int(index.num_captions.sum())):
-            raise RuntimeError(
-                f"text embeddings at {layout.text_embeddings} has {len(texts):,} rows, the index "
-                f"has {wanted:,} captions: run 'mclclip embed --stage 0 --text --force' after "
-                "'mclclip index'"
-            )
+        texts = run.stage(0).text_embeddings
+        digests["text_embeddings"] = texts.manifest.digest
     labels = None
-    if is_finished(layout.clusters(stage)) if clusters is None else clusters:
-        manifest = _clusters(layout, stage, index, images)
-        digests["clusters"], name = manifest.digest, "cluster_labels.npy"
-        path = layout.clusters(stage) / name
-        labels = np.array(open_npy(path, "cluster", manifest.record(name))[:, 0])
+    if run.stage(stage).has("clusters") if clusters is None else clusters:
+        clustered = run.stage(stage).clusters
+        if clustered.manifest.inputs.get("embeddings") != images.manifest.digest:
+            raise RuntimeError(
+                f"clusters at {clustered.directory} are of other embeddings than those at "
+                f"{images.directory}: run 'mclclip cluster --stage {stage} --force', or compare "
+                "with --within all"
+            )
+        digests["clusters"] = clustered.manifest.digest
+        labels = np.array(clustered.labels[:, 0])
     others = sorted((_evaluation_images(text, images) for text in against), key=lambda o: o.name)
     if len({other.name for other in others}) < len(others):
         raise ValueError("--against names two sets alike: give each a NAME=FOLDER of its own")
@@ -104,44 +102,31 @@ def open_inputs(
     return Inputs(index, images, texts, no_scores, labels, others, digests)
 
 
-def _why_no_scores(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, images: RowStore
-) -> str:
+def _why_no_scores(run: Run, config: Config, stage: int, images: RowStore) -> str:
     """Why images cannot be compared with their captions; empty where they can be."""
+    index, directory = run.index, run.layout.text_embeddings
     if not index.num_captions.any():
         return f"no sample of the index at {index.directory} has a caption"
-    if not is_finished(layout.text_embeddings):
+    if not is_finished(directory):
         return (
-            f"no finished text embeddings at {layout.text_embeddings}: run 'mclclip embed --stage "
-            "0 --text' first"
+            f"no finished text embeddings at {directory}: run 'mclclip embed --stage 0 --text' "
+            "first"
         )
     if images.manifest.config.get("feature") != "projected":
         return (
             f"embeddings at {images.directory} are features before the projection, which captions "
             "are not compared with: embed with embed.feature=projected"
         )
-    texts = index.manifest_of(layout.text_embeddings, "text_embeddings")
+    texts = index.manifest_of(directory, "text_embeddings")
     same = texts.inputs.get("encoder") == images.manifest.inputs.get("encoder")
     if stage == 0 and not same:
         raise RuntimeError(
-            f"text embeddings at {layout.text_embeddings} are of another encoder than the images': "
-            "run 'mclclip embed --stage 0 --text --force'"
+            f"text embeddings at {directory} are of another encoder than the images': run "
+            "'mclclip embed --stage 0 --text --force'"
         )
     if not same and not config.shares_text_tower:
         return f"stage {stage} trained a text tower of its own, which embeds no captions"
     return ""
-
-
-def _clusters(layout: Layout, stage: int, index: SampleIndex, images: RowStore) -> Manifest:
-    """The manifest of the clusters of a stage, after a check that they are of these embeddings."""
-    directory = layout.clusters(stage)
-    manifest = index.manifest_of(directory, "clusters")
-    if manifest.inputs.get("embeddings") != images.manifest.digest:
-        raise RuntimeError(
-            f"clusters at {directory} are of other embeddings than those at {images.directory}: "
-            f"run 'mclclip cluster --stage {stage} --force', or compare with --within all"
-        )
-    return manifest
 
 
 # --- evaluation images ---------------------------------------------------------------------------

@@ -32,8 +32,7 @@ from mclclip.data.arrays import (
 )
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import Checked, Record
-from mclclip.run.artifacts import Manifest, is_finished, verb_of
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Manifest, verb_of
 
 Integers = npt.NDArray[np.int64]
 _GAP = 1024  # rows that are not asked for, which are compared with those around them
@@ -269,21 +268,6 @@ class RowStore:
                 f"width: run 'mclclip {verb} --force' to make them again"
             )
         return store
-
-    @classmethod
-    def of_stage(cls, layout: Layout, stage: int, index: SampleIndex) -> RowStore:
-        """The image embeddings of a stage of a run, by the name ``stage_N``.
-
-        Raises FileNotFoundError where there are none, and RuntimeError where they are of another
-        index.
-        """
-        directory = layout.embeddings(stage)
-        if not is_finished(directory):
-            raise FileNotFoundError(
-                f"no finished embeddings at {directory}: run 'mclclip embed --stage {stage}' first"
-            )
-        manifest = index.manifest_of(directory, "embeddings")
-        return cls.of_samples(f"stage_{stage}", directory, manifest, index)
 
     @classmethod
     def of_samples(
