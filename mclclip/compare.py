@@ -66,10 +66,9 @@ class Comparison:
 
     def sentence(self) -> str:
         """The comparison in words."""
-        d = self.difference
-        items = (
-            f", {d.items:+g} of {self.row.count:,} {_noun(self.row)}" if d.items is not None else ""
-        )
+        items = ""
+        if (more := self.difference.items) is not None:
+            items = f", {more:+g} of {self.row.count:,} {self.row.protocol.get('trials', 'items')}"
         own, other, change, low, high = self.texts()
         return (
             f"{self.row.benchmark}, {self.row.metric}: {self.row.model} has {own}, "
@@ -282,7 +281,13 @@ def render(found: Sequence[Comparison], format: Format) -> str:
         )
         for c in found
     ]
-    return "\n".join([_blocks(found), "", *lines, "", _note(found)])
+    tests = " and ".join(dict.fromkeys(c.difference.test for c in found))
+    note = (
+        f"p: {tests}, corrected for {len(found)} comparison(s) by Holm's method. Below {LEVEL} a\n"
+        "difference is taken for real. Intervals (bootstrap) are of each difference alone.\n"
+        "Neither says how figures change with the seed of a training: train several seeds."
+    )
+    return "\n".join([_blocks(found), "", *lines, "", note])
 
 
 def _short(found: Sequence[Comparison]) -> DataFrame:
@@ -333,19 +338,6 @@ def _blocks(found: Sequence[Comparison]) -> str:
         body = tabulate(rows, headers="keys", disable_numparse=True, colalign=align)
         blocks.append(f"{head}\n{body}")
     return "\n\n".join(blocks)
-
-
-def _note(found: Sequence[Comparison]) -> str:
-    tests = " and ".join(dict.fromkeys(c.difference.test for c in found))
-    return (
-        f"p: {tests}, corrected for {len(found)} comparison(s) by Holm's method. Below {LEVEL} a\n"
-        "difference is taken for real. Intervals (bootstrap) are of each difference alone.\n"
-        "Neither says how figures change with the seed of a training: train several seeds."
-    )
-
-
-def _noun(row: Result) -> str:
-    return str(row.protocol.get("trials", "items"))
 
 
 def _rounded(p_value: float) -> str:
