@@ -198,6 +198,8 @@ def test_the_copy_with_the_highest_score_is_kept(config: Config) -> None:
         if line["reason"] == "near_duplicate":
             assert not own[line["sample_id"]] > own[line["of"]]
     assert 5 in left_out(directory, "near_duplicate")  # it has no caption, its copy has one
+    assert not left_out(directory, "no_caption")  # no score is asked for
+    assert np.load(directory / "weights.npy")[33] == 1
 
 
 # --- scores ---
@@ -224,12 +226,6 @@ def test_the_top_share_is_of_the_samples_with_a_score(config: Config) -> None:
     order = np.argsort(-np.nan_to_num(scores(), nan=-2), kind="stable")
     kept = np.flatnonzero(np.load(directory / "weights.npy"))
     assert kept.tolist() == sorted(order[: round(0.3 * (COUNT - 3))].tolist())
-
-
-def test_without_an_asked_score_samples_without_caption_are_kept(config: Config) -> None:
-    directory = done(config, near_duplicates=0.95, within="all")
-    assert np.load(directory / "weights.npy")[33] == 1
-    assert not left_out(directory, "no_caption")
 
 
 # --- evaluation images ---
