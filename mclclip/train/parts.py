@@ -20,6 +20,7 @@ from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.captions import TextFeatures
 from mclclip.data.decode import Pixels, jpeg_library
 from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
 from mclclip.data.loader import Loader
 from mclclip.data.locations import Resharded
@@ -33,7 +34,6 @@ from mclclip.files import shown
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
-from mclclip.models.options import ModelConfig
 from mclclip.models.tokenizer import fetched
 from mclclip.models.transforms import fast_transform, normalized
 from mclclip.objectives.base import Objective, Setting
@@ -68,53 +68,40 @@ class Job:
     trunk_dtype: torch.dtype | None = None  # of the trunk's output in this training's precision
 
     @property
-    def model(self) -> ModelConfig:
-        """Options of the encoder: ``trained_model`` if it is set and stage >= 1, else ``model``."""
-        return (self.config.trained_model if self.stage else None) or self.config.model
-
-    @property
     def method(self) -> str:
         """Name in log lines: the variant if it has groups or is their control, else the kind of
         the objective."""
         objective = self.options.objective
         return self.layout.variant if objective.reads.groups and self.stage else objective.kind
 
-    @cached_property
-    def without_caption(self) -> np.ndarray:
-        """Ids of the samples left out because the objective reads captions and they have none.
+    @property
+    def share(self) -> float | None:
+        """Share of the samples that a pilot draws from; None for other trainings."""
+        return self.config.pilot.share if self.layout.is_pilot else None
 
-        Raises ValueError where all samples lack one.
+    @cached_property
+    def left_out(self) -> dict[str, np.ndarray]:
+        """Ids of the samples that the training leaves out, by reason: they lack the caption or the
+        attribute that the objective reads, or are outside of the share that a pilot draws.
+
+        Raises ValueError where all samples lack what the objective reads.
         """
-        if not self.options.objective.reads.captions:
-            return np.zeros(0, dtype=np.int64)
-        return self.index.without_caption(self._reader)
-
-    @cached_property
-    def without_attribute(self) -> np.ndarray:
-        """Ids of the samples left out because they lack the attribute that the objective reads."""
-        name = self.options.objective.reads.attribute
-        if name is None:
-            return np.zeros(0, dtype=np.int64)
-        return self.index.without_attribute(name, self._reader)
-
-    def check_samples(self) -> None:
-        """Raises ValueError where no sample has what the objective reads."""
-        _ = self.without_caption, self.without_attribute
-
-    @cached_property
-    def outside_of_share(self) -> np.ndarray:
-        """Ids of the samples left out because the pilot draws only a share of them."""
-        share = self.config.pilot.share if self.layout.is_pilot else None
-        if share is None:
-            return np.zeros(0, dtype=np.int64)
-        return outside_of_share(len(self.index), share, self.config.seed)
+        reads, reader = self.options.objective.reads, self.options.reader(self.name)
+        found: dict[str, np.ndarray] = {}
+        if reads.captions:
+            found["without_caption"] = self.index.without_caption(reader)
+        if reads.attribute is not None:
+            found["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
+        if self.share is not None:
+            outside = outside_of_share(len(self.index), self.share, self.config.seed)
+            found["outside_of_share"] = outside
+        return found
 
     @cached_property
     def weights(self) -> SampleWeights | None:
         """How often an epoch draws each sample; None: once. Raises its errors (``open``)."""
-        share = self.config.pilot.share if self.layout.is_pilot else None
         plan, option = self.options.plan, f"{self.name}.plan"
-        return SampleWeights.open(self.index, self.config.data, plan, option, share or 1.0)
+        return SampleWeights.open(self.index, self.config.data, plan, option, self.share or 1.0)
 
     @property
     def name(self) -> str:
@@ -135,10 +122,6 @@ class Job:
                     begun: Pixels = made["config"].get("data", {}).get("pixels", "exact")
                     return begun
         return self.config.pixels_of(self.name)
-
-    @property
-    def _reader(self) -> str:
-        return self.options.reader(self.name)
 
     @property
     def uses_cached_text(self) -> bool:
@@ -162,11 +145,23 @@ class Job:
         reads = self.options.objective.reads.groups
         return reads and self.stage > 0 and self.layout.method != "ungrouped"
 
-    @property
-    def block(self) -> int:
-        """Samples of a group that stay together: of all samples none, whose neighbours in the index
-        may have more in common than two samples of a batch by chance."""
-        return self.options.plan.block if self.reads_groups else 1
+    def plan(self, grouped: GroupedIndex) -> EpochPlan:
+        """The plan of the first epoch.
+
+        Without groups no blocks stay together: neighbours in the index may have more in common than
+        two samples of a batch by chance.
+        """
+        options, how = self.options, self.options.plan
+        return EpochPlan(
+            grouped,
+            options.global_batch,
+            how.policy,
+            how.order,
+            self.config.seed,
+            self.stage,
+            epoch=0,
+            block=how.block if self.reads_groups else 1,
+        )
 
     @cached_property
     def resharded(self) -> Resharded | None:
@@ -251,10 +246,9 @@ def objective_of(job: Job, model: Model) -> Objective:
     )
     modules = (*model.modules(), *objective.modules())
     if options.global_batch == 1 and any(isinstance(m, _BatchNorm) and m.training for m in modules):
-        name = "train" if job.stage else "base"
         raise ValueError(
-            f"{name}.global_batch is 1, and batch norms are trained, which need several samples: "
-            "raise it"
+            f"{job.name}.global_batch is 1, and batch norms are trained, which need several "
+            "samples: raise it"
         )
     return objective
 
@@ -345,7 +339,7 @@ def build_model(
 
     Raises ValueError where the objective reads captions and the model has no text tower.
     """
-    named = (config.trained_model if stage else None) or config.model
+    named = config.model_of("train" if stage else "base")
     same: dict[str, Any] = {"projector": named.projector, "augmentation": named.augmentation}
     if stage == 0 or config.trained_model is not None:
         model = load_towers(named.name, named.pretrained, text=named.text, seed=config.seed, **same)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from mclclip.checkpoint import path_of
 from mclclip.config import Config, to_tree
 from mclclip.data import trunk_rows
 from mclclip.data.coverage import coverage_report, plan_groups
-from mclclip.data.epoch_plan import EpochPlan, check_ranks, total_steps
+from mclclip.data.epoch_plan import check_ranks, total_steps
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import Resharded
@@ -92,10 +92,9 @@ def run(
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
         if exported is not None:
             counts["exported_step"] = exported
-        if options.objective.reads.captions:
-            counts["without_caption"] = len(job.without_caption)
-        if options.objective.reads.attribute is not None:
-            counts["without_attribute"] = len(job.without_attribute)
+        for reason in ("without_caption", "without_attribute"):
+            if reason in job.left_out:
+                counts[reason] = len(job.left_out[reason])
         artifact.finish(counts)
     collectives.barrier()
     return job.directory
@@ -141,13 +140,13 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         "stage": job.stage,
         "variant": job.layout.variant,
         "seed": job.config.seed,
-        "model": to_tree(job.model),
+        "model": to_tree(job.config.model_of(job.name)),
         "train": options,
     }
     if job.pixels != "exact" and not job.reads_trunk:
         config["data"] = {"pixels": job.pixels}
     if job.layout.is_pilot:
-        config["share"] = job.config.pilot.share
+        config["share"] = job.share
     if (steps := _controlled_steps(job)) is not None:
         config["steps"] = steps
     groups = StageGroups(job.directory / "grouped_index")
@@ -162,24 +161,24 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
     if force and groups.damage() is not None:
         move_aside(job.directory)
     artifact = opened(write=True)
-    _tell(job)
+    _report_samples(job)
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
     return artifact, groups
 
 
-def _tell(job: Job) -> None:
+def _report_samples(job: Job) -> None:
     """Logs which samples a training draws, and where it reads them."""
-    attribute = job.options.objective.reads.attribute
-    for what, ids in (
-        ("have no caption", job.without_caption),
-        (f"have no {attribute}", job.without_attribute),
-        ("are outside of the pilot's share", job.outside_of_share),
-    ):
+    reasons = {
+        "without_caption": "have no caption",
+        "without_attribute": f"have no {job.options.objective.reads.attribute}",
+        "outside_of_share": "are outside of the pilot's share",
+    }
+    for reason, ids in job.left_out.items():
         if len(ids):
             log.info(
                 "stage %d: %d of %d samples %s and are left out",
-                job.stage, len(ids), len(job.index), what,
+                job.stage, len(ids), len(job.index), reasons[reason],
             )  # fmt: skip
     if job.weights is not None:
         shares = job.weights.by_source(job.index)
@@ -225,8 +224,7 @@ def _planned(job: Job, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
 
 def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
     """The labels of all samples, without those that this training leaves out."""
-    left_out = np.union1d(job.without_caption, job.without_attribute)
-    left_out = np.union1d(left_out, job.outside_of_share)
+    left_out = reduce(np.union1d, job.left_out.values(), np.zeros(0, np.int64))
     labels, radices = np.broadcast_to(np.int64(0), len(job.index)), tuple[int, ...]()
     if job.reads_groups:
         directory = job.layout.pseudo_labels(job.stage)
@@ -242,7 +240,7 @@ def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
 
 def _inputs(job: Job) -> dict[str, str]:
     """The digests of the artifacts that a training depends on."""
-    job.check_samples()  # first: no other verb makes what the samples lack
+    _ = job.left_out  # its errors come first: no other verb makes what the samples lack
     inputs = {"index": job.index.digest}
     if job.options.objective.reads.attribute is not None and job.class_labels is not None:
         inputs["attribute"] = job.class_labels.digest
@@ -277,16 +275,7 @@ def _train(
     options, context = job.options, job.context
     grouped, known_bad = collectives.on_main(groups.read)
     engine = parts.engine_of(job, trainee)
-    plan = EpochPlan(
-        grouped,
-        options.global_batch,
-        options.plan.policy,
-        options.plan.order,
-        seed=job.config.seed,
-        stage=job.stage,
-        epoch=0,
-        block=job.block,
-    )
+    plan = job.plan(grouped)
     total = collectives.on_main(lambda: _controlled_steps(job)) or total_steps(
         options.steps, options.epochs, plan.steps_per_epoch
     )

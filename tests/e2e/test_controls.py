@@ -109,7 +109,7 @@ def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor
     grouped, bad = StageGroups(layout.train(1) / "grouped_index").read()
     model = parts.build_model(options, layout, 1, options.train, SINGLE)
     num_steps = grouped.num_samples // options.train.global_batch
-    loader = parts.loader_of(job, grouped, bad, model, range(num_steps))
+    loader = parts.loader_of(job, job.plan(grouped), bad, model, range(num_steps))
     found = {}
     for batch in loader:
         assert batch.text is not None
