@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import tarfile
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from mclclip.data import samples as samples_module
 from mclclip.data.captions import TextFeatures
@@ -31,7 +29,6 @@ from mclclip.data.shard_check import join_rows
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
-from tests.matrix import kept
 
 LIMIT = 1_000_000
 NUM_SAMPLES, PER_SHARD = 23, 5
@@ -344,24 +341,6 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-@pytest.mark.parametrize("start_method", kept(["fork", "spawn"], 0))
-def test_loader_workers_see_the_same_samples(tmp_path: Path, start_method: str) -> None:
-    dataset = TarDataset(make_index(tmp_path, {2: b"x"}), transform=to_tensor, **TEXTS)
-    assert colour(dataset[0]) == 0  # open a handle before the workers start
-    batches = [[4, 2, 20], [0, 11]]
-    loader = DataLoader(
-        dataset,
-        batch_sampler=batches,
-        collate_fn=list,
-        num_workers=2 if start_method == "fork" else 1,
-        multiprocessing_context=multiprocessing.get_context(start_method),
-    )
-    found = list(loader)
-    assert found[0][1] == BadSample(2, "unidentified")
-    assert [colour(found[0][0]), colour(found[0][2])] == [4, 20]
-    assert [colour(sample) for sample in found[1]] == [0, 11]
 
 
 # --- text embeddings ---------------------------------------------------------------------------

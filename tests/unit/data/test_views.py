@@ -68,26 +68,8 @@ def expected(batches: TrainingBatches, batch: Batch, row: int, view: int) -> tor
         return augment(decode_image(raw.image, 10_000))
 
 
-def test_an_image_is_decoded_once_for_all_views(
-    index: SampleIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decode, decoded = samples_module.decode, [0]
-
-    def counting(*arguments: Any) -> Any:
-        decoded[0] += 1
-        return decode(*arguments)
-
-    monkeypatch.setattr(samples_module, "decode", counting)
-    found = []
-    for num_views in (1, 4):
-        decoded[0] = 0
-        batches_of(make(index, tokenizer=None, num_views=num_views))
-        found.append(decoded[0])
-    assert found[0] == found[1] > 4 * 16  # replaced samples are decoded too
-
-
 def test_views_do_not_depend_on_ranks_or_workers(index: SampleIndex) -> None:
-    options: dict[str, Any] = {"reads_captions": False, "num_views": 2}
+    options: dict[str, Any] = {"tokenizer": None, "num_views": 2}
     whole = make(index, **options)
     parts = [make(index, **options, rank=rank, world_size=2) for rank in range(2)]
     loader = DataLoader(whole, batch_size=None, sampler=range(3), num_workers=1)
