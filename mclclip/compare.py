@@ -98,14 +98,14 @@ def run(
     names and where encoders were not measured on the same items.
     """
     rows = read_runs(runs)
-    found = compare(rows, models, against, benchmarks, metrics)
-    text = render(found, format)
+    comparisons = compare(rows, models, against, benchmarks, metrics)
+    text = render(comparisons, format)
     if out is None:
         print(text)
     else:
         write_bytes(out, f"{text}\n".encode())
         log.info("wrote %s", out)
-    return found
+    return comparisons
 
 
 def compare(
@@ -136,10 +136,10 @@ def compare(
         and (row.metric in metrics if metrics else row.protocol.get("level") == "headline")
     }
     pairs = [
-        (found, base)
+        (own, base)
         for benchmark, metric in dict.fromkeys(cell[:2] for cell in cells)
         for model in wanted
-        if (found := cells.get((benchmark, metric, model)))
+        if (own := cells.get((benchmark, metric, model)))
         and (base := cells.get((benchmark, metric, against)))
     ]
     if not pairs:
@@ -148,7 +148,7 @@ def compare(
             "the same benchmarks"
         )
     read = Reader()
-    differences = [_difference(read, found, base) for found, base in pairs]
+    differences = [_difference(read, own, base) for own, base in pairs]
     corrected = paired.holm([d.p_value for d in differences])
     return [
         Comparison(row, base, difference, p_value)
@@ -168,7 +168,7 @@ def read_runs(runs: Sequence[Path]) -> list[Row]:
 
     Raises FileNotFoundError for a run without results.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     last = [Path(run_dir).resolve().name for run_dir in runs]
     for run_dir, name in zip(runs, last, strict=True):
         own = Run(run_dir)
@@ -176,19 +176,19 @@ def read_runs(runs: Sequence[Path]) -> list[Row]:
             raise FileNotFoundError(f"no results in {own.layout.results}: run 'mclclip eval' first")
         # A run is called by its last folder, or by its whole path where another's is the same.
         prefix = f"{name if last.count(name) == 1 else run_dir}:" if len(runs) > 1 else ""
-        found += [(replace(row, model=prefix + row.model), path) for row, path in rows_of(own)]
-    return found
+        rows += [(replace(row, model=prefix + row.model), path) for row, path in rows_of(own)]
+    return rows
 
 
 def rows_of(run: Run) -> list[Row]:
     """The rows of a run, each with the file of its items where its protocol names one."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for row in run.result_rows:
         name = row.protocol.get("outcomes")
         known = isinstance(name, str) and Path(name).name == name
         folder = run.layout.results.parent / outcomes.FOLDER
-        found.append((row, folder / str(name) if known else None))
-    return found
+        rows.append((row, folder / str(name) if known else None))
+    return rows
 
 
 class Reader:
@@ -233,7 +233,7 @@ def _difference(read: Reader, a: Row, b: Row) -> Difference:
 # --- table -------------------------------------------------------------------------------------
 
 
-def frame(found: Sequence[Comparison]) -> DataFrame:
+def frame(comparisons: Sequence[Comparison]) -> DataFrame:
     """A row per comparison, figures in the unit of its metric."""
     import pandas
 
@@ -259,17 +259,17 @@ def frame(found: Sequence[Comparison]) -> DataFrame:
             "test": c.difference.test,
             "verdict": c.verdict,
         }
-        for c in found
+        for c in comparisons
     )
 
 
-def render(found: Sequence[Comparison], format: Format) -> str:
+def render(comparisons: Sequence[Comparison], format: Format) -> str:
     """The comparisons as text for a terminal (with a sentence each), CSV, Markdown or LaTeX."""
-    table = frame(found)
+    table = frame(comparisons)
     if format == "csv":
         text: str = table.to_csv(index=False)
         return text.rstrip("\n")
-    short = _short(found)
+    short = _short(comparisons)
     if format == "latex":
         styled = short.style.hide(axis="index").format(escape="latex")
         return str(styled.format_index(escape="latex", axis=1).to_latex(hrules=True)).rstrip("\n")
@@ -279,22 +279,23 @@ def render(found: Sequence[Comparison], format: Format) -> str:
         textwrap.fill(
             shown(c.sentence()), results.WIDTH, initial_indent="- ", subsequent_indent="  "
         )
-        for c in found
+        for c in comparisons
     ]
-    tests = " and ".join(dict.fromkeys(c.difference.test for c in found))
+    tests = " and ".join(dict.fromkeys(c.difference.test for c in comparisons))
     note = (
-        f"p: {tests}, corrected for {len(found)} comparison(s) by Holm's method. Below {LEVEL} a\n"
+        f"p: {tests}, corrected for {len(comparisons)} comparison(s) by Holm's method. "
+        f"Below {LEVEL} a\n"
         "difference is taken for real. Intervals (bootstrap) are of each difference alone.\n"
         "Neither says how figures change with the seed of a training: train several seeds."
     )
-    return "\n".join([_blocks(found), "", *lines, "", note])
+    return "\n".join([_blocks(comparisons), "", *lines, "", note])
 
 
-def _short(found: Sequence[Comparison]) -> DataFrame:
+def _short(comparisons: Sequence[Comparison]) -> DataFrame:
     """The columns that fit a page, as text: a row per comparison, as in ``frame``."""
     import pandas
 
-    mixed = len({c.row.unit for c in found}) > 1
+    mixed = len({c.row.unit for c in comparisons}) > 1
     return pandas.DataFrame(
         {
             "benchmark": shown(c.row.benchmark),
@@ -302,7 +303,7 @@ def _short(found: Sequence[Comparison]) -> DataFrame:
             "model": shown(c.row.model),
             **_cells(c, "value" if mixed else c.row.unit.name),
         }
-        for c in found
+        for c in comparisons
     )
 
 
@@ -320,13 +321,13 @@ def _cells(c: Comparison, head: str) -> dict[str, str]:
     }
 
 
-def _blocks(found: Sequence[Comparison]) -> str:
+def _blocks(comparisons: Sequence[Comparison]) -> str:
     """A table per benchmark and metric, with the encoder that is compared against in its head."""
     from tabulate import tabulate
 
     blocks = []
-    for benchmark, metric in dict.fromkeys((c.row.benchmark, c.row.metric) for c in found):
-        own = [c for c in found if (c.row.benchmark, c.row.metric) == (benchmark, metric)]
+    for benchmark, metric in dict.fromkeys((c.row.benchmark, c.row.metric) for c in comparisons):
+        own = [c for c in comparisons if (c.row.benchmark, c.row.metric) == (benchmark, metric)]
         base = own[0].against
         value = own[0].texts()[1]
         head = f"{shown(benchmark)}, {shown(metric)}, against {shown(base.model)} ({value})"

@@ -128,11 +128,13 @@ def _run(
     for encoder in (first, second):
         usable[encoder.left_out()] = False
     pairs = near.near_pairs(first, usable, wanted["above"], what="blindspots")
-    found = confusions.find(pairs, second, **wanted)
-    if not found.spots.found:
-        raise ValueError(f"no blind spot: {_why_none(first.name, second.name, found, wanted)}")
+    blind_spots = confusions.find(pairs, second, **wanted)
+    if not blind_spots.spots.num_pairs:
+        raise ValueError(
+            f"no blind spot: {_why_none(first.name, second.name, blind_spots, wanted)}"
+        )
     # Opened for writing only now: where there is nothing to write, nothing is left behind.
-    _write(open_artifact(write=True), opened, found, usable)
+    _write(open_artifact(write=True), opened, blind_spots, usable)
     return directory
 
 
@@ -170,50 +172,53 @@ def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> 
     return RowStore.of_samples(name or "other", folder, manifest, index)
 
 
-def _why_none(first: str, second: str, found: BlindSpots, wanted: dict[str, Any]) -> str:
+def _why_none(first: str, second: str, blind_spots: BlindSpots, wanted: dict[str, Any]) -> str:
     """Why there is no blind spot, and which option finds some."""
-    if found.lowest is None:
+    if (lowest := blind_spots.lowest) is None:
         return (
             f"{first} has no pair of images whose cosine is above {wanted['above']}; lower --above"
         )
     return (
-        f"of {found.confused:,} pairs above {wanted['above']} for {first} none is below "
-        f"{wanted['below']} for {second}, whose lowest cosine among them is {found.lowest:.4f}; "
-        "raise --below above it, lower --above, or name another encoder with --other"
+        f"of {blind_spots.confused:,} pairs above {wanted['above']} for {first} none is below "
+        f"{wanted['below']} for {second}, whose lowest cosine among them is {lowest:.4f}; raise "
+        "--below above it, lower --above, or name another encoder with --other"
     )
 
 
 # --- what is written ---------------------------------------------------------------------------
 
 
-def _write(artifact: Artifact, run: Run, found: BlindSpots, usable: NDArray[np.bool_]) -> None:
+def _write(
+    artifact: Artifact, run: Run, blind_spots: BlindSpots, usable: NDArray[np.bool_]
+) -> None:
     """Writes all files of the blind spots and finishes the artifact."""
-    directory, options, spots = artifact.directory, artifact.config, found.spots
+    directory, options = artifact.directory, artifact.config
+    spots, duplicates = blind_spots.spots, blind_spots.duplicates
     # An image counts once, and once more for each of its blind spots, up to the cap.
-    times = 1 + np.minimum(found.counts, options["per_image"])
+    times = 1 + np.minimum(blind_spots.counts, options["per_image"])
     save_npy(directory / WEIGHTS, np.where(usable, times, 0).astype(np.float32))
     _write_pairs(directory / PAIRS, spots, run.index)
-    _write_pairs(directory / DUPLICATES, found.duplicates, run.index)
+    _write_pairs(directory / DUPLICATES, duplicates, run.index)
     _write_gallery(directory / GALLERY, spots, options, run)
     pairs = _disjoint(spots.rows.tolist())
     _write_benchmark(directory / BENCHMARK, pairs, run)
     counts: dict[str, Any] = {
         "samples": len(run.index),
         "left_out_samples": int((~usable).sum()),
-        "confused": found.confused,
+        "confused": blind_spots.confused,
     }
-    for name, kept in (("blind_spots", spots), ("near_duplicates", found.duplicates)):
-        counts[name] = {"found": kept.found, "kept": len(kept.rows), "left_out": kept.left_out}
+    for name, kept in (("blind_spots", spots), ("near_duplicates", duplicates)):
+        counts[name] = {"found": kept.num_pairs, "kept": len(kept.rows), "left_out": kept.left_out}
     counts |= {
-        "samples_in_blind_spots": int((found.counts > 0).sum()),
-        "lowest_cosine": found.lowest,
+        "samples_in_blind_spots": int((blind_spots.counts > 0).sum()),
+        "lowest_cosine": blind_spots.lowest,
         "benchmark_pairs": len(pairs),
     }
     log.info(
         "%s confuses %d pairs, of which %s tells %d apart and confuses %d too: %d blind spots are "
         "kept at %s (beyond the cap per image: %d, of all: %d)",
-        options["encoder"], found.confused, options["other"], spots.found, found.duplicates.found,
-        len(spots.rows), directory, spots.left_out["per_image"],
+        options["encoder"], blind_spots.confused, options["other"], spots.num_pairs,
+        duplicates.num_pairs, len(spots.rows), directory, spots.left_out["per_image"],
         spots.left_out["total"] + spots.left_out["pool"],
     )  # fmt: skip
     artifact.finish(
@@ -254,7 +259,7 @@ def _write_gallery(path: Path, spots: KeptPairs, options: dict[str, Any], run: R
     columns = min(COLUMNS, len(pairs))
     width = columns * wide + _MARGIN
     title = (
-        f"{spots.found:,} pairs that {first} confuses (cosine above {options['above']}) and "
+        f"{spots.num_pairs:,} pairs that {first} confuses (cosine above {options['above']}) and "
         f"{second} tells apart (below {options['below']}): the {len(pairs)} of the largest "
         "difference"
     )
@@ -266,8 +271,8 @@ def _write_gallery(path: Path, spots: KeptPairs, options: dict[str, Any], run: R
         draw.text((_MARGIN, _MARGIN + number * _LINE), line, "black", font)
     for number, (pair, (own, other)) in enumerate(zip(pairs, cosines, strict=True)):
         x, y = _MARGIN + number % columns * wide, top + number // columns * high
-        for place, picture in enumerate(run.pictures(pair)):
-            sheet.paste(_tile(Image.fromarray(picture)), (x + place * (SIDE + _GAP), y))
+        for column, picture in enumerate(run.pictures(pair)):
+            sheet.paste(_tile(Image.fromarray(picture)), (x + column * (SIDE + _GAP), y))
         draw.text((x, y + SIDE), f"{first} {own:.3f}", "black", font)
         draw.text((x, y + SIDE + _LINE), f"{second} {other:.3f}", "black", font)
     with files.whole_file(path) as file:

@@ -58,15 +58,15 @@ def progress(num_samples: int) -> Iterator[slice]:
 
 def finite(rows: Rows, cut: slice, what: str) -> Floats:
     """The rows of a cut. Raises RuntimeError, one line, for the first row that is not finite."""
-    found = np.asarray(rows[cut])
+    block = np.asarray(rows[cut])
     # A sum is finite only where all its numbers are; float64 sums of float32 do not overflow.
-    bad = np.flatnonzero(~np.isfinite(found.sum(axis=1, dtype=np.float64)))
+    bad = np.flatnonzero(~np.isfinite(block.sum(axis=1, dtype=np.float64)))
     if len(bad):
         raise RuntimeError(
             f"row {cut.start + int(bad[0]):,} of {what} is not finite ({len(bad)} of these "
-            f"{len(found)}): the encoder has diverged, export another one and embed again"
+            f"{len(block)}): the encoder has diverged, export another one and embed again"
         )
-    return found
+    return block
 
 
 def top_share(scores: NDArray[np.floating], share: float) -> NDArray[np.bool_]:

@@ -29,14 +29,14 @@ class KeptPairs:
 
     rows      [P, 2], the lower one first
     cosines   [P, 2], of the first and of the second encoder
-    found     number of all pairs
+    num_pairs number of all pairs
     left_out  per_image: beyond the cap of one of its images; total: beyond the cap of all;
               pool: beyond the pairs that are held
     """
 
     rows: Integers
     cosines: Cosines
-    found: int
+    num_pairs: int
     left_out: dict[str, int]
 
 
@@ -63,14 +63,14 @@ class _Pool:
     """The pairs of the largest scores, ties by the lower rows; at most ``size`` of them."""
 
     size: int
-    found: int = 0
+    num_pairs: int = 0
     held: int = 0
     parts: list[tuple[Integers, Cosines, Cosines]] = field(default_factory=list)
 
     def add(self, rows: Integers, cosines: Cosines, scores: Cosines) -> None:
         """Takes pairs [P, 2] with cosines [P, 2] and scores [P]."""
         self.parts.append((rows, cosines, scores))
-        self.found += len(rows)
+        self.num_pairs += len(rows)
         self.held += len(rows)
         if self.held > 2 * self.size:
             self.parts = [self.in_order()]
@@ -101,9 +101,9 @@ class _Pool:
         left_out = {
             "per_image": beyond,
             "total": len(rows) - len(kept) - beyond,
-            "pool": self.found - len(rows),
+            "pool": self.num_pairs - len(rows),
         }
-        return KeptPairs(rows[kept], cosines[kept], self.found, left_out)
+        return KeptPairs(rows[kept], cosines[kept], self.num_pairs, left_out)
 
 
 def find(

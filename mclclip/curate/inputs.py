@@ -146,7 +146,7 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
                 f"--against: {path} holds {rows.dtype} {list(rows.shape)}, wanted floating-point "
                 "rows [M, D]"
             )
-        found = EvaluationImages(name, rows, files.digest_array(rows))
+        evaluation = EvaluationImages(name, rows, files.digest_array(rows))
     else:
         manifest = read_manifest(path, "embeddings")
         _check_encoder(path, manifest, images)
@@ -158,7 +158,7 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
             index = None
         shards = 0 if index is None else len(index.shards)
         rows = RowStore.open(path, manifest, shards)
-        found = EvaluationImages(name, rows, manifest.digest, index)
+        evaluation = EvaluationImages(name, rows, manifest.digest, index)
     dim, wanted = rows[:1].shape[1], images[:1].shape[1]
     if dim != wanted:
         raise ValueError(
@@ -167,7 +167,7 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
         )
     for cut in cuts(len(rows)):
         finite(rows, cut, f"--against {path}")
-    return found
+    return evaluation
 
 
 def _check_encoder(path: Path, manifest: Manifest, images: RowStore) -> None:

@@ -69,12 +69,12 @@ class Subset:
 
 def cosines_of(rows: Embeddings, left: Integers, right: Integers) -> NDArray[np.float64]:
     """Cosines [n] of samples by their numbers, which need not be sorted."""
-    found = np.empty(len(left))
+    cosines = np.empty(len(left))
     for cut in cuts(len(left)):
-        ids, places = np.unique(np.stack([left[cut], right[cut]]), return_inverse=True)
-        own, (first, second) = rows[ids], places.reshape(2, -1)
-        found[cut] = search.cosines(own[first], own[second])
-    return found
+        ids, inverse = np.unique(np.stack([left[cut], right[cut]]), return_inverse=True)
+        own, (first, second) = rows[ids], inverse.reshape(2, -1)
+        cosines[cut] = search.cosines(own[first], own[second])
+    return cosines
 
 
 # --- pairs -------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def near_pairs(
     blocks = runlog.progress(
         search.blocks(len(ids)), total=search.num_blocks(len(ids)), description=f"{what}, blocks"
     )
-    for found in search.near_pairs(Subset(rows, ids), above, blocks, what=what):
-        yield Pairs(ids[found.rows], found.cosines)
+    for piece in search.near_pairs(Subset(rows, ids), above, blocks, what=what):
+        yield Pairs(ids[piece.rows], piece.cosines)
 
 
 def _near_in_groups(rows: Embeddings, groups: Groups, above: float, what: str) -> Iterator[Pairs]:
@@ -120,8 +120,8 @@ def _near_in_groups(rows: Embeddings, groups: Groups, above: float, what: str) -
         starts = groups.starts[first : stop + 1]
         members = groups.ids[starts[0] : starts[-1]]
         if len(members) > held_rows:
-            for found in search.near_pairs(Subset(rows, members), above, what=what):
-                yield Pairs(members[found.rows], found.cosines)
+            for piece in search.near_pairs(Subset(rows, members), above, what=what):
+                yield Pairs(members[piece.rows], piece.cosines)
             continue
         order, row = np.argsort(members), rows[:1]
         held = np.empty((len(members), *row.shape[1:]), row.dtype)
@@ -129,8 +129,8 @@ def _near_in_groups(rows: Embeddings, groups: Groups, above: float, what: str) -
             some = order[start : start + _READ_AT_ONCE]
             held[some] = rows[members[some]]
         for begin, end in pairwise((starts - starts[0]).tolist()):
-            for found in search.near_pairs(held[begin:end], above, what=what):
-                yield Pairs(members[begin:end][found.rows], found.cosines)
+            for piece in search.near_pairs(held[begin:end], above, what=what):
+                yield Pairs(members[begin:end][piece.rows], piece.cosines)
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,12 @@ class Groups:
 
     def batches(self, most: int) -> list[tuple[int, int]]:
         """Groups [first, stop) of at most ``most`` samples together; a larger one is alone."""
-        found, first = [], 0
+        batches, first = [], 0
         while first < len(self.starts) - 1:
             stop = int(np.searchsorted(self.starts, self.starts[first] + most, side="right")) - 1
-            found.append((first, stop := max(stop, first + 1)))
+            batches.append((first, stop := max(stop, first + 1)))
             first = stop
-        return found
+        return batches
 
     def drawn(self, random: np.random.Generator, most: int) -> Integers:
         """The samples of groups that are drawn until they have ``most`` pairs; of one at least."""
@@ -188,13 +188,13 @@ def equal_pairs(
         words = np.ascontiguousarray(rows[cut]).view(np.uint16)
         hashes[cut] = (words * keys).sum(axis=1)
     ids = np.flatnonzero(usable)
-    _, first, places = np.unique(hashes[ids], return_index=True, return_inverse=True)
-    first = ids[first][places]
+    _, first, inverse = np.unique(hashes[ids], return_index=True, return_inverse=True)
+    first = ids[first][inverse]
     copies = np.flatnonzero(first != ids)
     for cut in cuts(len(copies)):
         pairs = np.column_stack([first[copies[cut]], ids[copies[cut]]])
-        sources, places = np.unique(pairs[:, 0], return_inverse=True)
-        left, right = rows[sources][places], rows[pairs[:, 1]]
+        sources, inverse = np.unique(pairs[:, 0], return_inverse=True)
+        left, right = rows[sources][inverse], rows[pairs[:, 1]]
         own = search.cosines(left, right)
         equal = (left == right).all(axis=1) & (own > above)
         yield Pairs(pairs[equal], own[equal])
@@ -212,12 +212,12 @@ def nearest_other(
     nearest = np.full(len(rows), -1, np.int64)
     best = np.full(len(rows), -np.inf)
     matched = np.zeros(len(others), bool)
-    for found in search.near_rows(rows, others, above, what=what):
-        own, other = found.rows.T
+    for piece in search.near_rows(rows, others, above, what=what):
+        own, other = piece.rows.T
         matched[other] = True
-        order = np.lexsort((other, -found.cosines, own))
+        order = np.lexsort((other, -piece.cosines, own))
         own, first = np.unique(own[order], return_index=True)
-        other, value = other[order][first], found.cosines[order][first]
+        other, value = other[order][first], piece.cosines[order][first]
         better = (value > best[own]) | ((value == best[own]) & (other < nearest[own]))
         nearest[own[better]], best[own[better]] = other[better], value[better]
     return nearest, best, matched
@@ -244,9 +244,9 @@ class Components:
         ends = ends[ends[:, 0] != ends[:, 1]]
         if not len(ends):
             return
-        nodes, places = np.unique(ends, return_inverse=True)
+        nodes, inverse = np.unique(ends, return_inverse=True)
         shape = len(nodes), len(nodes)
-        edges = coo_matrix((np.ones(len(ends), bool), tuple(places.reshape(-1, 2).T)), shape)
+        edges = coo_matrix((np.ones(len(ends), bool), tuple(inverse.reshape(-1, 2).T)), shape)
         _, parts = connected_components(edges, directed=False)
         _, first = np.unique(parts, return_index=True)
         self._above[nodes] = nodes[first][parts]
@@ -260,11 +260,11 @@ class Components:
         return number
 
     def _lowest(self, ids: Integers) -> Integers:
-        found = self._above[ids]
-        while (further := self._above[found]).tobytes() != found.tobytes():
-            found = further
-        self._above[ids] = found
-        return found
+        lowest = self._above[ids]
+        while (further := self._above[lowest]).tobytes() != lowest.tobytes():
+            lowest = further
+        self._above[ids] = lowest
+        return lowest
 
     def lowest(self) -> Integers:
         """[N]: the lowest sample of the component of each sample."""
@@ -316,14 +316,14 @@ def copies_among(
     of, active = first.copy(), usable & (first == every)
     for number in range(rounds):
         linked = Components(len(usable))
-        found = linked.add_all(near_pairs(rows, active, above, labels, what=what))
+        num_linked = linked.add_all(near_pairs(rows, active, above, labels, what=what))
         kept = linked.best(scores)
         members = np.flatnonzero(active & (kept != every))
         of[members] = kept[members]
         if number == 0:
             joined = np.flatnonzero(linked.lowest() != every)
             components.add(np.column_stack([joined, linked.lowest()[joined]]))
-            pairs += found
+            pairs += num_linked
         far = members[cosines_of(rows, members, kept[members]) <= above]
         if not len(far) or number == rounds - 1:
             break

@@ -176,25 +176,25 @@ def _summary(
     run: Run, trainings: Sequence[training.Training], comparisons: Comparisons
 ) -> list[tuple[str, str, str]]:
     """The most important figures: value, what it is, more about it."""
-    found = []
+    tiles = []
     best = pairs.best_of([row.model for row in run.result_rows])
     if best is not None and (own := comparisons.of(best)):
         first = own[0]
         (value, base, change, *_), unit = first.texts(), first.row.unit
         more = f"{best} has {value} {unit.name}, stage 0 {base}: {first.verdict}"
-        found.append((change, f"{unit.difference} on {first.row.benchmark}", more))
+        tiles.append((change, f"{unit.difference} on {first.row.benchmark}", more))
     if twins := [c for c in comparisons.with_control if c.row.model == best]:
         first = twins[0]
         (_, base, change, *_), unit = first.texts(), first.row.unit
         what = f"{unit.difference} against the same training without groups"
         more = f"{first.against.model} has {base} {unit.name}: {first.verdict}"
-        found.append((change, what, more))
+        tiles.append((change, what, more))
     if run.layout.index.is_dir():
         section = _section(lambda: [len(run.index)], "")
         if section.content:
-            found.append((f"{section.content[0]:,}", "samples", ""))
+            tiles.append((f"{section.content[0]:,}", "samples", ""))
     if (seconds := training.total(trainings, lambda one: one.seconds)) is not None:
         steps = sum(one.steps for one in trainings)
         more = f"{steps:,} steps in {len(trainings)} trainings"
-        found.append((training.duration(seconds), "of training", more))
-    return found
+        tiles.append((training.duration(seconds), "of training", more))
+    return tiles

@@ -61,9 +61,9 @@ def sizes(title: str, x: str, numbers: ArrayLike, colour: str) -> Markup:
     up = _Scale(0.0, float(heights[0]), HEIGHT - _BOTTOM, _TOP)
     gap = 1.5 if len(heights) <= 40 else 0.0
     bars = "".join(
-        f"M{across(place) + gap / 2:.1f},{up(0):.1f}V{up(height):.1f}"
-        f"H{across(place + 1) - gap / 2:.1f}V{up(0):.1f}Z"
-        for place, height in enumerate(heights.tolist())
+        f"M{across(number) + gap / 2:.1f},{up(0):.1f}V{up(height):.1f}"
+        f"H{across(number + 1) - gap / 2:.1f}V{up(0):.1f}Z"
+        for number, height in enumerate(heights.tolist())
     )
     filled = Markup('<path style="fill:var(--{})" d="{}"/>').format(colour, bars)
     return _svg(title, [_axes(across, up, x), filled])
@@ -139,12 +139,12 @@ def _axes(across: _Scale, up: _Scale, x: str) -> Markup:
     """Grid lines with their numbers, and the name of the lower axis."""
     parts = []
     for tick in up.ticks():
-        place = f"{up(tick):.1f}"
+        height = f"{up(tick):.1f}"
         parts.append(
             Markup(
                 '<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>'
                 '<text class="tick" x="{}" y="{:.1f}" text-anchor="end">{}</text>'
-            ).format(_LEFT, WIDTH - _RIGHT, place, place, _LEFT - 5, up(tick) + 3.5, number(tick))
+            ).format(_LEFT, WIDTH - _RIGHT, height, height, _LEFT - 5, up(tick) + 3.5, number(tick))
         )
     for tick in across.ticks():
         parts.append(

@@ -76,7 +76,7 @@ def _labels(run: Run, ids: Integers) -> dict[int, Integers]:
 
 def clustered(run: Run, thumbnails: Thumbnails) -> list[Clustered]:
     """The clusters of every stage that is clustered. Raises RuntimeError where they are damaged."""
-    found, ids = [], run.spread_ids(LABEL_ROWS)
+    stages, ids = [], run.spread_ids(LABEL_ROWS)
     for stage, labels in _labels(run, ids).items():
         manifest = run.stage(stage).manifest("clusters")
         # Of more clusters than are recorded, the sizes are of the rows that were read.
@@ -87,8 +87,8 @@ def clustered(run: Run, thumbnails: Thumbnails) -> list[Clustered]:
         chart = charts.sizes(title, "clusters, largest first", sizes, "stage")
         random = np.random.default_rng([run.seed, stage, 11])
         galleries = _galleries(ids, labels, thumbnails, random)
-        found.append(Clustered(stage, manifest.counts, manifest.config, galleries, chart))
-    return found
+        stages.append(Clustered(stage, manifest.counts, manifest.config, galleries, chart))
+    return stages
 
 
 def _galleries(
@@ -121,8 +121,8 @@ def some_clusters(labels: Integers, count: int) -> list[int]:
     order = order[sizes[order] >= _FEWEST]
     if len(order) > count:
         order = order[np.linspace(0, len(order) - 1, count).round().astype(np.int64)]
-    found: list[int] = names[order].tolist()
-    return found
+    chosen: list[int] = names[order].tolist()
+    return chosen
 
 
 # --- agreement -----------------------------------------------------------------------------------
@@ -147,19 +147,19 @@ def agreement(run: Run) -> list[dict[str, Any]]:
         note = "From 'mclclip analyse', of all samples."
         return [{"rows": rows, "columns": columns, "table": table, "note": note}]
     ids = run.spread_ids(LABEL_ROWS)
-    labels, places = _labels(run, ids), numbers_in(spread(len(ids), AMI_ROWS))
+    labels, rows_read = _labels(run, ids), numbers_in(spread(len(ids), AMI_ROWS))
     attributes = sorted({name for shard in run.index.shards for name in shard.attributes})
     if len(labels) + len(attributes) < 2 or not labels:
         return []
-    codes = [run.index.attribute(name)[0][ids[places]] for name in attributes]
+    codes = [run.index.attribute(name)[0][ids[rows_read]] for name in attributes]
     computed: list[list[float | None]] = [
         [_recorded(run, stage, other) for other in labels]
-        + [_ami(labels[stage][places], own) for own in codes]
+        + [_ami(labels[stage][rows_read], own) for own in codes]
         for stage in labels
     ]
     note = "Of stages: of all samples, as 'mclclip cluster' recorded it."
     if attributes:
-        note += f" Of attributes: computed of {len(places):,} samples."
+        note += f" Of attributes: computed of {len(rows_read):,} samples."
     names = [f"stage_{stage}" for stage in labels]
     columns = [*names, *attributes]
     return [{"rows": names, "columns": columns, "table": computed, "note": note}]
@@ -171,8 +171,8 @@ def _recorded(run: Run, stage: int, other: int) -> float | None:
     if stage == other:
         return 1.0
     counts = run.stage(max(stage, other)).manifest("clusters").counts
-    found = counts.get("ami", {}).get(f"stage_{min(stage, other)}")
-    return None if found is None else float(found)
+    recorded = counts.get("ami", {}).get(f"stage_{min(stage, other)}")
+    return None if recorded is None else float(recorded)
 
 
 def _ami(own: Integers, other: NDArray[np.integer]) -> float | None:

@@ -32,7 +32,7 @@ def exchanges(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
 
     Raises FileNotFoundError and ValueError where outcomes are missing or damaged.
     """
-    found, read = [], compare.Reader()
+    exchanged, read = [], compare.Reader()
     rows = [
         (row, path)
         for row, path in compare.rows_of(run)
@@ -52,10 +52,10 @@ def exchanges(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
                         f"{model} and {against} were not measured on the same pairs of {benchmark}"
                     )
                 names = {"benchmark": benchmark, "model": model, "against": against}
-                found.append(
+                exchanged.append(
                     names | {"missing": missing} | _exchanged(*outcomes, pairs, thumbnails)
                 )
-    return found
+    return exchanged
 
 
 def best_of(models: Sequence[str]) -> str | None:

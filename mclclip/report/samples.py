@@ -60,7 +60,7 @@ def blindspots(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
 
     Raises RuntimeError where one is of another index, or damaged.
     """
-    found = []
+    sections = []
     for directory in run.finished("blindspots").values():
         manifest = run.index.manifest_of(directory, "blindspots")
         manifest.check(directory, "pairs.jsonl")
@@ -75,8 +75,8 @@ def blindspots(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
                 )
                 for row in rows
             ]
-        found.append({"options": manifest.config, "counts": manifest.counts, "pairs": pairs})
-    return found
+        sections.append({"options": manifest.config, "counts": manifest.counts, "pairs": pairs})
+    return sections
 
 
 def filters(run: Run) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def filters(run: Run) -> list[dict[str, Any]]:
 
     Raises RuntimeError where one is of another index, or its manifest is damaged.
     """
-    found = []
+    rows = []
     for name, directory in run.finished("filters").items():
         manifest = run.index.manifest_of(directory, "filter")
         with files.own(directory / MANIFEST, "run 'mclclip filter --force' to make it again"):
@@ -96,7 +96,7 @@ def filters(run: Run) -> list[dict[str, Any]]:
                     flags.append(f"--{option.replace('_', '-')} {text}")
             reasons = {str(reason): int(n) for reason, n in manifest.counts["reasons"].items()}
             samples = int(manifest.counts["samples"])
-            found.append(
+            rows.append(
                 {"name": name, "flags": " ".join(flags), "samples": samples, "reasons": reasons}
             )
-    return found
+    return rows

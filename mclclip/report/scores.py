@@ -137,8 +137,8 @@ def headline_of(rows: Sequence[Result]) -> str:
 def references() -> list[Reference]:
     """The published figures of all suites that are shipped."""
     suites = Path(results.__file__).resolve().parent / "suites"
-    found = [results.published(read_yaml(path)) for path in sorted(suites.glob("*.yaml"))]
-    return list(dict.fromkeys(one for several in found for one in several))
+    published = [results.published(read_yaml(path)) for path in sorted(suites.glob("*.yaml"))]
+    return list(dict.fromkeys(one for suite in published for one in suite))
 
 
 # --- paired comparisons --------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Comparisons:
 
     def of(self, model: str) -> list[Comparison]:
         """Comparisons of a model with stage 0."""
-        return [found for found in self.with_base if found.row.model == model]
+        return [one for one in self.with_base if one.row.model == model]
 
 
 def comparisons(run: Run) -> Comparisons:
@@ -184,15 +184,15 @@ def comparisons(run: Run) -> Comparisons:
     except (ValueError, FileNotFoundError) as error:
         control, no_control = [], f"{error}."
     # Those with controls were compared one by one: here they are corrected for their number.
-    corrected = paired.holm([found.difference.p_value for found in control])
+    corrected = paired.holm([one.difference.p_value for one in control])
     control = [replace(c, corrected=p) for c, p in zip(control, corrected, strict=True)]
     return Comparisons(base, control, no_base, no_control)
 
 
-def first_of_each(found: Sequence[Comparison]) -> tuple[list[Comparison], list[Comparison]]:
+def first_of_each(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Comparison]]:
     """The comparisons of every encoder in the first metric of every benchmark, and the others."""
     first: dict[str, str] = {}
-    for one in found:
+    for one in comparisons:
         first.setdefault(one.row.benchmark, one.row.metric)
-    main = [one for one in found if one.row.metric == first[one.row.benchmark]]
-    return main, [one for one in found if one.row.metric != first[one.row.benchmark]]
+    main = [one for one in comparisons if one.row.metric == first[one.row.benchmark]]
+    return main, [one for one in comparisons if one.row.metric != first[one.row.benchmark]]

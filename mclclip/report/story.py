@@ -40,25 +40,25 @@ def chapters(
     comparisons: Comparisons,
 ) -> list[tuple[str, list[str]]]:
     """A title and sentences for every stage, for the joined encoders and for the controls."""
-    trained = {found.stage: found for found in trainings if found.variant == "mcl"}
-    of_stage = {found.stage: found for found in clusters}
-    found = []
+    trained = {one.stage: one for one in trainings if one.variant == "mcl"}
+    of_stage = {one.stage: one for one in clusters}
+    parts: list[tuple[str, list[str]]] = []
     for stage in run.stages:
         sentences = _trained(stage, trained.get(stage.number))
         sentences += _gained(comparisons, stage.name)
         if stage.number in of_stage:
             sentences += _clustered(of_stage[stage.number])
         title = "Stage 0, the base" if stage.number == 0 else f"Stage {stage.number}"
-        found.append((title, sentences))
+        parts.append((title, sentences))
     models, joined = {row.model for row in run.result_rows}, []
     for name, sentence in _JOINED.items():
         if name in models or run.layout.joined(name).is_dir():
             joined += [sentence, *_gained(comparisons, name)]
     if joined:
-        found.append(("All stages joined", joined))
+        parts.append(("All stages joined", joined))
     if run.controls:
-        found.append(("Controls", [_CONTROLS.get(name, f"{name}.") for name in run.controls]))
-    return found
+        parts.append(("Controls", [_CONTROLS.get(name, f"{name}.") for name in run.controls]))
+    return parts
 
 
 def _trained(stage: Stage, training: Training | None) -> list[str]:
@@ -112,17 +112,17 @@ def _groups(stage: Stage) -> str:
     )
 
 
-def _clustered(found: Clustered) -> list[str]:
-    sizes, algorithm = found.counts["sizes"], found.options.get("algorithm", "")
+def _clustered(clustered: Clustered) -> list[str]:
+    sizes, algorithm = clustered.counts["sizes"], clustered.options.get("algorithm", "")
     sentence = (
-        f"Its embeddings of {found.counts['samples']:,} samples were clustered into "
-        f"{found.options['num_clusters']:,} clusters ({algorithm} k-means) of "
+        f"Its embeddings of {clustered.counts['samples']:,} samples were clustered into "
+        f"{clustered.options['num_clusters']:,} clusters ({algorithm} k-means) of "
         f"{sizes['smallest']:,} to {sizes['largest']:,} samples"
     )
     sentences = [f"{sentence}, half of them larger than {sizes['median']:,.0f}."]
-    if bad := found.counts.get("bad_samples"):
+    if bad := clustered.counts.get("bad_samples"):
         sentences.append(f"{bad:,} samples could not be used.")
-    if words := found.words():
+    if words := clustered.words():
         sentences.append(f"Words that tell their captions apart: {', '.join(words)}.")
     return sentences
 
@@ -130,11 +130,11 @@ def _clustered(found: Clustered) -> list[str]:
 def _gained(comparisons: Comparisons, model: str) -> list[str]:
     """A sentence per benchmark, of its first metric."""
     first: dict[str, Comparison] = {}
-    for found in comparisons.of(model):
-        first.setdefault(found.row.benchmark, found)
+    for one in comparisons.of(model):
+        first.setdefault(one.row.benchmark, one)
     return [
-        f"On {found.row.benchmark} ({found.row.metric}) it has {own} {found.row.unit.name}, which "
-        f"is {change} {found.row.unit.difference} against stage 0: {found.verdict}."
-        for found in first.values()
-        for own, _, change, *_ in [found.texts()]
+        f"On {one.row.benchmark} ({one.row.metric}) it has {own} {one.row.unit.name}, which "
+        f"is {change} {one.row.unit.difference} against stage 0: {one.verdict}."
+        for one in first.values()
+        for own, _, change, *_ in [one.texts()]
     ]

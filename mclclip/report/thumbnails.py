@@ -72,27 +72,27 @@ class Thumbnails:
         """The first caption; empty where there is none, or it cannot be read any more."""
         if sample_id not in self._captions:
             try:
-                found = self.run.dataset.captions(sample_id)
+                captions = self.run.dataset.captions(sample_id)
             except (OSError, RuntimeError):
-                found = []
-            self._captions[sample_id] = found[0] if found else ""
+                captions = []
+            self._captions[sample_id] = captions[0] if captions else ""
         return self._captions[sample_id]
 
     def lost(self) -> dict[str, int]:
         """Number of pictures that cannot be shown, by reason; ``BEYOND`` counts every place."""
-        lost = Counter(found.reason for found in self._made.values() if found.reason)
+        lost = Counter(picture.reason for picture in self._made.values() if picture.reason)
         return dict(lost) | ({BEYOND: self._beyond} if self._beyond else {})
 
     def _picture(self, name: Hashable, whole: str, read: Callable[[], bytes]) -> Picture:
         text = shortened(whole)
         if name not in self._made:
             self._made[name] = self._of_bytes(read, text)
-        found = self._made[name]
-        if len(found.uri) > self.left_bytes:
+        picture = self._made[name]
+        if len(picture.uri) > self.left_bytes:
             self._beyond += 1
             return Picture("", text, BEYOND)
-        self.left_bytes -= len(found.uri)
-        return found
+        self.left_bytes -= len(picture.uri)
+        return picture
 
     def _of_bytes(self, read: Callable[[], bytes], text: str) -> Picture:
         try:

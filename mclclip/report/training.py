@@ -44,15 +44,15 @@ class Training:
 
 def trainings(run: Run) -> list[Training]:
     """Every training that has records, stage 0 first, then MCL's stages, then the controls'."""
-    found = []
+    trainings = []
     for variant, own in {"mcl": run, **run.controls}.items():
         for number in range(len(run.stages)):
             if number == 0 and variant != "mcl":
                 continue  # it is shared
             stage = own.stage(number)
             if rows := thinned(stage.records("metrics")[0]):
-                found.append(_training(variant, stage, rows))
-    return found
+                trainings.append(_training(variant, stage, rows))
+    return trainings
 
 
 def _training(variant: str, stage: Stage, rows: Rows) -> Training:
@@ -79,7 +79,7 @@ def _training(variant: str, stage: Stage, rows: Rows) -> Training:
 def curves(run: Run) -> list[dict[str, Any]]:
     """Charts of the ``loss`` and the ``lr`` of each ``stage`` that was trained, with a line per
     variant."""
-    found = []
+    curves = []
     for number in range(len(run.stages)):
         variants = {"mcl": run, **(run.controls if number else {})}
         recorded = {
@@ -88,8 +88,8 @@ def curves(run: Run) -> list[dict[str, Any]]:
         if any(recorded.values()):
             loss = _chart(f"stage {number}: loss", "loss", recorded)
             rate = _chart(f"stage {number}: learning rate", "lr", recorded)
-            found.append({"stage": number, "loss": loss, "lr": rate})
-    return found
+            curves.append({"stage": number, "loss": loss, "lr": rate})
+    return curves
 
 
 def _chart(title: str, name: str, recorded: Mapping[str, Rows]) -> Markup:
@@ -117,9 +117,9 @@ def _numbers(rows: Rows, name: str) -> list[float]:
     return [value for row in rows if (value := _number(row.get(name))) is not None]
 
 
-def total(found: Sequence[Training], of: Callable[[Training], float | None]) -> float | None:
+def total(trainings: Sequence[Training], of: Callable[[Training], float | None]) -> float | None:
     """The sum of a figure over trainings; None where one lacks it, or there are none."""
-    values = [of(training) for training in found]
+    values = [of(training) for training in trainings]
     known = [value for value in values if value is not None]
     return sum(known) if values and len(known) == len(values) else None
 

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         found = timing.interleave(variants, args.rounds)
         mib = memory.in_fresh_process(peak, root, args.rows, pieces)
-        kept = spots(root, args.rows, pieces).spots.found
+        kept = spots(root, args.rows, pieces).spots.num_pairs
     seen = sum(
         (bank.stop - bank.start) * (queries.stop - queries.start)
         for bank, queries in islice(search.blocks(args.rows), pieces)

@@ -73,8 +73,8 @@ def test_all_planted_blind_spots_are_found_and_nothing_else(
     kept = as_set(found.spots.rows)
     assert len(kept & wanted) / len(wanted) == 1.0  # recall
     assert len(kept & wanted) / len(kept) == 1.0  # precision
-    assert len(kept) == len(found.spots.rows) == found.spots.found == 30
-    assert len(found.duplicates.rows) == found.duplicates.found == duplicates
+    assert len(kept) == len(found.spots.rows) == found.spots.num_pairs == 30
+    assert len(found.duplicates.rows) == found.duplicates.num_pairs == duplicates
     assert found.confused == 60 and found.lowest == found.spots.cosines[:, 1].min()
     assert not any(found.spots.left_out.values())
 
@@ -118,7 +118,7 @@ def crowd(count: int = 12) -> tuple[np.ndarray, np.ndarray]:
 def test_caps_keep_the_largest_differences_and_count_what_is_left_out() -> None:
     first, second = crowd()
     every = found_in(first, second, per_image=11)
-    assert every.spots.found == len(every.spots.rows) == 66
+    assert every.spots.num_pairs == len(every.spots.rows) == 66
     assert not any(every.spots.left_out.values())
     kept: list[tuple[int, int]] = []
     uses: Counter[int] = Counter()
@@ -131,7 +131,7 @@ def test_caps_keep_the_largest_differences_and_count_what_is_left_out() -> None:
     assert some.spots.left_out == {"per_image": 66 - len(kept), "total": 0, "pool": 0}
     few = found_in(first, second, per_image=3, max_pairs=4)
     assert list(map(tuple, few.spots.rows.tolist())) == kept[:4]
-    assert few.spots.found == 66 == 4 + sum(few.spots.left_out.values())
+    assert few.spots.num_pairs == 66 == 4 + sum(few.spots.left_out.values())
     assert few.spots.left_out["total"] > 0
     assert few.counts.tolist() == [11] * 12  # whether they are kept or not
 
@@ -148,10 +148,10 @@ def test_what_the_pool_holds_does_not_depend_on_blocks(blocks: tuple[int, int]) 
 def test_equal_differences_come_by_the_lower_rows() -> None:
     found = found_in(np.ones((5, 3)), np.eye(5), (2, 3))
     assert found.spots.rows.tolist() == sorted(found.spots.rows.tolist())
-    assert found.spots.found == 10
+    assert found.spots.num_pairs == 10
 
 
 def test_nothing_confused_has_no_lowest_cosine() -> None:
     found = found_in(np.eye(4), np.eye(4))
-    assert (found.confused, found.lowest, found.spots.found) == (0, None, 0)
+    assert (found.confused, found.lowest, found.spots.num_pairs) == (0, None, 0)
     assert found.spots.rows.shape == (0, 2)
