@@ -16,8 +16,6 @@ arithmetic.py chooses the arithmetic for a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -56,15 +54,6 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
     ordered = (packed >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), _LOW_32 - (packed & _LOW_32)
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """Pairs of a row of a tile and a centroid, and the product's score of each pair."""
-
-    row: Tensor
-    centroid: Tensor
-    coarse: Tensor
 
 
 class Search:
@@ -129,37 +118,36 @@ class Search:
         """int64 [n, count]: the packed scores and ids of the nearest ``count`` centroids of rows
         [n, D], best first, the lowest id of equals; ``NOTHING`` where there are fewer.
         """
-        found = [self._tile(part, count) for part in tiles(rows, self._rows_per_tile)]
-        return torch.cat(found) if found else rows.new_zeros((0, count), dtype=torch.int64)
+        best = [self._tile(part, count) for part in tiles(rows, self._rows_per_tile)]
+        return torch.cat(best) if best else rows.new_zeros((0, count), dtype=torch.int64)
 
     def nearest(self, rows: Tensor) -> Tensor:
         """int64 [n]: the ids that ``best`` finds for finite rows [n, D], of one centroid or more.
 
         A row for which the product leaves one candidate, as it mostly does, is not scored.
         """
-        found = [self._nearest(part) for part in tiles(rows, self._rows_per_tile)]
-        return torch.cat(found) if found else rows.new_zeros(0, dtype=torch.int64)
+        ids = [self._nearest(part) for part in tiles(rows, self._rows_per_tile)]
+        return torch.cat(ids) if ids else rows.new_zeros(0, dtype=torch.int64)
 
     def _tile(self, rows: Tensor, count: int) -> Tensor:
         if not len(self.centroids):
             return torch.full((len(rows), count), NOTHING, device=rows.device)
-        pairs = self._candidates(rows, count)
-        packed = self._packed(rows, pairs.row, pairs.centroid)
-        return _largest(packed, pairs.row, len(rows), count)
+        row, centroid = self._candidates(rows, count)
+        return _largest(self._packed(rows, row, centroid), row, len(rows), count)
 
     def _nearest(self, rows: Tensor) -> Tensor:
-        pairs = self._candidates(rows, 1)
+        row, centroid = self._candidates(rows, 1)
         # Every row has a candidate, so where each has one the pairs are in the order of the rows.
-        if len(pairs.row) == len(rows):
-            return pairs.centroid + self.first_id
-        found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-        found[pairs.row] = pairs.centroid + self.first_id  # of several any, until they are scored
-        several = torch.bincount(pairs.row, minlength=len(rows)) > 1
-        open_ = torch.nonzero(several[pairs.row]).flatten()
-        row = pairs.row[open_]
-        packed = self._packed(rows, row, pairs.centroid[open_])
-        found[row] = unpack(_largest(packed, row, len(rows), 1)[row, 0])[1]
-        return found
+        if len(row) == len(rows):
+            return centroid + self.first_id
+        nearest = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+        nearest[row] = centroid + self.first_id  # of several any, until they are scored
+        several = torch.bincount(row, minlength=len(rows)) > 1
+        open_ = torch.nonzero(several[row]).flatten()
+        row, centroid = row[open_], centroid[open_]
+        packed = self._packed(rows, row, centroid)
+        nearest[row] = unpack(_largest(packed, row, len(rows), 1)[row, 0])[1]
+        return nearest
 
     def _packed(self, rows: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
         """The packed scores and ids of pairs; ``row`` ascends."""
@@ -168,16 +156,17 @@ class Search:
             scores -= self.half_squares[centroid]
         return pack(scores, centroid + self.first_id)
 
-    def _candidates(self, rows: Tensor, count: int) -> _Pairs:
-        """All pairs that may be among the ``count`` best of their row, sorted by row."""
+    def _candidates(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Row and centroid [P] of all pairs that may be among the ``count`` best of their row,
+        sorted by row."""
         coarse, error = self._lower(rows)
         top = torch.full((len(rows), count), -torch.inf, device=rows.device)
         if len(self._coarse) <= FEW:  # without groups, and without padding
             scores = multiply(coarse, self._coarse).float()
             threshold = self._threshold(_top(top, scores)[:, -1:], error)
             row, centroid = torch.nonzero(scores >= threshold).unbind(1)
-            return _Pairs(row, centroid, scores[row, centroid])
-        threshold, found = top[:, -1:], []
+            return row, centroid
+        threshold, candidates = top[:, -1:], []
         step = self._columns_per_tile
         for first in range(0, len(self._coarse), step):
             scores = multiply(coarse, self._coarse[first : first + step])
@@ -195,15 +184,13 @@ class Search:
             open_ = (members >= threshold[row]) & (members > -torch.inf)
             which, member = torch.nonzero(open_).unbind(1)
             ids = first + member * scores.shape[2] + group[which]
-            found.append(_Pairs(row[which], ids, members[which, member]))
-        if len(found) == 1:
-            return found[0]
-        row = torch.cat([pairs.row for pairs in found])
-        coarse_scores = torch.cat([pairs.coarse for pairs in found])
+            candidates.append((row[which], ids, members[which, member]))
+        if len(candidates) == 1:
+            return candidates[0][:2]
+        row, ids, coarse_scores = (torch.cat(parts) for parts in zip(*candidates, strict=True))
         kept = torch.nonzero(coarse_scores >= threshold.flatten()[row]).flatten()
         kept = kept[row[kept].sort(stable=True).indices]
-        ids = torch.cat([pairs.centroid for pairs in found])
-        return _Pairs(row[kept], ids[kept], coarse_scores[kept])
+        return row[kept], ids[kept]
 
     def _lower(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, D] in the type of the products, and the error bound of a row's products: [n, 1],
@@ -327,8 +314,8 @@ def _scored_in_blocks(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Te
     centroid = torch.nn.functional.pad(centroid, (0, padding))
     parts = zip(torch.split(row, size), torch.split(centroid, size), strict=True)
     products = [(rows[r] * centroids[c]).sum(dim=1) for r, c in parts]
-    found = torch.cat(products) if products else rows.new_zeros(0)
-    return found[: len(found) - padding]
+    scores = torch.cat(products) if products else rows.new_zeros(0)
+    return scores[: len(scores) - padding]
 
 
 def _largest(packed: Tensor, row: Tensor, num_rows: int, count: int) -> Tensor:
